@@ -6,9 +6,8 @@ use crate::config::Config;
 use crate::error::{EngineError, Error, Result};
 use crate::optim::GroupedOptimizer;
 use crate::param::BufferSync;
-use crate::util::fnv1a;
+use crate::util::{fnv1a, json_leaves};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The maximum number of keys in an error.
@@ -48,7 +47,7 @@ impl RankConfig {
         data: &[SharedContent],
     ) -> Self {
         let mut keys = BTreeMap::new();
-        flatten("", &config.to_deepspeed_json(), &mut keys);
+        json_leaves("", &config.to_deepspeed_json(), &mut |name, leaf| _ = keys.insert(name, leaf.to_string()));
         keys.insert("the user's own components".into(), format!("{custom:?}"));
         keys.insert("the optimizer's groups or schedule".into(), format!("{trainer:?} {groups:?}"));
         Self { keys, data: data.to_vec() }
@@ -100,19 +99,6 @@ impl RankConfig {
             keys += &format!(", and {more} more keys");
         }
         EngineError::ConfigsDiffer { rank, other, keys }.into()
-    }
-}
-
-/// Collects the leaves of a JSON tree by their paths.
-fn flatten(path: &str, value: &Value, to: &mut BTreeMap<String, String>) {
-    match value {
-        Value::Object(entries) if !entries.is_empty() => {
-            for (key, value) in entries {
-                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
-                flatten(&path, value, to);
-            }
-        }
-        leaf => drop(to.insert(path.into(), leaf.to_string())),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::RunDescription;
 use crate::config::{Config, RunValues};
+use crate::util::json_leaves;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -78,31 +79,22 @@ fn defaults() -> &'static Value {
 /// Returns the values of a tree by their paths, without those that are absent.
 fn leaves(tree: &Value) -> BTreeMap<String, Hyperparameter> {
     let mut found = BTreeMap::new();
-    add_leaves(tree, String::new(), &mut found);
+    json_leaves("", tree, &mut |path, leaf| found.extend(Hyperparameter::of(leaf).map(|value| (path, value))));
+    found.remove("");
     found
 }
 
-fn add_leaves(tree: &Value, path: String, found: &mut BTreeMap<String, Hyperparameter>) {
-    let short = |text: &str| text.chars().take(MAX_CHARS).collect();
-    let value = match tree {
-        Value::Null => return,
-        Value::Object(entries) => {
-            for (key, value) in entries {
-                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
-                add_leaves(value, path, found);
-            }
-            return;
+impl Hyperparameter {
+    /// Returns the value of a leaf of JSON, if it has one.
+    fn of(leaf: &Value) -> Option<Self> {
+        let short = |text: &str| Self::Text(text.chars().take(MAX_CHARS).collect());
+        match leaf {
+            Value::Null | Value::Object(_) => None,
+            Value::Bool(value) => Some(Self::Bool(*value)),
+            Value::Number(number) => number.as_f64().map(Self::Number),
+            Value::String(text) => Some(short(text)),
+            Value::Array(_) => Some(short(&leaf.to_string())),
         }
-        Value::Bool(value) => Hyperparameter::Bool(*value),
-        Value::Number(number) => match number.as_f64() {
-            Some(value) => Hyperparameter::Number(value),
-            None => return,
-        },
-        Value::String(text) => Hyperparameter::Text(short(text)),
-        Value::Array(_) => Hyperparameter::Text(short(&tree.to_string())),
-    };
-    if !path.is_empty() {
-        found.insert(path, value);
     }
 }
 

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 use crate::files::LOCK;
-use crate::util::host_name;
+use crate::util::{host_name, json_leaves};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde_json::{Map, Value, json};
@@ -197,7 +197,11 @@ impl RecordedRun {
     pub fn settings(&self) -> Vec<(String, Value)> {
         let mut all = Vec::new();
         for (name, tree) in [("settings", &self.info.settings), ("configuration", &self.info.configuration)] {
-            leaves(name, tree, &mut all);
+            json_leaves(name, tree, &mut |name, value| {
+                if !value.is_null() && !value.is_object() {
+                    all.push((name, value.clone()));
+                }
+            });
         }
         all
     }
@@ -212,15 +216,6 @@ impl RecordedRun {
         let mut all = Vec::new();
         lines::complete_lines(file, 0, &mut |line| all.extend(line)).map_err(wrong)?;
         Ok(all)
-    }
-}
-
-/// Collects the values of a tree that are not objects, with their dotted names.
-fn leaves(name: &str, tree: &Value, all: &mut Vec<(String, Value)>) {
-    match tree {
-        Value::Object(entries) => entries.iter().for_each(|(key, value)| leaves(&format!("{name}.{key}"), value, all)),
-        Value::Null => {}
-        value => all.push((name.to_owned(), value.clone())),
     }
 }
 

@@ -125,9 +125,7 @@ impl RoutedUnits {
         }
         Ok(RoutedPass { count: self.count, gathered: Some((self.link.clone(), groups.into())) })
     }
-}
 
-impl RoutedUnits {
     /// Declares that the layer's operations depend on the units that this rank's input chose, so that the gradients of
     /// the units' parameters arrive in another order on each rank. All ranks declare it for the same layers.
     pub(crate) fn expect_any_order(&self) {

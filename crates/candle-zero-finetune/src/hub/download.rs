@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use candle_zero::files::{folder_of, sync_folder};
 use candle_zero::notice;
 use candle_zero::offload::free_space;
-use candle_zero::util::binary;
+use candle_zero::util::{binary, hex};
 use ring::digest::{Context, SHA256};
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
@@ -139,5 +139,5 @@ fn digest(path: &Path) -> std::io::Result<String> {
             read => context.update(&buffer[..read]),
         }
     }
-    Ok(context.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(hex(context.finish().as_ref()))
 }

@@ -17,6 +17,7 @@ use candle_zero::comm::Communicator;
 use candle_zero::config::Config;
 use candle_zero::data::BatchShape;
 use candle_zero::nn::{LoraConfig, LoraTargets};
+use candle_zero::util::json_leaves;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -186,7 +187,7 @@ fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
     let mut settings = BTreeMap::new();
     for section in SECTIONS {
         let value = section.split('.').fold(&printed, |value, key| &value[key]);
-        flatten(section.to_owned(), value, &mut settings);
+        json_leaves(section, value, &mut |name, leaf| _ = settings.insert(name, leaf.clone()));
     }
     // The setting has the name of its flag.
     if let Some(lr) = settings.remove("optimizer.params.lr") {
@@ -205,15 +206,8 @@ fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
             settings.insert("steps".into(), json!(plan.total));
         }
     }
-    settings.retain(|_, value| !value.is_null());
+    settings.retain(|_, value| !value.is_null() && !value.is_object());
     settings
-}
-
-fn flatten(name: String, value: &Value, into: &mut BTreeMap<String, Value>) {
-    match value {
-        Value::Object(map) => map.iter().for_each(|(key, value)| flatten(format!("{name}.{key}"), value, into)),
-        other => _ = into.insert(name, other.clone()),
-    }
 }
 
 fn hex(number: u64) -> Value {

@@ -6,7 +6,7 @@
 
 use super::error::DashboardError;
 use super::http::{HttpRefusal, HttpRequest};
-use candle_zero::util::host_name;
+use candle_zero::util::{hex, host_name};
 use std::net::{IpAddr, Ipv6Addr};
 
 /// The number of random bytes of a token.
@@ -27,7 +27,7 @@ impl ActionToken {
     pub(super) fn draw() -> Result<Self, DashboardError> {
         let mut bytes = [0; TOKEN_BYTES];
         getrandom::fill(&mut bytes).map_err(|error| DashboardError::Token { reason: error.to_string() })?;
-        Ok(Self(bytes.iter().map(|byte| format!("{byte:02x}")).collect()))
+        Ok(Self(hex(&bytes)))
     }
 
     /// Returns the token as text, for the link in the terminal.

@@ -3,9 +3,9 @@
 //!
 //! Each tool has a file or folder named after it. `config_diagnostic` belongs to `check`, `hosts_forecast`,
 //! `pipeline_report` and `gpu_capacity` to `estimate`, `model_size_flags` to `estimate`, `tune` and `bench`, `own_ranks` to
-//! `verify` and `bench`, `sample_flags` to `data` and `finetune`, `config_path`, `run_log` and `script_words` to `sweep` and
-//! `tune`, and `resolve_model` to all tools that accept a model. A script with the same name as a tool is started as
-//! `./NAME`.
+//! `verify` and `bench`, `sample_flags` to `data` and `finetune`, `config_path`, `run_log`,
+//! `script_words` and `trial_setup` to `sweep` and `tune`, and `resolve_model` to all tools that accept a model. A script
+//! with the same name as a tool is started as `./NAME`.
 
 mod bench;
 mod byte_progress;
@@ -40,6 +40,7 @@ mod schedule;
 mod schema;
 mod script_words;
 mod sweep;
+mod trial_setup;
 mod tune;
 mod verify;
 

@@ -94,9 +94,10 @@ pub(crate) fn expanded_word(value: &str) -> String {
     if value.chars().all(is_plain) { value.to_string() } else { format!("\"{value}\"") }
 }
 
-/// Quotes a value so that a shell reads it back unchanged.
+/// Quotes a value so that a shell reads it back unchanged, as one word.
 pub(crate) fn literal_word(value: &str) -> String {
-    if value.chars().all(is_plain) { value.to_string() } else { format!("'{}'", value.replace('\'', r"'\''")) }
+    let is_plain_word = !value.is_empty() && value.chars().all(is_plain);
+    if is_plain_word { value.to_string() } else { format!("'{}'", value.replace('\'', r"'\''")) }
 }
 
 fn is_plain(c: char) -> bool {
@@ -189,6 +190,7 @@ mod tests {
     fn words_are_as_a_shell_reads_them() {
         assert_eq!(expanded_word("a@b%c+d=e:f,g./h-i_é"), "a@b%c+d=e:f,g./h-i_é");
         assert_eq!(expanded_word("/opt/bin:$PATH"), "\"/opt/bin:$PATH\"");
+        assert_eq!(["", "a"].map(literal_word), ["''", "a"]);
         let values = ["", "plain", "two words", "$HOME", "it's", "\"q\"", "`id`", "a\nb", "~/*", "a\\b", "-n"];
         for value in values {
             let command = format!("K={}; printf %s \"$K\"", literal_word(value));

@@ -10,8 +10,9 @@
 //! A proof is a seal (an HMAC) under a key that is derived from the secret and both random numbers. The first host proves
 //! nothing to a host that has not proved itself. All later messages are sealed.
 
-use super::secret::{JobSecret, KeyPurpose, NONCE_BYTES, hex, nonce, of_hex};
+use super::secret::{JobSecret, KeyPurpose, NONCE_BYTES, nonce, of_hex};
 use super::wire::{LauncherConnection, ReadDeadline, is_another_program};
+use candle_zero::util::hex;
 use serde::{Deserialize, Serialize};
 
 /// The maximum number of bytes in a line.

@@ -6,6 +6,7 @@
 
 use crate::error::{HostsError, LaunchError, Result};
 use candle_zero::files::read_text;
+use candle_zero::util::hex;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 use std::io::BufRead;
@@ -179,11 +180,6 @@ pub(super) fn digest(words: &[String]) -> String {
         hash.update(word);
     }
     hex(&hash.finalize()[..4])
-}
-
-/// Formats bytes as hexadecimal digits.
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Parses exactly N bytes from hexadecimal digits.

@@ -3,11 +3,12 @@
 //! `run.sh` trains it from its first step. A trial that population based training has branched off was trained with other
 //! parameters in its first steps, so the script has one command for each of them.
 
-use super::folder::write_whole;
 use super::report::object;
 use super::trial_command::TrialPlaces;
 use super::trial_process::{THREADS, TrialStarter};
 use crate::error::{Error, Result};
+use crate::launch::hosts::export_rules::literal_word;
+use crate::tools::trial_setup::write_whole;
 use candle_zero::stop_signal::STOP_AT;
 use candle_zero::sweep::{Sweep, SweepTrial};
 use serde_json::{Value, json};
@@ -33,7 +34,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
         let name =
             if at + 1 == parts.len() { "ds_config.json".to_owned() } else { format!("ds_config-{}.json", at + 1) };
         if let Some(config) = starter.template.configuration_of(&part.trial.parameters) {
-            write_whole(&folder.join(&name), format!("{config:#}\n").as_bytes())?;
+            write_whole(&folder.join(&name), &format!("{config:#}\n"))?;
         }
         let places =
             TrialPlaces { folder: OUT.into(), ds_config: Path::new(HERE).join(&name), record: None, is_branch: at > 0 };
@@ -44,7 +45,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
         commands += &format!("\"${{ZERORUN:-zerorun}}\" {}\n", words.iter().map(quoted).collect::<Vec<_>>().join(" "));
     }
     let script = folder.join("run.sh");
-    write_whole(&script, script_of(starter, best, &commands).as_bytes())?;
+    write_whole(&script, &script_of(starter, best, &commands))?;
     let part = |part: &BestPart<'_>| json!({"parameters": object(&part.trial.parameters), "until_step": part.to});
     let text = json!({
         "trial": best.number,
@@ -55,7 +56,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
         "configuration": starter.template.configuration_of(&best.parameters).unwrap_or(Value::Null),
         "training": parts.iter().map(part).collect::<Vec<_>>(),
     });
-    write_whole(&folder.join("best.json"), format!("{text:#}\n").as_bytes())?;
+    write_whole(&folder.join("best.json"), &format!("{text:#}\n"))?;
     Ok(Some(script))
 }
 
@@ -96,14 +97,9 @@ fn script_of(starter: &TrialStarter, best: &SweepTrial, commands: &str) -> Strin
     )
 }
 
-/// Returns a word as a shell reads it.
+/// Quotes a word for the script, which replaces [`OUT`] and [`HERE`] by its folders.
 fn quoted(word: &OsString) -> String {
-    let text = word.to_string_lossy();
-    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./=:,+@%".contains(letter);
-    let safe = match !text.is_empty() && text.chars().all(is_plain) {
-        true => text.into_owned(),
-        false => format!("'{}'", text.replace('\'', "'\\''")),
-    };
+    let safe = literal_word(&word.to_string_lossy());
     match safe.starts_with('\'') {
         true => safe.replace(OUT, "'\"$out\"'").replace(HERE, "'\"$here\"'"),
         false => safe.replace(OUT, "\"$out\"").replace(HERE, "\"$here\""),

@@ -11,7 +11,8 @@
 use super::definition::FREE_KEYS;
 use super::error::SweepToolError;
 use crate::error::{Error, Result};
-use candle_zero::files::{self, FolderLock, FolderLockOutcome, WRITING};
+use crate::tools::trial_setup::write_whole;
+use candle_zero::files::{self, FolderLock, FolderLockOutcome};
 use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -187,14 +188,8 @@ impl SweepFolder {
             }
             return Ok(());
         }
-        write_whole(&self.path.join(DEFINITION), format!("{:#}\n", sweep.to_json()).as_bytes())
+        write_whole(&self.path.join(DEFINITION), &format!("{:#}\n", sweep.to_json()))
     }
-}
-
-/// Writes a file that is complete, and on disk, or absent.
-pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
-    let written = files::write_whole(path, WRITING, bytes).and_then(|_| files::sync_folder(files::folder_of(path)));
-    written.map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
 }
 
 #[cfg(test)]

@@ -4,22 +4,20 @@
 //! lasts as long as a process of the trial. If the sweep is killed, the kernel sends SIGTERM to the launchers of its
 //! trials, which save a checkpoint and end. The next start of the sweep waits for each of these locks.
 
-use super::folder::{SweepFolder, write_whole};
+use super::folder::SweepFolder;
 use super::journal::JobResult;
 use super::trial_command::{CommandTemplate, TrialPlaces};
 use crate::error::{Error, LaunchError, Result};
-use crate::launch::signals::{die_with_parent, name};
+use crate::launch::signals::name;
 use crate::tools::run_log::last_words;
+use crate::tools::trial_setup::{as_trial, write_whole};
 use candle_zero::checkpoint::{list_checkpoints, newest_checkpoint};
 use candle_zero::files::AtomicFolder;
-use candle_zero::monitor::PROMETHEUS_PORT;
-use candle_zero::runs::{RUN, RUNS_DIR, RecordedRun, RunsFolder};
+use candle_zero::runs::{RecordedRun, RunsFolder};
 use candle_zero::stop_signal::STOP_AT;
 use candle_zero::sweep::{SweepJob, SweepTrial};
-use candle_zero::timeline;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
-use rustix::process::Signal;
 use std::fs::{File, OpenOptions};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
@@ -79,7 +77,7 @@ impl TrialStarter {
         if let Some(config) = self.template.configuration_of(&trial.parameters)
             && !places.ds_config.exists()
         {
-            write_whole(&places.ds_config, format!("{config:#}\n").as_bytes())?;
+            write_whole(&places.ds_config, &format!("{config:#}\n"))?;
         }
         let own = self.checkpoints(trial.number);
         let Some(branch) = trial.branch.filter(|_| !own.exists()) else { return Ok(()) };
@@ -107,29 +105,18 @@ impl TrialStarter {
     pub(super) fn start(&self, trial: &SweepTrial, job: &SweepJob) -> Result<Option<Child>> {
         let places = self.places(trial);
         let Some(lock) = lock(&places.folder.join("running"))? else { return Ok(None) };
-        let log = self.log(job);
-        let io = |action, path: &Path| {
-            let path = path.to_owned();
-            move |source| Error::Io { action, path, source }
-        };
-        let out = File::create(&log).map_err(io("create", &log))?;
-        let err = out.try_clone().map_err(io("open", &log))?;
         let mut command = Command::new(&self.launcher);
         command.args(self.template.words_of(&trial.parameters, &places)).current_dir(&self.directory);
-        // If the user has set these, they are meant for other runs.
-        for variable in [timeline::FILE, timeline::PARTS, PROMETHEUS_PORT, RUN, RUNS_DIR, STOP_AT] {
-            command.env_remove(variable);
-        }
+        as_trial(&mut command, &self.log(job))?;
         if job.to < self.steps {
             command.env(STOP_AT, job.to.to_string());
         }
         if let Some(threads) = self.threads {
             command.envs(THREADS.map(|name| (name, threads.to_string())));
         }
-        command.stdin(Stdio::from(lock)).stdout(out).stderr(err);
+        command.stdin(Stdio::from(lock));
         // Ctrl-C reaches only the sweep, which passes it on.
         command.process_group(0);
-        die_with_parent(&mut command, Signal::TERM);
         let child = command.spawn();
         child.map(Some).map_err(|source| LaunchError::Setup { what: "starting a trial", source }.into())
     }

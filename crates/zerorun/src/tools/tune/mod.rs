@@ -19,6 +19,7 @@ use crate::launch;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::launch::script;
 use crate::tools::script_words::take;
+use crate::tools::trial_setup::write_whole;
 use candle_zero::config::{Config, RunValues};
 use candle_zero::estimate::{Estimate, Shapes};
 use candle_zero::files::{InputKind, OutputDigests, OutputKind, OutputLocks, RunPaths, folder_of};
@@ -33,7 +34,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 use trial::TrialRunner;
 use trial_outcome::{RepeatedTrials, TrialOutcome};
-use trial_record::{TrialRecord, TrialRow, write_whole};
+use trial_record::{TrialRecord, TrialRow};
 
 /// Find the fastest configuration of a training script on this machine. Runs the script for a few steps with different
 /// stages, micro batches and offload, then with different bucket sizes, overlap_comm and reduce_scatter, and writes the

@@ -1,20 +1,16 @@
 //! One trial of a candidate: a short run of the script by the launcher, and its metrics.
 
 use super::trial_outcome::TrialOutcome;
-use super::trial_record::write_whole;
 use crate::error::{Error, LaunchError, Result, ToolError};
-use crate::launch::signals::die_with_parent;
 use crate::tools::config_path::get;
 use crate::tools::run_log::last_words;
 use crate::tools::script_words::{DS_CONFIG, take};
+use crate::tools::trial_setup::{as_trial, write_whole};
 use candle_zero::config::Config;
-use candle_zero::monitor::PROMETHEUS_PORT;
-use candle_zero::timeline;
 use candle_zero::util::fnv1a;
 use rustix::process::Signal;
 use serde_json::Value;
 use std::ffi::OsString;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -82,18 +78,14 @@ impl TrialRunner {
         write_whole(&file, &format!("{:#}\n", quiet(config)))?;
         // A run that was stopped may have left this file.
         _ = std::fs::remove_file(&metrics);
-        let out = File::create(&log).map_err(io("create", &log))?;
-        let err = out.try_clone().map_err(io("open", &log))?;
         let launcher = std::env::current_exe()
             .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
         let mut command = Command::new(launcher);
         // Trials are recorded by this tool.
         command.args(["--num_ranks", &self.ranks.to_string(), "--runs", "off"]).arg(&self.program);
         command.args(self.arguments(&resolved.to_deepspeed_json(), &file, &metrics));
-        // If the user has set these, they are meant for other runs.
-        [timeline::FILE, timeline::PARTS, PROMETHEUS_PORT].iter().for_each(|name| _ = command.env_remove(name));
-        command.stdin(Stdio::null()).stdout(out).stderr(err);
-        die_with_parent(&mut command, Signal::TERM);
+        command.stdin(Stdio::null());
+        as_trial(&mut command, &log)?;
         let Some(status) = self.wait(&mut command)? else {
             return Ok(TrialOutcome::TimedOut { seconds: self.limit.as_secs() });
         };

@@ -3,14 +3,14 @@
 use super::search_space::TuneCandidate;
 use super::trial_outcome::{RepeatedTrials, TrialOutcome};
 use crate::error::{Error, OutputError, Result, ToolError};
-use candle_zero::files;
+use crate::tools::trial_setup::write_whole;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
 use std::fs::File;
-use std::io::{ErrorKind, Write as _};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// A candidate and its outcome.
@@ -104,16 +104,6 @@ impl TrialRecord {
         }
         write_whole(&self.path, &text)
     }
-}
-
-/// Writes a file atomically: if this fails, the file is unchanged.
-pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
-    let write = || {
-        let mut file = files::AtomicFile::beside(path)?;
-        file.file().write_all(text.as_bytes())?;
-        file.finish().map(drop)
-    };
-    write().map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
 }
 
 /// Formats the rows as a table, in the given order.
