@@ -95,6 +95,8 @@ pub mod files;
 mod graph;
 pub mod island_server;
 #[doc(hidden)]
+pub mod json_leaves;
+#[doc(hidden)]
 pub mod kernels;
 pub mod layout;
 pub mod memory;

@@ -1,7 +1,6 @@
 //! Small helpers for every module: locks, ranges split into pieces, a stable hash, the leaves of JSON, names and bytes
 //! formatted for messages, and name patterns.
 
-use serde_json::Value;
 use std::ffi::OsString;
 use std::fmt::Display;
 use std::ops::Range;
@@ -27,20 +26,6 @@ pub(crate) fn pieces(len: usize, most: usize) -> impl Iterator<Item = Range<usiz
 /// Returns the bytes as hexadecimal digits.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Calls `each` with the values of a JSON tree that have no values inside, except lists, and their dotted names, which begin
-/// with `name` if it is not empty.
-pub fn json_leaves<'a>(name: &str, tree: &'a Value, each: &mut dyn FnMut(String, &'a Value)) {
-    match tree {
-        Value::Object(entries) if !entries.is_empty() => {
-            for (key, value) in entries {
-                let name = if name.is_empty() { key.clone() } else { format!("{name}.{key}") };
-                json_leaves(&name, value, each);
-            }
-        }
-        leaf => each(name.to_owned(), leaf),
-    }
 }
 
 /// Returns a stable 64-bit hash (FNV-1a); the hasher of std may change between Rust releases.
@@ -158,20 +143,9 @@ pub fn matches(pattern: &str, name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
-    fn the_leaves_of_json_have_dotted_names_and_empty_objects_are_leaves() {
-        let tree = json!({"a": {"b": 1, "c": {}}, "d": [{"e": 2}], "f": null});
-        let mut found = Vec::new();
-        for name in ["", "x"] {
-            json_leaves(name, &tree, &mut |name, leaf| found.push(format!("{name}={leaf}")));
-        }
-        let of_tree = ["a.b=1", "a.c={}", "d=[{\"e\":2}]", "f=null"];
-        let below_x = of_tree.map(|leaf| format!("x.{leaf}"));
-        assert_eq!(found[..4], of_tree);
-        assert_eq!(found[4..], below_x);
-        json_leaves("x", &json!(3), &mut |name, leaf| assert_eq!((name.as_str(), leaf), ("x", &json!(3))));
+    fn hexadecimal_digits_keep_leading_zeros() {
         assert_eq!(hex(&[0, 0xab]), "00ab");
     }
 

@@ -116,8 +116,12 @@ impl Default for FlopsProfiler {
     }
 }
 
-/// Reads the sections, whose keys the walk has already checked.
-pub(super) fn resolve(walk: &ConfigWalk<'_>) -> Monitoring {
+/// Reads the sections, whose keys the walk has already checked. A note tells that the run of Weights & Biases is not uploaded.
+pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Monitoring {
+    if walk.bool("wandb.enabled") {
+        let text = "the run is written into the folder `wandb`, but it is not uploaded; `wandb sync` uploads it";
+        walk.note("wandb.enabled", text);
+    }
     let folder = |section: &str| {
         walk.bool(&format!("{section}.enabled")).then(|| MonitorFolder {
             output_path: walk.str(&format!("{section}.output_path")).unwrap_or_default().into(),

@@ -60,6 +60,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
     if walk.bool("flops_profiler.enabled") {
         walk.set("wall_clock_breakdown", true.into());
     }
+    let monitoring = monitoring::resolve(&mut walk);
     let Some(batch) = batch.filter(|_| walk.problems.is_empty()) else {
         // Problems without a position go last.
         walk.problems.sort_by_key(|problem| problem.place.map_or((true, None), |place| (false, Some(place))));
@@ -90,7 +91,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
         scheduler,
         steps_per_print: walk.int("steps_per_print").and_then(|n| u64::try_from(n).ok()),
         wall_clock_breakdown: walk.bool("wall_clock_breakdown"),
-        monitoring: monitoring::resolve(&walk),
+        monitoring,
         seed: walk.count("seed"),
         activation_checkpointing,
         cpu_checkpointing: walk.bool("activation_checkpointing.cpu_checkpointing"),

@@ -4,9 +4,10 @@ use crate::comm::Communicator;
 use crate::comm::agree::texts;
 use crate::config::Config;
 use crate::error::{EngineError, Error, Result};
+use crate::json_leaves::json_leaves;
 use crate::optim::GroupedOptimizer;
 use crate::param::BufferSync;
-use crate::util::{fnv1a, json_leaves};
+use crate::util::fnv1a;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -2,7 +2,7 @@
 
 use super::RunDescription;
 use crate::config::{Config, RunValues};
-use crate::util::json_leaves;
+use crate::json_leaves::json_leaves;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;

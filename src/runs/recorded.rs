@@ -7,7 +7,8 @@ use super::{
 };
 use crate::error::{Error, Result};
 use crate::files::LOCK;
-use crate::util::{host_name, json_leaves};
+use crate::json_leaves::json_leaves;
+use crate::util::host_name;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde_json::{Map, Value, json};

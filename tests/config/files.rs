@@ -320,7 +320,9 @@ fn the_section_wandb_is_read_and_printed_again_and_its_mistakes_are_errors() {
         (Some("g"), Some("t"), "deepspeed")
     );
     assert_eq!(load(config.to_deepspeed_json()).monitoring.wandb, Some(wandb));
-    assert_eq!(notes(&config), "");
+    let note =
+        "wandb.enabled: the run is written into the folder `wandb`, but it is not uploaded; `wandb sync` uploads it";
+    assert_eq!(notes(&config), note);
     assert_eq!(load(with(json!({"wandb": {"enabled": false, "project": "p"}}))).monitoring.wandb, None);
     assert_eq!(refused(json!({"wandb": {"enabled": true, "team": 3, "entity": "x"}})), ["wandb.entity", "wandb.team"]);
 }

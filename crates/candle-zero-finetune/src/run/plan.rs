@@ -16,8 +16,8 @@ use crate::error::Result;
 use candle_zero::comm::Communicator;
 use candle_zero::config::Config;
 use candle_zero::data::BatchShape;
+use candle_zero::json_leaves::json_leaves;
 use candle_zero::nn::{LoraConfig, LoraTargets};
-use candle_zero::util::json_leaves;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 

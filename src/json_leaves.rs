@@ -1,0 +1,37 @@
+//! The leaves of a JSON tree under dotted names, as in `zero_optimization.stage`.
+
+use serde_json::Value;
+
+/// Calls `each` with the values of a JSON tree that have no values inside, except lists, and their dotted names, which begin
+/// with `name` if it is not empty.
+pub fn json_leaves<'a>(name: &str, tree: &'a Value, each: &mut dyn FnMut(String, &'a Value)) {
+    match tree {
+        Value::Object(entries) if !entries.is_empty() => {
+            for (key, value) in entries {
+                let name = if name.is_empty() { key.clone() } else { format!("{name}.{key}") };
+                json_leaves(&name, value, each);
+            }
+        }
+        leaf => each(name.to_owned(), leaf),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_leaves_of_json_have_dotted_names_and_empty_objects_are_leaves() {
+        let tree = json!({"a": {"b": 1, "c": {}}, "d": [{"e": 2}], "f": null});
+        let mut found = Vec::new();
+        for name in ["", "x"] {
+            json_leaves(name, &tree, &mut |name, leaf| found.push(format!("{name}={leaf}")));
+        }
+        let of_tree = ["a.b=1", "a.c={}", "d=[{\"e\":2}]", "f=null"];
+        let below_x = of_tree.map(|leaf| format!("x.{leaf}"));
+        assert_eq!(found[..4], of_tree);
+        assert_eq!(found[4..], below_x);
+        json_leaves("x", &json!(3), &mut |name, leaf| assert_eq!((name.as_str(), leaf), ("x", &json!(3))));
+    }
+}
