@@ -68,7 +68,8 @@ mixture() { # shape, limit in kB
     [ -d "$folder" ] || python3 scripts/make_model.py "$1" "$folder" "$tokenizer"
     rm -rf "$folder".out "$folder".jsonl
     mkdir -p "$folder.files"
-    printf '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "%s"}}, "bf16": {"enabled": true}}' \
+    # By default, the first 1e9 elements stay in memory, as in DeepSpeed.
+    printf '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "%s", "max_in_cpu": 0}}, "bf16": {"enabled": true}}' \
         "$folder.files" >"$folder.json"
     (ulimit -d "$2"; exec "$zerorun" finetune "$folder" --qlora --lora r=8,targets=q_proj+v_proj --dtype bf16 --data "$data" \
         --ctx 512 --batch 1 --steps 3 --ds_config "$folder.json" --out "$folder.out" --metrics "$folder.jsonl" --cache "$work/cache")
