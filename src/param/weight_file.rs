@@ -84,6 +84,8 @@ impl WeightFile {
         let step = self.map.len().div_ceil(MAX_SAMPLED_NAMES).max(1);
         let data = self.map.chunks(step).flat_map(|c| &c[..c.len().min(8)]);
         let bytes: Vec<u8> = self.map[..self.data_start].iter().chain(data).copied().collect();
+        // The system maps pages around each position, up to gigabytes for a large model.
+        self.release(0..self.map.len());
         fnv1a(&bytes)
     }
 }
@@ -126,6 +128,12 @@ impl<'a> FileTensor<'a> {
         let (start, end) = self.info.data_offsets;
         let bytes = &self.file.map[self.file.data_start + start..self.file.data_start + end];
         (format!("{:?}", self.info.dtype), bytes)
+    }
+
+    /// Releases the memory of the tensor's pages, to be called after [`raw`](Self::raw) bytes were read once.
+    pub fn release(&self) {
+        let (start, end) = self.info.data_offsets;
+        self.file.release(self.file.data_start + start..self.file.data_start + end);
     }
 
     /// Returns the path of the file that contains the tensor.

@@ -333,9 +333,12 @@ impl MergedModel<'_> {
         let mut count = self.counter(bytes);
         write_model_files(folder, &entries, MAX_SHARD_BYTES, |at, take| {
             let Some((name, shape)) = shapes.get(at) else {
-                let (_, bytes) = others[at - shapes.len()].1.raw();
+                let other = &others[at - shapes.len()].1;
+                let (_, bytes) = other.raw();
                 count(bytes.len());
-                return take(bytes);
+                let taken = take(bytes);
+                other.release();
+                return taken;
             };
             let tensor = self.tensor(name, shape)?;
             for lines in tensor.pieces(1) {

@@ -104,6 +104,8 @@ impl InitialValues for Mxfp4Files {
         let PackedTensors { blocks, scales } = packed(&self.files, name, shape)?;
         let mut values = vec![0f32; range.len()];
         unpack(blocks.raw().1, scales.raw().1, [shape[1], shape[2]], range.clone(), &mut values);
+        // Scales are much smaller, and are needed again for the next range.
+        blocks.release();
         check_finite(blocks.file(), &packed_names(name)[1], range.start, &values)?;
         Ok(values)
     }
