@@ -68,8 +68,8 @@ A sweep file:
 /// trained further. FILE is a sweep file in TOML; flags take precedence over it.
 ///
 /// The command is `finetune` or a script with its arguments. A script must accept --ds_config FILE, --steps N, --save DIR
-/// and --resume, as examples/train_gpt.rs does. The parameters are flags of the command and keys of the configuration by
-/// their paths.
+/// and --resume, as examples/train_gpt.rs does. The parameters are flags of the command, and keys of the configuration,
+/// given by their paths.
 ///
 /// The same command, or `zerorun sweep resume`, continues a sweep that was stopped or killed. docs/tools/sweep.md describes
 /// the searchers and schedulers.
