@@ -134,7 +134,7 @@ const SCHEDULE_FREE: &[super::ConfigKey] = keys! {
     "warmup_steps": COUNT, "0", H, "Steps in which the learning rate grows linearly to lr.";
     "r": NOT_NEGATIVE, "0.0", H, "A step's weight in the average is proportional to this power of its number.";
     "weight_lr_power": NOT_NEGATIVE, "2.0", H, "During the warm-up, a step's weight in the average is also proportional to this power of its learning rate.";
-    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors in one call.";
 };
 
 const ADAM_8BIT: &[super::ConfigKey] = keys! {

@@ -21,8 +21,8 @@ Examples:
   zerorun dash /data/runs --port 0     another folder, and a free port
   zerorun -n 2 --dashboard 8321 train.rs   the page of a job, which ends with it";
 
-/// Serve a page about recorded runs: curves of running and earlier runs in the same charts, the memory and times of each
-/// rank, log lines, samples, and the differences between configurations.
+/// Serve a page about recorded runs: curves of running and earlier runs in the same charts, the memory and times of
+/// each rank, log lines, samples, and the differences between configurations.
 ///
 /// Prints a link with a token, without which the page cannot request that a running program save or stop. Runs until it
 /// receives SIGINT or SIGTERM. The page needs no network.

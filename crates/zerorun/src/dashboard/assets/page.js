@@ -77,7 +77,7 @@ async function loadList() {
     if (page.shown.size === 0) say(page.list.length === 0 ? "no runs yet" : "ready");
     return true;
   } catch (error) {
-    say(`no connection to zerorun: ${error.message}; the page shows what it has`, true);
+    say(`no connection to zerorun: ${error.message}; the page shows what it has received`, true);
     return false;
   }
 }
@@ -177,7 +177,7 @@ function watch() {
   const stream = new EventSource(`/api/live?${runs.join("&")}`);
   stream.onopen = () => say("live");
   stream.onerror = () => {
-    say("no connection to zerorun; the page shows what it has", true);
+    say("no connection to zerorun; the page shows what it has received", true);
     // The browser repeats an interrupted request, but not one that was refused, for example because a run was removed.
     if (stream.readyState === EventSource.CLOSED) setTimeout(() => page.stream === stream && watchAgain(), LIST_INTERVAL);
   };
