@@ -317,7 +317,7 @@ def test(zerorun, work, browser):
         check(dash.get(f"/api/run?id={live}")["run"]["state"] == "stopped", "its record says that it was stopped")
         print("a job stops on request, and is not restarted")
 
-        # Two runs over each other.
+        # Two runs in the same charts.
         browser.open(dash.link)
         until("a run is chosen at once", lambda: series(browser, "Loss"))
         browser.open(f"{dash.address}/#run=first-20260131-101500")

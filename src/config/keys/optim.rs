@@ -128,13 +128,13 @@ const ADAFACTOR: &[super::ConfigKey] = keys! {
 
 const SCHEDULE_FREE: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.0025", H, "Learning rate. There is no schedule: averaging takes its place, so a scheduler section is refused.";
-    "betas": Betas, "[0.9,0.999]", H, "Weight of the average in the weights that are trained, and decay rate of the second moment, each at least 0 and below 1.";
+    "betas": Betas, "[0.9,0.999]", H, "Share of the average in the trained weights, and decay rate of the second moment, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the square root of the second moment.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of the trained weights.";
     "warmup_steps": COUNT, "0", H, "Steps in which the learning rate grows linearly to lr.";
     "r": NOT_NEGATIVE, "0.0", H, "A step's weight in the average is proportional to this power of its number.";
     "weight_lr_power": NOT_NEGATIVE, "2.0", H, "During the warm-up, a step's weight in the average is also proportional to this power of its learning rate.";
-    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors at once.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors in one call.";
 };
 
 const ADAM_8BIT: &[super::ConfigKey] = keys! {
@@ -221,8 +221,8 @@ const ONE_CYCLE: &[super::ConfigKey] = keys! {
     "cycle_second_stair_count": COUNT, "null", H, "Number of stairs in the falling half; null: as many as in the rising half.";
     "decay_step_size": NOT_NEGATIVE, "0.0", H, "Number of steps per unit of decay; 0: no decay.";
     "cycle_momentum": Bool, "true", H, "beta1 falls while the learning rate rises, and rises while the learning rate falls; beta2 is 0.99. SGD keeps its momentum.";
-    "cycle_min_mom": SHARE, "0.8", H, "beta1 at the peak of the cycle and at the first step; below 1.";
-    "cycle_max_mom": SHARE, "0.9", H, "beta1 at both ends of the cycle; below 1.";
+    "cycle_min_mom": SHARE, "0.8", H, "beta1 at the peak of the cycle and, as in DeepSpeed, in the first step; below 1.";
+    "cycle_max_mom": SHARE, "0.9", H, "beta1 at both ends of the cycle, except in the first step; below 1.";
     "decay_mom_rate": FLOAT, "0.0", H, "After the cycle, beta1 is cycle_max_mom x (1 + decay_mom_rate x k), with k as for decay_lr_rate. If it reaches 1, training stops with an error.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };

@@ -26,7 +26,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "fp16": Object, "{}", H, "Half precision with loss scaling.";
     "bf16" | "bfloat16": Object, "{}", H, "bfloat16.";
     "data_types": Object, "{}", H, "Number formats other than the model's.";
-    "gradient_clipping": NOT_NEGATIVE, "1.0", H, "Largest global L2 norm of the gradients; 0 disables clipping.";
+    "gradient_clipping": NOT_NEGATIVE, "1.0", H, "Maximum global L2 norm of the gradients; 0 disables clipping.";
     "prescale_gradients": Bool, "false", H, "Divide gradients by the number of ranks before the reduction instead of after it.";
     "gradient_predivide_factor": NOT_NEGATIVE, "1.0", H, "Divide gradients by this factor before the reduction, and by (number of ranks / factor) after it.";
     "gradient_allreduce_op": OneOfAnyCase(&["mean", "sum"]), "\"mean\"", H, "Average or sum over ranks.";
@@ -93,7 +93,7 @@ const FP16: &[super::ConfigKey] = keys! {
     "loss_scale": NOT_NEGATIVE, "0.0", H, "0: dynamic; larger values: a static scale.";
     "initial_scale_power": INT, "16", H, "The first dynamic scale is 2 to the power of this number (0 to 127).";
     "loss_scale_window": ANY_I64, "1000", H, "Steps without overflow before the scale doubles; > 0 if dynamic.";
-    "hysteresis": INT, "2", H, "Overflows that it takes to halve the scale; > 0 if dynamic.";
+    "hysteresis": INT, "2", H, "Number of overflows needed to halve the scale; > 0 if dynamic.";
     "consecutive_hysteresis": Bool, "false", H, "Restore the hysteresis after each step without overflow.";
     "min_loss_scale": ANY_I64, "1", H, "Lower bound of the dynamic scale; > 0 if dynamic.";
     "fp16_master_weights_and_grads": Bool, "false", H, "No f32 master weights: the f16 weights are updated in f32 and rounded. Stages 1 to 3.";

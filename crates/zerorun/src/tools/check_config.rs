@@ -16,8 +16,8 @@ use std::process::ExitCode;
 /// Check and resolve a configuration. Lists every problem with its position, then the notes that a job would print:
 /// keys without effect, translated settings, and the value of each `"auto"`.
 ///
-/// Exit code: 0 if a job would accept the configuration, 2 if it would not, standard output could not be written, or
-/// the command line is wrong.
+/// Exit code: 0 if a job would accept the configuration, 2 if a job would refuse it, standard output could not be
+/// written, or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "check", bin_name = "zerorun check")]
 struct CheckArguments {

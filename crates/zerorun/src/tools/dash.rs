@@ -17,15 +17,15 @@ const INTERVAL: Duration = Duration::from_millis(200);
 
 const EXAMPLES: &str = "\
 Examples:
-  zerorun dash                         the runs in this folder's `runs`
+  zerorun dash                         the runs in the folder `runs` of the current folder
   zerorun dash /data/runs --port 0     another folder, and a free port
   zerorun -n 2 --dashboard 8321 train.rs   the page of a job, which ends with it";
 
-/// Serve a page about recorded runs: curves of running and earlier runs over one another, the memory and times of each rank,
-/// log lines, samples, and what differs in the configurations.
+/// Serve a page about recorded runs: curves of running and earlier runs in the same charts, the memory and times of
+/// each rank, log lines, samples, and the differences between configurations.
 ///
-/// Prints a link with a token, without which the page cannot ask a running program to save or stop. Runs until it gets SIGINT or
-/// SIGTERM. The page needs no network.
+/// Prints a link with a token, without which the page cannot request that a running program save or stop. Runs until it
+/// receives SIGINT or SIGTERM. The page needs no network.
 ///
 /// Exit code: 0 after a signal, 2 if the server cannot start or the command line is wrong.
 #[derive(Debug, Parser)]
@@ -39,7 +39,7 @@ struct DashArguments {
     #[arg(long, value_name = "PORT", default_value = "8321")]
     port: u16,
 
-    /// Local address to listen on, such as 0.0.0.0 for all; then others can read the runs
+    /// Local address to listen on, such as 0.0.0.0 for all; with 0.0.0.0, other machines can read the runs
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", value_parser = local_address)]
     bind: IpAddr,
 }

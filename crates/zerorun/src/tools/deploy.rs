@@ -28,8 +28,9 @@ enum ClusterKind {
 
 /// Print the manifest or batch script with which a cluster starts a job on several hosts.
 ///
-/// `zerorun deploy k8s --nodes 4 -n 8 --image REGISTRY/train train --ds_config /ds_configs/zero3.json > job.yaml`, then
-/// `kubectl apply -f job.yaml`; `zerorun deploy slurm --nodes 4 -n 8 ./train ... > job.sh`, then `sbatch job.sh`.
+/// Kubernetes: `zerorun deploy k8s --nodes 4 -n 8 --image REGISTRY/train train --ds_config /ds_configs/zero3.json >
+/// job.yaml`, then `kubectl apply -f job.yaml`. Slurm: `zerorun deploy slurm --nodes 4 -n 8 ./train ... > job.sh`, then
+/// `sbatch job.sh`.
 ///
 /// Exit code: 0 if the file is printed, 2 if standard output could not be written or the command line is wrong.
 #[derive(Debug, Parser)]

@@ -62,11 +62,11 @@ struct GenerateArguments {
     #[arg(long = "top_k", alias = "top-k", value_name = "K", default_value = "0")]
     top_k: usize,
 
-    /// Sample from the likeliest tokens with this total probability
+    /// Sample from the likeliest tokens whose probabilities add up to this value
     #[arg(long = "top_p", alias = "top-p", value_name = "P", default_value = "1")]
     top_p: f64,
 
-    /// Seed for sampling; the same for each prompt
+    /// Seed for sampling; each prompt starts from the same seed
     #[arg(long, value_name = "N", default_value = "0")]
     seed: u64,
 

@@ -31,7 +31,7 @@ struct IslandServerArguments {
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     bind: String,
 
-    /// Record in FILE, which must not exist, which islands take part in each exchange
+    /// Record the islands that take part in each exchange in a new file
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
 

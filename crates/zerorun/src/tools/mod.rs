@@ -214,7 +214,7 @@ pub(crate) fn help() -> String {
         ALL.iter().map(|tool| (tool.name, tool.about)).chain(COMMAND_LINE_DOCS).collect();
     lines.sort();
     let lines: String = lines.iter().map(|(name, about)| format!("  {name:15}{about}\n")).collect();
-    format!("Commands (`zerorun COMMAND --help` describes one):\n{lines}")
+    format!("Commands (`zerorun COMMAND --help` describes a command):\n{lines}")
 }
 
 /// Returns the definitions of all tools' command lines.

@@ -77,7 +77,7 @@ async function loadList() {
     if (page.shown.size === 0) say(page.list.length === 0 ? "no runs yet" : "ready");
     return true;
   } catch (error) {
-    say(`no connection to zerorun: ${error.message}; the page shows what it has`, true);
+    say(`no connection to zerorun: ${error.message}; the page shows what it has received`, true);
     return false;
   }
 }
@@ -90,7 +90,7 @@ function matches(run) {
 
 function drawList() {
   const runs = page.list.filter(matches);
-  byId("count").textContent = `${runs.length} of ${page.list.length} runs; check several to compare them`;
+  byId("count").textContent = `${runs.length} of ${page.list.length} runs; select several to compare them`;
   const active = document.activeElement?.dataset?.key;
   const fact = (name, found) => (found ? `${name} ${number(value(found.value) ?? NaN)}` : null);
   const rows = runs.slice(0, 500).map((run) => {
@@ -177,7 +177,7 @@ function watch() {
   const stream = new EventSource(`/api/live?${runs.join("&")}`);
   stream.onopen = () => say("live");
   stream.onerror = () => {
-    say("no connection to zerorun; the page shows what it has", true);
+    say("no connection to zerorun; the page shows what it has received", true);
     // The browser repeats an interrupted request, but not one that was refused, for example because a run was removed.
     if (stream.readyState === EventSource.CLOSED) setTimeout(() => page.stream === stream && watchAgain(), LIST_INTERVAL);
   };
@@ -314,7 +314,7 @@ function drawActions(details) {
     const answers = details?.ranks?.answers ?? [];
     const reason = !details || details.run.state !== "running" ? "The run is not running."
       : !page.token ? "Open the link with the token, which zerorun has printed in the terminal."
-      : !answers.includes(what) ? "The program has not asked for this request so far." : "";
+      : !answers.includes(what) ? "The program has not checked for this request so far." : "";
     byId(what).disabled = reason !== "";
     byId(what).title = reason;
   }
@@ -326,7 +326,7 @@ async function act(what) {
   try {
     const response = await fetch(`/api/request?id=${encodeURIComponent(id)}&what=${what}`, { method: "POST", headers: { Authorization: `Bearer ${page.token}` } });
     const answer = await response.json();
-    byId("acted").textContent = response.ok ? (what === "save" ? "A checkpoint was asked for; it appears under Events." : "The run was asked to stop after its step.") : answer.error;
+    byId("acted").textContent = response.ok ? (what === "save" ? "A checkpoint was requested; it appears under Events." : "A stop after this step was requested.") : answer.error;
   } catch (error) {
     byId("acted").textContent = `not sent: ${error.message}`;
   }

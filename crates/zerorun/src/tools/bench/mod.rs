@@ -34,8 +34,8 @@ enum BenchCommand {
     Scaling(scaling::ScalingArguments),
 }
 
-/// Measure MPI and collectives on the network between hosts. Start it as the program of a job's ranks: `zerorun --hostfile
-/// HOSTS -- zerorun bench network`, or under mpirun or srun
+/// Measure MPI and collectives on the network between hosts. Start this command as the program of a job's ranks:
+/// `zerorun --hostfile HOSTS -- zerorun bench network`, or under mpirun or srun
 #[derive(Debug, Args)]
 struct NetworkBenchArguments {
     /// Size of each buffer, 1MiB or more

@@ -17,11 +17,11 @@ pub(super) struct ExportFlags {
     #[arg(value_name = "RUN")]
     run: String,
 
-    /// Print a table with a column for each value; a value that a step does not have is empty
+    /// Print CSV with a column for each value; a field is empty if the step does not have the value
     #[arg(long)]
     csv: bool,
 
-    /// Print a JSON line for each step; a number that is not finite is text
+    /// Print a line of JSON for each step; numbers that are not finite are written as text
     #[arg(long)]
     jsonl: bool,
 }

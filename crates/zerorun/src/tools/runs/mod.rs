@@ -27,7 +27,7 @@ Examples:
   zerorun runs export nano-20260131-10 --csv > metrics.csv
   zerorun runs rm nano-20260131-10 --yes";
 
-/// List the records of training runs; or show, compare, export or remove some of them.
+/// List the records of training runs, or show, compare, export or remove some of them.
 ///
 /// A record is a folder, named after the run and the time (UTC) at which the run began, in the folder of runs. RUN is
 /// the name of such a folder, or a prefix that matches only one run. docs/runs.md describes how runs are recorded.
@@ -50,7 +50,7 @@ enum RunsCommand {
     List(ListFlags),
     /// Show everything about a run except its metrics
     Show(show::ShowFlags),
-    /// Show what differs in the settings and commands of runs, and their metrics side by side
+    /// Show the differences between the settings and commands of runs, and their metrics side by side
     Compare(compare::CompareFlags),
     /// Print the metrics of a run
     Export(export::ExportFlags),

@@ -20,7 +20,7 @@ pub(super) struct RemoveFlags {
     #[arg(value_name = "RUN", required = true)]
     run: Vec<String>,
 
-    /// Do not ask
+    /// Do not ask for confirmation
     #[arg(long, short = 'y')]
     yes: bool,
 

@@ -64,18 +64,18 @@ A sweep file:
   \"--batch\" = [4, 8, 16]
   \"gradient_clipping\" = { uniform = [0.3, 2.0] }";
 
-/// Search for the best settings of a training run: many trials with different settings, of which the promising ones are
-/// trained further. FILE is a sweep file in TOML; flags take precedence over it.
+/// Search for the best settings of a training run. Trains many trials with different settings, and trains the promising
+/// ones further. FILE is a sweep file in TOML; flags take precedence over it.
 ///
 /// The command is `finetune` or a script with its arguments. A script must accept --ds_config FILE, --steps N, --save DIR
-/// and --resume, as examples/train_gpt.rs does. The parameters are flags of the command and keys of the configuration by
-/// their paths.
+/// and --resume, as examples/train_gpt.rs does. The parameters are flags of the command, and keys of the configuration,
+/// given by their paths.
 ///
 /// The same command, or `zerorun sweep resume`, continues a sweep that was stopped or killed. docs/tools/sweep.md describes
 /// the searchers and schedulers.
 ///
 /// Exit code: 0 if the best configuration is written; 1 if too many trials have failed, or none has a result; 2 if the
-/// sweep or the command line is wrong; 128 + n if signal n has ended it.
+/// sweep or the command line is wrong; 128 + n if signal n has ended the sweep.
 #[derive(Debug, Parser)]
 #[command(name = "sweep", bin_name = "zerorun sweep", after_help = EXAMPLES, args_conflicts_with_subcommands = true,
           override_usage = "zerorun sweep [OPTIONS] [FILE] [-- COMMAND...]\n       zerorun sweep show DIR\n       \

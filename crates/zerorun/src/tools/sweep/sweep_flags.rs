@@ -22,8 +22,8 @@ pub(super) struct SweepFlags {
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 
-    /// Parameter: a flag of the command or a path of the configuration, and its values, as choice, uniform, log_uniform,
-    /// integer or log_integer; repeatable
+    /// Parameter: a flag of the command or a path in the configuration, and its values, given as choice, uniform,
+    /// log_uniform, integer or log_integer; repeatable
     #[arg(long = "param", value_name = "NAME=KIND:VALUES", allow_hyphen_values = true)]
     parameters: Vec<String>,
 
@@ -31,23 +31,23 @@ pub(super) struct SweepFlags {
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
 
-    /// Name of the value that is compared, in the records of the trials: val_loss, loss, val_accuracy and others
+    /// Value in the records of the trials that is compared: val_loss, loss, val_accuracy or another
     #[arg(long, value_name = "NAME")]
     metric: Option<String>,
 
-    /// Whether a small or a large value is good: min, max [default: min]
+    /// Whether small or large values are better: min or max [default: min]
     #[arg(long, value_name = "MODE")]
     mode: Option<String>,
 
-    /// Number of trials [default: 20, or all of a grid]
+    /// Number of trials [default: 20, or all combinations of a grid]
     #[arg(long, value_name = "N")]
     trials: Option<u64>,
 
-    /// How parameters are chosen: grid, random, tpe [default: random]
+    /// How parameters are chosen: grid, random or tpe [default: random]
     #[arg(long, value_name = "NAME")]
     searcher: Option<String>,
 
-    /// Which trials are trained to their end: none, median, asha, pbt [default: none]
+    /// Which trials are trained to the end: none (all trials), median, asha or pbt [default: none]
     #[arg(long, value_name = "NAME")]
     scheduler: Option<String>,
 
@@ -55,7 +55,7 @@ pub(super) struct SweepFlags {
     #[arg(long = "min_steps", alias = "min-steps", value_name = "N")]
     min_steps: Option<u64>,
 
-    /// With asha: one of this many trials continues [default: 4]
+    /// With asha: one in this many trials continues [default: 4]
     #[arg(long, value_name = "N")]
     eta: Option<u64>,
 
@@ -71,7 +71,7 @@ pub(super) struct SweepFlags {
     #[arg(long = "max_failures", alias = "max-failures", value_name = "N")]
     max_failures: Option<u64>,
 
-    /// Number of times that a trial is restarted which was killed without having saved a new step [default: 3]
+    /// Number of times that a trial is restarted if it was killed without having saved a new step [default: 3]
     #[arg(long, value_name = "N")]
     retries: Option<u64>,
 
@@ -87,7 +87,7 @@ pub(super) struct SweepFlags {
     #[arg(long, value_name = "N")]
     parallel: Option<u64>,
 
-    /// Memory that a trial needs: 512MiB, 4GiB [default: estimated, if the model is one of candle-zero's]
+    /// Memory that a trial needs, such as 512MiB or 4GiB [default: an estimate, if one is possible for the model]
     #[arg(long, value_name = "SIZE")]
     memory: Option<String>,
 

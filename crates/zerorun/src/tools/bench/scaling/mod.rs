@@ -36,8 +36,8 @@ use std::process::ExitCode;
 /// scaling), and with the same batch in total (strong scaling), at each stage. Trains a model with random weights on the
 /// embedded corpus. Each rank is bound to the same number of cores in all jobs, if there are enough.
 ///
-/// Exit code: 0 if everything was measured; 1 if a rank failed; 2 if the command line is wrong or the picture cannot be
-/// written.
+/// Exit code: 0 if everything was measured; 1 if a rank failed or standard output could not be written; 2 if the
+/// command line is wrong or the picture cannot be written.
 #[derive(Debug, Args)]
 pub(super) struct ScalingArguments {
     /// Model: nano, mini, gpt2, llama-mini, ..., as for `zerorun estimate --model`
@@ -59,8 +59,8 @@ pub(super) struct ScalingArguments {
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=65536))]
     batch: u32,
 
-    /// Largest number of ranks: 1, 2, 4, ... up to it are measured; or a list of the numbers to measure [default: the
-    /// number of cores]
+    /// Largest number of ranks, up to which 1, 2, 4, ... ranks are measured; or a list of the numbers of ranks to
+    /// measure [default: the number of cores]
     #[arg(long, value_name = "N|LIST", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: Vec<u16>,
 
@@ -73,7 +73,7 @@ pub(super) struct ScalingArguments {
     #[arg(long, value_enum, value_name = "LIST", value_delimiter = ',', default_value = "weak,strong")]
     scaling: Vec<ScalingKind>,
 
-    /// Measured steps of each job, after two others
+    /// Number of measured steps of each job; two unmeasured steps precede them
     #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u64).range(1..=100_000))]
     steps: u64,
 

@@ -11,9 +11,9 @@ const MAX_ACCUMULATION: usize = 1024;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum ScalingKind {
-    /// The work of each rank: the batch grows with the number of ranks.
+    /// Fixed work per rank: the batch grows with the number of ranks.
     Weak,
-    /// The work of all ranks together: the batch stays the same.
+    /// Fixed total work: the batch stays the same.
     Strong,
 }
 
