@@ -12,7 +12,7 @@ const MAX_LOG: u64 = 4 << 20;
 /// The maximum number of bytes of a line of the log.
 const MAX_LOG_LINE: usize = 8 << 10;
 
-/// The writer of the launcher's part of a record, which other processes write the rest of.
+/// The writer of the launcher's part of a record, whose other parts are written by other processes.
 #[derive(Debug)]
 pub struct LaunchWriter {
     folder: PathBuf,

@@ -191,5 +191,5 @@ fn options_that_a_mixture_cannot_have_are_refused_by_flag() {
     let divided = Options { pipeline: Some(PipelineStages::Number(2)), ..usual("mixtral") };
     insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..divided }), @"--pipeline cannot be combined with the load-balancing loss of a mixture of experts, because no stage has the routers of all blocks; give --router_aux_loss_coef 0, or leave --pipeline out");
     let llama = Options { model: crate::fixtures::path("models/llama"), ..usual("mixtral") };
-    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..llama }), @"--router_aux_loss_coef is for mixtures of experts, and the model is none; leave it out");
+    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..llama }), @"--router_aux_loss_coef is for mixtures of experts, but the model is not one; leave it out");
 }

@@ -62,7 +62,7 @@ pub(super) struct StepOutcome {
     pub loss: f64,
     /// The number of tokens without padding.
     pub tokens: f64,
-    /// The means of the rewards' numbers, for preferences.
+    /// The means of the four values of the rewards, if preferences are optimized.
     pub rewards: [f64; 4],
     /// The mean load-balancing loss, if the model is trained with one.
     pub balance: Option<f64>,
