@@ -47,7 +47,7 @@ pub(super) struct EngineReporter {
     pub stop_in_record: bool,
     /// The requests of rank 0 in the last vote.
     pub requests: StepRequests,
-    /// Whether a checkpoint was asked for, and the program has not yet asked.
+    /// Whether a checkpoint was requested, and the program has not yet checked for the request.
     pub save_requested: AtomicBool,
     /// The questions that the program has asked.
     pub answers: AnsweredRequests,

@@ -27,7 +27,7 @@ const ENGINE_TAG: &str = "Train/Samples/lr";
 /// The folder of runs if `WANDB_DIR` names no other.
 const FOLDER: &str = "wandb";
 
-/// The environment variables that are obeyed, with the meaning that wandb gives them.
+/// The environment variables that have the same meaning as in wandb.
 const DIR: &str = "WANDB_DIR";
 const MODE: &str = "WANDB_MODE";
 const NAME: &str = "WANDB_NAME";
@@ -56,8 +56,8 @@ struct OpenWandbRun {
 }
 
 impl WandbMonitor {
-    /// Creates the monitor that the environment allows: none if `WANDB_MODE` is `disabled`. The folder of runs is
-    /// created if it is missing: `wandb` in the working directory, or in the folder that `WANDB_DIR` names.
+    /// Creates the monitor, or returns `None` if `WANDB_MODE` is `disabled`. The folder of runs is created if it is
+    /// missing: `wandb` in the working directory, or in the folder that `WANDB_DIR` names.
     ///
     /// # Errors
     /// [`Error::Io`] if the folder, or a folder in it, cannot be created; [`MonitorError::WandbRunId`] if `WANDB_RUN_ID`
@@ -252,7 +252,7 @@ mod tests {
         first.note(&RunMilestone::Begins(&description(0, None))).unwrap();
         train(&mut first, [8, 16, 24]);
         first.note(&RunMilestone::Saved { folder: &checkpoints }).unwrap();
-        // A row of the program itself, with another kind of step.
+        // A row of the program itself, which counts steps differently.
         first.write(&[MonitorEvent::new("epoch_loss", 0.5, 1_000_000)]).unwrap();
         train(&mut first, [32, 40]);
         let folder = first.run.as_ref().unwrap().folder.path().to_owned();

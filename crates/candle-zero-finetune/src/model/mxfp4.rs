@@ -63,7 +63,7 @@ fn packed<'a>(files: &'a WeightFiles, name: &str, shape: &[usize]) -> Result<Pac
     }
     let find = |name: &str, other: &str, shape: &[usize]| {
         let Some((_, tensor)) = files.find(name) else {
-            let problem = format!("is missing, but there is {other}; MXFP4 needs both: download the files again");
+            let problem = format!("is missing, but there is {other}; MXFP4 needs both, so download the files again");
             return Err(wrong(files, name, problem));
         };
         let (dtype, _) = tensor.raw();

@@ -314,7 +314,7 @@ function drawActions(details) {
     const answers = details?.ranks?.answers ?? [];
     const reason = !details || details.run.state !== "running" ? "The run is not running."
       : !page.token ? "Open the link with the token, which zerorun has printed in the terminal."
-      : !answers.includes(what) ? "The program has not asked for this request so far." : "";
+      : !answers.includes(what) ? "The program has not checked for this request so far." : "";
     byId(what).disabled = reason !== "";
     byId(what).title = reason;
   }
@@ -326,7 +326,7 @@ async function act(what) {
   try {
     const response = await fetch(`/api/request?id=${encodeURIComponent(id)}&what=${what}`, { method: "POST", headers: { Authorization: `Bearer ${page.token}` } });
     const answer = await response.json();
-    byId("acted").textContent = response.ok ? (what === "save" ? "A checkpoint was asked for; it appears under Events." : "The run was asked to stop after its step.") : answer.error;
+    byId("acted").textContent = response.ok ? (what === "save" ? "A checkpoint was requested; it will appear under Events." : "The run was asked to stop after its step.") : answer.error;
   } catch (error) {
     byId("acted").textContent = `not sent: ${error.message}`;
   }
