@@ -84,7 +84,8 @@ impl MetricsWriter {
             line.and_then(|line| line["step"].as_u64()).is_some_and(|s| s < step)
         };
         let kept: String = text.lines().filter(is_earlier).map(|line| format!("{line}\n")).collect();
-        // The new file is written under another name and then renamed: a kill in between must not lose the log.
+        // The new file is written under another name and then renamed, so that the log survives if the process is
+        // killed.
         let replace = || {
             let mut new = AtomicFile::beside(path)?;
             new.file().write_all(kept.as_bytes())?;

@@ -262,7 +262,7 @@ struct Moved {
     peak: usize,
     /// The number of control messages, among them those that agree on experts.
     control: u64,
-    /// The number of experts that rows of any rank chose, summed over the layers.
+    /// The number of experts that rows on any rank chose, summed over the layers.
     chosen: usize,
 }
 

@@ -64,7 +64,7 @@ impl ExpertMlp {
 
     /// Declares that the tensors of each expert belong to a separate unit; build `units` with
     /// [`routed_units`](crate::zero::routed_units), in the order of the experts. At stage 3, an expert is then gathered
-    /// only if a row of any rank chose it. Experts are gathered, used and released a few at a time: as many as
+    /// only if a row on any rank chose it. Experts are gathered, used and released a few at a time: as many as
     /// `stage3_prefetch_bucket_size` allows, but at least one. All ranks must run the layer.
     ///
     /// # Errors

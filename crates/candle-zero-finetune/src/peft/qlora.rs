@@ -6,9 +6,9 @@ use candle_zero::precision::{Nf4Scales, WeightPacking};
 /// The packing of these weights: NF4 with 8-bit scales (QLoRA, arXiv 2305.14314).
 pub(crate) const PACKING: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
-/// Returns whether QLoRA quantizes a parameter of a decoder or an encoder, given its name and shape. It quantizes the weights of all
-/// linear layers in the model's blocks, those of experts included. As in PEFT, embeddings, the output projection, norms,
-/// biases and routers stay in the model's precision.
+/// Returns whether QLoRA quantizes a parameter of a decoder or an encoder, given its name and shape. It quantizes the
+/// weights of all linear layers in the model's blocks, including those of experts. As in PEFT, embeddings, the output
+/// projection, norms, biases and routers stay in the model's precision.
 ///
 /// This is the rule for [`EngineBuilder::quantized`](candle_zero::EngineBuilder::quantized).
 pub fn is_quantized(name: &str, shape: &[usize]) -> bool {

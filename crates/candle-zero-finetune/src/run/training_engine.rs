@@ -227,7 +227,7 @@ impl TrainingEngine {
         on_either!(self, engine => engine.stop_requested())
     }
 
-    /// Returns whether the user has asked for a checkpoint: the same on all ranks.
+    /// Returns whether the user has asked for a checkpoint. The result is the same on all ranks.
     pub(super) fn save_requested(&self) -> bool {
         on_either!(self, engine => engine.save_requested())
     }
