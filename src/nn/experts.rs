@@ -1,4 +1,4 @@
-//! Mixtures of experts: each row of a batch passes through few of many MLPs.
+//! Mixtures of experts: each row of a batch passes through a few of many MLPs.
 //!
 //! ```text
 //!   x [rows, width] --> linear --> logits [rows, experts] --> route --> experts and weights of each row

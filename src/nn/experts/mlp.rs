@@ -33,7 +33,7 @@ pub struct ExpertMlp {
 struct GatedActivation {
     gate: ExpertGate,
     order: GateUpOrder,
-    /// The number of its outputs for each row.
+    /// The number of the activation's outputs for each row.
     width: usize,
 }
 
