@@ -1,6 +1,6 @@
 //! Measures a complete training step (forward, backward, optimizer) of a GPT at each stage and in each dtype, on two
-//! ranks that are threads. Items are tokens of all ranks. Each rank computes on one thread, as zerorun's ranks do on a
-//! machine with two cores.
+//! ranks that are threads. Items are tokens of all ranks. Each rank computes on as many threads as zerorun would give
+//! it.
 //!
 //!     cargo bench --bench step
 //!

@@ -77,7 +77,7 @@ def records_of_wandb(path):
     wandb = pathlib.Path(sys.executable).with_name("wandb")
     if subprocess.run([wandb, "leet", "inspect", "--help"], capture_output=True).returncode == 0:
         readers.append(lambda: list(by_leet(path, wandb)))
-    assert readers, "this version of wandb has no reader that this script knows"
+    assert readers, "this version of wandb has no reader that this script supports"
     results = [read() for read in readers]
     assert all(result == results[0] for result in results), "the readers of wandb disagree"
     return results[0]
@@ -90,7 +90,7 @@ def by_datastore(path, datastore, record):
         try:
             data = store.scan_data()
         except AssertionError:
-            # A kill has cut off the last record; `wandb sync` treats it in the same way.
+            # The last record is incomplete, because the job was killed; `wandb sync` treats it in the same way.
             assert store.in_last_block()
             return
         if data is None:
@@ -152,7 +152,7 @@ def check_wandb(folder, is_killed):
     for kind, values in records:
         if kind == "history":
             row = rows.setdefault(values["_step"], {})
-            assert not (row.keys() & values.keys()) - {"_step", "_timestamp", "_runtime"}, f"step {values['_step']} is there twice"
+            assert not (row.keys() & values.keys()) - {"_step", "_timestamp", "_runtime"}, f"step {values['_step']} appears twice"
             row.update(values)
             steps.append(values["_step"])
         elif kind == "summary":
@@ -207,7 +207,7 @@ def check_tensorboard(folder, is_killed):
     assert wanted.items() <= values.items(), values
     assert "a-secret-key" not in str(values)
 
-    # The same through the backend of the plugin, as TensorBoard's page gets it.
+    # The same through the backend of the plugin, from which TensorBoard's page gets its data.
     multiplexer = EventMultiplexer()
     multiplexer.AddRunsFromDirectory(str(folder), name=None)
     multiplexer.Reload()

@@ -290,7 +290,7 @@ def test(zerorun, work, browser):
         until("a page without the token", lambda: browser.text("#title") == live and steps_shown(browser) > 0)
         check(browser.run("return document.getElementById('stop').disabled && document.getElementById('stop').title.includes('token')"),
               "buttons are disabled without the token")
-        print("without the token nothing acts")
+        print("without the token, no request is accepted")
 
         # A killed rank, while the page is open.
         training.drain()
@@ -349,7 +349,7 @@ def test(zerorun, work, browser):
         until("all its texts", lambda: all("onerror" in browser.text(f"#{panel}") for panel in ("others", "ranks", "log", "samples", "config", "events")))
         check(browser.run("return window.planted === undefined && document.querySelectorAll('img, script:not([src]), iframe, [onerror]').length === 0"),
               "a planted text became part of the page")
-        print("planted texts stay texts")
+        print("planted texts remain texts")
 
         # A narrow and dark page.
         browser.size(400, 800)
@@ -358,7 +358,7 @@ def test(zerorun, work, browser):
         check(browser.run("return getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)", "the page is dark if the system is")
         browser.command("Emulation.setEmulatedMedia", features=[])
 
-        # The server ends; the page says so and keeps what it has.
+        # The server ends; the page says so and keeps its data.
         dash.stop()
         until("the page notices the end of the server", lambda: "no connection" in browser.text("#connection"))
         check(series(browser, "Loss"), "the curve stays without a server")

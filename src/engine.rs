@@ -442,9 +442,10 @@ impl<M> Engine<M> {
     }
 
     /// Returns whether the job was asked to end: whether any rank has received SIGTERM or SIGINT, whether the user has
-    /// asked for it in `zerorun dash`, or whether the job has made the number of steps in the environment variable
-    /// `CANDLE_ZERO_STOP_AT`. From the first call on, these signals no longer end the process, so that a loop that calls
-    /// this once per step can save a checkpoint and exit cleanly. Collective, so that all ranks end after the same step.
+    /// asked for it in `zerorun dash`, or whether the job has completed the number of steps given by the environment
+    /// variable `CANDLE_ZERO_STOP_AT`. From the first call on, these signals no longer end the process, so that a loop
+    /// that calls this once per step can save a checkpoint and exit cleanly. Collective, so that all ranks end after
+    /// the same step.
     ///
     /// Without `zerorun`, a second such signal ends the process. `zerorun` kills its ranks on a second signal, or after
     /// the `--grace` period.
@@ -478,8 +479,9 @@ impl<M> Engine<M> {
         Ok(any)
     }
 
-    /// Returns whether the job has made the number of steps in the environment variable `CANDLE_ZERO_STOP_AT`, at which
-    /// it is meant to pause. A program that ends because of this, rather than because of a signal, has not failed.
+    /// Returns whether the job has completed the number of steps given by the environment variable
+    /// `CANDLE_ZERO_STOP_AT`, after which it is to pause. A program that ends because of this, rather than because of a
+    /// signal, has not failed.
     pub fn is_planned_stop(&self) -> bool {
         is_planned_stop(self.global_steps)
     }
@@ -525,8 +527,8 @@ impl<M> Engine<M> {
         error
     }
 
-    /// Runs a `call` that may change the model's state with [`attempt`](Self::attempt), after finishing a delayed update,
-    /// unless a backward pass still needs the weights from before the update.
+    /// Uses [`attempt`](Self::attempt) to run a `call` that may change the model's state, after finishing a delayed
+    /// update, unless a backward pass still needs the weights from before the update.
     fn settled<T, E: Into<CollectiveFailure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
         if self.phase != MicroStepPhase::Forwarded {
             self.attempt(|engine| engine.core.settle())?;

@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 
-/// Calls `each` with the values of a JSON tree that have no values inside, except lists, and their dotted names, which begin
-/// with `name` if it is not empty.
+/// Calls `each` with the dotted name and the value of each leaf of a JSON tree: a list, an empty object, or a value
+/// that contains no others. The dotted names begin with `name` if it is not empty.
 pub fn json_leaves<'a>(name: &str, tree: &'a Value, each: &mut dyn FnMut(String, &'a Value)) {
     match tree {
         Value::Object(entries) if !entries.is_empty() => {

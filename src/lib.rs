@@ -42,7 +42,7 @@
 //! | Psi, N | the number of parameters; the number of ranks | the ZeRO paper |
 //! | stage | the sharded part: nothing (0), optimizer states (1), also gradients (2), also parameters (3) | the same |
 //! | unit | parameters that are gathered and released together, such as a transformer block | FSDP unit |
-//! | routed unit | a unit, such as an expert, that is gathered only if a row of any rank chose it | no common term |
+//! | routed unit | a unit, such as an expert, that is gathered only if a row on any rank chose it | no common term |
 //! | shard | the part of one parameter that one rank owns; shards are padded to equal length | the same |
 //! | share | everything that one rank owns: its shards of all parameters | partition (DeepSpeed) |
 //! | sub-group | consecutive shards of a share that the optimizer updates in one piece | the same (DeepSpeed) |

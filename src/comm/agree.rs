@@ -22,7 +22,7 @@ impl From<Error> for CollectiveFailure {
 
 const FAILED_ON_THAT_RANK: &str = " failed; see its error for the cause";
 
-/// Returns the reason for a rank that succeeded while `rank` failed.
+/// Returns the error text for a rank that succeeded while `rank` failed.
 pub(crate) fn rank_failed(rank: usize) -> String {
     format!("rank {rank}{FAILED_ON_THAT_RANK}")
 }

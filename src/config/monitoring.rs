@@ -116,10 +116,11 @@ impl Default for FlopsProfiler {
     }
 }
 
-/// Reads the sections, whose keys the walk has already checked. A note tells that the run of Weights & Biases is not uploaded.
+/// Reads the sections, whose keys the walk has already checked. A note says that a Weights & Biases run is not
+/// uploaded.
 pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Monitoring {
     if walk.bool("wandb.enabled") {
-        let text = "the run is written into the folder `wandb`, but it is not uploaded; `wandb sync` uploads it";
+        let text = "the run is written into the folder `wandb`, but not uploaded; upload it with `wandb sync`";
         walk.note("wandb.enabled", text);
     }
     let folder = |section: &str| {

@@ -198,7 +198,7 @@ impl<M> Engine<M> {
             self.check.groups[number].step = Some(step);
             tried.moved.push((up, down));
         }
-        // Layers have kept the choices of a forward pass with moves. This happens once for a model.
+        // Layers have kept the choices of a forward pass that moved parameters. This happens once for a model.
         if tried.unmoved.is_none() && self.core.holds_choices() {
             return self.try_moves(repeat);
         }

@@ -1,8 +1,8 @@
-//! Reports of all ranks for the record of the run, and requests of the user that arrive through it.
+//! Reports of all ranks for the record of the run, and the user's requests that arrive through the record.
 //!
 //! ```text
 //!   rank 0      about once a second: a report is due, requests are read -> in the vote of the step
-//!   all ranks   after the vote: know whether this step ends with a report, and whether a checkpoint was asked for
+//!   all ranks   after the vote: agree whether this step ends with a report, and whether a checkpoint is requested
 //!   all ranks   at the end of such a step: gather the reports on rank 0, which replaces `ranks.json`
 //! ```
 //!
@@ -16,9 +16,9 @@ use crate::zero::step::step_requests::StepRequests;
 use std::sync::atomic::Ordering;
 
 impl<M> Engine<M> {
-    /// Returns whether the user has asked for a checkpoint in `zerorun dash` since the last call: the same on all ranks
-    /// after the same step. It costs nothing, so a training loop can call it after every step, between accumulations.
-    /// Without a record of the run, and on islands, it returns false.
+    /// Returns whether the user has asked for a checkpoint in `zerorun dash` since the last call. The result is the
+    /// same on all ranks after the same step. The call costs nothing, so a training loop can make it after every step,
+    /// between accumulations. Without a record of the run, and on islands, it returns false.
     ///
     /// ```no_run
     /// # fn run(engine: &mut candle_zero::Engine<candle_nn::Linear>) -> candle_zero::Result<()> {
@@ -34,8 +34,8 @@ impl<M> Engine<M> {
         self.reporter.save_requested.swap(false, Ordering::Relaxed)
     }
 
-    /// Returns what this rank asks of all ranks in the vote of this step. Only the rank that writes the record asks, at
-    /// most once a second.
+    /// Returns what this rank requests of all ranks in the vote of this step. Only the rank that writes the record
+    /// makes requests, at most once a second.
     pub(super) fn due_requests(&mut self) -> StepRequests {
         let step = self.global_steps;
         let RunRecorder::Open(open) = &mut self.reporter.run else { return StepRequests::default() };
@@ -53,13 +53,13 @@ impl<M> Engine<M> {
         StepRequests { report: true, save }
     }
 
-    /// Remembers what the ranks were asked for in the vote.
+    /// Remembers what was requested in the vote.
     pub(super) fn note_requests(&mut self, requests: StepRequests) {
         self.reporter.requests = requests;
         self.reporter.save_requested.fetch_or(requests.save, Ordering::Relaxed);
     }
 
-    /// Gathers the reports of the ranks if the vote has asked for them. Collective in such a step.
+    /// Gathers the reports of the ranks if they were requested in the vote. Collective in such a step.
     pub(super) fn report_ranks(&mut self) -> Result<()> {
         if !std::mem::take(&mut self.reporter.requests).report {
             return Ok(());

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-/// The requests of the user to which the program responds, known because it has asked for them.
+/// The requests of the user to which the program responds: those for which it has checked.
 #[derive(Debug, Default)]
 pub(super) struct AnsweredRequests {
     pub stop: AtomicBool,
@@ -47,9 +47,9 @@ pub(super) struct EngineReporter {
     pub stop_in_record: bool,
     /// The requests of rank 0 in the last vote.
     pub requests: StepRequests,
-    /// Whether a checkpoint was asked for, and the program has not yet asked.
+    /// Whether a checkpoint was requested, and the program has not yet checked for the request.
     pub save_requested: AtomicBool,
-    /// The questions that the program has asked.
+    /// The requests for which the program has checked.
     pub answers: AnsweredRequests,
 }
 

@@ -30,9 +30,10 @@ impl<M> Engine<M> {
         self.reporter.run.write(|open| open.writer.sample(step, prompt, text));
     }
 
-    /// Ends the record of the run, and the run of the monitors, with its outcome, and a message if it has failed. Without
-    /// this call, the run ends when the engine is dropped: as failed after an error from the engine or during a panic, as
-    /// stopped after [`stop_requested`](Self::stop_requested) has returned true, and otherwise as finished.
+    /// Ends the record of the run, and the runs that monitors write, with the run's outcome and, if it has failed, a
+    /// message. Without this call, the run ends when the engine is dropped: as failed after an error from the engine or
+    /// during a panic, as stopped after [`stop_requested`](Self::stop_requested) has returned true, and otherwise as
+    /// finished.
     pub fn end_run(&mut self, outcome: RunEnding, message: Option<&str>) {
         let step = self.global_steps;
         self.reporter.run.end(step, outcome, message);
@@ -47,7 +48,7 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Begins the record before the first forward pass, and the run of the monitors.
+    /// Begins the record, and the runs that monitors write, before the first forward pass.
     pub(super) fn begin_run(&mut self) {
         self.reporter.run.begin();
         self.reporter.monitors.begin();

@@ -44,15 +44,16 @@ pub struct PipelineRankEstimate {
     /// it. Held bytes are exact. With a tied embedding, several chunks or divided backward passes, the peaks of
     /// gradients and buckets are upper bounds.
     pub memory: MemoryReport,
-    /// The maximum number of activations that the rank holds at the same time, per micro batch and stage.
+    /// The maximum number of activations that the rank holds at the same time, counting one for each micro batch and
+    /// stage.
     pub held_activations: usize,
 }
 
 impl PipelineEstimate {
-    /// Estimates a pipeline of `world_size` ranks, which
-    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide in the same way. `prepare`
-    /// changes the shapes of each rank, such as [`Shapes::trainable`] and [`Shapes::quantized`]. Instead of measured
-    /// times (`pipeline.partition` `time`), the numbers of parameters determine the stages.
+    /// Estimates a pipeline of `world_size` ranks, divided as
+    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide it. `prepare` changes the shapes
+    /// of each rank, for example with [`Shapes::trainable`] or [`Shapes::quantized`]. Instead of measured times
+    /// (`pipeline.partition` `time`), the numbers of parameters determine the stages.
     ///
     /// # Errors
     /// The errors of the configuration; numbers of ranks, chunks, layers and micro batches that are incompatible; the

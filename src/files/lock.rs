@@ -137,7 +137,7 @@ impl FileLock {
     /// # Errors
     /// The file cannot be created or opened, or is not empty. A file with contents is not a lock.
     pub(super) fn attempt(path: &Path, operation: FlockOperation) -> Result<FileLockOutcome> {
-        // A link may belong to another user and is not followed; a pipe is not waited for.
+        // A link may belong to another user and is not followed. A pipe must not block.
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
         let mut open = OpenOptions::new();
         open.read(true).write(true).create(true).mode(0o600).custom_flags(flags.bits().cast_signed());

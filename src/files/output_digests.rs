@@ -144,7 +144,7 @@ mod tests {
         new("1");
         written.begin("result", &at("new")).unwrap();
         std::fs::write(at("out/a.json"), "1").unwrap();
-        // After a kill in between, both the older and the newer file belong to the run.
+        // If the run was killed in between, both the older and the newer file belong to it.
         new("2");
         written.begin("result", &at("new")).unwrap();
         let again = || OutputDigests::of_run(&at("ck"));

@@ -155,7 +155,7 @@ mod tests {
         names
     }
 
-    /// Does what a kill does: the lock goes, and the folder stays.
+    /// Acts as if the process was killed: the lock is released, and the folder stays.
     fn kill(scratch: ScratchFolder) -> PathBuf {
         flock(&scratch.folder, FlockOperation::Unlock).unwrap();
         let path = scratch.path.clone();

@@ -54,10 +54,10 @@ pub struct DecoderLayers<C = DecoderConfig> {
     sizes: PhantomData<fn() -> C>,
 }
 
-/// The routers of sparse blocks, as the losses outside of the blocks see them.
+/// The routers of sparse blocks, for the losses outside the blocks.
 #[derive(Debug, Clone)]
 struct Routers {
-    /// The numbers of the sparse blocks, in rising order, with their routers.
+    /// The numbers of the sparse blocks, in ascending order, with their routers.
     blocks: BTreeMap<usize, CheckedRouter>,
     experts: usize,
     balance: SyncBalanceLoss,

@@ -12,8 +12,8 @@ use crate::nn::{
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-/// One transformer block: attention and an MLP or a mixture of experts, which add to the residual stream, with norms at the places of a
-/// [`NormPlacement`].
+/// One transformer block: attention and an MLP or a mixture of experts, which add to the residual stream, with norms at
+/// the places of a [`NormPlacement`].
 #[derive(Debug, Clone)]
 pub struct DecoderBlock {
     before_attention: Option<BlockNorm>,
@@ -80,7 +80,7 @@ impl DecoderBlock {
     /// Applies the block to `x` `[batch, time, hidden_size]`.
     ///
     /// The router's logits leave the block with the result, `[batch, time, hidden_size + experts]`, if they are wanted,
-    /// so that a loss outside of a block that recomputes can depend on them.
+    /// so that a loss outside a block that recomputes can depend on them.
     pub(super) fn run(&self, x: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
         let normalized = |norm: &Option<BlockNorm>, x: &Tensor| match norm {
             Some(norm) => norm.forward(x),
@@ -216,7 +216,7 @@ struct BlockAttention {
     query_key_norms: Option<[RmsNorm; 2]>,
     /// The rotations of queries and keys.
     rotary: Option<[Rotary; 2]>,
-    /// The limit of the elements of queries, keys and values before they are rotated.
+    /// The limit on the elements of queries, keys and values before they are rotated.
     clip: Option<f64>,
     /// The scores of the query heads' sinks.
     sinks: Option<Tensor>,

@@ -57,16 +57,16 @@ pub struct DecoderConfig {
     pub activation: Activation,
     /// The mixture of experts of sparse blocks, if there are any.
     pub mixture: Option<Box<MixtureConfig>>,
-    /// The limit of the elements of queries, keys and values before they are rotated: a number c limits them to the range
-    /// from -c to c (OLMoE).
+    /// The limit on the elements of queries, keys and values before they are rotated: a number c limits them to the
+    /// range from -c to c (OLMoE).
     pub clip_qkv: Option<f64>,
     /// Whether each query head has a sink: a key without a value, whose score is a parameter (gpt-oss).
     pub attention_sinks: bool,
     /// The factor applied to attention scores, or `None` for `1 / sqrt(head_dim)`.
     pub query_scale: Option<f64>,
-    /// The cap of attention scores: they are mapped to `cap * tanh(score / cap)`.
+    /// The cap on attention scores: they are mapped to `cap * tanh(score / cap)`.
     pub attention_soft_cap: Option<f64>,
-    /// The cap of logits: they are mapped to `cap * tanh(logit / cap)`.
+    /// The cap on logits: they are mapped to `cap * tanh(logit / cap)`.
     pub logit_soft_cap: Option<f64>,
     /// The factor applied to the rows of the token embedding.
     pub embedding_scale: Option<f64>,
@@ -101,7 +101,8 @@ pub struct BlockConfig {
 }
 
 impl Default for BlockConfig {
-    /// Returns a block with an MLP that sees all positions up to its own, which are rotary.
+    /// Returns a dense block (with an MLP) in which each position sees all positions up to its own. Positions are
+    /// rotary.
     fn default() -> Self {
         Self { window: None, rotary: Some(RotaryConfig::default()), mlp: BlockMlp::Dense }
     }
@@ -259,8 +260,10 @@ impl DecoderConfig {
         }
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         if !heads.is_multiple_of(kv_heads) {
-            let allowed =
-                format!("a divisor of num_attention_heads ({heads}), so that each serves the same number of them");
+            let allowed = format!(
+                "a divisor of num_attention_heads ({heads}), so that each key and value head serves the same number of \
+                 them"
+            );
             return Err(refused("num_key_value_heads", kv_heads, &allowed));
         }
         require_parameters(self.elements())?;
@@ -340,7 +343,8 @@ impl DecoderConfig {
         mixture.validate(self.blocks.len())?;
         let is_plain = self.gated && self.activation == Activation::Silu && !self.mlp_bias;
         if self.naming != ParameterNaming::Llama || !is_plain {
-            let allowed = "absent: only blocks with Llama's names and a gate with SiLU without biases have a mixture";
+            let allowed = "absent: only blocks with Llama's names and an MLP gated with SiLU, without biases, can have \
+                           a mixture";
             return Err(refused("mixture", "present", allowed));
         }
         Ok(())

@@ -36,7 +36,7 @@ struct SharedExpert {
     gate: Projection,
 }
 
-/// The names of the parameters of all experts that transformers has in memory, which adapters of experts are named for.
+/// The names that transformers gives the parameters of all experts in memory. Adapters of experts are named after them.
 pub(super) const EXPERT_PARAMETERS: [&str; 2] = ["gate_up_proj", "down_proj"];
 /// The path of the module with these parameters within a block, whatever the names in files.
 pub(super) const EXPERTS: &str = "mlp.experts";
@@ -96,7 +96,7 @@ impl Mixture {
 }
 
 /// Builds the projections of all experts, to gate and up, and to the output. If each expert has separate tensors, it is
-/// a unit, which is gathered only when a row chose it.
+/// a unit, which is gathered only if a row chose it.
 fn projections(
     config: &DecoderConfig,
     mixture: &MixtureConfig,
@@ -129,8 +129,8 @@ fn projections(
     Ok((projection(vec![all(0), all(1)])?, projection(vec![all(2)])?, Some(units)))
 }
 
-/// The adapters of the experts of a block, with PEFT's names: each adapted parameter wraps the module, and a wrapper of
-/// the next parameter is around it.
+/// The adapters of the experts of a block, with PEFT's names: the adapter of the first adapted parameter wraps the
+/// module, and the adapter of the next parameter wraps the first adapter.
 struct ExpertAdapters<'a> {
     lora: Option<&'a LoraConfig>,
     experts: usize,
@@ -138,8 +138,8 @@ struct ExpertAdapters<'a> {
 }
 
 impl ExpertAdapters<'_> {
-    /// Builds the adapters of the projections with these numbers of inputs and outputs, which are those of
-    /// [`EXPERT_PARAMETERS`], if the settings select them.
+    /// Builds the adapters of those [`EXPERT_PARAMETERS`] that the settings select. `sizes` contains the numbers of
+    /// inputs and outputs of each.
     fn build(&self, sizes: [[usize; 2]; 2]) -> Result<[Option<ExpertAdapter>; 2]> {
         let mut adapters = [None, None];
         let Some(lora) = self.lora else { return Ok(adapters) };

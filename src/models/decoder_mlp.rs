@@ -54,7 +54,7 @@ impl Mlp {
         }
     }
 
-    /// Returns the product of the activation of the gate with the other projection.
+    /// Returns the product of the activated gate and the up projection.
     fn gated(&self, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         match self.activation {
             Activation::Silu => swiglu(gate, up),

@@ -1,5 +1,5 @@
-//! The parameters of experts as adapters see them: one parameter for all experts of a projection, whatever the tensors in
-//! files.
+//! The parameters of experts as adapters see them: one parameter for all experts of a projection, whatever tensors the
+//! files contain.
 
 use super::decoder_mixture::{EXPERT_PARAMETERS, EXPERTS};
 use super::{DecoderConfig, MixtureNaming};
@@ -36,7 +36,7 @@ impl DecoderConfig {
     }
 
     /// Returns which part of a parameter of all experts the tensor `name` contains, and the module of that parameter's
-    /// adapter with the settings `lora`. Biases and other tensors are not part of one.
+    /// adapter with the settings `lora`. Returns `None` for biases and other tensors.
     #[doc(hidden)]
     pub fn expert_part(&self, name: &str, lora: &LoraConfig) -> Option<ExpertPart> {
         let mixture = self.mixture.as_ref()?;

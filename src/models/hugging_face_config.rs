@@ -25,8 +25,7 @@ impl DecoderConfig {
     /// Known `model_type`s: cohere, cohere2, gemma2, gemma3 (its text part), gemma3_text, glm, glm4, gpt2, gpt_oss,
     /// granite, llama (Llama 2 and 3, TinyLlama, SmolLM2), ministral, ministral3, mistral, mistral3 (its text part),
     /// mixtral, nemotron, olmo2, olmo3, olmoe, phi3 (and 4), qwen2 (and 2.5), qwen2_moe, qwen3, qwen3_moe, smollm3,
-    /// stablelm, starcoder2. Keys that do not affect a forward pass without
-    /// dropout are ignored.
+    /// stablelm, starcoder2. Keys that do not affect a forward pass without dropout are ignored.
     ///
     /// # Errors
     /// A file that cannot be read; an unknown model; a value that this library does not support, or that contradicts

@@ -9,8 +9,8 @@ use crate::error::Result;
 use crate::nn::{ExpertGate, RouterOptions, RouterOrder};
 use serde_json::Value;
 
-/// Reads the mixture of a model with `blocks` blocks, and what follows attention in each of them. A family without
-/// mixtures has none.
+/// Reads the mixture of a model with `blocks` blocks, and what follows attention in each of them. The mixture is `None`
+/// if no block is sparse.
 pub(super) fn mixture(
     keys: &JsonKeys<'_>,
     family: &ModelFamily,
@@ -36,7 +36,7 @@ fn config(keys: &JsonKeys<'_>, family: &MixtureFamily) -> Result<MixtureConfig> 
     if experts_per_row > experts {
         return Err(keys.refuse_as(PER_TOKEN, experts_per_row, format!("at most {experts_key} ({experts})")));
     }
-    // Published files of gpt-oss have the number twice.
+    // Published files of gpt-oss contain the number twice.
     if keys.size("experts_per_token")?.is_some_and(|other| other != experts_per_row) {
         return Err(keys.refuse("experts_per_token", format!("equal to {PER_TOKEN} ({experts_per_row})")));
     }

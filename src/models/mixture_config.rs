@@ -4,8 +4,8 @@ use super::config_checks::{MAX_BLOCKS, refused, require_sizes};
 use crate::Result;
 use crate::nn::{ExpertGate, RouterOptions};
 
-/// A mixture of experts, which takes the place of the MLP in sparse blocks: a router chooses few of many MLPs for each
-/// token. All sparse blocks of a model have the same sizes.
+/// A mixture of experts, which takes the place of the MLP in sparse blocks: a router chooses a few of many MLPs for
+/// each token. All sparse blocks of a model have the same sizes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MixtureConfig {
     /// The naming and storage of the parameters.
@@ -21,7 +21,7 @@ pub struct MixtureConfig {
     /// The width of the intermediate layer of an MLP through which every token passes, if there is one (Qwen2-MoE). Its
     /// output is multiplied by a gate of one logit per token.
     pub shared_width: Option<usize>,
-    /// The factor of the load-balancing loss in the loss that is trained on, or `None` if it is not part of it.
+    /// The factor of the load-balancing loss in the loss that is trained on, or `None` if only the other loss is.
     pub balance_coefficient: Option<f64>,
 }
 
@@ -107,14 +107,16 @@ impl MixtureConfig {
         }
     }
 
-    /// Returns the width of the MLP with as many intermediate values per token as the chosen experts, the shared expert, and
-    /// the outputs of the experts before they are added, for a model of this width.
+    /// Returns the width of an MLP that has as many intermediate values per token as a sparse block: those of the
+    /// chosen experts and of the shared expert, and the outputs of the experts before they are added. `hidden` is the
+    /// width of the model.
     pub(super) fn intermediate(&self, hidden: usize) -> usize {
         let k = self.router.experts_per_row;
         k * self.expert_width + self.shared_width.unwrap_or(0) + (k * hidden).div_ceil(3)
     }
 
-    /// Returns the number of elements of a sparse block's parameters in place of an MLP, for a model of this width.
+    /// Returns the number of elements of the parameters that a sparse block has in place of an MLP. `hidden` is the
+    /// width of the model.
     pub(super) fn elements(&self, hidden: u128) -> u128 {
         let wide = |size: usize| size as u128;
         let (experts, width) = (wide(self.experts), wide(self.expert_width));

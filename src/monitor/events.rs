@@ -37,7 +37,7 @@ pub trait Monitor: Send {
     /// [`Error::Io`](crate::Error::Io), or another error that names what cannot be written.
     fn write(&mut self, events: &[MonitorEvent]) -> Result<()>;
 
-    /// Notes a milestone of the run. Default: does nothing.
+    /// Notes a milestone of the run. The default does nothing.
     ///
     /// # Errors
     /// As for [`write`](Self::write).

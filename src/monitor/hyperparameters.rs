@@ -1,4 +1,4 @@
-//! The hyperparameters of a run: the values by which runs are told apart.
+//! The hyperparameters of a run: the values that distinguish runs.
 
 use super::RunDescription;
 use crate::config::{Config, RunValues};
@@ -48,8 +48,8 @@ const MAX_COUNT: usize = 1000;
 const MAX_CHARS: usize = 1000;
 
 /// Returns the hyperparameters of a run by name: the numbers of ranks and steps, the settings of the program, and the keys
-/// of the configuration that differ from their defaults or are always listed. A setting with the name of a key of the
-/// configuration begins with `settings.`.
+/// of the configuration that differ from their defaults or are always listed. If a setting has the name of a key of the
+/// configuration, its name is prefixed with `settings.`.
 pub(super) fn hyperparameters(run: &RunDescription) -> BTreeMap<String, Hyperparameter> {
     let defaults = leaves(defaults());
     let of_config = leaves(&run.configuration).into_iter().filter(|(name, value)| {
@@ -76,7 +76,7 @@ fn defaults() -> &'static Value {
     })
 }
 
-/// Returns the values of a tree by their paths, without those that are absent.
+/// Returns the values of a tree by their paths, without null and empty objects.
 fn leaves(tree: &Value) -> BTreeMap<String, Hyperparameter> {
     let mut found = BTreeMap::new();
     json_leaves("", tree, &mut |path, leaf| found.extend(Hyperparameter::of(leaf).map(|value| (path, value))));

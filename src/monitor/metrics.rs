@@ -84,7 +84,8 @@ impl MetricsWriter {
             line.and_then(|line| line["step"].as_u64()).is_some_and(|s| s < step)
         };
         let kept: String = text.lines().filter(is_earlier).map(|line| format!("{line}\n")).collect();
-        // The new file is written under another name and then renamed: a kill in between must not lose the log.
+        // The new file is written under another name and then renamed, so that the log survives if the process is
+        // killed.
         let replace = || {
             let mut new = AtomicFile::beside(path)?;
             new.file().write_all(kept.as_bytes())?;
@@ -163,7 +164,7 @@ fn only_metrics(file: &File) -> std::io::Result<()> {
     let whole = begin.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
     let (lines, rest) = begin.split_at(whole);
     let mut lines = lines.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
-    // A line that a full disk or a kill has cut off must begin like metrics.
+    // A line that is incomplete, because the disk was full or the process was killed, must begin like metrics.
     let is_cut = match (serde_json::from_slice::<Value>(rest), whole) {
         _ if rest.is_empty() => true,
         (Ok(_), _) => is_metrics(rest),
@@ -198,8 +199,8 @@ fn claim(file: &File, path: &Path) -> Result<bool> {
     Ok(true)
 }
 
-/// Removes the rest of a last line that a full disk or a kill has cut off. Anything but a regular file is left
-/// unchanged.
+/// Removes an incomplete last line, which a full disk or a process that was killed has left. Anything but a regular
+/// file is left unchanged.
 pub(crate) fn end_last_line(file: &File) -> std::io::Result<()> {
     /// The number of bytes that are read at a time, starting from the end.
     const READ_CHUNK: u64 = 4096;

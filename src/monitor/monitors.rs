@@ -18,7 +18,7 @@ pub(crate) struct Monitors {
     run: MonitoredRun,
 }
 
-/// How far the run is, as the monitors know it.
+/// The progress of the run, for the monitors.
 #[derive(Default)]
 enum MonitoredRun {
     /// The run has not begun: only then is it known whether a checkpoint was loaded.

@@ -61,8 +61,8 @@ pub fn columns(x: &Tensor, range: Range<usize>) -> Result<Tensor> {
     })
 }
 
-/// Returns the columns of `a` `[.., m]` followed by those of `b` `[.., n]` as a tensor `[.., m + n]`, from which
-/// [`columns`] takes them apart again.
+/// Returns the columns of `a` `[.., m]` followed by those of `b` `[.., n]` as a tensor `[.., m + n]`, which [`columns`]
+/// can divide again.
 ///
 /// # Errors
 /// Tensors whose other dimensions or dtypes differ.

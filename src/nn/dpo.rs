@@ -52,7 +52,10 @@ pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Res
     let pairs = policy[0].dims1()?;
     if pairs == 0 || [policy[1], reference[0], reference[1]].iter().any(|operand| operand.dims() != [pairs]) {
         let [a, b, c, d] = [policy[0], policy[1], reference[0], reference[1]].map(Tensor::dims);
-        bail!("dpo_loss: log probabilities have shapes {a:?}, {b:?}, {c:?}, {d:?}; each must be [pairs], one or more")
+        bail!(
+            "dpo_loss: log probabilities have shapes {a:?}, {b:?}, {c:?}, {d:?}; all must have the same shape [pairs], \
+             with at least one pair"
+        )
     }
     if !(beta > 0.0 && beta.is_finite()) {
         bail!("dpo_loss: beta is {beta}; it must be a positive finite number, such as 0.1")
@@ -151,7 +154,7 @@ mod tests {
             let [a, b, c, d] = operands;
             crate::error::without_backtrace(&dpo_loss([a, b], [c, d], beta).unwrap_err().to_string())
         };
-        insta::assert_snapshot!(text([&two, &two, &one, &two], 0.1), @"dpo_loss: log probabilities have shapes [2], [2], [1], [2]; each must be [pairs], one or more");
+        insta::assert_snapshot!(text([&two, &two, &one, &two], 0.1), @"dpo_loss: log probabilities have shapes [2], [2], [1], [2]; all must have the same shape [pairs], with at least one pair");
         insta::assert_snapshot!(text([&one; 4], 0.0), @"dpo_loss: beta is 0; it must be a positive finite number, such as 0.1");
     }
 }

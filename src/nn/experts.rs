@@ -1,4 +1,4 @@
-//! Mixtures of experts: each row of a batch passes through few of many MLPs.
+//! Mixtures of experts: each row of a batch passes through a few of many MLPs.
 //!
 //! ```text
 //!   x [rows, width] --> linear --> logits [rows, experts] --> route --> experts and weights of each row
@@ -12,7 +12,7 @@
 //! ([`ExpertTensors`]).
 //!
 //! An expert whose tensors are separate may be a unit of its own ([`crate::zero::routed_units`],
-//! [`ExpertMlp::with_units`]), which is gathered at stage 3 only if a row of any rank chose it.
+//! [`ExpertMlp::with_units`]), which is gathered at stage 3 only if a row on any rank chose it.
 
 mod adapter;
 mod assignment;

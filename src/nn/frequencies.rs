@@ -112,7 +112,7 @@ pub fn yarn(width: usize, theta: f64, scaling: &YarnRopeScaling) -> Result<Vec<f
 }
 
 /// Returns the frequencies for an input of `length` positions (rope type "dynamic", NTK-aware scaling): the base grows
-/// with the length if it is above `max_position_embeddings`.
+/// with the length once the length exceeds `max_position_embeddings`.
 ///
 /// # Errors
 /// A width that is odd or at most 2, or numbers that are not above 0.

@@ -80,7 +80,7 @@ impl LoraConfig {
 
     /// Returns the path, within their module, of the adapters of two parameters of experts, the first of which is
     /// registered first: `None` for a parameter without an adapter. As in PEFT, the module is wrapped once for each
-    /// parameter, and the wrapper of the second one is around that of the first.
+    /// parameter, and the wrapper of the second parameter wraps that of the first.
     pub(crate) fn expert_wrappers(&self, parameters: &[String; 2]) -> [Option<&'static str>; 2] {
         let is_selected = |name: &String| self.target_parameters.iter().any(|target| is_last_part(name, target));
         match parameters.each_ref().map(is_selected) {

@@ -32,8 +32,8 @@ impl Sequences {
             let increase = starts.windows(2).all(|pair| pair[0] < pair[1]);
             if starts.first() != Some(&0) || !increase || starts.last().is_some_and(|last| *last >= time) {
                 bail!(
-                    "sequences: row {row} has starts {starts:?}; they must begin with 0, increase and be below the row's \
-                     {time} positions"
+                    "sequences: row {row} has starts {starts:?}; they must begin with 0, increase, and be less than \
+                     {time}, the number of positions in the row"
                 )
             }
         }
@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn starts_and_lengths_that_make_no_rows_are_refused() {
         let text = |result: Result<Sequences>| result.unwrap_err().to_string().lines().next().unwrap().to_string();
-        insta::assert_snapshot!(text(Sequences::from_starts(vec![vec![0], vec![1, 2]], 5)), @"sequences: row 1 has starts [1, 2]; they must begin with 0, increase and be below the row's 5 positions");
+        insta::assert_snapshot!(text(Sequences::from_starts(vec![vec![0], vec![1, 2]], 5)), @"sequences: row 1 has starts [1, 2]; they must begin with 0, increase, and be less than 5, the number of positions in the row");
         for wrong in [vec![], vec![0, 3, 3], vec![0, 5]] {
             assert!(Sequences::from_starts(vec![wrong], 5).is_err());
         }

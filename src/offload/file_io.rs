@@ -478,7 +478,7 @@ mod tests {
         let io = io(ALIGN, 1, DiskAccess::Cached);
         for i in 0..64u64 {
             let piece = ArenaPiece { arena: arena.clone(), at: i * ALIGN as u64, memory: 0..ALIGN };
-            // The result is not waited for.
+            // The test does not wait for the result.
             drop(io.write_and_drop(Flat::F32(vec![i as f32; ALIGN / 4]), vec![piece]));
         }
         drop(io);

@@ -11,8 +11,8 @@
 //! ```
 //!
 //! Every kind of state has one file per rank, an arena (`file_arena.rs`), in which sub-groups are stored one after the
-//! other: a step passes once through each file, from beginning to end. Only the windows of that pipeline, the units in
-//! use, and pending transfers are in memory.
+//! other: a step passes once through each file, from beginning to end. Only the windows of the optimizer step, the
+//! units in use, and pending transfers are in memory.
 //!
 //! | file | contents |
 //! | --- | --- |

@@ -13,6 +13,9 @@ use serde_json::Value;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+/// The number of bytes that Linux maps around an address at which a file is read for the first time.
+const FAULT_AROUND: usize = 64 << 10;
+
 /// A mapped safetensors file.
 #[derive(Debug)]
 pub(super) struct WeightFile {
@@ -68,9 +71,12 @@ impl WeightFile {
         self.metadata.info(name).map(|info| FileTensor { file: self, info })
     }
 
-    /// Releases the memory of pages that were read, which the map would otherwise keep until it is dropped. The pages
-    /// of a parameter that was read are seldom needed again, and would then come from the system's cache.
+    /// Releases the memory of pages that were read, and of the pages that the system has mapped around them. Otherwise, the map
+    /// keeps them until it is dropped. The pages of a parameter that was read are seldom needed again, and would then come from
+    /// the system's cache.
     fn release(&self, bytes: Range<usize>) {
+        let bytes =
+            bytes.start.saturating_sub(FAULT_AROUND)..self.map.len().min(bytes.end.saturating_add(FAULT_AROUND));
         // SAFETY: the map is of a file and never written to, so pages that are read again have the file's content.
         let _ = unsafe {
             self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, bytes.start, bytes.end - bytes.start)

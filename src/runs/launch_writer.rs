@@ -7,12 +7,12 @@ use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
-/// The maximum number of bytes of `log.txt`. When it is full, it replaces `log.1.txt`, and a new one begins.
+/// The maximum number of bytes of `log.txt`. When it is full, it replaces `log.1.txt`, and a new file begins.
 const MAX_LOG: u64 = 4 << 20;
 /// The maximum number of bytes of a line of the log.
 const MAX_LOG_LINE: usize = 8 << 10;
 
-/// The writer of the launcher's part of a record, which other processes write the rest of.
+/// The writer of the launcher's part of a record, whose other parts are written by other processes.
 #[derive(Debug)]
 pub struct LaunchWriter {
     folder: PathBuf,
@@ -37,7 +37,7 @@ impl LaunchWriter {
         &self.folder
     }
 
-    /// Adds a line that a rank has written. `prefix` says which rank it is.
+    /// Adds a line that a rank has written. `prefix` identifies the rank.
     ///
     /// # Errors
     /// The file cannot be written.

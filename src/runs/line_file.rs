@@ -8,13 +8,13 @@ use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-/// A file that only grows, and the lines that are not in it yet.
+/// A file that only grows, and the lines that have not been written to it yet.
 #[derive(Debug)]
 pub(super) struct LineFile {
     pub file: File,
     path: PathBuf,
     pub pending: Vec<u8>,
-    /// The number of bytes, with those that are pending.
+    /// The number of bytes, including those that are pending.
     pub len: u64,
 }
 
@@ -23,13 +23,13 @@ impl LineFile {
     pub fn open(folder: &Path, name: &str) -> Result<Self> {
         let path = folder.join(name);
         let open = || {
-            // A link may lead anywhere and is not followed; a pipe is not waited for.
+            // A link may lead anywhere and is not followed. A pipe must not block.
             let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
             let mut open = OpenOptions::new();
             let file =
                 open.create(true).append(true).read(true).custom_flags(flags.bits().cast_signed()).open(&path)?;
             crate::files::only_a_file(&file.metadata()?)?;
-            // A kill or a full disk may have cut off the last line.
+            // The last line may be incomplete, because the process was killed or the disk was full.
             end_last_line(&file)?;
             Ok((file.metadata()?.len(), file))
         };
@@ -55,7 +55,7 @@ impl LineFile {
             return Ok(());
         }
         let written = self.file.write_all(&self.pending).inspect_err(|_| {
-            // The part of the lines that a full disk has taken is removed.
+            // If the disk is full, an incomplete line at the end is removed.
             _ = end_last_line(&self.file);
         });
         self.pending.clear();

@@ -56,7 +56,8 @@ pub enum MetricsLine {
         /// When it began, in seconds since 1970.
         time: f64,
     },
-    /// Values of a step. Several lines of a step add up, except that a line with the value `loss` begins its step anew.
+    /// Values of a step. The values of all its lines belong to the step, except that a line with the value `loss`
+    /// begins the step anew.
     Values(MetricsRow),
 }
 

@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A run is a folder of files. `run.json` describes the run and is written once. `metrics.jsonl`, `events.jsonl` and
-//! `samples.jsonl` only grow: they are JSON lines, and a last line that a kill has cut off is ignored. `summary.json` is an
+//! `samples.jsonl` only grow: they are JSON lines, and an incomplete last line is ignored. `summary.json` is an
 //! index: it summarizes the first bytes of the other files and contains the number of those bytes, so listing many runs
 //! does not require reading their metrics. `ranks.json` is the last report of all ranks. The launcher writes `launch.jsonl`
 //! and `log.txt` (launch_writer.rs). Requests of the user are files, too (requests.rs). docs/runs.md describes the format.

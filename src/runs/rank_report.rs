@@ -8,23 +8,23 @@ use serde_json::{Map, Value, json};
 
 /// The number of bytes of a host's name in one number. Numbers below 2^53 are exact in f64.
 const BYTES_IN_NUMBER: usize = 6;
-/// The number of numbers that the host's name takes. A longer name is cut off.
+/// The number of numbers that hold the host's name. A longer name is cut off.
 const NAME_NUMBERS: usize = 10;
-/// The numbers before those of the memory.
+/// The number of numbers before those of the memory.
 const HEAD: usize = 3 + 5 + NAME_NUMBERS;
 
-/// The report of one rank. It travels as a row of numbers, like votes.
+/// The report of one rank. It is sent as a row of numbers, like votes.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RankReport {
     pid: u32,
     host: String,
-    /// The resident memory of the process now, and its maximum. 0: unknown.
+    /// The current resident memory of the process, and its maximum; 0 if unknown.
     resident: [u64; 2],
     timings: StepTimings,
     memory: Vec<KindBytes>,
 }
 
-/// The bytes of one kind: in memory now, the maximum in memory, and in files.
+/// The bytes of one kind: currently in memory, the maximum in memory, and in files.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct KindBytes {
     kind: MemoryKind,
@@ -51,7 +51,7 @@ impl RankReport {
         }
     }
 
-    /// Returns the report as numbers: the same number of them on every rank.
+    /// Returns the report as numbers. Their number is the same on every rank.
     pub fn to_numbers(&self) -> Vec<f64> {
         let StepTimings { forward_ms, backward_ms, step_ms, comm_ms, disk_ms } = self.timings;
         let [now, peak] = self.resident;
@@ -97,7 +97,7 @@ impl RankReport {
         }
     }
 
-    /// Returns the report as an object of `ranks.json`.
+    /// Returns the report as an object for `ranks.json`.
     pub fn to_json(&self, rank: usize) -> Value {
         let StepTimings { forward_ms, backward_ms, step_ms, comm_ms, disk_ms } = self.timings;
         let of_kind = |bytes: &KindBytes| {

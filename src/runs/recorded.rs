@@ -160,7 +160,7 @@ impl RecordedRun {
         }
     }
 
-    /// Asks the program that records this run for something. It finds the request within a second or at the end of its
+    /// Sends a request to the program that records this run. The program finds it within a second or at the end of its
     /// step, and acts on it if it calls [`Engine::stop_requested`](crate::Engine::stop_requested) or
     /// [`Engine::save_requested`](crate::Engine::save_requested).
     ///

@@ -45,8 +45,8 @@ pub(super) fn leave_request(folder: &Path, request: RunRequest) -> Result<()> {
     created.map(|_| ()).map_err(|source| Error::Io { action: "create", path, source })
 }
 
-/// Removes the requests in the folder of a run and returns them. One that cannot be removed is ignored, because it would
-/// be answered again and again.
+/// Removes the requests in the folder of a run and returns them. A request that cannot be removed is ignored, because
+/// it would be answered repeatedly.
 pub(super) fn take_requests(folder: &Path) -> Vec<RunRequest> {
     let is_taken = |request: &RunRequest| std::fs::remove_file(folder.join(request.file_name())).is_ok();
     RunRequest::ALL.into_iter().filter(is_taken).collect()

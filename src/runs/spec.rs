@@ -101,8 +101,8 @@ impl RunSpec {
     }
 }
 
-/// Returns the name of a run, whether it is recorded or not: that of the environment, of the section `run`, of the
-/// program's request, or of the program.
+/// Returns the name of a run, whether it is recorded or not: the name in the environment, in the section `run` or in
+/// the program's request, or else the name of the program.
 pub(crate) fn run_name(
     spec: Option<&RunSpec>,
     config: Option<&RunRecordConfig>,

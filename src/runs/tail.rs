@@ -25,7 +25,7 @@ pub struct RunTail {
 pub struct RunNews {
     /// The lines of `metrics.jsonl`.
     pub metrics: Vec<MetricsLine>,
-    /// Whether lines of `metrics.jsonl` were skipped, or the file is another one: read all metrics again.
+    /// Whether lines of `metrics.jsonl` were skipped or the file was replaced, so that all metrics must be read again.
     pub has_gap: bool,
     /// The events.
     pub events: Vec<Map<String, Value>>,
@@ -91,8 +91,8 @@ impl RunTail {
     }
 }
 
-/// Calls `each` with the lines after position `at`, and moves it. Returns whether lines were skipped, or the file is
-/// shorter than it was.
+/// Calls `each` with the lines after position `at`, and moves the position. Returns whether lines were skipped, or the
+/// file is shorter than it was.
 fn appended(path: &Path, at: &mut u64, each: &mut dyn FnMut(Map<String, Value>)) -> Result<bool> {
     let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
     let Some(len) = length(path).map_err(wrong)? else { return Ok(std::mem::take(at) > 0) };
@@ -112,8 +112,8 @@ fn appended(path: &Path, at: &mut u64, each: &mut dyn FnMut(Map<String, Value>))
     Ok(is_other || is_far)
 }
 
-/// Returns the lines of the log after position `at`, and moves it. If a new file has begun, the rest of the earlier one
-/// comes first.
+/// Returns the lines of the log after position `at`, and moves the position. If a new file has begun, the rest of the
+/// earlier file comes first.
 fn appended_text(folder: &Path, at: &mut u64) -> Result<Vec<String>> {
     let (path, earlier) = (folder.join(LOG), folder.join(EARLIER_LOG));
     let wrong = |source| Error::Io { action: "read", path: path.clone(), source };
@@ -159,7 +159,7 @@ fn next_line(file: &mut std::fs::File, from: u64) -> std::io::Result<u64> {
     Ok(from - 1 + reader.skip_until(b'\n')? as u64)
 }
 
-/// Returns the length of a file; `None` if there is none.
+/// Returns the length of a file, or `None` if it does not exist.
 fn length(path: &Path) -> std::io::Result<Option<u64>> {
     match std::fs::metadata(path) {
         Ok(found) => Ok(Some(found.len())),

@@ -201,7 +201,7 @@ impl RunWriter {
             summarized: None,
             folder,
         };
-        // Requests that a job before this one has not seen, and files that it has not finished because it was killed.
+        // Removes requests that an earlier job has not seen, and files that it has not finished because it was killed.
         take_requests(&writer.folder);
         remove_unfinished(&writer.folder);
         announce(&writer.folder);
@@ -418,7 +418,8 @@ fn remove_unfinished(folder: &Path) {
     }
 }
 
-/// Tells the launcher which folder belongs to the run. Without a launcher, or if it is gone, no other process needs to know.
+/// Sends the folder of the run to the launcher. Without a launcher, or if it is gone, no other process needs the
+/// folder.
 fn announce(folder: &Path) {
     let Some(path) = std::env::var_os(RUN_FOLDERS).filter(|path| !path.is_empty()) else { return };
     let folder = absolute(folder);
@@ -582,7 +583,8 @@ mod tests {
                 assert_eq!(run.summary().problem, None);
             }
         }
-        // A torn line, and a restart. The events are complete: with a long command line, they are longer than the metrics.
+        // An incomplete line, and a restart. The events are complete: with a long command line, they are longer than
+        // the metrics.
         std::fs::write(folder.join(METRICS), &metrics[..metrics.len() - 3]).unwrap();
         std::fs::write(folder.join(EVENTS), &events).unwrap();
         let mut writer = open(dir.path(), "x", JOB_A, 1);

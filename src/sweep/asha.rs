@@ -4,14 +4,14 @@
 use super::settings::SweepGoal;
 use super::trial::{SweepTrial, TrialState};
 
-/// Returns the steps at which trials pause, and last the steps of a complete trial.
+/// Returns the steps at which trials pause, followed by the number of steps of a complete trial.
 pub(super) fn rungs(min_steps: u64, eta: u64, steps: u64) -> Vec<u64> {
     let rungs = std::iter::successors(Some(min_steps), |rung| rung.checked_mul(eta));
     rungs.take_while(|rung| *rung < steps).chain([steps]).collect()
 }
 
-/// Returns the trial to promote and the rung to which it continues: the best of the highest rung with a trial among its
-/// best `1 / eta` that has not continued yet.
+/// Returns the trial to promote and the rung to which it continues. A trial may be promoted if it is among the best
+/// `1 / eta` of a rung and has not continued yet; of these trials, the best one of the highest rung is returned.
 pub(super) fn promotion(trials: &[SweepTrial], rungs: &[u64], eta: u64, goal: SweepGoal) -> Option<(usize, u64)> {
     rungs.windows(2).rev().find_map(|pair| {
         let [rung, next] = [pair[0], pair[1]];
@@ -23,7 +23,7 @@ pub(super) fn promotion(trials: &[SweepTrial], rungs: &[u64], eta: u64, goal: Sw
 }
 
 /// Returns the trial that continues if no rung has enough trials for a promotion and no trial is complete: the best of
-/// the highest rung. Otherwise a sweep with few trials would train none to its end.
+/// the highest rung. Without this, a sweep with few trials would train none to its end.
 pub(super) fn last_promotion(trials: &[SweepTrial], rungs: &[u64], goal: SweepGoal) -> Option<(usize, u64)> {
     if trials.iter().any(|trial| trial.state == TrialState::Complete) {
         return None;

@@ -85,7 +85,7 @@ impl ParameterDomain {
                 wrong(format!("a choice of {} values", values.len()), "give at most 10000 values")
             }
             Self::Choice(values) => match values.iter().enumerate().find(|(at, value)| values[..*at].contains(value)) {
-                Some((_, twice)) => wrong(format!("a choice that has {twice} twice"), "give each value once"),
+                Some((_, twice)) => wrong(format!("a choice that contains {twice} twice"), "give each value once"),
                 None => Ok(()),
             },
             Self::Real { low, high, log, points } => {
@@ -94,7 +94,7 @@ impl ParameterDomain {
                     () if !low.is_finite() || !high.is_finite() => wrong(range, "give finite numbers"),
                     () if *log && *low <= 0.0 => wrong(
                         range,
-                        "zero and negative numbers have no logarithm; give a lower end above 0, or uniform",
+                        "zero and negative numbers have no logarithm; give a lower end above 0, or use uniform",
                     ),
                     () if low >= high => wrong(range, "give a lower end below the upper end, or one value as a choice"),
                     () if !(high - low).is_finite() => wrong(range, "give ends that are closer to each other"),
@@ -112,13 +112,13 @@ impl ParameterDomain {
                         wrong(range, "give whole numbers of at most 2^53")
                     }
                     () if low >= high => wrong(range, "give a lower end below the upper end, or one value as a choice"),
-                    () if *log && *low < 1 => wrong(range, "give a lower end of at least 1, or integer"),
+                    () if *log && *low < 1 => wrong(range, "give a lower end of at least 1, or use integer"),
                     () if *step < 1 || *step > high - low => wrong(
                         format!("{range}, step = {step}"),
                         "give a step from 1 to the difference between the ends",
                     ),
                     () if *log && *step != 1 => {
-                        wrong(format!("{range}, step = {step}"), "leave step out, or give integer")
+                        wrong(format!("{range}, step = {step}"), "leave step out, or use integer")
                     }
                     () => Ok(()),
                 }
@@ -164,8 +164,8 @@ impl ParameterDomain {
         }
     }
 
-    /// Returns the ends of the range as [`coordinate`](Self::coordinate) measures it. A whole number is the middle of an
-    /// interval, so that the numbers at the ends are as likely as the others.
+    /// Returns the ends of the range as coordinates. A whole number is the middle of an interval, so that the numbers
+    /// at the ends are as likely as the others.
     pub(super) fn bounds(&self) -> (f64, f64) {
         let scaled = |log: bool, number: f64| if log { number.ln() } else { number };
         match self {
@@ -178,7 +178,7 @@ impl ParameterDomain {
         }
     }
 
-    /// Returns the place of a number in the range: the number or its logarithm.
+    /// Returns the coordinate of a number in the range: the number or its logarithm.
     pub(super) fn coordinate(&self, value: &Value) -> Option<f64> {
         let number = value.as_f64()?;
         match self {
@@ -187,7 +187,7 @@ impl ParameterDomain {
         }
     }
 
-    /// Returns the value of a range at a place that [`coordinate`](Self::coordinate) gives.
+    /// Returns the value at a coordinate that [`coordinate`](Self::coordinate) returned, or near it.
     pub(super) fn value_at(&self, coordinate: f64) -> Value {
         match self {
             Self::Choice(values) => values[(coordinate.max(0.0) as usize).min(values.len() - 1)].clone(),
@@ -203,7 +203,7 @@ impl ParameterDomain {
         }
     }
 
-    /// Returns the value at a part, from 0 to 1, of the range.
+    /// Returns the value at a fraction, from 0 to 1, of the range.
     fn at(&self, part: f64) -> Value {
         let (low, high) = self.bounds();
         self.value_at(low + part * (high - low))
@@ -226,7 +226,7 @@ impl ParameterDomain {
                 let now = value.as_i64().unwrap_or(*low);
                 let moved = ((now as f64 * if up { 1.2 } else { 0.8 } - *low as f64) / *step as f64).round() as i64;
                 let own = (now - low) / step;
-                // A small number would otherwise stay as it is.
+                // Otherwise, a small number would stay the same.
                 let moved = if moved == own { own + if up { 1 } else { -1 } } else { moved };
                 (low + moved.clamp(0, (high - low) / step) * step).into()
             }
@@ -234,7 +234,7 @@ impl ParameterDomain {
     }
 }
 
-/// Returns a drawn number with few digits.
+/// Rounds a drawn number to [`DRAWN_DIGITS`] significant digits.
 fn rounded(number: f64) -> f64 {
     let text = format!("{number:.digits$e}", digits = DRAWN_DIGITS - 1);
     text.parse().unwrap_or(number)

@@ -20,8 +20,8 @@ pub enum SweepError {
         /// The problem and its remedy.
         problem: String,
     },
-    /// A result is that of a trial which is not running.
-    #[error("trial {trial} is not running, but a result of it was added; call Sweep::tell once for each job")]
+    /// A result was added for a trial that is not running.
+    #[error("trial {trial} is not running, but a result was added for it; call Sweep::tell once for each job")]
     NotRunning {
         /// The number of the trial.
         trial: usize,

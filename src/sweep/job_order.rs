@@ -1,12 +1,12 @@
-//! The order in which a sweep learns the results of jobs that run at the same time.
+//! The order in which a sweep receives the results of jobs that run at the same time.
 
 use super::state::SweepJob;
 
-/// The order in which a sweep learns the results of jobs that run at the same time, so that it makes the same decisions
-/// however long its jobs take.
+/// The order in which a sweep receives the results of jobs that run at the same time, so that it makes the same
+/// decisions however long its jobs take.
 ///
 /// It is the order in which the jobs would end if all steps took equally long: the next result is that of the job with
-/// the fewest steps left, and others that are already known wait for it.
+/// the fewest steps left, and other results, even if they are already known, wait for it.
 #[derive(Debug, Clone, Default)]
 pub struct JobOrder {
     /// The time in steps.
@@ -36,7 +36,7 @@ impl JobOrder {
         self.running.iter().map(|(_, trial)| *trial)
     }
 
-    /// Removes the job of a trial, whose result the sweep learns now.
+    /// Removes the job of a trial when the sweep receives its result.
     pub fn end(&mut self, trial: usize) {
         if let Some(at) = self.running.iter().position(|(_, running)| *running == trial) {
             let (end, _) = self.running.remove(at);
@@ -57,7 +57,7 @@ mod tests {
         order.begin(&job(2, 0, 4));
         assert_eq!(order.next(), Some(2));
         order.end(2);
-        // It begins at 4 and ends at 10, as trial 1 does, whose number is smaller.
+        // Trial 3 begins at 4 and ends at 10, like trial 1, whose number is smaller.
         order.begin(&job(3, 4, 10));
         assert_eq!((order.next(), order.running().count()), (Some(1), 2));
         order.end(1);

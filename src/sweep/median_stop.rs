@@ -16,7 +16,8 @@ pub(super) fn ends(trial: &SweepTrial, all: &[SweepTrial], grace: u64, min_trial
         return false;
     }
     means.sort_by(f64::total_cmp);
-    // Of an even number, the worse of the two in the middle: in doubt, a trial continues.
+    // If the number of means is even, the worse of the two in the middle is used, so a trial continues in case of
+    // doubt.
     let median = means[means.len() / 2];
     let best = trial.results.iter().map(|(_, value)| goal.score(*value)).fold(f64::INFINITY, f64::min);
     best > median

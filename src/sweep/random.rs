@@ -1,4 +1,4 @@
-//! The random numbers of a sweep: a stream per purpose, determined by the seed.
+//! The random numbers of a sweep: one stream for each purpose, determined by the seed.
 
 use crate::util::mix;
 use std::f64::consts::TAU;

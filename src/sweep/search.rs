@@ -7,7 +7,7 @@ use super::tpe::{self, STARTUP_TRIALS};
 use super::trial::{SweepTrial, TrialState};
 use crate::util::permute;
 
-/// The number of times that parameters which an earlier trial has had are replaced by others.
+/// The maximum number of suggestions for a trial, if earlier trials had the suggested parameters.
 const REDRAWS: usize = 100;
 
 /// Returns the parameters of the trial after `trials`.
@@ -22,7 +22,7 @@ pub(super) fn next_parameters(settings: &SweepSettings, trials: &[SweepTrial]) -
 }
 
 /// Returns the index of the combination that a grid tries after `tried` others. The order is random if trials are compared
-/// before all have begun: in the order of a grid, neighbours are alike, and later ones are often better.
+/// before all have begun: in the order of a grid, neighbours are similar, and later combinations are often better.
 fn grid_index(settings: &SweepSettings, tried: u64) -> u64 {
     match (settings.scheduler, settings.space.grid_count()) {
         (TrialScheduler::Asha { .. } | TrialScheduler::MedianStop { .. }, Some(count)) => {
@@ -63,8 +63,8 @@ fn is_known(trials: &[SweepTrial], parameters: &TrialParameters) -> bool {
     trials.iter().any(|trial| trial.parameters == *parameters)
 }
 
-/// Returns the parameters of the trials with a result, the best first. A trial that came further is better: the scheduler
-/// has preferred it. A trial that has failed is worse than all others.
+/// Returns the parameters of the trials that have a result or have failed, the best first. A trial that got further
+/// counts as better, because the scheduler has preferred it. Failed trials are last.
 fn ranked<'a>(settings: &SweepSettings, trials: &'a [SweepTrial]) -> Vec<&'a TrialParameters> {
     let has_failed = |trial: &SweepTrial| matches!(trial.state, TrialState::Failed(_));
     let mut known: Vec<&SweepTrial> =

@@ -16,10 +16,10 @@ pub const DEFAULT_TRIALS: usize = 20;
 /// Whether a small or a large value of the metric is good.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SweepGoal {
-    /// Small values are good, as of a loss.
+    /// Small values are good, such as those of a loss.
     #[default]
     Minimize,
-    /// Large values are good, as of an accuracy.
+    /// Large values are good, such as those of an accuracy.
     Maximize,
 }
 
@@ -66,14 +66,14 @@ pub enum TrialScheduler {
     Asha {
         /// The first rung, in steps.
         min_steps: u64,
-        /// One of this many trials of a rung continues, and each rung has this many times the steps of the one before.
+        /// One in this many trials of a rung continues, and each rung has this many times the steps of the one before.
         eta: u64,
     },
     /// Population based training: at regular steps, the worst trials are replaced by branches of the best.
     Pbt {
         /// The number of steps between replacements.
         every: u64,
-        /// The part of the trials that is replaced, and the part that is branched from.
+        /// The fraction of the trials that is replaced, and the fraction that is branched from.
         quantile: f64,
         /// The probability that a parameter of a branch is drawn anew instead of perturbed.
         resample: f64,
@@ -130,7 +130,7 @@ pub struct SweepSettings {
 }
 
 impl SweepSettings {
-    /// Creates the settings of a sweep that minimizes by random search.
+    /// Creates the settings of a sweep that minimizes the metric by random search.
     pub fn new(space: SweepSpace, steps: u64) -> Self {
         Self {
             space,
@@ -185,8 +185,8 @@ impl SweepSettings {
         let infinite = self.space.parameters().iter().find(|(_, domain)| domain.grid_count().is_none());
         if let Some((name, domain)) = infinite {
             let problem = format!(
-                "the searcher grid cannot take all values of parameter {name}, which is {}; give it points = N, or a choice, \
-                 or another searcher",
+                "the searcher grid cannot take all values of parameter {name}, which is {}; give the parameter points = \
+                 N or a choice, or another searcher",
                 domain.kind()
             );
             return Err(SweepError::Conflict { problem });
@@ -237,21 +237,22 @@ impl SweepSettings {
                 below("asha.min_steps", min_steps)?;
                 match eta {
                     2..=1000 => Ok(()),
-                    _ => Err(SweepError::setting("asha.eta", eta, "one of eta trials continues; give 2 to 1000")),
+                    _ => Err(SweepError::setting("asha.eta", eta, "one in eta trials continues; give 2 to 1000")),
                 }
             }
             TrialScheduler::Pbt { every, quantile, resample } => {
                 below("pbt.every", every)?;
                 if !(quantile > 0.0 && quantile <= 0.5) {
-                    return Err(SweepError::setting("pbt.quantile", quantile, "give a part above 0 and at most 0.5"));
+                    let allowed = "give a fraction above 0 and at most 0.5";
+                    return Err(SweepError::setting("pbt.quantile", quantile, allowed));
                 }
                 if !(0.0..=1.0).contains(&resample) {
                     return Err(SweepError::setting("pbt.resample", resample, "give a probability from 0 to 1"));
                 }
                 match self.searcher {
                     SweepSearcher::Tpe => {
-                        let problem = "searcher tpe learns from complete trials, but pbt changes the parameters of trials \
-                                       on the way; give the searcher random or grid, or another scheduler";
+                        let problem = "searcher tpe learns from complete trials, but pbt changes the parameters during \
+                                       training; give the searcher random or grid, or another scheduler";
                         Err(SweepError::Conflict { problem: problem.into() })
                     }
                     SweepSearcher::Grid | SweepSearcher::Random => Ok(()),

@@ -98,7 +98,7 @@ impl Sweep {
         self.failures() > self.settings.max_failures
     }
 
-    /// Returns the best trial: of those that are complete, or else of those that came furthest.
+    /// Returns the best complete trial or, if no trial is complete, the best of those that got furthest.
     pub fn best(&self) -> Option<&SweepTrial> {
         let goal = self.settings.goal;
         let usable = |trial: &&SweepTrial| !trial.results.is_empty() && !matches!(trial.state, TrialState::Failed(_));
@@ -109,10 +109,11 @@ impl Sweep {
         self.trials.iter().filter(usable).min_by(order)
     }
 
-    /// Returns what there is to do. A job that is returned counts as running until [`tell`](Self::tell) is called for its
+    /// Returns what to do next. A job that is returned counts as running until [`tell`](Self::tell) is called for its
     /// trial.
     ///
-    /// A branch is handed out before the trial that it continues is trained further, so its checkpoint can be copied then.
+    /// A branch is returned before the trial from which it branches is trained further, so that the checkpoint of that
+    /// trial can be copied in time.
     pub fn ask(&mut self) -> SweepTask {
         let next = if self.has_failed() { None } else { self.next_job() };
         match next {
@@ -192,7 +193,7 @@ impl Sweep {
                 if let Some(job) = self.new_trial(every) {
                     return Some(job);
                 }
-                // All members of a generation begin at the same step, and branches of it come first.
+                // All members of a generation begin at the same step, and its new branches come first.
                 let alive = || members(&self.trials).filter(|trial| !matches!(trial.state, TrialState::Failed(_)));
                 let end = generation_end(alive().map(SweepTrial::reached).min()?, every, steps);
                 let waiting = alive().filter(|trial| trial.state == TrialState::Paused && trial.reached() < end);
@@ -224,7 +225,7 @@ impl Sweep {
         number
     }
 
-    /// If all members have reached the end of a generation before the last, replaces the worst.
+    /// Replaces the worst members if all have reached the end of a generation other than the last.
     fn end_generation(&mut self, every: u64, quantile: f64, resample: f64) {
         if self.trials.len() < self.count || self.is_running() {
             return;

@@ -68,7 +68,7 @@ fn stopping_at_the_median_saves_steps_and_keeps_the_best() {
     assert!(stopped.trials().iter().any(|trial| trial.state == TrialState::Stopped));
 }
 
-/// Trains a population. The loss depends on the rates of all steps, as that of a real training does.
+/// Trains a population. The loss depends on the learning rates of all steps, as in real training.
 fn population(seed: u64) -> (Sweep, BTreeMap<usize, f64>) {
     let mut settings = settings(8, SweepSearcher::Random, TrialScheduler::pbt(32));
     settings.seed = seed;
@@ -144,7 +144,7 @@ fn failures_are_recorded_and_too_many_end_the_sweep() {
     assert!(sweep.tell(1, Ok(1.0)).is_err() && sweep.tell(0, Ok(1.0)).is_err() && sweep.tell(99, Ok(1.0)).is_err());
 }
 
-/// Settings of every kind of sweep.
+/// Returns settings of every kind of sweep.
 fn any_settings() -> impl Strategy<Value = SweepSettings> {
     let schedulers = prop_oneof![
         Just(TrialScheduler::None),
@@ -285,14 +285,14 @@ fn wrong_settings_are_refused_with_what_is_allowed() {
     let of_domains: Vec<String> = domains.map(|domain| wrong(one(domain), &|_| {})).to_vec();
     insta::assert_snapshot!(of_domains.join("\n"), @r"
     parameter --lr is a choice of no values; give at least one value
-    parameter --lr is a choice that has 1 twice; give each value once
+    parameter --lr is a choice that contains 1 twice; give each value once
     parameter --lr is uniform = [1, 1]; give a lower end below the upper end, or one value as a choice
     parameter --lr is uniform = [0, inf]; give finite numbers
-    parameter --lr is log_uniform = [0, 1]; zero and negative numbers have no logarithm; give a lower end above 0, or uniform
+    parameter --lr is log_uniform = [0, 1]; zero and negative numbers have no logarithm; give a lower end above 0, or use uniform
     parameter --lr is integer = [5, 4]; give a lower end below the upper end, or one value as a choice
-    parameter --lr is log_integer = [0, 9]; give a lower end of at least 1, or integer
+    parameter --lr is log_integer = [0, 9]; give a lower end of at least 1, or use integer
     parameter --lr is integer = [0, 9], step = 10; give a step from 1 to the difference between the ends
-    parameter --lr is log_integer = [1, 9], step = 2; leave step out, or give integer
+    parameter --lr is log_integer = [1, 9], step = 2; leave step out, or use integer
     parameter --lr is integer = [0, 9223372036854775807]; give whole numbers of at most 2^53
     parameter --lr is uniform = [0, 1], points = 1; give 2 to 10000 points, which include both ends
     ");
@@ -319,16 +319,16 @@ fn wrong_settings_are_refused_with_what_is_allowed() {
     insta::assert_snapshot!(of_settings.join("\n"), @r"
     steps is 0; give 1 to 2^53 steps
     trials is 0; give 1 to 10000 trials
-    the searcher grid cannot take all values of parameter --lr, which is uniform; give it points = N, or a choice, or another searcher
+    the searcher grid cannot take all values of parameter --lr, which is uniform; give the parameter points = N or a choice, or another searcher
     asha.min_steps is 100; give at least 1 and fewer than the 100 steps of a complete trial
     asha.min_steps is 0; give at least 1 and fewer than the 100 steps of a complete trial
-    asha.eta is 1; one of eta trials continues; give 2 to 1000
+    asha.eta is 1; one in eta trials continues; give 2 to 1000
     median.every is 200; give at least 1 and fewer than the 100 steps of a complete trial
     median.min_trials is 0; give at least 1
     pbt.every is 0; give at least 1 and fewer than the 100 steps of a complete trial
-    pbt.quantile is 0.6; give a part above 0 and at most 0.5
+    pbt.quantile is 0.6; give a fraction above 0 and at most 0.5
     pbt.resample is NaN; give a probability from 0 to 1
-    searcher tpe learns from complete trials, but pbt changes the parameters of trials on the way; give the searcher random or grid, or another scheduler
+    searcher tpe learns from complete trials, but pbt changes the parameters during training; give the searcher random or grid, or another scheduler
     trials is 3; pbt compares quarters of the trials; give at least 4
     the number of parameters is 0; give 1 to 64 parameters to vary
     parameter --lr has points, which only the searcher grid uses; leave them out, or give the searcher grid

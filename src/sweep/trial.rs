@@ -51,7 +51,8 @@ pub struct TrialBranch {
     pub step: u64,
 }
 
-/// A trial: one combination of parameters. They never change: population based training replaces a trial by another.
+/// A trial: one combination of parameters. The parameters never change; population based training replaces a trial by
+/// another.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct SweepTrial {
@@ -98,7 +99,7 @@ impl SweepTrial {
         self.results.iter().find(|(at, _)| *at == step).map(|(_, value)| *value)
     }
 
-    /// Returns a number that is smaller for better trials: that of the newest value.
+    /// Returns the score of the newest value, which is smaller for better trials.
     pub(super) fn score(&self, goal: SweepGoal) -> f64 {
         self.value().map_or(f64::INFINITY, |value| goal.score(value))
     }

@@ -353,8 +353,8 @@ impl RankCore {
         Ok(())
     }
 
-    /// Waits for the work launched so far if a different thread launched it. A GPU runs only the work of one thread in
-    /// launch order, so this must be called before a thread continues with the model.
+    /// Waits for the work launched so far if a different thread launched it. A GPU keeps the launch order only for work
+    /// from the same thread, so this must be called before a thread continues with the model.
     ///
     /// # Errors
     /// A driver error.

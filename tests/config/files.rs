@@ -321,7 +321,7 @@ fn the_section_wandb_is_read_and_printed_again_and_its_mistakes_are_errors() {
     );
     assert_eq!(load(config.to_deepspeed_json()).monitoring.wandb, Some(wandb));
     let note =
-        "wandb.enabled: the run is written into the folder `wandb`, but it is not uploaded; `wandb sync` uploads it";
+        "wandb.enabled: the run is written into the folder `wandb`, but not uploaded; upload it with `wandb sync`";
     assert_eq!(notes(&config), note);
     assert_eq!(load(with(json!({"wandb": {"enabled": false, "project": "p"}}))).monitoring.wandb, None);
     assert_eq!(refused(json!({"wandb": {"enabled": true, "team": 3, "entity": "x"}})), ["wandb.entity", "wandb.team"]);

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The steps after which the recorded checkpoints were saved.
+/// The number of steps after which the recorded checkpoints were saved.
 const SAVED_AT: u64 = 3;
 
 /// Returns the cases whose id starts with `id` and that are not left out.

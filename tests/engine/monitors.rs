@@ -396,10 +396,10 @@ fn a_run_of_weights_and_biases_continues_from_its_checkpoint_and_has_each_step_o
     assert!(name.starts_with("offline-run-20") && id.len() == 8, "{name}");
     let said = |how: &str| {
         let folder = format!("wandb/{name}");
-        format!("Weights & Biases run {id} {how} in {folder}; upload it with wandb sync")
+        format!("Weights & Biases run {id} {how} {folder}; upload it with wandb sync")
     };
-    assert!(first.contains(&said("is written")), "{first}");
-    assert!(second.contains(&said("continues")), "{second}");
+    assert!(first.contains(&said("is written to")), "{first}");
+    assert!(second.contains(&said("is continued in")), "{second}");
     let bytes = std::fs::read(folder.join(format!("run-{id}.wandb"))).unwrap();
     let count = |text: &str| bytes.windows(text.len()).filter(|window| *window == text.as_bytes()).count();
     // The file is smaller than a block, so no text is divided. Each value is in the history and in the summary.

@@ -43,7 +43,7 @@ fn scalar(tensor: &Tensor) -> f64 {
     f64::from(tensor.to_scalar::<f32>().unwrap())
 }
 
-/// Checks that `found` is `want`, and returns the difference.
+/// Checks that `found` is close to `want`, and returns the difference.
 fn near(found: f64, want: &Value, tolerance: f64, what: &str) -> f64 {
     let (want, difference) = (want.as_f64().unwrap(), (found - want.as_f64().unwrap()).abs());
     assert!(difference <= tolerance, "{what} is {found}, but must be {want}");
@@ -255,8 +255,8 @@ fn follow(name: &str, kind: &str) {
         for step in 0..20 {
             worst[0] = worst[0].max((first.losses[step] - losses[step]).abs());
             let norm = (first.norms[step] / norms[step] - 1.0).abs();
-            // A number that is close to the limit of gpt-oss' activation may be on its other side, where it has no
-            // gradient.
+            // A number that is close to the limit of gpt-oss' activation may be on the other side of the limit, where
+            // it has no gradient.
             if norm > NORM && norm <= KINK && name == "gpt_oss" {
                 kinks += 1;
                 continue;

@@ -1,5 +1,5 @@
-//! Folders of mixtures: MXFP4 in, merged models out, and files and descriptions that cannot be, which are refused by file,
-//! tensor and key.
+//! Folders of mixtures: MXFP4 is read, merged models are written, and invalid files and descriptions are refused by
+//! file, tensor and key.
 
 use crate::fixtures::ids;
 use crate::moe::MOE;
@@ -70,7 +70,7 @@ fn with(name: &str, key: &str, value: Value) -> String {
     refused(folder.path())
 }
 
-/// Takes the first elements of a tensor's first dimension away.
+/// Removes the last `by` elements of a tensor's first dimension.
 fn shorten(tensors: &mut [RawTensor], name: &str, by: usize) {
     let tensor = tensors.iter_mut().find(|tensor| tensor.name == name).unwrap();
     let each = tensor.bytes.len() / tensor.shape[0];
@@ -121,8 +121,8 @@ fn experts_in_mxfp4_that_are_incomplete_or_do_not_match_are_named() {
         let name = format!("{gate_up}_{end}");
         with_tensors("gpt_oss_mxfp4", move |all| all.retain(|tensor| tensor.name != name))
     };
-    insta::assert_snapshot!(without("scales"), @"DIR/model.safetensors: tensor model.layers.0.mlp.experts.gate_up_proj_scales is missing, but there is model.layers.0.mlp.experts.gate_up_proj_blocks; MXFP4 needs both: download the files again");
-    insta::assert_snapshot!(without("blocks"), @"DIR/model.safetensors: tensor model.layers.0.mlp.experts.gate_up_proj_blocks is missing, but there is model.layers.0.mlp.experts.gate_up_proj_scales; MXFP4 needs both: download the files again");
+    insta::assert_snapshot!(without("scales"), @"DIR/model.safetensors: tensor model.layers.0.mlp.experts.gate_up_proj_scales is missing, but there is model.layers.0.mlp.experts.gate_up_proj_blocks; MXFP4 needs both, so download the files again");
+    insta::assert_snapshot!(without("blocks"), @"DIR/model.safetensors: tensor model.layers.0.mlp.experts.gate_up_proj_blocks is missing, but there is model.layers.0.mlp.experts.gate_up_proj_scales; MXFP4 needs both, so download the files again");
     let scales = format!("{gate_up}_scales");
     insta::assert_snapshot!(with_tensors("gpt_oss_mxfp4", |all| shorten(all, &scales, 1)), @"DIR/model.safetensors: tensor model.layers.0.mlp.experts.gate_up_proj_scales has shape [3, 64, 2] and dtype U8; the experts that config.json describes need [4, 64, 2] and U8");
     insta::assert_snapshot!(with_tensors("gpt_oss_mxfp4", |all| {

@@ -1,5 +1,5 @@
 //! Adapters of mixtures: on attention and on experts (PEFT's `target_parameters`), and on experts in 4 bits. They match
-//! PEFT step by step, give the same bits at all stages, and are written, read and merged as PEFT does.
+//! PEFT step by step, give the same bits at all stages, and are written, read and merged as in PEFT.
 
 use crate::fixtures::{adamw, adapted, far, ids, numbers, part, probed, step, values};
 use crate::moe::MOE;
@@ -127,7 +127,7 @@ fn check_result(case: &str, stage: &str, want: f64) {
         let file = candle_core::safetensors::load(folder.join("adapter_model.safetensors"), &Device::Cpu).unwrap();
         file.into_iter().map(|(name, tensor)| (name, values(&tensor))).collect()
     };
-    assert!(tensors(&folder) == tensors(&out.path().join("adapter")), "{case}: another adapter was written");
+    assert!(tensors(&folder) == tensors(&out.path().join("adapter")), "{case}: a different adapter was written");
     let peft = |folder: &Path| -> Value {
         serde_json::from_slice(&std::fs::read(folder.join("adapter_config.json")).unwrap()).unwrap()
     };
@@ -316,7 +316,7 @@ fn experts_in_four_bits_give_the_same_bits_at_every_stage() {
 
 #[test]
 fn no_block_of_four_bits_has_elements_of_two_experts() {
-    // Packed together, each expert has the values that it has packed alone.
+    // Each expert has the same values whether it is packed together with the others or alone.
     let base = MOE.base("gpt_oss");
     let rounded = |values: &[f32]| {
         let mut bytes = vec![0; NF4.packed_len(values.len())];
@@ -336,7 +336,7 @@ fn no_block_of_four_bits_has_elements_of_two_experts() {
         for expert in 0..experts {
             let mine = expert * len..(expert + 1) * len;
             let alone = rounded(&values[mine.clone()]);
-            // The scales of scales are common to more elements than an expert has.
+            // The scales of scales are shared by more elements than an expert has.
             let far =
                 far(&Tensor::new(&together[mine], &Device::Cpu).unwrap(), &Tensor::new(alone, &Device::Cpu).unwrap());
             assert!(far <= 1e-2, "{name}, expert {expert}: {far}");

@@ -48,7 +48,7 @@ fn the_auxiliary_loss_of_a_run_is_that_of_all_ranks_together() {
     let alone = run("alone", 1, 0, 0.1);
     for (i, step) in alone.iter().enumerate() {
         let (balance, shares) = (step.router_aux_loss.unwrap(), step.experts.unwrap());
-        // Perfect balance has the number of experts of a token.
+        // With perfect balance, the loss is the number of experts per token.
         assert!(balance > 2.0 && balance < 16.0, "step {i}: {balance}");
         assert!(shares.largest_expert_share > 1.0 / 16.0 && shares.smallest_expert_share < 1.0 / 16.0);
     }
@@ -68,7 +68,8 @@ fn the_auxiliary_loss_of_a_run_is_that_of_all_ranks_together() {
     assert!((added - 0.1 * alone[0].router_aux_loss.unwrap()).abs() < 1e-5, "{added}");
 }
 
-/// Copies a model with zeros as the router's row of one expert of layer 1, which then has a logit of 0 for each token.
+/// Copies a model, with zeros in the router's row of one expert in layer 1. That expert has a logit of 0 for each
+/// token.
 fn with_an_expert_that_is_never_chosen(folder: &Path, name: &str, expert: usize) -> PathBuf {
     let copy = folder.join("model");
     std::fs::create_dir_all(&copy).unwrap();
@@ -109,7 +110,7 @@ fn a_dead_expert_is_named_once_with_its_layer() {
     assert!(output.status.success(), "{text}");
     // In so short a run, other experts may be unused, too.
     let named =
-        text.lines().filter_map(|line| line.split_once("no token chooses ")?.1.split_once(" (of 16) of layer 1"));
+        text.lines().filter_map(|line| line.split_once("no token chooses ")?.1.split_once(" (of 16) in layer 1"));
     let numbers = named.flat_map(|(experts, _)| experts.split([' ', ',']));
     assert_eq!(numbers.filter(|number| *number == "5").count(), 1, "{text}");
     let lines = std::fs::read_to_string(&metrics).unwrap();
@@ -191,5 +192,5 @@ fn options_that_a_mixture_cannot_have_are_refused_by_flag() {
     let divided = Options { pipeline: Some(PipelineStages::Number(2)), ..usual("mixtral") };
     insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..divided }), @"--pipeline cannot be combined with the load-balancing loss of a mixture of experts, because no stage has the routers of all blocks; give --router_aux_loss_coef 0, or leave --pipeline out");
     let llama = Options { model: crate::fixtures::path("models/llama"), ..usual("mixtral") };
-    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..llama }), @"--router_aux_loss_coef is for mixtures of experts, and the model is none; leave it out");
+    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..llama }), @"--router_aux_loss_coef is for mixtures of experts, but the model is not one; leave it out");
 }

@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 pub const WIDTH: usize = 32;
 pub const INNER: usize = 32;
 pub const PER_ROW: usize = 2;
-/// The number of elements of an expert, three matrices.
+/// The number of elements of an expert, which has three matrices.
 pub const EXPERT: usize = 3 * WIDTH * INNER;
 
 thread_local! {
@@ -60,7 +60,7 @@ impl Routes {
 pub struct Shape {
     pub layers: usize,
     pub experts: usize,
-    /// Whether each expert is a unit. Otherwise, the block around them gathers all experts.
+    /// Whether each expert is a unit. Otherwise, all experts are gathered with their block.
     pub units: bool,
     pub checkpointed: bool,
     /// Whether the experts have an adapter and a bias in their last projection.
@@ -152,7 +152,7 @@ impl Module for Block {
     }
 }
 
-/// A layer, blocks with experts, and a layer.
+/// A linear layer, blocks with experts, and another linear layer.
 pub struct Mixture {
     first: Linear,
     blocks: Vec<Unit<Block>>,

@@ -88,8 +88,9 @@ fn one_and_two_ranks_are_measured_with_both_kinds_of_scaling_and_drawn() {
         assert!(number("step_ms") > 0.0 && number("efficiency") > 0.0, "{row}");
         let tokens = number("batch") * 16.0 * number("steps_per_s");
         assert!((tokens / number("tokens_per_s") - 1.0).abs() < 1e-9, "{row}");
-        // In an all-reduce of two ranks, each sends as many bytes as there are gradients: of an embedding of bytes, 16
-        // positions, a block and a norm. Stage 3 keeps such small parameters on all ranks, and sends the same.
+        // In an all-reduce of two ranks, each rank sends as many bytes as the gradients have: those of an embedding of
+        // bytes, 16 positions, a block and a norm. Stage 3 keeps such small parameters on all ranks, and sends the
+        // same.
         let parameters = 256 * 8 + 16 * 8 + (12 * 8 * 8 + 13 * 8) + 2 * 8;
         assert_eq!(number("sent_bytes"), if row["ranks"] == 2 { f64::from(4 * parameters) } else { 0.0 }, "{row}");
         assert!(row["ranks"] == 2 || number("efficiency") == 1.0, "{row}");
@@ -123,7 +124,7 @@ fn mistakes_are_named_before_anything_is_measured() {
     insta::assert_snapshot!(refused(&["--model", "huge"]), @r#"zerorun: there is no model preset "huge"; the presets are nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-nano, llama-mini, tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b"#);
     insta::assert_snapshot!(refused(&["--seq_len", "17"]), @"zerorun: cannot measure: --seq_len is 17; it must be 1 to 16, the context of the model (see --ctx)");
     insta::assert_snapshot!(refused(&["--n_kv_head", "2"]), @"zerorun: model configuration: n_kv_head is 2, but must be absent: a GPT-2 has none");
-    insta::assert_snapshot!(refused(&["--ranks", "7,11,13,1021"]), @"zerorun: cannot measure: strong scaling needs a batch that all numbers of ranks divide; that of [7, 11, 13, 1021] would have more than 1024 micro batches per rank, so give other numbers, or only --scaling weak");
+    insta::assert_snapshot!(refused(&["--ranks", "7,11,13,1021"]), @"zerorun: cannot measure: strong scaling needs a batch that is a multiple of all numbers of ranks; that of [7, 11, 13, 1021] would have more than 1024 micro batches per rank, so give other numbers, or only --scaling weak");
     insta::assert_snapshot!(refused(&["--svg", "notes.svg"]), @"zerorun: cannot write notes.svg: a file of that name exists that is not a picture of `zerorun bench scaling`, so it is not replaced; give another name, or remove it");
     insta::assert_snapshot!(refused(&["--svg", "no/such/folder.svg"]), @"zerorun: cannot write to no/such/folder.svg: there is no folder no/such; give another path");
     assert_eq!(std::fs::read_to_string(folder.path().join("notes.svg")).unwrap(), "<svg/>");

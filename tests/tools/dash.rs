@@ -43,7 +43,7 @@ fn job(folder: &Path, flags: &[&str]) -> Child {
     start(&mut command)
 }
 
-/// Returns the only run, once all ranks have reported and the program has asked for requests.
+/// Returns the only run, once all ranks have reported and the program has checked for requests.
 fn reported(folder: &Path) -> (RecordedRun, Value) {
     wait_for("a report of the ranks", || {
         let runs = RunsFolder::find(Some(folder.join("runs"))).runs().ok()?;
@@ -145,7 +145,7 @@ fn a_job_with_a_dashboard_is_recorded_without_a_name_and_stops_when_its_page_ask
     let dir = tempfile::tempdir().unwrap();
     let mut job = job(dir.path(), &["--dashboard", "0"]);
     let (token, address, mut rest) = link(job.stderr.take().unwrap());
-    // The launcher goes on writing.
+    // The launcher continues to write.
     let rest = std::thread::spawn(move || {
         let mut text = String::new();
         rest.read_to_string(&mut text).map(|_| text)
@@ -174,7 +174,7 @@ fn dash_serves_a_folder_until_a_signal() {
     let output = ended(dash);
     assert!(output.status.success(), "{output:?}");
     let text = stderr(&output).replace(dir.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(text, @"zerorun: there is no folder DIR/no runs yet yet; the page shows runs when it has some");
+    insta::assert_snapshot!(text, @"zerorun: there is no folder DIR/no runs yet yet; the page will show runs as soon as they are recorded there");
 }
 
 #[test]

@@ -112,7 +112,7 @@ impl Folder {
         stdout(&output)
     }
 
-    /// Returns what `zerorun sweep show` says.
+    /// Returns what `zerorun sweep show` prints.
     fn shown(&self, sweep: &str) -> Value {
         serde_json::from_str(&self.finished(&["show", sweep, "--json"])).unwrap()
     }
@@ -154,7 +154,8 @@ fn paused_trials_continue_to_the_bit_and_the_best_is_found_with_few_steps() {
     assert_eq!(all["trials"][best_of_all - 1]["parameters"], halved["trials"][best - 1]["parameters"]);
     assert_eq!(all["steps_done"], 16 * 16);
     assert!(halved["steps_done"].as_u64().unwrap() * 4 <= 16 * 16, "{halved}");
-    // The trial that paused at every rung has the same bits as the one that never paused, and as its script.
+    // The model of the trial that paused at every rung has the same bits as that of the trial that never paused, and as
+    // that of the script.
     assert!(halved["trials"][best - 1]["results"].as_array().unwrap().len() > 2);
     let own = folder.bytes(&format!("halved/trials/{best:04}/model.safetensors"));
     assert_eq!(own, folder.bytes(&format!("sweeps/all/trials/{best_of_all:04}/model.safetensors")));
@@ -172,7 +173,8 @@ fn paused_trials_continue_to_the_bit_and_the_best_is_found_with_few_steps() {
     assert_eq!(runs.len(), 16, "a trial that continues continues its record");
 }
 
-/// Kills the sweep at a number of lines of its journal, and, if asked to, a trial before, until the sweep ends by itself.
+/// Kills the sweep when its journal has reached certain numbers of lines and, if a number comes with `true`, a trial
+/// before that. Then runs the sweep to its end.
 fn finished_after_kills(folder: &Folder, kills: &[(usize, bool)]) {
     let lines = || std::fs::read_to_string(folder.path("killed/journal.jsonl")).map_or(0, |text| text.lines().count());
     for (at, kills_trial) in kills {
@@ -181,7 +183,7 @@ fn finished_after_kills(folder: &Folder, kills: &[(usize, bool)]) {
         let reached = || lines() >= *at || sweep_has_ended(pid);
         wait_for("a line of the journal", || reached().then_some(()));
         if *kills_trial {
-            // The launcher of a trial, or its rank.
+            // This is the launcher of a trial, or its rank.
             if let Some(pid) = descendants(pid).last().and_then(|pid| Pid::from_raw(*pid)) {
                 _ = kill_process(pid, Signal::KILL);
             }
@@ -191,7 +193,7 @@ fn finished_after_kills(folder: &Folder, kills: &[(usize, bool)]) {
         send(Signal::KILL, &sweep);
         sweep.wait().unwrap();
         if *kills_trial {
-            // The trials save their last step and end, although no sweep waits for them.
+            // The trials save a checkpoint and end, although no sweep waits for them.
             wait_until_gone(&trials);
         }
     }
@@ -290,7 +292,7 @@ fn trials_that_fail_are_recorded_and_too_many_end_the_sweep() {
     let said = stderr(&output);
     insta::assert_snapshot!(said.lines().last().unwrap(), @"zerorun: 3 trials have failed, and max_failures is 2; the last one failed with: error: the data of step 1 are missing; correct the command and begin again with another --out, or continue with a larger --max_failures");
     assert_eq!(folder.shown("ended")["failures"], 3);
-    // With a larger limit, it continues.
+    // With a larger limit, the sweep continues.
     folder.finished(&["resume", "ended", "--max_failures", "9"]);
     assert_eq!(folder.shown("ended")["trials"], shown["trials"]);
 }
@@ -316,11 +318,11 @@ fn a_sweep_that_is_stopped_saves_its_trials_and_continues() {
     assert_eq!(folder.shown("slow")["trials"][0]["state"], "running");
     let table = folder.finished(&["resume", "slow"]);
     assert!(table.contains("best: trial"), "{table}");
-    // Another sweep does not continue in its folder.
+    // A different sweep does not continue in the folder.
     let output = folder.run(&["slow.toml", "--out", "slow", "--seed", "4", "--parallel", "2"]);
     assert_eq!(output.status.code(), Some(2));
     let said = stderr(&output).replace(folder.0.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(said.trim_end(), @"zerorun: DIR/slow: the sweep in it was begun with other settings: seed: 3 -> 4; continue it with `zerorun sweep resume DIR/slow`, or give another folder with --out");
+    insta::assert_snapshot!(said.trim_end(), @"zerorun: DIR/slow: the sweep in it was begun with different settings: seed: 3 -> 4; continue it with `zerorun sweep resume DIR/slow`, or give another folder with --out");
 }
 
 #[test]
@@ -353,7 +355,7 @@ fn a_metric_that_never_appears_ends_the_sweep_with_the_names_that_do() {
     std::fs::write(folder.path("x.toml"), text.replace("metric2 = 50\n", "").replace("\"fit\"", "\"fitt\"")).unwrap();
     let output = folder.run(&["x.toml"]);
     assert_eq!(output.status.code(), Some(1));
-    insta::assert_snapshot!(stderr(&output).lines().last().unwrap(), @"zerorun: metric is fitt, but trial 1 recorded no such value in steps 1 to 1; recorded are backward_ms, comm_ms, fit, forward_ms, grad_norm, loss, lr, samples and 1 more; the nearest is fit");
+    insta::assert_snapshot!(stderr(&output).lines().last().unwrap(), @"zerorun: metric is fitt, but trial 1 recorded no such value in steps 1 to 1; the recorded values are backward_ms, comm_ms, fit, forward_ms, grad_norm, loss, lr, samples and 1 more; the nearest is fit");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Experts as units: at stage 3, only the experts that a row of any rank chose are gathered or read, a few at a time.
+//! Experts as units: at stage 3, only the experts that a row on any rank chose are gathered or read, a few at a time.
 //! Results have the same bits as at stage 0, where all experts are in memory.
 
 use crate::support::experts::{EXPERT, Mixture, SHAPE, Shape, allow, choose_in_turn, rows, take_chosen};
@@ -76,13 +76,13 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Each rank chooses among three separate experts; a rank in turn has no rows.
+/// Returns routes with which each rank chooses among three separate experts, and each rank in turn has no rows.
 fn disjoint(micro: usize, rank: usize) -> (usize, Vec<usize>) {
     let count = if (micro + rank).is_multiple_of(4) { 0 } else { 5 + rank };
     (count, (0..3).map(|i| (3 * rank + i + micro) % SHAPE.experts).collect())
 }
 
-/// Returns stage 3 with groups of experts of several sizes.
+/// Returns settings of stage 3 with groups of experts of several sizes.
 fn group_sizes() -> [Value; 5] {
     let whole = json!({"stage3_param_persistence_threshold": 0});
     let with = |more: Value| {
@@ -186,7 +186,7 @@ fn experts_in_a_leaf_are_gathered_with_the_leaf() {
 
 #[test]
 fn experts_in_a_lower_precision_are_gathered_together_with_the_bits_of_stage_0() {
-    // This is the loop over the experts, which GPUs also use.
+    // This tests the loop over the experts, which GPUs also use.
     let autocast = json!({"torch_autocast": {"enabled": true, "dtype": "bfloat16"}});
     for checkpointed in [false, true] {
         let shape = Shape { checkpointed, ..SHAPE };
@@ -227,7 +227,7 @@ proptest! {
                 let mixed = (seed as u64 ^ (micro * 8 + rank) as u64 ^ (i as u64) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
                 (mixed >> 40) as usize
             };
-            // At least as many experts as each row needs; no rows in one of six micro steps.
+            // At least as many experts as each row needs; no rows in one in six micro steps.
             let first = random(0) % SHAPE.experts;
             let allowed = (0..2 + random(1) % 4).map(|i| (first + i * (1 + random(2) % 3)) % SHAPE.experts);
             let mut allowed: Vec<usize> = allowed.collect();
@@ -262,7 +262,7 @@ struct Moved {
     peak: usize,
     /// The number of control messages, among them those that agree on experts.
     control: u64,
-    /// The number of experts that rows of any rank chose, summed over the layers.
+    /// The number of experts that rows on any rank chose, summed over the layers.
     chosen: usize,
 }
 
@@ -313,7 +313,7 @@ fn the_bytes_read_in_a_step_are_those_of_the_experts_that_rows_chose() {
     for (checkpointed, passes) in [(false, 2), (true, 3)] {
         let shape = Shape { checkpointed, ..SHAPE };
         for world in [1, 2] {
-            // Rank 1 chooses others than rank 0.
+            // Rank 1 chooses different experts from rank 0.
             let of = |own: usize| moved(world, shape, &zero, |rank| (0..own).map(|i| 4 * rank + i).collect());
             let (two, four) = (of(2), of(4));
             assert!(two.chosen == 2 * shape.layers * world && four.chosen > two.chosen + 2, "{two:?} {four:?}");
@@ -346,7 +346,7 @@ fn ranks_gather_the_union_of_their_experts_and_agree_once_for_each_layer_and_pas
         assert!(four.chosen > two.chosen);
         let plain = moved(2, plain, &zero(bucket), |rank| vec![4 * rank, 4 * rank + 1]);
         assert_eq!(plain.gathered - two.gathered, ((2 * 8 - two.chosen) * 2 * EXPERT / 2) as u64);
-        // The backward pass knows the experts from the forward pass.
+        // The backward pass uses the experts of the forward pass, without another agreement.
         assert_eq!(two.control, plain.control + SHAPE.layers as u64);
         assert!(two.peak < plain.peak, "{two:?} {plain:?}");
         // A block that recomputes agrees again.

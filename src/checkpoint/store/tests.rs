@@ -159,7 +159,7 @@ fn no_other_job_fetches_into_a_folder_until_what_came_is_loaded() {
 fn a_copy_that_was_cut_in_the_middle_is_not_taken_for_a_checkpoint() {
     let (dir, store) = (tempfile::tempdir().unwrap(), Store::new());
     store.send(&save(dir.path(), "one", 1));
-    // Rank 1 sends nothing, and rank 0 gets an error.
+    // Rank 1 sends nothing, and rank 0's upload is abandoned.
     let two = save(dir.path(), "two", 2);
     let first = store.start(&two, 0);
     while store.objects("two").is_empty() {

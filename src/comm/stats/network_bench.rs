@@ -25,7 +25,7 @@ pub struct NetworkMeasurement {
     pub hosts: Vec<usize>,
     /// The time in seconds that a message of a few bytes takes from one host to another.
     pub one_way_s: f64,
-    /// The number of bytes that each host sent and received in the measurements below.
+    /// The number of bytes of each message or buffer in the measurements below.
     pub bytes: usize,
     /// The measurement of MPI's large messages, from each host to the next.
     pub plain: TransferMeasurement,

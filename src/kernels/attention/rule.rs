@@ -85,7 +85,7 @@ impl AttentionRule<'_> {
 
     /// Checks that there is a sink for each query head, if there are sinks.
     ///
-    /// Panics if there is not.
+    /// Panics if their number is wrong.
     pub(super) fn check_sinks(&self, h: &AttentionShape) {
         assert!(self.sinks.is_none_or(|sinks| sinks.len() == h.heads), "{h:?}: wrong number of sinks");
     }

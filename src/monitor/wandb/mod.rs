@@ -5,7 +5,7 @@
 //!                                      candle-zero.json  the job and its checkpoints, to continue the run (run_folder.rs)
 //! ```
 //!
-//! A run that continues after a restart, or from one of its checkpoints, goes on in its file.
+//! A run that continues after a restart, or from one of its checkpoints, is continued in the same file.
 
 mod records;
 mod run_folder;
@@ -27,7 +27,7 @@ const ENGINE_TAG: &str = "Train/Samples/lr";
 /// The folder of runs if `WANDB_DIR` names no other.
 const FOLDER: &str = "wandb";
 
-/// The environment variables that are obeyed, with the meaning that wandb gives them.
+/// The environment variables that have the same meaning as in wandb.
 const DIR: &str = "WANDB_DIR";
 const MODE: &str = "WANDB_MODE";
 const NAME: &str = "WANDB_NAME";
@@ -56,8 +56,8 @@ struct OpenWandbRun {
 }
 
 impl WandbMonitor {
-    /// Creates the monitor that the environment allows: none if `WANDB_MODE` is `disabled`. The folder of runs is
-    /// created if it is missing: `wandb` in the working directory, or in the folder that `WANDB_DIR` names.
+    /// Creates the monitor, or returns `None` if `WANDB_MODE` is `disabled`. The folder of runs is created if it is
+    /// missing: `wandb` in the working directory, or in the folder that `WANDB_DIR` names.
     ///
     /// # Errors
     /// [`Error::Io`] if the folder, or a folder in it, cannot be created; [`MonitorError::WandbRunId`] if `WANDB_RUN_ID`
@@ -94,7 +94,7 @@ impl WandbMonitor {
             let record = open.maker.config(run);
             open.append(&[record])?;
             open.folder.remember(run)?;
-            return self.opened(open, "continues");
+            return self.opened(open, "is continued in");
         }
         let identity = WandbRunIdentity {
             id: self.id.clone().unwrap_or_else(run_folder::new_id),
@@ -107,19 +107,19 @@ impl WandbMonitor {
         let mut open = OpenWandbRun { identity, folder, log, maker: RecordMaker::default() };
         let records = [open.maker.header(), open.maker.run(&open.identity, &self.config, run)];
         open.append(&records)?;
-        self.opened(open, "is written")
+        self.opened(open, "is written to")
     }
 
     fn opened(&mut self, run: OpenWandbRun, how: &str) -> Result<()> {
         let (id, path) = (&run.identity.id, run.folder.path().display());
-        emit(&format!("Weights & Biases run {id} {how} in {path}; upload it with wandb sync"));
+        emit(&format!("Weights & Biases run {id} {how} {path}; upload it with wandb sync"));
         self.run = Some(run);
         Ok(())
     }
 }
 
-/// Returns whether a record belongs to the first `samples` samples, and notes its number. Rows of the program itself may
-/// have other steps; they stay with the rows of the engine before them.
+/// Returns whether a record must be kept because it belongs to the first `samples` samples, and if so, sets `last` to
+/// its number. The rows that the program itself logs may count steps differently, so they do not end the kept records.
 fn is_before(record: &[u8], samples: u64, last: &mut u64) -> bool {
     let head = RecordHead::read(record, ENGINE_TAG);
     let is_kept = match head.kind {
@@ -252,7 +252,7 @@ mod tests {
         first.note(&RunMilestone::Begins(&description(0, None))).unwrap();
         train(&mut first, [8, 16, 24]);
         first.note(&RunMilestone::Saved { folder: &checkpoints }).unwrap();
-        // A row of the program itself, with another kind of step.
+        // A row of the program itself, which counts steps differently.
         first.write(&[MonitorEvent::new("epoch_loss", 0.5, 1_000_000)]).unwrap();
         train(&mut first, [32, 40]);
         let folder = first.run.as_ref().unwrap().folder.path().to_owned();

@@ -36,14 +36,14 @@ pub(super) struct WandbRunIdentity {
     pub start: f64,
 }
 
-/// Makes records and numbers them.
+/// Builds records and numbers them.
 #[derive(Debug, Default)]
 pub(super) struct RecordMaker {
     count: u64,
 }
 
 impl RecordMaker {
-    /// Creates a maker for a file whose last record has this number.
+    /// Creates a builder of records for a file whose last record has this number.
     pub fn after(last: u64) -> Self {
         Self { count: last }
     }
@@ -80,7 +80,8 @@ impl RecordMaker {
         self.record(CONFIG, &configuration(run))
     }
 
-    /// Returns the records of one step: a row of the history, and the same values as the newest of the run.
+    /// Returns the records of one step: a row of the history, and a summary with the same values, the newest of the
+    /// run.
     pub fn row(&mut self, step: u64, events: &[MonitorEvent], now: f64, start: f64) -> [Vec<u8>; 2] {
         let mut items = vec![
             ("_step", step.to_string()),
@@ -146,7 +147,8 @@ pub(super) struct RecordHead {
 /// The kind of a record that was read back.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum RecordKind {
-    /// A row of the history, with its step. `of_engine`: it contains the values that the engine writes at each step.
+    /// A row of the history, with its step. `of_engine` is true if it contains the values that the engine writes at
+    /// each step.
     Row {
         step: u64,
         of_engine: bool,

@@ -33,7 +33,7 @@ struct RunOrigin {
     id: String,
     display_name: String,
     start: f64,
-    /// The name of the run, whatever wandb shows.
+    /// The name of the run, even if wandb shows a different one.
     name: String,
     job: String,
     restart: u64,
@@ -61,7 +61,8 @@ pub(super) struct WandbRunFolder {
 impl WandbRunFolder {
     /// Creates the folder of a new run in `folder`, and the empty file of its log.
     pub fn create(folder: &Path, identity: &WandbRunIdentity, run: &RunDescription) -> Result<(Self, File)> {
-        /// Runs whose id the environment gives may begin in the same second.
+        /// The maximum number of seconds that are added to the start time in the folder's name, because runs whose id
+        /// the environment gives may begin in the same second.
         const MAX_SECONDS: u32 = 100;
         for later in 0..MAX_SECONDS {
             let stamp = stamp(identity.start + f64::from(later)).replace('-', "_");
@@ -143,11 +144,11 @@ impl WandbRunFolder {
         self.path.join(format!("run-{}.wandb", self.identity.id))
     }
 
-    /// Opens the log to continue it: up to the first record that is not kept. Returns `None` if there is no log.
+    /// Opens the log to continue it after the last record that is kept. Returns `None` if there is no log.
     pub fn resume_log(&self, is_kept: impl FnMut(&[u8]) -> bool) -> Result<Option<TransactionLog>> {
         let path = self.log_path();
         let open = || {
-            // A link may lead anywhere and is not followed; a pipe is not waited for.
+            // A link may lead anywhere and is not followed. A pipe must not block.
             let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
             let file =
                 OpenOptions::new().append(true).read(true).custom_flags(flags.bits().cast_signed()).open(&path)?;
@@ -160,13 +161,13 @@ impl WandbRunFolder {
         }
     }
 
-    /// Remembers which job continues the run.
+    /// Records which job continues the run.
     pub fn remember(&mut self, run: &RunDescription) -> Result<()> {
         (self.origin.job, self.origin.restart) = (run.job.clone(), run.restart);
         self.write_origin()
     }
 
-    /// Remembers the folder in which the job saves checkpoints.
+    /// Records the folder in which the job saves checkpoints.
     pub fn remember_checkpoints(&mut self, folder: &Path) -> Result<()> {
         let hash = Some(path_hash(folder));
         if std::mem::replace(&mut self.origin.checkpoints, hash) == hash {

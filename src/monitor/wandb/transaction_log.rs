@@ -35,15 +35,15 @@ pub(super) struct TransactionLog {
 }
 
 impl TransactionLog {
-    /// Begins a file that is empty.
+    /// Begins a log in an empty file.
     pub fn begin(mut file: File) -> Result<Self> {
         file.write_all(&FILE_HEADER)?;
         Ok(Self { file, len: FILE_HEADER.len() as u64 })
     }
 
     /// Continues a file. Its records are passed to `is_kept`, one after the other; the first that is not kept is removed
-    /// with everything after it, as is the rest of a record that a kill has cut off. Returns `None`, and leaves the file
-    /// unchanged, if it does not begin as such a file does.
+    /// with everything after it, as is an incomplete last record, which a process that was killed has left. Returns
+    /// `None`, and leaves the file unchanged, if it does not begin as a log does.
     pub fn resume(file: File, is_kept: impl FnMut(&[u8]) -> bool) -> Result<Option<Self>> {
         let Some(len) = kept_length(&file, is_kept)? else { return Ok(None) };
         file.set_len(len)?;
@@ -64,7 +64,7 @@ impl TransactionLog {
         let mut bytes = Vec::new();
         records.iter().for_each(|record| push_record(&mut bytes, self.len, record));
         self.file.write_all(&bytes).inspect_err(|_| {
-            // The part that a full disk has taken is removed.
+            // A part that was written before the disk was full is removed.
             _ = self.file.set_len(self.len);
         })?;
         self.len += bytes.len() as u64;
@@ -136,7 +136,7 @@ struct LogReader<R> {
 }
 
 impl<R: Read> LogReader<R> {
-    /// Fills a buffer. Returns false if the file ends before.
+    /// Fills a buffer. Returns false if the file ends before the buffer is full.
     fn fill(&mut self, buffer: &mut [u8]) -> Result<bool> {
         match self.file.read_exact(buffer) {
             Ok(()) => {
@@ -169,7 +169,7 @@ impl<R: Read> LogReader<R> {
         Ok(is_whole.then_some((kind, data)))
     }
 
-    /// Returns the next record, or `None` if there is none that is complete.
+    /// Returns the next record, or `None` if no complete record follows.
     fn record(&mut self) -> Result<Option<Vec<u8>>> {
         let mut record = match self.frame()? {
             Some((FULL, data)) => return Ok(Some(data)),

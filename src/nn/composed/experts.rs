@@ -58,7 +58,8 @@ pub fn combine_experts(y: &Tensor, weights: &Tensor, assignment: &ExpertAssignme
     let weights = weights.to_dtype(wide(y)?.dtype())?.flatten_all()?.index_select(&choices, 0)?.unsqueeze(1)?;
     let weighted = wide(y)?.broadcast_mul(&weights)?;
     let zeros = Tensor::zeros((assignment.rows(), width), weighted.dtype(), y.device())?;
-    // Slots are sorted by expert, so a row's experts are added by rising number.
+    // Slots are sorted by expert, so the results of a row's experts are added in ascending order of the experts'
+    // numbers.
     let rows = Tensor::new(assignment.row_of_slots(), y.device())?;
     zeros.index_add(&rows, &weighted.contiguous()?, 0)?.to_dtype(y.dtype())
 }

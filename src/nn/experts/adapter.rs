@@ -240,7 +240,7 @@ impl AdapterSizes {
         let Some((_, Range { start, .. })) = pieces.first() else { return };
         let mut products = Vec::new();
         let mut matrices = matrices.chunks_exact_mut(rank * width).enumerate();
-        // A list of pieces has at most one of each expert, in rising order.
+        // A list of pieces has at most one of each expert, in ascending order.
         for (expert, slots) in pieces {
             let Some((_, matrix)) = matrices.by_ref().find(|(i, _)| i == expert) else { break };
             let wide = &wide[(slots.start - start) * width..(slots.end - start) * width];

@@ -22,7 +22,7 @@ pub struct ExpertAssignment {
     row_of: Vec<u32>,
     /// The position of each slot's choice among all choices.
     choice_of: Vec<u32>,
-    /// The slots of each row, row by row, by rising expert.
+    /// The slots of each row, row by row, in ascending order of the experts' numbers.
     slots: Vec<u32>,
     /// The start of each row in `slots`, and the end of the last one.
     row_starts: Vec<u32>,
@@ -153,12 +153,12 @@ impl ExpertAssignment {
         self.starts.windows(2).map(|pair| pair[1] - pair[0]).collect()
     }
 
-    /// Returns the experts that at least one row chose, in rising order.
+    /// Returns the experts that at least one row chose, in ascending order.
     pub fn hit(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.experts()).filter(|expert| !self.slots_of(*expert).is_empty())
     }
 
-    /// Returns the slots of each row, by rising expert.
+    /// Returns the slots of each row, in ascending order of the experts' numbers.
     pub(crate) fn by_row(&self) -> RowSlots<'_> {
         RowSlots { slots: &self.slots, starts: &self.row_starts }
     }

@@ -34,10 +34,10 @@ pub fn load_balancing_loss(layers: &[Routing], counts: Option<&[bool]>) -> Resul
 
 /// The load-balancing loss of a batch that is divided among the ranks of an engine.
 ///
-/// The loss is not a mean over rows, so ranks that each computed it for their own rows would train on another loss than
-/// one rank with all rows. T_e and R are therefore counted over all ranks, and each rank's part is scaled so that the
-/// mean over ranks, which an engine computes, is the loss of the complete batch. Without an engine,
-/// this is [`load_balancing_loss`].
+/// The loss is not a mean over rows, so ranks that each computed it for their own rows would train on a different loss
+/// from one rank with all rows. T_e and R are therefore counted over all ranks, and each rank's part is scaled so that
+/// the mean over ranks, which an engine computes, is the loss of the complete batch. Without an engine, this is
+/// [`load_balancing_loss`].
 #[derive(Debug, Clone)]
 pub struct SyncBalanceLoss {
     link: EngineLink,
@@ -103,7 +103,7 @@ fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) ->
         }
     }
     if numbers[0] == 0.0 {
-        bail!("{NAME}: none of the {rows} rows counts; leave out micro batches that are only padding")
+        bail!("{NAME}: none of the {rows} rows counts; leave out micro batches that contain only padding")
     }
     let n = numbers[0] * layers.len() as f64;
     // The factors of the sums of probabilities.

@@ -9,9 +9,9 @@ use crate::zero::rank_core::EngineLink;
 use candle_core::{Result, Tensor};
 use std::sync::{Arc, Mutex};
 
-/// A router of a model. It does what [`route`](super::route()) does, except in the forward passes of a gradient check, which
-/// move the parameters: there, all passes have the choices of the one without moves. A choice is a constant for the gradient, but a
-/// small move changes it for some rows, and the loss then jumps.
+/// A router of a model. It does what [`route`](super::route()) does, except in the forward passes of a gradient check
+/// that move the parameters: these use the choices of the pass that moves none. For the gradient, a choice is a
+/// constant, but a small move would change it for some rows, and the loss would jump.
 #[derive(Debug, Clone)]
 pub(crate) struct CheckedRouter {
     options: RouterOptions,

@@ -8,8 +8,8 @@ use crate::nn::in_f32::has_kernels;
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{D, Device, Result, Tensor, bail};
 
-/// Computes the gated activation of `x` `[.., 2 width]`, which holds gate and up, as `[.., width]`, in f32 and rounded
-/// once.
+/// Computes the gated activation of `x` `[.., 2 width]`, which holds gate and up. The result `[.., width]` is computed
+/// in f32 and rounded once.
 ///
 /// # Errors
 /// An odd number of columns.

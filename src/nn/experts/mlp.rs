@@ -14,9 +14,9 @@ use std::sync::Arc;
 /// The MLP of all experts of a layer: for each row, the sum over its experts e of `weight_e down_e(act(gate_e x, up_e
 /// x))`.
 ///
-/// A row's experts are added by rising number, whatever their order in the router's choice, starting from 0; the weight
-/// is applied after `down` and its bias. The memory of the activations is proportional to the number of choices, not to
-/// that of the experts.
+/// The results of a row's experts are added to 0 in ascending order of the experts' numbers, whatever their order in
+/// the router's choice; the weight is applied after `down` and its bias. The memory of the activations is proportional
+/// to the number of choices, not to that of the experts.
 ///
 /// If every expert is a unit ([`with_units`](Self::with_units)), only the experts that a row chose are gathered, a few
 /// at a time.
@@ -33,7 +33,7 @@ pub struct ExpertMlp {
 struct GatedActivation {
     gate: ExpertGate,
     order: GateUpOrder,
-    /// The number of its outputs for each row.
+    /// The number of the activation's outputs for each row.
     width: usize,
 }
 
@@ -64,7 +64,7 @@ impl ExpertMlp {
 
     /// Declares that the tensors of each expert belong to a separate unit; build `units` with
     /// [`routed_units`](crate::zero::routed_units), in the order of the experts. At stage 3, an expert is then gathered
-    /// only if a row of any rank chose it. Experts are gathered, used and released a few at a time: as many as
+    /// only if a row on any rank chose it. Experts are gathered, used and released a few at a time: as many as
     /// `stage3_prefetch_bucket_size` allows, but at least one. All ranks must run the layer.
     ///
     /// # Errors
@@ -201,7 +201,7 @@ impl MlpBackward {
         let slots = self.assignment.slots();
         let mut passes = (self.gate_up.begin()?, self.down.begin()?);
         if !to_x.is_wanted() && !self.gate_up.trains() {
-            // Only `down` has gradients, for which no expert is needed.
+            // Only `down` needs gradients, and they can be computed without the weights of any expert.
             passes.1.rows::<E>(&self.down.whole(), g, None)?;
             return self.down.deliver(g, passes.1);
         }

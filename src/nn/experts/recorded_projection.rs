@@ -1,7 +1,7 @@
 //! A projection as a part of an operation: its products, and the gradients of its parameters.
 //!
-//! An operation computes the rows of some experts at a time. Only these products need the experts' weights. The gradients
-//! of the parameters need only the rows, and are delivered for all experts together.
+//! An operation computes the rows of some experts at a time. Only the products of these rows need the experts' weights.
+//! The gradients of the parameters need only the rows, and are delivered for all experts together.
 
 use super::ExpertAssignment;
 use super::adapter::{AdapterSizes, ExpertAdapter};
@@ -56,7 +56,7 @@ impl ExpertSlots {
 }
 
 impl RecordedProjection {
-    /// Adds the parameters, which are weights and biases, to an operation's inputs.
+    /// Adds the parameters (weights, biases and those of the adapter) to an operation's inputs.
     pub fn new<const N: usize>(
         sizes: &ProjectionSizes,
         layout: WeightLayout,
@@ -259,8 +259,9 @@ impl ProjectionBackward {
 }
 
 impl ProjectionPass<'_> {
-    /// Computes the gradients of the rows `x` of a part, or adds them (`true`), from the gradient `g` of their results.
-    /// Parts come in the order of the experts, each once. With `None`, only the adapter's gradients are computed.
+    /// Computes the gradients of the rows `x` of a part from the gradient `g` of their results, and writes them to
+    /// `dx`, or adds them (`true`). Parts come in the order of the experts, each once. If `dx` is `None`, only the
+    /// adapter's gradients are computed.
     pub fn rows<E: TensorElement>(&mut self, part: &ExpertSlots, g: &[E], dx: Option<(&mut [E], bool)>) -> Result<()> {
         let ProjectionBackward { projection, h, .. } = self.of;
         let mut dh = Vec::new();

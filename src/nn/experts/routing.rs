@@ -106,7 +106,7 @@ pub(super) fn choose(logits: &Tensor, options: RouterOptions) -> Result<(Arc<Vec
     Ok((Arc::new(choices), assignment))
 }
 
-/// Returns a routing with these choices, whose weights are those that the logits give them.
+/// Returns a routing with these choices, whose weights are computed from the logits.
 pub(super) fn routed(
     logits: &Tensor,
     options: RouterOptions,

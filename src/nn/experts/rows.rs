@@ -13,7 +13,8 @@ use candle_core::{Device, Result, Shape, Tensor, bail};
 use std::sync::Arc;
 
 /// Returns the rows of `x` `[.., width]` in the order of the slots, `[slots, width]`: a row once for each of its
-/// experts. The gradients of a row's slots are summed by rising expert, in f32, and rounded once.
+/// experts. The gradients of a row's slots are summed in ascending order of the experts' numbers, in f32, and rounded
+/// once.
 ///
 /// # Errors
 /// A number of rows that differs from that of the assignment.
@@ -52,8 +53,8 @@ pub fn expert_rows(x: &Tensor, assignment: &Arc<ExpertAssignment>) -> Result<Ten
 }
 
 /// Returns the sum of the experts' results for each row: the slots of `y` `[slots, width]`, multiplied by their
-/// `weights` `[rows, experts per row]`, by rising expert and starting from 0. It is computed in f32 and rounded once. The
-/// result has the shape `shape`, `[.., width]`.
+/// `weights` `[rows, experts per row]`, are added to 0 in ascending order of the experts' numbers. The sum is computed
+/// in f32 and rounded once. The result has the shape `shape`, `[.., width]`.
 ///
 /// # Errors
 /// Shapes that do not match the assignment.
@@ -69,12 +70,10 @@ pub fn combine_experts(
     let largest = assignment.choice_of_slots().iter().max().map_or(0, |choice| *choice as usize + 1);
     if slots != assignment.slots() || weights.elem_count() < largest || shape.elem_count() != rows * width {
         bail!(
-            "{NAME}: {slots} slots of {width} elements, weights of shape {:?} and a result of shape {:?}; {} rows with {} \
-             slots need [{}, ..], a weight for each choice and [{rows}, ..]",
+            "{NAME}: y has the shape [{slots}, {width}], the weights {:?}, and the result {:?}; y must have {} slots, \
+             the weights at least {largest} elements, and the result {rows} rows of {width} elements",
             weights.dims(),
             shape.dims(),
-            rows,
-            assignment.slots(),
             assignment.slots()
         )
     }
@@ -114,7 +113,7 @@ pub fn combine_experts(
 }
 
 /// Computes `onto + sigmoid(gate) * x`, with one gate `[.., 1]` for each row of `x` `[.., width]`, in f32 and rounded
-/// once. This is the shared expert of Qwen2-MoE, `x`, whose gate is a linear layer with one output.
+/// once. In Qwen2-MoE, `x` is the output of the shared expert, and its gate is a linear layer with one output.
 ///
 /// # Errors
 /// Shapes that do not match.

@@ -248,7 +248,7 @@ fn auxiliary_losses_that_cannot_be_are_refused() {
     insta::assert_snapshot!(refusal(&[], None), @"load_balancing_loss: there is no layer with experts; compute the loss only for models that have one");
     insta::assert_snapshot!(refusal(&[routing(5, 4), routing(5, 3)], None), @"load_balancing_loss: layer 1 has 5 rows, 3 experts, 2 of them for each row, and logits in F32; the first has 5, 4, 2 and F32, and all must be equal");
     insta::assert_snapshot!(refusal(&[routing(2, 4)], Some(&[true; 3])), @"load_balancing_loss: the mask has 3 elements; there are 2 rows");
-    insta::assert_snapshot!(refusal(&[routing(2, 4)], Some(&[false; 2])), @"load_balancing_loss: none of the 2 rows counts; leave out micro batches that are only padding");
+    insta::assert_snapshot!(refusal(&[routing(2, 4)], Some(&[false; 2])), @"load_balancing_loss: none of the 2 rows counts; leave out micro batches that contain only padding");
 }
 
 // --- Rows ---
@@ -532,7 +532,7 @@ fn weights_in_f32_take_16_bit_rows_and_experts_without_rows_still_have_gradients
 fn no_rows_at_all_give_gradients_of_zeros() {
     let empty = Arc::new(ExpertAssignment::new(&[], 2, EXPERTS).unwrap());
     let fused = Case { fused: true, adapter: Some(DType::F32), ..PLAIN };
-    // Rows of another dtype than the weights take the loop over the experts.
+    // Rows whose dtype differs from that of the weights use the loop over the experts.
     for (case, of_rows) in [(Case { bias: true, ..PLAIN }, DType::F32), (fused, DType::F32), (fused, DType::BF16)] {
         let mut t = operands(case);
         t[0] = t[0].narrow(0, 0, 0).unwrap().to_dtype(of_rows).unwrap();
@@ -662,7 +662,7 @@ fn a_whole_block_is_a_plain_loop_over_its_experts() {
 
 #[test]
 fn the_mlp_of_an_adapted_mixture_is_its_parts_one_after_the_other() {
-    // The MLP is one operation. It must have the bits of its parts.
+    // The MLP is one operation. Its result must have the same bits as that of its parts.
     for (dtype, _) in DTYPES {
         for adapters in [false, true] {
             let mut t = vec![tensor(&[ROWS, 8], 1, dtype)];

@@ -39,8 +39,8 @@ impl RankCore {
         self.check.shifts.load(Ordering::Relaxed)
     }
 
-    /// Returns whether layers keep the discrete choices of a check's first forward pass for the later ones. That pass must
-    /// then be one without moves, because the gradient is that of its choices.
+    /// Returns whether layers keep the discrete choices of a check's first forward pass for the later passes. The first
+    /// pass must then leave the parameters unmoved, because the gradient is computed with the choices made in it.
     pub fn holds_choices(&self) -> bool {
         self.check.holds_choices.load(Ordering::Relaxed)
     }
@@ -51,7 +51,8 @@ impl RankCore {
         lock(&self.check.state).sign != 0.0
     }
 
-    /// Runs a forward pass with parameters moved. Afterwards everything is restored, and nothing can be differentiated.
+    /// Runs a forward pass with parameters moved, and then restores everything. The returned output cannot be
+    /// differentiated.
     ///
     /// # Errors
     /// Errors of `run`; a failed collective.

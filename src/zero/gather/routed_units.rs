@@ -26,7 +26,7 @@ use std::sync::Arc;
 /// The number of units that one number of the exchange describes.
 pub(crate) const FLAGS_PER_WORD: usize = u64::BITS as usize;
 
-/// The units of one layer of which each input uses only some.
+/// The units of one layer. Each input uses only some of them.
 #[derive(Debug, Clone)]
 pub struct RoutedUnits {
     units: Arc<[UnitId]>,
@@ -96,8 +96,8 @@ impl RoutedUnits {
         self.count == 0
     }
 
-    /// Collective if parameters are sharded among ranks: determines which units are used, given those that this rank's
-    /// input `chose`.
+    /// Determines which units are used, given the units that this rank's input `chose`. Collective if parameters are
+    /// sharded among ranks.
     pub(crate) fn agree(&self, chose: impl Iterator<Item = usize>) -> candle_core::Result<RoutedPass> {
         let whole = || Ok(RoutedPass::whole(self.count));
         let Some(core) = self.link.core().filter(|core| core.shards_params()) else { return whole() };
@@ -127,7 +127,7 @@ impl RoutedUnits {
     }
 
     /// Declares that the layer's operations depend on the units that this rank's input chose, so that the gradients of
-    /// the units' parameters arrive in another order on each rank. All ranks declare it for the same layers.
+    /// the units' parameters arrive in a different order on each rank. All ranks declare this for the same layers.
     pub(crate) fn expect_any_order(&self) {
         let Some(core) = self.link.core().filter(|core| core.comm().size() > 1) else { return };
         let (Some(first), Some(last)) = (self.units.first(), self.units.last()) else { return };
@@ -144,12 +144,12 @@ pub(crate) struct RoutedPass {
     gathered: Option<(EngineLink, Arc<[RoutedGroup]>)>,
 }
 
-/// Consecutive units, of which those that were chosen are in memory together.
+/// Consecutive units. Those that were chosen are in memory together.
 #[derive(Debug)]
 struct RoutedGroup {
-    /// The numbers of all of them, chosen or not.
+    /// The numbers of all units, chosen or not.
     numbers: Range<usize>,
-    /// Those that were chosen.
+    /// The units that were chosen.
     units: Vec<UnitId>,
 }
 
@@ -159,7 +159,7 @@ impl RoutedPass {
         Self { count, gathered: None }
     }
 
-    /// Calls `run` with ranges of consecutive units, which together are all of them, in order. The chosen units of a
+    /// Calls `run` with ranges of consecutive units that together contain all units, in order. The chosen units of a
     /// range are in memory while `run` runs.
     pub fn run(&self, mut run: impl FnMut(Range<usize>) -> candle_core::Result<()>) -> candle_core::Result<()> {
         let Some((link, groups)) = &self.gathered else { return run(0..self.count) };

@@ -11,9 +11,10 @@
 //! is over, as ZeRO defines it. At stage 0, the full sum is kept.
 //!
 //! A parameter whose gradient may be missing on some ranks (`ignore_unused_parameters`, the experts of a leaf unit), or
-//! may arrive in another order (the experts of a layer without a grouped product), waits until this rank's backward pass is over: Candle offers no earlier point at which it is known that a gradient
-//! will not come. Then all such gradients are reduced in a fixed order, with zeros for missing ones, so that ranks on
-//! which different gradients are missing still issue the same collectives.
+//! may arrive in a different order on each rank (the experts of a layer without a grouped product), waits until this
+//! rank's backward pass is over: Candle offers no earlier point at which it is known that a gradient will not come.
+//! Then all such gradients are reduced in a fixed order, with zeros for missing ones, so that ranks on which different
+//! gradients are missing still issue the same collectives.
 //!
 //! With `zero_quantized_gradients`, a rank sends its gradients as int4, in blocks that depend only on the parameter and
 //! the number of ranks. Sums are always computed in f32, and at stage 0 they are transferred exactly. With

@@ -168,7 +168,7 @@ impl<R: ShareStorage> SubGroup<R> {
         };
     }
 
-    /// Returns the gradient buffer of a slot (its owned elements and padding), zeroed if no gradient has arrived.
+    /// Returns a new buffer of zeros for the gradient of a slot (its owned elements and padding).
     pub fn zeroed_grads(&self, slot: usize, rank: &R, dtype: DType) -> Result<TrackedBuffer<R::Buffer>> {
         let zeros = R::Buffer::zeros(rank.share_place(), dtype, self.slots[slot].len)?;
         Ok(TrackedBuffer::new(rank.ledger(), MemoryKind::Gradients, zeros))

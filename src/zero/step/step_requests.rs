@@ -1,6 +1,6 @@
 //! Requests of rank 0 to all ranks in a vote, in the same message as the flag for overflow.
 
-/// The requests of a step. All ranks know them after the vote.
+/// The requests of a step. They are the same on all ranks after the vote.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct StepRequests {
     /// After the step, all ranks report their memory and their times for the record of the run.

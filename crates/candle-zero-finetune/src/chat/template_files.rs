@@ -12,8 +12,9 @@ const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 /// The subfolder of a model's folder for additional templates. Each file is named after its template.
 pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
 
-/// Returns all templates in a model's folder by name, with the usual one as `default`: those of chat_template.jinja and
-/// of the folder `additional_chat_templates` or, without these, those of tokenizer_config.json.
+/// Returns all templates in a model's folder by name, with the usual one as `default`: the template in
+/// chat_template.jinja or, if that file is missing, the templates in tokenizer_config.json; and the templates in the
+/// folder `additional_chat_templates`.
 ///
 /// # Errors
 /// Fails if a file cannot be read.

@@ -322,8 +322,8 @@ impl DatasetBuilder<'_> {
                 None if !all => {
                     return Err(
                         "it is uncertain which message each {% generation %} block of the chat template belongs \
-                                to, and not all answers are trained on; in a copy of it, write one block around \
-                                each answer"
+                                to, and not all answers are trained on; in a copy of the template, write one block \
+                                around each answer"
                             .into(),
                     );
                 }

@@ -68,7 +68,7 @@ pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
         [only] if !report.broken.is_empty() => refused(
             &path,
             format!(
-                "all records with a label have {only:?}; at least two labels are required ({})",
+                "all records with a label have the label {only:?}; at least two labels are required ({})",
                 report.why_nothing()
             ),
         ),

@@ -65,8 +65,8 @@ impl OtherParts {
 
 impl BaseModel {
     /// Opens a folder with `config.json` and weights (`model.safetensors`, or the shards that
-    /// `model.safetensors.index.json` lists, in f32, bf16 or f16, and experts also in MXFP4), a GGUF file, or a folder with one. Reads only
-    /// headers, and compares the weights' names, shapes and types with the description.
+    /// `model.safetensors.index.json` lists, in f32, bf16 or f16, and experts also in MXFP4), a GGUF file, or a folder
+    /// with one. Reads only headers, and compares the weights' names, shapes and types with the description.
     ///
     /// If the model has no separate output projection, an output projection among the weights is ignored.
     ///

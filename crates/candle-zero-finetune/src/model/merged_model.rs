@@ -251,8 +251,8 @@ struct ExpertUpdates<'a> {
 }
 
 impl<'a> ExpertUpdates<'a> {
-    /// Takes the matrices of single experts out of those of all experts: A is `[experts * r, in]`, B is
-    /// `[out, r * experts]` with the experts in turn.
+    /// Extracts the matrices of single experts from those of all experts: A is `[experts * r, in]`, B is
+    /// `[out, r * experts]`, in which the columns of the experts alternate.
     fn new(part: ExpertPart, [a, b]: [&'a AdapterTensor; 2], scale: f32) -> Self {
         let (columns, inputs) = (a.shape[0], part.inputs);
         let all = b.values.chunks_exact(columns.max(1));

@@ -17,10 +17,10 @@ use std::sync::Arc;
 const BLOCK: usize = 32;
 /// The values of the codes.
 const CODES: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-/// The scale with the factor 1.
+/// The scale whose factor is 1.
 const SCALE_OF_1: i32 = 127;
 
-/// Weights in files, of which some may be in MXFP4.
+/// Weights in files, some of which may be in MXFP4.
 #[derive(Debug)]
 pub(super) struct Mxfp4Files {
     files: Arc<WeightFiles>,
@@ -45,7 +45,8 @@ pub(super) fn is_packed(files: &WeightFiles, name: &str) -> bool {
 /// Checks that a parameter `[experts, in, out]` in MXFP4 is complete, and that its tensors have the right shapes.
 ///
 /// # Errors
-/// A tensor that is missing, or whose shape or dtype does not match; a number of inputs that blocks do not divide.
+/// A tensor that is missing, or whose shape or dtype does not match; a number of inputs that is not a multiple of the
+/// block size.
 pub(super) fn check_packed(files: &WeightFiles, name: &str, shape: &[usize]) -> Result<()> {
     packed(files, name, shape).map(drop)
 }
@@ -53,7 +54,8 @@ pub(super) fn check_packed(files: &WeightFiles, name: &str, shape: &[usize]) -> 
 fn packed<'a>(files: &'a WeightFiles, name: &str, shape: &[usize]) -> Result<PackedTensors<'a>> {
     let [blocks, scales] = packed_names(name);
     let &[experts, inputs, outputs] = shape else {
-        return Err(wrong(files, &blocks, format!("belongs to a parameter of shape {shape:?}, which is not in MXFP4")));
+        let problem = format!("belongs to a parameter of shape {shape:?}; MXFP4 needs the shape [experts, in, out]");
+        return Err(wrong(files, &blocks, problem));
     };
     if !inputs.is_multiple_of(BLOCK) {
         let problem = format!("belongs to experts with {inputs} inputs; MXFP4 needs a multiple of {BLOCK}");
@@ -61,7 +63,7 @@ fn packed<'a>(files: &'a WeightFiles, name: &str, shape: &[usize]) -> Result<Pac
     }
     let find = |name: &str, other: &str, shape: &[usize]| {
         let Some((_, tensor)) = files.find(name) else {
-            let problem = format!("is missing, but there is {other}; MXFP4 needs both: download the files again");
+            let problem = format!("is missing, but there is {other}; MXFP4 needs both, so download the files again");
             return Err(wrong(files, name, problem));
         };
         let (dtype, _) = tensor.raw();

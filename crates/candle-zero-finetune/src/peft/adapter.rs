@@ -307,8 +307,8 @@ impl Adapter {
     }
 }
 
-/// Returns whether a parameter belongs to one of the modules that are saved completely. As in PEFT, a module is meant if
-/// its path ends with one of the names.
+/// Returns whether a parameter belongs to one of the modules that are saved completely. As in PEFT, a module is saved
+/// completely if its path ends with one of the names.
 pub(crate) fn is_saved(parameter: &str, saved: &[String]) -> bool {
     let mut modules = parameter.match_indices('.').map(|(at, _)| &parameter[..at]);
     !is_adapter(parameter) && modules.any(|module| saved.iter().any(|name| module.ends_with(name.as_str())))

@@ -184,7 +184,7 @@ impl PeftConfig {
             "use_dora": dora,
             "use_rslora": rslora,
         });
-        // Versions of PEFT before 0.17 do not know the key.
+        // Versions of PEFT before 0.17 do not have the key.
         let config = match (config, target_parameters.is_empty()) {
             (Value::Object(mut config), false) => {
                 config.insert("target_parameters".into(), json!(target_parameters));
@@ -263,7 +263,7 @@ fn names(key: &str, found: Option<&Value>) -> Result<Option<Vec<String>>, String
     }
 }
 
-/// Returns the projections with adapters. If parameters of experts have adapters, there need not be any.
+/// Returns the projections with adapters. If parameters of experts have adapters, projections need none.
 fn targets(found: Option<&Value>, has_parameters: bool) -> Result<LoraTargets, String> {
     match found {
         Some(Value::String(all)) if all == "all-linear" => Ok(LoraTargets::AllLinear),

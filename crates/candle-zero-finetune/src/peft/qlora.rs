@@ -6,9 +6,9 @@ use candle_zero::precision::{Nf4Scales, WeightPacking};
 /// The packing of these weights: NF4 with 8-bit scales (QLoRA, arXiv 2305.14314).
 pub(crate) const PACKING: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
-/// Returns whether QLoRA quantizes a parameter of a decoder or an encoder, given its name and shape. It quantizes the weights of all
-/// linear layers in the model's blocks, those of experts included. As in PEFT, embeddings, the output projection, norms,
-/// biases and routers stay in the model's precision.
+/// Returns whether QLoRA quantizes a parameter of a decoder or an encoder, given its name and shape. It quantizes the
+/// weights of all linear layers in the model's blocks, including those of experts. As in PEFT, embeddings, the output
+/// projection, norms, biases and routers stay in the model's precision.
 ///
 /// This is the rule for [`EngineBuilder::quantized`](candle_zero::EngineBuilder::quantized).
 pub fn is_quantized(name: &str, shape: &[usize]) -> bool {
@@ -23,8 +23,8 @@ pub fn is_quantized(name: &str, shape: &[usize]) -> bool {
     is_in_block && is_linear && !is_adapter(name)
 }
 
-/// The ends of the names of routers' weights, and of the gates of shared experts. They are small, and errors in them would
-/// change the choices of experts.
+/// The ends of the names of the weights of routers and of the gates of shared experts. These weights are small, and
+/// errors in those of routers would change the choices of experts.
 const ROUTERS: [&str; 3] = [".gate.weight", ".router.weight", ".shared_expert_gate.weight"];
 /// The number of elements with a common scale.
 const BLOCK: usize = 64;

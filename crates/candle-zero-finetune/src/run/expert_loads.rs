@@ -3,8 +3,8 @@
 use candle_zero::models::ExpertLoad;
 use serde::Serialize;
 
-/// How evenly the routers of a step chose their experts. A share is a part of the choices of a block's router, so that
-/// all shares of N experts are 1 / N if they are chosen equally often.
+/// How evenly the routers of a step chose their experts. A share is the part of the choices of a block's router that
+/// went to one expert: 1 / N for each of N experts that are chosen equally often.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ExpertShares {
@@ -56,7 +56,8 @@ struct WatchedBlock {
 const DEAD_AFTER: f64 = 100.0;
 
 impl ExpertWatch {
-    /// Takes the loads of a step, and returns a message for each block with experts that are found dead for the first time.
+    /// Takes the loads of a step, and returns a message for each block in which experts are found dead for the first
+    /// time.
     pub fn observe(&mut self, loads: &[ExpertLoad]) -> Vec<String> {
         if self.blocks.is_empty() {
             let watched =
@@ -77,7 +78,7 @@ impl ExpertWatch {
             if !dead.is_empty() {
                 let (experts, of) = (if dead.len() == 1 { "expert" } else { "experts" }, load.choices.len());
                 messages.push(format!(
-                    "warning: no token chooses {experts} {} (of {of}) of layer {} any more; a load-balancing loss \
+                    "warning: no token chooses {experts} {} (of {of}) in layer {} any more; a load-balancing loss \
                      (--router_aux_loss_coef 0.01) makes the choices more even",
                     dead.join(", "),
                     watched.block
@@ -113,10 +114,10 @@ mod tests {
             let messages = watch.observe(&[load(1, &[50, 40, 0]), load(3, &[30, 30 + step % 3, 30])]);
             assert_eq!(messages.len(), usize::from(step == 3), "step {step}");
             if let [message] = &messages[..] {
-                insta::assert_snapshot!(message, @"warning: no token chooses expert 2 (of 3) of layer 1 any more; a load-balancing loss (--router_aux_loss_coef 0.01) makes the choices more even");
+                insta::assert_snapshot!(message, @"warning: no token chooses expert 2 (of 3) in layer 1 any more; a load-balancing loss (--router_aux_loss_coef 0.01) makes the choices more even");
             }
         }
-        // An expert that is chosen now and then is not dead.
+        // An expert that is chosen from time to time is not dead.
         let mut watch = ExpertWatch::default();
         for step in 0..50 {
             assert!(watch.observe(&[load(0, &[60, u64::from(step % 3 == 0)])]).is_empty());

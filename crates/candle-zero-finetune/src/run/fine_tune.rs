@@ -331,7 +331,7 @@ impl FineTune {
         }
         let saving = self.prepared.options.saving.as_ref();
         let is_due = saving.and_then(|saving| saving.every).is_some_and(|every| steps.is_multiple_of(every));
-        // A run without a folder for checkpoints does not ask, so the dashboard offers no request.
+        // A run without a folder for checkpoints does not check for requests to save, so the dashboard offers none.
         let is_requested = saving.is_some() && self.engine.save_requested();
         if (is_due || is_requested) && steps != self.total {
             let saved = self.save(true);

@@ -118,7 +118,7 @@ impl Objective {
             }
             Self::Generate => {
                 let targets = rows.targets.iter().filter(|target| **target != NO_TARGET).count();
-                // The load-balancing loss is not a sum over targets, and no part of a validation.
+                // The load-balancing loss is not a sum over targets, and is not part of a validation.
                 let DecoderBatch { ids, targets: next, sequences, divisor } =
                     Self::decoder_batch(rows, Some(1.0), device)?;
                 let loss = model.decoder()?.loss_packed(&ids, &next, sequences.as_ref(), divisor)?;

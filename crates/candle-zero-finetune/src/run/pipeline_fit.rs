@@ -45,7 +45,7 @@ pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usi
     match stages {
         None | Some(0) => Ok(None),
         Some(1) => {
-            // A pipeline of one rank is none.
+            // With one stage, there is no pipeline.
             config.as_object_mut().map(|config| config.remove("pipeline"));
             Ok(None)
         }

@@ -177,7 +177,7 @@ fn set_balance(config: &mut DecoderConfig, options: &Options) -> Result<()> {
     match (&mut config.mixture, options.router_aux_loss_coef) {
         (Some(mixture), Some(factor)) => mixture.balance_coefficient = Some(factor),
         (None, Some(_)) => {
-            return Err(misused(FLAG, "is for mixtures of experts, and the model is none; leave it out"));
+            return Err(misused(FLAG, "is for mixtures of experts, but the model is not one; leave it out"));
         }
         (_, None) => (),
     }

@@ -42,8 +42,8 @@ pub struct StepReport {
     pub disk_bytes_per_s: f64,
     /// The peak memory of the rank that used the most.
     pub rss_peak_bytes: Option<u64>,
-    /// The load-balancing loss of the step's routers, which is part of `loss` with a factor, if the model is trained with
-    /// one.
+    /// The load-balancing loss of the step's routers, which is multiplied by a factor and included in `loss`, if the
+    /// model is trained with such a loss.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub router_aux_loss: Option<f64>,
     /// How evenly the routers of a mixture chose their experts.

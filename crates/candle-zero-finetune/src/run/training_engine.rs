@@ -62,7 +62,7 @@ pub(super) struct StepOutcome {
     pub loss: f64,
     /// The number of tokens without padding.
     pub tokens: f64,
-    /// The means of the rewards' numbers, for preferences.
+    /// The means of the four values of the rewards, if preferences are optimized.
     pub rewards: [f64; 4],
     /// The mean load-balancing loss, if the model is trained with one.
     pub balance: Option<f64>,
@@ -227,7 +227,7 @@ impl TrainingEngine {
         on_either!(self, engine => engine.stop_requested())
     }
 
-    /// Returns whether the user has asked for a checkpoint: the same on all ranks.
+    /// Returns whether the user has asked for a checkpoint. The result is the same on all ranks.
     pub(super) fn save_requested(&self) -> bool {
         on_either!(self, engine => engine.save_requested())
     }

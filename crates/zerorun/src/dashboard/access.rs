@@ -1,8 +1,8 @@
-//! Which requests are answered.
+//! Decides which requests are answered.
 //!
 //! A page of another site can make the browser send requests to this server. Such a site cannot read the responses unless
-//! its name leads to this host (DNS rebinding), so only names that no other site can own are accepted as the host. Requests
-//! that act need the token, which only the terminal has shown.
+//! its name resolves to this host (DNS rebinding), so only names that no other site can own are accepted as the host.
+//! POST requests need the token, which is shown only in the terminal.
 
 use super::error::DashboardError;
 use super::http::{HttpRefusal, HttpRequest};
@@ -57,7 +57,7 @@ impl AccessRules {
         Ok(Self { token: ActionToken::draw()?, name: (!bound.is_loopback()).then(host_name) })
     }
 
-    /// Checks the host that a request names, and for requests that act also the token.
+    /// Checks the host that a request names and, for a POST request, also the token.
     ///
     /// # Errors
     /// 403 with the reason.
@@ -66,10 +66,10 @@ impl AccessRules {
         match request.header("host") {
             Some(host) if self.is_own(host) => {}
             _ => {
-                return forbidden("the host of this address is unknown here; use the address that zerorun has printed");
+                return forbidden("the host name in this address is unknown; use the address that zerorun has printed");
             }
         }
-        // Other sites need not even know whether a run exists.
+        // Other sites must not even find out whether a run exists.
         if request.header("sec-fetch-site") == Some("cross-site") && request.path.starts_with("/api/") {
             return forbidden("this request comes from another site");
         }
@@ -81,12 +81,12 @@ impl AccessRules {
         }
         match self.token.is_in(request) {
             true => Ok(()),
-            false => forbidden("this needs the token; open the link that zerorun has printed"),
+            false => forbidden("this request needs the token; open the link that zerorun has printed"),
         }
     }
 
-    /// Returns whether a `Host` header names this host: by a number, as localhost, or by its name if the server is open to
-    /// others. The port may be another one, because a tunnel may lead here.
+    /// Returns whether a `Host` header is one that no other site can own: an IP address, localhost, or the name of this
+    /// host if others can reach the server. The port may differ, because the request may come through a tunnel.
     fn is_own(&self, host: &str) -> bool {
         if let Some((address, rest)) = host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
             let is_port = rest.is_empty() || rest.strip_prefix(':').is_some_and(is_port);

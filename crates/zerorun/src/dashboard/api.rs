@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::path::{Component, Path};
 use std::time::{Duration, Instant};
 
-/// The number of rows of metrics, unless the page asks for another one, and its limits.
+/// The number of rows of metrics if the page requests none, and the limits on a requested number.
 const DEFAULT_ROWS: usize = 2000;
 const MIN_ROWS: usize = 50;
 const MAX_ROWS: usize = 10_000;
@@ -19,7 +19,7 @@ const MAX_EVENTS: usize = 1000;
 const MAX_SAMPLES: usize = 200;
 const MAX_LAUNCH: usize = 5000;
 const MAX_LOG: usize = 2000;
-/// A list of runs is used for this time, and for this many times the time that it took.
+/// A list of runs is reused for at least this time, and for at least this many times the time that reading it took.
 const LIST_AGE: Duration = Duration::from_secs(1);
 const LIST_AGE_FACTOR: u32 = 10;
 
@@ -56,7 +56,7 @@ pub(super) fn run(request: &HttpRequest, state: &DashboardState) -> Result<Value
     let news = tail.look().map_err(|error| failed(&error))?;
     let mut info = json!(run.info());
     if let Some(info) = info.as_object_mut() {
-        // They are in `config`, by their dotted names.
+        // Both are in `config`, by their dotted names.
         info.remove("settings");
         info.remove("configuration");
     }
@@ -99,15 +99,15 @@ pub(super) fn request(request: &HttpRequest, state: &DashboardState) -> Result<V
     };
     let run = named(request, state)?;
     if run.state() != RecordedState::Running {
-        let text = format!("run {} is not running: it is {}", run.id(), run.state().name());
+        let text = format!("run {} is not running; its state is {}", run.id(), run.state().name());
         return Err(HttpRefusal::new(409, text));
     }
     let ranks = run.ranks().map_err(|error| failed(&error))?.unwrap_or_default();
     if !ranks["answers"].as_array().is_some_and(|answers| answers.iter().any(|answer| answer == what)) {
         let text = match asked {
-            RunRequest::Stop => "the program has not yet asked whether it should stop (Engine::stop_requested)",
+            RunRequest::Stop => "the program has not yet checked for requests to stop (Engine::stop_requested)",
             _ => {
-                "the program has not yet asked whether it should save (Engine::save_requested), or saves no checkpoints"
+                "the program has not yet checked for requests to save (Engine::save_requested), or saves no checkpoints"
             }
         };
         return Err(HttpRefusal::new(409, text));

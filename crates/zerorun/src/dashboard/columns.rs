@@ -4,8 +4,8 @@ use candle_zero::runs::{MetricsRow, json_number};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
-/// Rows as columns. If there are more rows than requested, consecutive ones become one, which has the last step and time
-/// of them, and the mean, the lowest and the highest of each value.
+/// Rows as columns. If there are more rows than requested, groups of consecutive rows become one row each, which has
+/// the step and time of the last row of the group, and the mean, minimum and maximum of each value.
 #[derive(Debug, Default)]
 pub(super) struct MetricsColumns {
     steps: Vec<u64>,
@@ -31,7 +31,7 @@ impl ValueRange {
     fn add(&mut self, value: f64) {
         self.sum += value;
         self.count += 1.0;
-        // A comparison with NaN is false, so the range is that of the other values.
+        // `min` and `max` ignore NaN, so the range is that of the other values.
         (self.low, self.high) = (self.low.min(value), self.high.max(value));
     }
 
@@ -41,7 +41,7 @@ impl ValueRange {
 }
 
 impl MetricsColumns {
-    /// Returns rows, sorted by step, as at most `most` rows.
+    /// Converts `rows`, which must be sorted by step, to columns with at most `most` rows.
     pub(super) fn of(rows: &[MetricsRow], most: usize) -> Self {
         let in_one = rows.len().div_ceil(most.max(1)).max(1);
         let mut columns = Self { is_reduced: in_one > 1, ..Self::default() };

@@ -16,7 +16,7 @@ pub enum DashboardError {
         /// The reason.
         source: std::io::Error,
     },
-    /// The system has given no random numbers for the token.
+    /// The system has provided no random numbers for the token.
     #[error("cannot create the token of the dashboard: {reason}")]
     Token {
         /// The reason.

@@ -1,4 +1,4 @@
-//! Requests and responses of HTTP/1.1, as far as the dashboard needs them: one request a connection, and no body.
+//! The part of HTTP/1.1 that the dashboard needs: one request per connection, whose body is ignored.
 
 use serde_json::Value;
 use std::io::{self, Read, Write};
@@ -30,7 +30,7 @@ pub(super) struct HttpRequest {
     pub(super) headers: Vec<(String, String)>,
 }
 
-/// A response that says why a request is not answered.
+/// A response that says why a request is refused.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct HttpRefusal {
     pub(super) status: u16,
@@ -78,7 +78,10 @@ impl HttpRequest {
         self.query.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
-    /// Reads a request. `None`: the client has left, or was too slow.
+    /// Reads a request, or returns the response to one that is malformed or too large.
+    ///
+    /// # Errors
+    /// The client has left, or was too slow.
     pub(super) fn read(client: &mut TcpStream) -> io::Result<Result<Self, HttpRefusal>> {
         let until = Instant::now() + REQUEST_TIMEOUT;
         client.set_write_timeout(Some(WRITE_TIMEOUT))?;
@@ -196,7 +199,7 @@ pub(super) fn encode(text: &str) -> String {
     text.bytes().map(letter).collect()
 }
 
-/// Writes the head of a response. `length`: that of the body, unless it ends with the connection.
+/// Writes the head of a response. `length` is the length of the body, or `None` if the body ends with the connection.
 pub(super) fn write_head(
     client: &mut impl Write,
     status: u16,

@@ -17,11 +17,11 @@ use std::time::{Duration, Instant};
 
 /// The time between two events.
 const INTERVAL: Duration = Duration::from_millis(100);
-/// The time between two looks at the states of the runs and the reports of their ranks.
+/// The time after which the states of the runs and the reports of their ranks are read again.
 const STATE_INTERVAL: Duration = Duration::from_secs(1);
 /// The time without news after which a comment shows that the connection still exists.
 const QUIET: Duration = Duration::from_secs(15);
-/// The maximum number of runs of a page.
+/// The maximum number of runs that a page can watch.
 const MAX_RUNS: usize = 12;
 /// The maximum number of rows of a run in one event.
 const MAX_ROWS: usize = 100;
@@ -36,8 +36,8 @@ pub(super) struct WatchedRun {
     ranks: Value,
 }
 
-/// Returns the runs that a request names, as `run=ID@POSITIONS`; after an interruption, the browser repeats the last id,
-/// which has newer positions.
+/// Returns the runs that a request names, as `run=ID@POSITIONS`. After an interruption, the browser sends the id of the
+/// last event, which has newer positions.
 pub(super) fn tails(request: &HttpRequest, state: &DashboardState) -> Result<Vec<WatchedRun>, HttpRefusal> {
     let last = request.header("last-event-id").and_then(parse_query);
     let named = last.as_ref().filter(|query| !query.is_empty()).unwrap_or(&request.query);
@@ -46,7 +46,7 @@ pub(super) fn tails(request: &HttpRequest, state: &DashboardState) -> Result<Vec
         return Err(HttpRefusal::new(400, format!("a page watches at most {MAX_RUNS} runs")));
     }
     let watched = |text: &&String| {
-        let wrong = || HttpRefusal::new(400, "a run is given as ID@POSITIONS, which are five numbers with dots");
+        let wrong = || HttpRefusal::new(400, "give a run as ID@POSITIONS, with five positions separated by dots");
         let (id, positions) = text.rsplit_once('@').ok_or_else(wrong)?;
         let positions: Option<Vec<u64>> = positions.split('.').map(|number| number.parse().ok()).collect();
         let positions: [u64; 5] = positions.and_then(|all| all.try_into().ok()).ok_or_else(wrong)?;
@@ -97,7 +97,7 @@ impl WatchedRun {
         format!("run={}", encode(&format!("{}@{positions}", self.id)))
     }
 
-    /// Returns what is new. `looks`: whether the state and the ranks are read too.
+    /// Returns what is new. If `looks` is true, the state and the ranks are read, too.
     fn news(&mut self, looks: bool) -> Option<Value> {
         // A file that cannot be read now may be readable later; a removed run is noticed below.
         let news = self.tail.look().unwrap_or_default();
@@ -111,7 +111,7 @@ impl WatchedRun {
             let (state, ranks) = match &run {
                 Ok(run) => {
                     let mut state = run.to_json();
-                    // It always changes, and the page can compute it.
+                    // The duration always changes, and the page can compute it.
                     if run.state() == candle_zero::runs::RecordedState::Running {
                         state["seconds"] = Value::Null;
                     }
@@ -153,7 +153,8 @@ fn add(all: &mut Value, news: &RunNews) {
     }
 }
 
-/// Returns the step after which the page forgets its rows, because they are repeated, and the rows that follow.
+/// Returns the step after which the page must drop its rows, because the run has repeated these steps, and the new
+/// rows.
 fn rows(lines: &[MetricsLine]) -> (Option<u64>, Vec<MetricsRow>) {
     let (mut after, mut rows) = (None::<u64>, BTreeMap::<u64, MetricsRow>::new());
     for line in lines {

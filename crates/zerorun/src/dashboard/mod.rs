@@ -8,8 +8,8 @@
 //! ```
 //!
 //! `server` accepts connections and answers each on its own thread; `http` reads requests and writes responses; `access`
-//! decides which requests are answered. The page only displays text as text, and its policy (`http::POLICY`) forbids the
-//! browser to run or load anything else.
+//! decides which requests are answered. The page displays all text as plain text, and its policy (`http::POLICY`) keeps
+//! the browser from loading or running anything but the page's own files.
 
 mod access;
 mod api;

@@ -17,9 +17,9 @@ use std::time::Duration;
 /// The maximum number of connections, and of those that receive live updates.
 const MAX_CONNECTIONS: usize = 64;
 const MAX_LIVE: usize = 32;
-/// How long to wait after a failure to accept a connection: the process may be out of file descriptors.
+/// The pause after a failure to accept a connection: the process may be out of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
-/// How long a client whose request was refused may go on sending.
+/// The time for which a client whose request was refused may continue to send.
 const LINGER: Duration = Duration::from_millis(500);
 
 /// A running server. It ends when it is dropped.
@@ -34,7 +34,7 @@ impl Dashboard {
     /// Serves the runs of a folder; port 0 selects a free one.
     ///
     /// # Errors
-    /// [`DashboardError`] if the port is taken or not allowed, or if there is no token.
+    /// [`DashboardError`] if the port is taken or not allowed, or if no token can be created.
     pub(crate) fn serve(folder: ServedFolder, bind: SocketAddr) -> Result<Self, DashboardError> {
         let failed = |source| DashboardError::Port { address: bind.ip(), port: bind.port(), source };
         let rules = AccessRules::new(bind.ip())?;
@@ -64,7 +64,7 @@ impl Dashboard {
         Ok(Self { address, state, thread: Some(thread) })
     }
 
-    /// Returns the address to open in a browser, with the token that allows to act.
+    /// Returns the address to open in a browser, with the token that authorizes requests.
     pub(crate) fn link(&self) -> String {
         let host = match self.address.ip() {
             IpAddr::V4(Ipv4Addr::UNSPECIFIED) => candle_zero::util::host_name(),
@@ -105,7 +105,7 @@ struct CountedPlace<'a>(&'a AtomicUsize);
 impl<'a> CountedPlace<'a> {
     fn take(count: &'a AtomicUsize, most: usize) -> Option<Self> {
         let place = Self(count);
-        // The place is given back at once if there are too many.
+        // If there are too many, the place is given back immediately.
         (count.fetch_add(1, Ordering::SeqCst) < most).then_some(place)
     }
 }
@@ -143,7 +143,7 @@ fn answer(mut client: TcpStream, has_place: bool, state: &DashboardState) -> std
     }
 }
 
-/// Answers a request, or returns why not.
+/// Answers a request, or returns the reason why it is refused.
 fn route(
     request: &HttpRequest,
     client: &mut TcpStream,
@@ -194,7 +194,7 @@ mod tests {
 
     const ID: &str = "x-20260131-235959";
 
-    /// Writes the record of a run, of which `lock` can hold the lock of a process that records it.
+    /// Writes the record of a run. A test can lock the folder to act as the process that records the run.
     fn record(runs: &Path) {
         let folder = runs.join(ID);
         std::fs::create_dir_all(&folder).unwrap();
@@ -328,7 +328,7 @@ mod tests {
         let (status, answer) = post(&dashboard, &format!("/api/request?id={ID}&what=stop"));
         assert_eq!(
             (status, answer["error"].as_str()),
-            (409, Some("run x-20260131-235959 is not running: it is killed"))
+            (409, Some("run x-20260131-235959 is not running; its state is killed"))
         );
         let _lock = candle_zero::files::FolderLock::ask(&folder, Duration::ZERO).unwrap();
         assert_eq!(post(&dashboard, &format!("/api/request?id={ID}&what=save")).0, 409);

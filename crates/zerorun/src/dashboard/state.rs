@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// The folder of runs that is served. A job may turn out to record elsewhere than expected.
+/// The folder of runs that is served. It changes if a job records its runs in a different folder than expected.
 #[derive(Debug, Clone)]
 pub(crate) struct ServedFolder(Arc<Mutex<PathBuf>>);
 
@@ -37,7 +37,7 @@ impl ServedFolder {
 pub(super) struct DashboardState {
     pub(super) folder: ServedFolder,
     pub(super) rules: AccessRules,
-    /// The last list of runs, and until when it is used. Many pages ask for it again and again.
+    /// The last list of runs, and the time until which it is reused, because many pages request it repeatedly.
     pub(super) list: Mutex<Option<(Instant, Value)>>,
     pub(super) connections: AtomicUsize,
     pub(super) live: AtomicUsize,

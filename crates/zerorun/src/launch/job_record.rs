@@ -6,7 +6,8 @@
 //!   launcher   from then on writes `log.txt` and `launch.jsonl` in these folders, first what has been collected
 //! ```
 //!
-//! Only the launcher of rank 0 learns the folders, so the records have the output of the ranks of that host.
+//! Only the launcher on the host of rank 0 receives the folders, so the records contain the output of that host's
+//! ranks.
 
 use super::console::eprint;
 use super::failure_report::{EndedRank, StopRequest};
@@ -26,16 +27,16 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The maximum number of bytes of lines that are collected before a run begins. Older ones are dropped.
 const MAX_WAITING: usize = 256 << 10;
-/// The time between two looks for new folders.
+/// The minimum time between two searches for new folders.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
-/// The maximum number of runs of a job, and of bytes of their folders.
+/// The maximum number of runs of a job, and of bytes of the paths of their folders.
 const MAX_RUNS: usize = 64;
 const MAX_ANNOUNCED: usize = 256 << 10;
 
 /// The launcher's part of the records of a job's runs.
 #[derive(Debug)]
 pub(super) struct JobRecord {
-    /// The file to which rank 0 appends the folders; `None`: nothing is recorded, or on another host.
+    /// The file to which rank 0 appends the folders; `None` if nothing is recorded, or if rank 0 is on another host.
     announced: Option<File>,
     state: Mutex<JobRecordState>,
     served: Option<ServedFolder>,
@@ -52,7 +53,7 @@ struct JobRecordState {
     is_given_up: bool,
 }
 
-/// A line that a rank has written before its run has begun.
+/// A line that a rank wrote before its run began.
 #[derive(Debug)]
 struct WaitingLine {
     time: f64,
@@ -61,17 +62,18 @@ struct WaitingLine {
 }
 
 impl WaitingLine {
-    /// Returns the number of bytes that it takes, about; an empty line takes some too.
+    /// Returns roughly how many bytes of memory the line takes; an empty line takes some, too.
     fn bytes(&self) -> usize {
         std::mem::size_of::<Self>() + self.prefix.len() + self.text.len()
     }
 }
 
 impl JobRecord {
-    /// Begins the record of a start of the job, the `restart`-th one. `first` is the first of the `here` ranks of this
-    /// host among all `ranks`.
+    /// Begins the record of a start of the job, which has been restarted `restart` times. `first` is the number of the
+    /// first of the `here` ranks on this host, and `ranks` the number of all ranks.
     pub(super) fn begin(run: &RunFlags, restart: u32, first: usize, [here, ranks]: [usize; 2]) -> Self {
-        // It is in memory, so nothing is left if this launcher is killed. Without it, there is no log.
+        // The file is in memory, so nothing is left if this launcher is killed. If it cannot be created, there is no
+        // log.
         let file = || memfd_create("candle-zero-runs", MemfdFlags::CLOEXEC).ok().map(File::from);
         let announced = (!run.is_off() && first == 0).then(file).flatten();
         let record = Self { announced, state: Mutex::default(), served: run.served.clone() };
@@ -108,7 +110,7 @@ impl JobRecord {
         let outcome = match end.request {
             _ if !end.ended.is_failure() => "ended",
             StopRequest::Nothing if end.before_failure => "failed",
-            // Because of another rank, or of a signal to the launcher.
+            // The rank ended because of another rank, or of a signal to the launcher.
             _ => "stopped",
         };
         self.event(json!({"event": "rank", "rank": rank, "host": host_name(), "outcome": outcome, "how": how}));
@@ -124,7 +126,7 @@ impl JobRecord {
         self.event(json!({"event": "failure", "rank": rank, "message": message}));
     }
 
-    /// Writes what is still waiting.
+    /// Looks for folders for the last time, and writes the lines that are still waiting.
     pub(super) fn finish(&self) {
         if let Some(file) = &self.announced {
             self.look(&mut lock(&self.state), file, true);
@@ -213,7 +215,7 @@ mod tests {
     }
 
     fn announce(record: &JobRecord, folder: &std::path::Path) {
-        // As a rank does, by the path.
+        // A rank opens the file by its path, too.
         let mut file = std::fs::OpenOptions::new().append(true).open(record.path().unwrap()).unwrap();
         file.write_all(format!("{}\n", folder.display()).as_bytes()).unwrap();
     }

@@ -4,10 +4,11 @@
 //! (`script_package`; its manifest may be at the top of the code, see `frontmatter`). `cargo_build` builds the
 //! executable with cargo. `ranks` starts it N times, passes on its output (`rank_output`, `stderr_tail`) and signals
 //! (`signals`), and stops everything when a rank fails (`failure_report`). `restarts` decides whether the job starts
-//! again. `job_record` adds the output and the ends of ranks to the record of a run. Output of `zerorun` itself goes
-//! through `console`. `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which host.
-//! `nodes` starts and connects the launchers of several hosts, or starts their ranks with `mpirun`; `pmi` connects the
-//! MPI libraries of the ranks. In the ranks, `comm/rank_env.rs` reads the variables that the launcher has set.
+//! again. `job_record` adds the output of ranks, and how they ended, to the record of a run. Output of `zerorun` itself
+//! goes through `console`. `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which
+//! host. `nodes` starts and connects the launchers of several hosts, or starts their ranks with `mpirun`; `pmi`
+//! connects the MPI libraries of the ranks. In the ranks, `comm/rank_env.rs` reads the variables that the launcher has
+//! set.
 
 pub(crate) mod cargo_build;
 pub(crate) mod comm_backend;
@@ -238,8 +239,8 @@ pub(crate) fn run_on(
     }
 }
 
-/// Starts the dashboard that the job's flags ask for. On several hosts that something else starts, only the first one
-/// serves it.
+/// Starts the dashboard that the job's flags request. If something else starts launchers on several hosts, only the
+/// first host serves it.
 fn serve_dashboard(job: &mut LocalJob, job_hosts: &JobHosts) -> Result<Option<Dashboard>> {
     let is_other_host = matches!(job_hosts, JobHosts::Nodes(nodes::NodeOptions { node: 1.., .. }));
     let Some(address) = job.run.dashboard.filter(|_| !is_other_host) else { return Ok(None) };

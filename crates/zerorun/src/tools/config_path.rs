@@ -7,7 +7,7 @@ pub(super) fn get<'a>(config: &'a Value, path: &str) -> &'a Value {
     path.split('.').fold(config, |value, key| &value[key])
 }
 
-/// Sets the value at a path of keys, or removes the key.
+/// Sets the value at a path of keys, or removes the key if the value is null.
 pub(super) fn set(config: &mut Value, path: &str, value: Value) {
     let (section, key) = path.rsplit_once('.').map_or((None, path), |(section, key)| (Some(section), key));
     let place = section.iter().flat_map(|section| section.split('.')).try_fold(config, |place, key| {

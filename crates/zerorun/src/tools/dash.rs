@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// The time between two looks at whether the server is asked to end.
+/// The time between two checks whether the server is asked to end.
 const INTERVAL: Duration = Duration::from_millis(200);
 
 const EXAMPLES: &str = "\
@@ -57,7 +57,7 @@ pub(super) fn command() -> clap::Command {
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let DashArguments { runs, port, bind } = DashArguments::try_parse_from(words).map_err(CommandLineError)?;
-    // The handlers are installed before anybody can know that the server runs.
+    // The handlers are installed before the output shows that the server is running.
     if let Err(source) = asked_to_stop() {
         return Ok(refused(&candle_zero::error::EngineError::Signals { source }.into(), EXIT_SETUP));
     }
@@ -75,7 +75,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     }
     if !folder.path().exists() {
         eprint(&format!(
-            "zerorun: there is no folder {} yet; the page shows runs when it has some",
+            "zerorun: there is no folder {} yet; the page will show runs as soon as they are recorded there",
             folder.path().display()
         ));
     }

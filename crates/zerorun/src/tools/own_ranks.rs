@@ -1,4 +1,4 @@
-//! Jobs whose ranks are this executable, for tools that train by themselves.
+//! Jobs whose ranks run this executable, for tools that train models themselves.
 
 use crate::error::{Error, LaunchError};
 use crate::launch::console::{EXIT_SETUP, eprint, refused};
@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc::Receiver;
 
-/// The reason why a job did not end well.
+/// The reason why a job did not succeed.
 pub(super) enum OwnJobStop {
     /// An error that the user must fix.
     SetUp(Error),
@@ -65,7 +65,7 @@ impl OwnRanks {
         Ok(Self { program, events, started: 0 })
     }
 
-    /// Runs a job: so many ranks with these arguments. With `cores`, each rank is bound to its part of them.
+    /// Runs a job of `ranks` ranks with these arguments. With `cores`, each rank is bound to its part of the cores.
     pub(super) fn run(&mut self, args: Vec<OsString>, ranks: usize, cores: Option<CoreList>) -> Result<(), OwnJobStop> {
         // Each further job counts as a restart of the first, so that the launcher does not repeat its warning about the
         // number of ranks.

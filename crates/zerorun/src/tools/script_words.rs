@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-/// The names of the flag with the configuration file.
+/// The names of the flag for the configuration file.
 pub(super) const DS_CONFIG: [&str; 3] = ["--ds_config", "--deepspeed_config", "--ds-config"];
 
 /// Removes a flag and its value (`--flag value`, `--flag=value`) from arguments, and returns its position.

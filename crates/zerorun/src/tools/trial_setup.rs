@@ -1,5 +1,5 @@
-//! The common start of the trials of `sweep` and `tune`: files that are complete or absent, and a process that reports to a
-//! log.
+//! The common start of the trials of `sweep` and `tune`: files that are either complete or absent, and a process that
+//! writes to a log.
 
 use crate::error::{Error, Result};
 use crate::launch::signals::die_with_parent;

@@ -1,8 +1,8 @@
 //! Gathers routed units in groups: while the layer computes with one group, the next one is gathered.
 //!
 //! Routed units are not part of the recorded order, because their set differs in each micro step. The other units are
-//! prefetched as if there were none. A routed unit is always released after its use: between its forward pass and its
-//! backward pass, all chosen units of all layers would add up.
+//! prefetched as if there were no routed units. A routed unit is always released after its use; otherwise, the chosen
+//! units of all layers would be in memory together between the forward pass and the backward pass.
 
 use super::{AfterGather, GatherState, ParamGatherer};
 use crate::error::Result;
@@ -10,7 +10,7 @@ use crate::param::UnitId;
 use crate::zero::step_executor::StepExecutor;
 
 impl<R: StepExecutor> ParamGatherer<R> {
-    /// Divides routed units into groups of consecutive ones, each as large as `stage3_prefetch_bucket_size` and
+    /// Divides routed units into groups of consecutive units, each as large as `stage3_prefetch_bucket_size` and
     /// `stage3_max_live_parameters` allow, but with at least one unit. Returns the sizes of the groups.
     pub fn routed_groups(&self, core: &R, units: &[UnitId]) -> Vec<usize> {
         let most = self.ahead.min(core.zero().max_live_parameters);
@@ -34,7 +34,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
 
     /// Gathers a group of routed units, which is about to be used, and begins to gather the `next` group.
     pub fn enter_routed(&mut self, core: &R, group: &[UnitId], next: &[UnitId]) -> Result<()> {
-        // All gathers, and all reads, of the group begin before the first is waited for.
+        // All gathers and reads of the group begin before the wait for the first of them.
         self.launch_routed(core, group)?;
         let keeps = core.second_group() > 1 && !core.is_evaluating();
         let after = if keeps { AfterGather::Kept } else { AfterGather::Used };

@@ -137,7 +137,7 @@ export class Chart {
     this.show(this.cursor);
   }
 
-  /** Returns a path through values, with gaps at those that cannot be drawn, and at most four points a pixel. */
+  /** Returns a path through values, with gaps at those that cannot be drawn, and at most four points per pixel. */
   path(xs, ys, x, y, visible) {
     const { logx, logy } = this.settings;
     let [out, isDown, column, kept] = ["", false, null, []];

@@ -24,7 +24,7 @@ export function s(tag, properties, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
-/** Returns a number as people read it. */
+/** Returns a number in a form that is easy to read. */
 export function number(value) {
   if (value === null || value === undefined) return "–";
   if (Number.isNaN(value)) return "not a number";

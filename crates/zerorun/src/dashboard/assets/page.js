@@ -77,7 +77,7 @@ async function loadList() {
     if (page.shown.size === 0) say(page.list.length === 0 ? "no runs yet" : "ready");
     return true;
   } catch (error) {
-    say(`no connection to zerorun: ${error.message}; the page shows what it has received`, true);
+    say(`no connection to zerorun: ${error.message}; the page shows the data that it has`, true);
     return false;
   }
 }
@@ -115,7 +115,7 @@ async function show(id) {
   const used = new Set([...page.shown.values()].map((run) => run.style));
   const style = Array.from({ length: STYLES }, (_, index) => index).find((index) => !used.has(index));
   if (style === undefined) {
-    say(`at most ${STYLES} runs can be shown at once`, true);
+    say(`at most ${STYLES} runs can be shown together`, true);
     drawList();
     return;
   }
@@ -135,7 +135,7 @@ async function show(id) {
 async function load(run) {
   const query = `id=${encodeURIComponent(run.id)}`;
   run.details = await get(`/api/run?${query}`);
-  // The duration of a running run goes on from here.
+  // The duration of a running run is counted from here.
   run.begun = Date.now() / 1000 - (run.details.run.seconds ?? 0);
   const metrics = await get(`/api/metrics?${query}`);
   run.rows = new RunRows();
@@ -150,7 +150,7 @@ function hide(id) {
   changed();
 }
 
-/** Shows the details of a run; if it was not shown, instead of the one that was. */
+/** Shows the details of a run. If the run was not shown, it replaces the one that was. */
 async function focus(id) {
   const before = page.focused;
   if (!page.shown.has(id)) {
@@ -177,7 +177,7 @@ function watch() {
   const stream = new EventSource(`/api/live?${runs.join("&")}`);
   stream.onopen = () => say("live");
   stream.onerror = () => {
-    say("no connection to zerorun; the page shows what it has received", true);
+    say("no connection to zerorun; the page shows the data that it has", true);
     // The browser repeats an interrupted request, but not one that was refused, for example because a run was removed.
     if (stream.readyState === EventSource.CLOSED) setTimeout(() => page.stream === stream && watchAgain(), LIST_INTERVAL);
   };
@@ -221,7 +221,7 @@ function update(news) {
   if (news.log) run.details.log = [...run.details.log, ...news.log].slice(-MAX_LINES);
 }
 
-/** Draws soon, but not more often than a few times a second. */
+/** Draws soon, but at most a few times a second. */
 function plan() {
   if (page.isDrawPlanned) return;
   page.isDrawPlanned = true;
@@ -257,7 +257,7 @@ function drawCharts() {
   byId("more").hidden = others.length === 0;
 }
 
-/** Puts charts into a place, and draws them. Charts stay, so that the keyboard's focus and the cursor do. */
+/** Puts charts into a place, and draws them. Existing charts are kept, and with them the keyboard's focus and the cursor. */
 function place(element, wanted, runs) {
   const charts = wanted.map(({ title, of }) => {
     const key = `${element.id} ${title}`;
@@ -322,11 +322,11 @@ function drawActions(details) {
 
 async function act(what) {
   const id = page.focused;
-  byId("acted").textContent = "asking";
+  byId("acted").textContent = "sending";
   try {
     const response = await fetch(`/api/request?id=${encodeURIComponent(id)}&what=${what}`, { method: "POST", headers: { Authorization: `Bearer ${page.token}` } });
     const answer = await response.json();
-    byId("acted").textContent = response.ok ? (what === "save" ? "A checkpoint was requested; it appears under Events." : "A stop after this step was requested.") : answer.error;
+    byId("acted").textContent = response.ok ? (what === "save" ? "A checkpoint was requested; it will appear under Events." : "The run was asked to stop after the current step.") : answer.error;
   } catch (error) {
     byId("acted").textContent = `not sent: ${error.message}`;
   }

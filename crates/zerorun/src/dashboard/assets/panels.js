@@ -58,7 +58,7 @@ export function rankStates(details, now) {
   const states = Array.from({ length: Math.min(count, 4096) }, (_, rank) => {
     const [end, own] = [ended.get(rank), reports.get(rank)];
     const out = { rank, host: own?.host ?? end?.host ?? "", report: own, text: "", kind: "quiet" };
-    // Of ranks that end together, the launcher says which one has failed first.
+    // If ranks end together, the launcher's record says which one failed first.
     const isFirst = !failure || failure.rank === rank || !ended.has(failure.rank);
     if (end?.outcome === "failed" && isFirst) [out.kind, out.text] = ["failed", `✕ dead: ${end.how}`];
     else if (end && end.outcome !== "ended") out.text = `■ ${end.how}`;
@@ -108,11 +108,11 @@ export function drawRanks(place, details, now) {
   place.replaceChildren(...parts);
 }
 
-/** Draws the lines of the log that contain a text. Stays at the end if it was there. */
+/** Draws the lines of the log that contain a text. The view stays at the end if it was there. */
 export function drawLog(place, lines, filter) {
   const wasAtEnd = place.scrollTop + place.clientHeight >= place.scrollHeight - 8;
   const shown = filter ? lines.filter((line) => line.toLowerCase().includes(filter.toLowerCase())) : lines;
-  place.textContent = shown.length > 0 ? shown.join("\n") : lines.length > 0 ? "No line has this text." : "No output was kept: zerorun keeps that of jobs with several ranks, and of jobs with --dashboard.";
+  place.textContent = shown.length > 0 ? shown.join("\n") : lines.length > 0 ? "No line contains this text." : "No output was recorded: zerorun records the output of jobs with several ranks, and of jobs with --dashboard.";
   if (wasAtEnd) place.scrollTop = place.scrollHeight;
 }
 

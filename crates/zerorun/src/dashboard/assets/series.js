@@ -13,7 +13,7 @@ export class RunRows {
     this.columns = new Map();
   }
 
-  /** Forgets the rows after a step, which are repeated. */
+  /** Drops the rows after a step, because the run repeats them. */
   forgetAfter(step) {
     let keep = this.steps.length;
     while (keep > 0 && this.steps[keep - 1] > step) keep--;

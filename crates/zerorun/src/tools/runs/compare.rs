@@ -74,7 +74,7 @@ fn side_by_side(heading: &str, runs: &[RecordedRun], rows: &Rows) -> String {
     table(&cells, |_| false)
 }
 
-/// Returns the rows about how far the runs have come.
+/// Returns the rows about the progress of the runs.
 fn overview(runs: &[RecordedRun]) -> Rows {
     let row = |name: &str, value: &dyn Fn(&RecordedRun) -> String| {
         (name.to_owned(), runs.iter().map(|run| Some(value(run))).collect())
@@ -135,7 +135,7 @@ fn last_values(metrics: &[RunMetrics]) -> Rows {
     rows(&metrics.iter().map(last).collect::<Vec<_>>(), |value| number(*value), false)
 }
 
-/// Returns a row for each name; if asked, only for names whose values differ.
+/// Returns a row for each name or, if requested, only for names whose values differ.
 fn rows<T: PartialEq>(runs: &[BTreeMap<String, T>], shown: impl Fn(&T) -> String, only_different: bool) -> Rows {
     let names: BTreeSet<&String> = runs.iter().flat_map(BTreeMap::keys).collect();
     let differs = |name: &&String| !only_different || runs.iter().any(|run| run.get(*name) != runs[0].get(*name));

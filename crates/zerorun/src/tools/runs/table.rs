@@ -44,7 +44,7 @@ pub(in crate::tools) fn cell(text: &str) -> String {
     }
 }
 
-/// Returns a number as people read it.
+/// Returns a number in a form that is easy to read.
 pub(in crate::tools) fn number(value: f64) -> String {
     match value {
         _ if !value.is_finite() => value.to_string(),

@@ -1,7 +1,7 @@
-//! The best configuration of a sweep as files that run by themselves.
+//! The best configuration of a sweep, as files that can be run without the sweep.
 //!
-//! `run.sh` trains it from its first step. A trial that population based training has branched off was trained with other
-//! parameters in its first steps, so the script has one command for each of them.
+//! `run.sh` trains it from its first step. If population based training has created the best trial as a branch, the
+//! first steps were trained with other parameters, so the script has one command for each set of parameters.
 
 use super::report::object;
 use super::trial_command::TrialPlaces;
@@ -60,7 +60,8 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
     Ok(Some(script))
 }
 
-/// The words that stand for the folder of the result and for that of the script until words are quoted.
+/// The placeholders for the folder of the result and the folder of the script, which are replaced when words are
+/// quoted.
 const OUT: &str = "@OUT@";
 const HERE: &str = "@HERE@";
 

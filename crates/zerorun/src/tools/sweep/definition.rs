@@ -36,10 +36,11 @@ const KEYS: [&str; 20] = [
 /// The keys that do not change which trials there are, so that they may differ when a sweep continues.
 pub(super) const FREE_KEYS: [&str; 5] = ["max_failures", "retries", "parallel", "memory", "threads"];
 
-/// The order in which results of trials that run at the same time count.
+/// The order in which a sweep receives the results of trials that run at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ResultOrder {
-    /// The order in which trials would end if all steps took equally long: the same sweep makes the same decisions.
+    /// The order in which trials would end if all steps took equally long, so that the same sweep makes the same
+    /// decisions.
     Steps,
     /// The order in which trials end.
     Finish,
@@ -126,14 +127,14 @@ impl DefinitionKeys<'_> {
     fn check_names(&self, scheduler: &str) -> Result<()> {
         let unknown = |path: &str, key: &str, known: &[&str]| {
             let hint = nearest(key, known.iter().copied());
-            let hint = hint.unwrap_or_else(|| format!("allowed are {}", list(known)));
+            let hint = hint.unwrap_or_else(|| format!("the allowed keys are {}", list(known)));
             self.wrong(format!("{path}{key} is not a key of a sweep; {hint}"))
         };
         for (key, value) in self.table {
             if !KEYS.contains(&key.as_str()) {
                 return Err(match key.starts_with('-') || key.contains('.') {
                     true => self
-                        .wrong(format!("{key} is not a key of a sweep; parameters belong into the table [parameters]")),
+                        .wrong(format!("{key} is not a key of a sweep; parameters belong in the table [parameters]")),
                     false => unknown("", key, &KEYS),
                 });
             }
@@ -145,7 +146,7 @@ impl DefinitionKeys<'_> {
             };
             if scheduler != key {
                 let problem = format!(
-                    "{key} is given, but scheduler is {scheduler}; give scheduler = \"{key}\", or leave it out"
+                    "{key} is given, but scheduler is {scheduler}; give scheduler = \"{key}\", or leave {key} out"
                 );
                 return Err(self.wrong(problem));
             }

@@ -17,8 +17,8 @@ pub enum SweepToolError {
     },
     /// The folder holds a sweep with another definition.
     #[error(
-        "{}: the sweep in it was begun with other settings: {differences}; continue it with `zerorun sweep resume {}`, or \
-         give another folder with --out",
+        "{}: the sweep in it was begun with different settings: {differences}; continue it with `zerorun sweep resume \
+         {}`, or give another folder with --out",
         folder.display(),
         folder.display()
     )]
@@ -28,7 +28,7 @@ pub enum SweepToolError {
         /// The keys that differ, with their values.
         differences: String,
     },
-    /// The folder holds something else.
+    /// The folder contains something other than a sweep.
     #[error("{}: {problem}", folder.display())]
     Folder {
         /// The folder.
@@ -36,7 +36,7 @@ pub enum SweepToolError {
         /// The problem and its remedy.
         problem: String,
     },
-    /// The journal cannot be understood.
+    /// The journal is damaged, or does not belong to the sweep.
     #[error("{}: line {line} {problem}", path.display())]
     Journal {
         /// The journal.
@@ -53,9 +53,9 @@ pub enum SweepToolError {
         metric: String,
         /// The trial.
         trial: usize,
-        /// The first step in which it may be.
+        /// The first step in which the value may be recorded.
         first: u64,
-        /// The last step in which it may be.
+        /// The last step in which the value may be recorded.
         last: u64,
         /// The recorded names and the remedy.
         found: String,
@@ -68,9 +68,9 @@ pub enum SweepToolError {
     TooManyFailures {
         /// The number of failed trials.
         failures: usize,
-        /// The maximum number.
+        /// The maximum number of failed trials.
         most: usize,
-        /// The message of the last one.
+        /// The message of the last failed trial.
         last: String,
     },
 }

@@ -5,7 +5,7 @@
 //!   journal.jsonl    what has happened
 //!   trials/0001/     the configuration, logs, checkpoints and result of a trial
 //!   runs/            the records of the trials, for `zerorun runs`
-//!   best/            the best configuration, as files that run by themselves
+//!   best/            the best configuration, as files that can be run without the sweep
 //! ```
 
 use super::definition::FREE_KEYS;
@@ -39,7 +39,7 @@ pub(super) struct StoredSweep {
     pub(super) definition: Map<String, Value>,
     /// The directory in which trials run.
     pub(super) directory: PathBuf,
-    /// The configuration from which those of the trials are made, or null.
+    /// The configuration on which those of the trials are based, or null.
     pub(super) configuration: Value,
 }
 
@@ -69,7 +69,7 @@ impl StoredSweep {
             changed.push(format!("directory: {} -> {}", self.directory.display(), now.directory.display()));
         }
         if self.configuration != now.configuration {
-            changed.push("the file of --ds_config has changed".into());
+            changed.push("the file given with --ds_config has changed".into());
         }
         changed
     }
@@ -120,17 +120,17 @@ impl SweepFolder {
         let path = self.path.join(DEFINITION);
         let text = match files::read_text(&path, MAX_DEFINITION_BYTES) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                return Err(self.wrong("there is no sweep in it; give the folder of a sweep, as its --out"));
+                return Err(self.wrong("there is no sweep in it; give the folder of a sweep, which was its --out"));
             }
             text => text.map_err(|source| Error::Io { action: "read", path: path.clone(), source })?,
         };
-        let damaged = || self.wrong(format!("{DEFINITION} in it is damaged; give another folder with --out"));
+        let damaged = || self.wrong(format!("its file {DEFINITION} is damaged; give another folder with --out"));
         let stored: Value = serde_json::from_str(&text).map_err(|_| damaged())?;
         match stored["format"].as_u64() {
             Some(FORMAT) => {}
             Some(newer) if newer > FORMAT => {
                 let problem =
-                    format!("the sweep in it has format {newer}, and this version reads {FORMAT}; use a newer zerorun");
+                    format!("the sweep in it has format {newer}, but this version reads {FORMAT}; use a newer zerorun");
                 return Err(self.wrong(problem));
             }
             _ => return Err(damaged()),
@@ -156,7 +156,7 @@ impl SweepFolder {
         }
         match names.iter().find(|name| !name.starts_with('.')) {
             Some(other) => {
-                let problem = format!("the folder contains {other}, and no sweep; give another folder with --out");
+                let problem = format!("the folder contains {other}, but no sweep; give another folder with --out");
                 Err(self.wrong(problem))
             }
             None => Ok(false),
@@ -172,13 +172,13 @@ impl SweepFolder {
             FolderLockOutcome::Busy(pid) => {
                 let pid = pid.map_or(String::new(), |pid| format!(" (process {pid})"));
                 Err(self.wrong(format!(
-                    "another process runs the sweep in it{pid}; wait until it ends, or give another folder with --out"
+                    "another process{pid} runs the sweep in it; wait until it ends, or give another folder with --out"
                 )))
             }
         }
     }
 
-    /// Writes the sweep, or, if one is there, checks that it is the same.
+    /// Writes the sweep or, if the folder already contains one, checks that it is the same.
     pub(super) fn store(&self, sweep: &StoredSweep) -> Result<()> {
         if self.has_sweep()? {
             let differences = self.read()?.differences(sweep);
@@ -209,7 +209,7 @@ mod tests {
         };
         let folder = SweepFolder::at(&dir.path().join("new")).unwrap();
         assert!(!folder.has_sweep().unwrap());
-        insta::assert_snapshot!(said(folder.read().unwrap_err()), @"DIR/new: there is no sweep in it; give the folder of a sweep, as its --out");
+        insta::assert_snapshot!(said(folder.read().unwrap_err()), @"DIR/new: there is no sweep in it; give the folder of a sweep, which was its --out");
         let lock = folder.lock().unwrap();
         let other = StoredSweep {
             definition: definition(r#"{"steps": 9, "parallel": 4, "trials": 3}"#),
@@ -224,7 +224,7 @@ mod tests {
         };
         folder.store(&freely).unwrap();
         assert_eq!(folder.read().unwrap(), sweep);
-        insta::assert_snapshot!(said(folder.store(&other).unwrap_err()), @"DIR/new: the sweep in it was begun with other settings: seed: 2 -> none; steps: 8 -> 9; trials: none -> 3; directory: /work -> /; the file of --ds_config has changed; continue it with `zerorun sweep resume DIR/new`, or give another folder with --out");
+        insta::assert_snapshot!(said(folder.store(&other).unwrap_err()), @"DIR/new: the sweep in it was begun with different settings: seed: 2 -> none; steps: 8 -> 9; trials: none -> 3; directory: /work -> /; the file given with --ds_config has changed; continue it with `zerorun sweep resume DIR/new`, or give another folder with --out");
         drop(lock);
         for (text, what) in [("{", "damaged"), ("{\"format\": 2}", "newer"), ("{\"format\": 1}", "damaged")] {
             std::fs::write(folder.path().join(DEFINITION), text).unwrap();
@@ -233,6 +233,6 @@ mod tests {
         std::fs::write(dir.path().join("thesis.txt"), "x").unwrap();
         let mine = SweepFolder::at(dir.path()).unwrap();
         std::fs::remove_dir_all(folder.path()).unwrap();
-        insta::assert_snapshot!(said(mine.has_sweep().unwrap_err()), @"DIR: the folder contains thesis.txt, and no sweep; give another folder with --out");
+        insta::assert_snapshot!(said(mine.has_sweep().unwrap_err()), @"DIR: the folder contains thesis.txt, but no sweep; give another folder with --out");
     }
 }

@@ -4,11 +4,11 @@
 //!   {"event":"begin","parallel":2}                         a process begins or continues the sweep
 //!   {"event":"start","trial":3,"from":0,"to":4}            the sweep handed out this job
 //!   {"event":"end","trial":3,"to":4,"value":1.5}           the job ended with this metric, or with an "error"
-//!   {"event":"take","trial":3}                             the sweep has learned its result
+//!   {"event":"take","trial":3}                             the sweep has received the job's result
 //! ```
 //!
-//! A sweep makes the same decisions when it learns the same results in the same order, so these lines are all that is
-//! needed to continue it. A last line that a kill has cut off is removed.
+//! A sweep makes the same decisions if it receives the same results in the same order, so these lines are all that is
+//! needed to continue it. An incomplete last line, which a process that was killed has left, is removed.
 
 use super::error::SweepToolError;
 use crate::error::{Error, Result};
@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 /// The maximum number of bytes of a journal: thousands of trials with many pauses.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// The result of a job: the metric, or why the trial has failed.
+/// The result of a job: the metric, or the reason why the trial has failed.
 pub(super) type JobResult = std::result::Result<f64, String>;
 
 /// A line of the journal.
@@ -86,7 +86,7 @@ pub(super) struct Journal {
 pub(super) struct ReplayedSweep {
     pub(super) sweep: Sweep,
     pub(super) order: JobOrder,
-    /// The results that the sweep has not learned yet, by trial.
+    /// The results that the sweep has not received yet, by trial.
     pub(super) results: BTreeMap<usize, JobResult>,
     /// The number of trials at a time in the last session.
     pub(super) parallel: Option<usize>,
@@ -111,12 +111,12 @@ impl Journal {
         Ok((events, complete as u64))
     }
 
-    /// Reads what the journal at `path` says about `sweep`, which has just begun.
+    /// Repeats the events in the journal at `path` with `sweep`, which must be new.
     pub(super) fn replay(path: &Path, sweep: Sweep) -> Result<ReplayedSweep> {
         Ok(Self::replayed(path, sweep)?.0)
     }
 
-    /// Opens the journal at `path` to continue it, and returns it with what it says about `sweep`, which has just begun.
+    /// Opens the journal at `path` to continue it, and repeats its events with `sweep`, which must be new.
     pub(super) fn open(path: &Path, sweep: Sweep) -> Result<(Self, ReplayedSweep)> {
         let (replayed, complete) = Self::replayed(path, sweep)?;
         let wrong = |source| Error::Io { action: "write to", path: path.to_owned(), source };
@@ -128,7 +128,7 @@ impl Journal {
 
     fn replayed(path: &Path, mut sweep: Sweep) -> Result<(ReplayedSweep, u64)> {
         let (events, complete) = Self::read(path)?;
-        // The limit may have changed since.
+        // The limit may have been changed since then.
         let most = sweep.settings().max_failures;
         sweep.set_max_failures(usize::MAX);
         let (mut order, mut results, mut parallel) = (JobOrder::new(), BTreeMap::new(), None);
@@ -201,7 +201,7 @@ mod tests {
                 results.insert(job.trial, result);
             }
             let Some(trial) = order.next() else { return sweep };
-            // A trial that had started before a kill.
+            // If the result is missing, the sweep was killed after the trial had started.
             let result = results.remove(&trial).unwrap_or_else(|| {
                 let reached = sweep.trial(trial).unwrap();
                 let candle_zero::sweep::TrialState::Running { to } = reached.state else { panic!("{reached:?}") };

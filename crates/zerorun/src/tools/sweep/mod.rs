@@ -3,11 +3,11 @@
 //! ```text
 //!   sweep file + flags -> definition (parameter_syntax) -> SweepSettings, CommandTemplate (trial_command)
 //!
-//!   runner: Sweep::ask -> trial_process: start, end -> Sweep::tell      each step in the journal
+//!   runner: Sweep::ask -> trial_process: start, end -> Sweep::tell      the journal records each of these
 //!   report: the table of trials        best: the best configuration as files
 //! ```
 //!
-//! `candle_zero::sweep` decides; the files here read settings, start processes and keep their results.
+//! `candle_zero::sweep` makes the decisions; the files here read settings, start processes and keep their results.
 
 mod best;
 mod definition;
@@ -157,7 +157,7 @@ fn begin(flags: &SweepFlags) -> Result<ReadySweep> {
     template.check(&definition)?;
     let folder = SweepFolder::at(&flags.folder())?;
     folder.has_sweep()?;
-    // A script that does not compile leaves no folder.
+    // If the script does not compile, no folder is created.
     build(&mut template, &definition)?;
     let lock = folder.lock()?;
     let configuration = template.configuration().cloned().unwrap_or_default();
@@ -215,7 +215,7 @@ fn ready(
     lock: FolderLock,
 ) -> Result<ReadySweep> {
     let (journal, state) = Journal::open(&folder.journal(), Sweep::new(definition.settings.clone())?)?;
-    // A sweep that continues makes the same decisions only with the same number.
+    // A sweep that continues makes the same decisions only with the same number of trials at a time.
     let parallel = definition.parallel.or(state.parallel).unwrap_or_else(|| trials_at_a_time(&definition, &template));
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let threads = match (definition.threads, THREADS.iter().any(is_set)) {

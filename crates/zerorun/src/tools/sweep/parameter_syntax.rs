@@ -28,8 +28,9 @@ pub(super) fn domain_of(value: &Value) -> Result<ParameterDomain, String> {
     };
     let (own, values) = (allowed_options(kind), &table[kind]);
     if let Some(unknown) = options.iter().find(|option| !own.contains(&option.as_str())) {
-        let allowed = if own.is_empty() { "leave it out".to_owned() } else { format!("allowed is {}", list(own)) };
-        return Err(format!("has the key {unknown}, which {kind} does not know; {allowed}"));
+        let allowed =
+            if own.is_empty() { "leave it out".to_owned() } else { format!("its only option is {}", list(own)) };
+        return Err(format!("has the key {unknown}, which is not an option of {kind}; {allowed}"));
     }
     if kind == "choice" {
         let Some(values) = values.as_array() else {
@@ -68,7 +69,8 @@ fn allowed_options(kind: &str) -> &'static [&'static str] {
     }
 }
 
-/// Reads a parameter of a flag, `NAME=KIND:VALUE,VALUE,...`, as the name and what a sweep file would say.
+/// Reads a parameter given as a flag, `NAME=KIND:VALUE,VALUE,...`. Returns its name, and the value that it would have
+/// in a sweep file.
 pub(super) fn parameter_of_flag(text: &str) -> Result<(String, Value), String> {
     let form = "give NAME=KIND:VALUES, for example --lr=log_uniform:1e-5,1e-3 or --batch=choice:4,8";
     let Some((name, rest)) = text.split_once('=') else { return Err(format!("`{text}` has no `=`; {form}")) };
@@ -79,7 +81,7 @@ pub(super) fn parameter_of_flag(text: &str) -> Result<(String, Value), String> {
     }
     let words: Vec<Value> = values.split(',').filter(|word| !word.is_empty()).map(value_of_word).collect();
     let mut table = Map::new();
-    // A third number of a range is its option.
+    // The third number of a range is the value of its option.
     match (words.as_slice(), allowed_options(kind)) {
         ([low, high, third], [option]) => {
             table.insert((*option).to_owned(), third.clone());
@@ -143,8 +145,8 @@ mod tests {
         is 3; give a list of values, or a table such as { uniform = [0.0, 1.0] }
         has no kind; give one of choice, uniform, log_uniform, integer, log_integer; the nearest are uniform, log_uniform
         has several kinds, choice, uniform; give one
-        has the key step, which uniform does not know; allowed is points
-        has the key points, which choice does not know; leave it out
+        has the key step, which is not an option of uniform; its only option is points
+        has the key points, which is not an option of choice; leave it out
         is a choice of 5; give a list of values
         is uniform of [0,1,2]; give two numbers, [LOW, HIGH]
         is uniform with upper end "x"; give a number

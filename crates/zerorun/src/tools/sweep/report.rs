@@ -15,8 +15,8 @@ const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
 const MAX_LIVE_ROWS: usize = 12;
 const MAX_LIVE_COLUMNS: usize = 79;
 
-/// The display of a sweep's progress: a table that is drawn again and again if standard error is a terminal, and
-/// otherwise only a line for each event.
+/// The display of a sweep's progress: a table that is redrawn repeatedly if standard error is a terminal, and otherwise
+/// only a line for each event.
 #[derive(Debug)]
 pub(super) struct SweepDisplay {
     metric: String,
@@ -49,7 +49,7 @@ impl SweepDisplay {
         self.line(&format!("trial {} from step {} {until}{branch}{parameters}", trial.number, job.from));
     }
 
-    /// Prints the result of a trial that was just told.
+    /// Prints the result of a trial, which the sweep has just received.
     pub(super) fn told(&mut self, sweep: &Sweep, trial: &SweepTrial) {
         let (number, metric) = (trial.number, &self.metric);
         let text = match (&trial.state, trial.results.last()) {
@@ -84,7 +84,7 @@ impl SweepDisplay {
         self.clear();
         let text: String =
             lines.iter().map(|line| line.chars().take(MAX_LIVE_COLUMNS).chain(['\n']).collect::<String>()).collect();
-        // A terminal that is gone needs no table.
+        // If the terminal is gone, no table is needed.
         _ = std::io::stderr().lock().write_all(text.as_bytes());
         (self.drawn, self.refreshed) = (lines.len(), Some(Instant::now()));
     }
@@ -98,7 +98,7 @@ impl SweepDisplay {
     }
 }
 
-/// Returns the line about the complete sweep.
+/// Returns a line about the sweep as a whole.
 pub(super) fn summary(sweep: &Sweep, metric: &str) -> String {
     let trials = sweep.trials();
     let count = |is: fn(&TrialState) -> bool| trials.iter().filter(|trial| is(&trial.state)).count();
@@ -146,7 +146,7 @@ pub(super) fn trials_table(sweep: &Sweep, metric: &str) -> String {
     text
 }
 
-/// Returns the trials, the best first: those that came further, then those with better values.
+/// Returns the trials, the best first: those that got further, then those with better values. Failed trials are last.
 fn ranked(sweep: &Sweep) -> Vec<&SweepTrial> {
     let mut trials: Vec<&SweepTrial> = sweep.trials().iter().collect();
     let score = |trial: &SweepTrial| match (trial.value(), sweep.settings().goal) {
@@ -203,7 +203,7 @@ pub(super) fn shown(parameters: &TrialParameters) -> String {
     parameters.iter().map(each).collect::<Vec<_>>().join(", ")
 }
 
-/// Returns the last key of a path, or a flag as it is.
+/// Returns the last key of a path, or a flag unchanged.
 fn short(name: &str) -> &str {
     if is_flag(name) { name } else { name.rsplit('.').next().unwrap_or(name) }
 }

@@ -33,7 +33,7 @@ struct RunningJob {
 /// The process of a job.
 #[derive(Debug)]
 enum JobProcess {
-    /// It is to be started, once no process of an earlier sweep trains the trial.
+    /// It is to be started as soon as no process of an earlier sweep trains the trial.
     Due {
         was_busy: bool,
     },
@@ -93,18 +93,19 @@ impl SweepRunner {
         match ended? {
             SweepEnd::Interrupted(signal) => {
                 eprint(&format!(
-                    "zerorun: the sweep was stopped, and its trials are saved: {}; `zerorun sweep resume {}` continues it",
+                    "zerorun: the sweep was stopped, and its trials are saved: {}; continue it with `zerorun sweep \
+                     resume {}`",
                     summary(&self.state.sweep, &self.definition.metric),
                     self.starter.folder.path().display()
                 ));
-                // As shells report a signal.
+                // Shells report a signal with the same exit code.
                 Ok(ExitCode::from(128u8.saturating_add(u8::try_from(signal.as_raw()).unwrap_or(0))))
             }
             SweepEnd::Complete => self.finish(),
         }
     }
 
-    /// Works until the sweep has ended or is interrupted.
+    /// Runs jobs until the sweep has ended or is interrupted.
     fn work(&mut self, events: &Receiver<LauncherEvent>) -> Result<SweepEnd> {
         loop {
             self.hand_out()?;
@@ -121,7 +122,7 @@ impl SweepRunner {
             match events.recv_timeout(TICK) {
                 Ok(LauncherEvent::End(signal)) => {
                     self.display.line(
-                        "the running trials save their last step, and the sweep ends; a second signal ends it at once",
+                        "the running trials save a checkpoint, and then the sweep ends; a second signal kills them",
                     );
                     self.stop_all(events, Signal::TERM);
                     return Ok(SweepEnd::Interrupted(signal));
@@ -138,7 +139,7 @@ impl SweepRunner {
         }
     }
 
-    /// Asks the sweep for jobs as long as there is room.
+    /// Asks the sweep for jobs until enough are in progress.
     fn hand_out(&mut self) -> Result<()> {
         while self.jobs.len() < self.parallel
             && let SweepTask::Train(job) = self.state.sweep.ask()
@@ -169,7 +170,7 @@ impl SweepRunner {
                 None => {
                     if !was_busy {
                         self.display.line(&format!(
-                            "trial {} is still saving its last step for a sweep that was killed; waiting for it",
+                            "a process of the killed sweep is still saving trial {}; waiting until it ends",
                             trial.number
                         ));
                     }
@@ -180,7 +181,7 @@ impl SweepRunner {
         Ok(())
     }
 
-    /// Collects the jobs that have ended.
+    /// Collects the results of the jobs that have ended.
     fn collect(&mut self) -> Result<()> {
         for running in &mut self.jobs {
             let JobProcess::Started(child) = &mut running.process else { continue };
@@ -210,13 +211,13 @@ impl SweepRunner {
                     running.process = JobProcess::Ended;
                     let hint = nearest(metric, names.iter().map(String::as_str));
                     let found = match (names.is_empty(), names.contains(metric)) {
-                        (true, _) => "it left no record; the script must train with candle-zero's engine".to_owned(),
+                        (true, _) => "there is no record; the script must train with candle-zero's engine".to_owned(),
                         (_, true) => "it has values at other steps; record it at the end of each part of a trial, for \
                                       example with --eval_every"
                             .to_owned(),
                         (_, false) => {
                             let hint = hint.map_or(String::new(), |hint| format!("; {hint}"));
-                            format!("recorded are {}{hint}", list(&names))
+                            format!("the recorded values are {}{hint}", list(&names))
                         }
                     };
                     let (metric, trial, first, last) = (metric.clone(), job.trial, job.from + 1, job.to);
@@ -230,7 +231,7 @@ impl SweepRunner {
         Ok(())
     }
 
-    /// Passes the next result to the sweep, if it is known. Returns whether it was.
+    /// Passes the next result to the sweep, if it is known. Returns whether it was known.
     fn take(&mut self) -> Result<bool> {
         let next = match self.definition.order {
             ResultOrder::Steps => self.state.order.next(),

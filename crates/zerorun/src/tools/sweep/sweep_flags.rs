@@ -168,7 +168,7 @@ impl SweepFlags {
             if !schedulers.contains(&scheduler.as_str()) {
                 let of = schedulers.join(" or ");
                 return Err(format!(
-                    "--{key} is given, but scheduler is {scheduler}; give --scheduler {of}, or leave it out"
+                    "--{key} is given, but scheduler is {scheduler}; give --scheduler {of}, or leave --{key} out"
                 ));
             }
             let section = table.entry(scheduler.clone()).or_insert_with(|| json!({}));
@@ -194,7 +194,7 @@ fn read(file: &Path) -> Result<Map<String, Value>> {
         let line = error.span().map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
         let why = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
         let found = text.lines().nth(line - 1).unwrap_or_default().trim();
-        wrong(format!("line {line}, `{found}`: {why}; the file is TOML, as `zerorun sweep --help` shows"))
+        wrong(format!("line {line}, `{found}`: {why}; write the file in TOML, as `zerorun sweep --help` shows"))
     })?;
     match serde_json::to_value(table) {
         Ok(Value::Object(table)) => Ok(table),

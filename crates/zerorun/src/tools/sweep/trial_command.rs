@@ -13,27 +13,27 @@ use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// A word of the command that stands for the folder of a trial.
+/// The placeholder for the folder of a trial in the words of the command.
 const TRIAL: &str = "{trial}";
 
-/// The flags that a sweep sets for its trials, each with the reason.
+/// The flags that the command of a sweep must not contain, each with the reason.
 const OWN_FLAGS: [(&str, &str); 9] = [
     ("--save", "each trial has its own folder of checkpoints"),
     ("--resume", "trials continue from their own checkpoints"),
     ("--resume_anyway", "trials continue from their own checkpoints"),
-    ("--steps", "the key steps of the sweep sets it"),
-    ("--epochs", "the key steps of the sweep sets the length of a trial"),
+    ("--steps", "the sweep's key steps sets it"),
+    ("--epochs", "the sweep's key steps sets the length of a trial"),
     ("--metrics", "the record of each trial contains its metrics"),
     ("--run", "the record of each trial is named after it"),
     ("--runs", "the records of trials are in the folder of the sweep"),
-    ("--num_ranks", "the key ranks of the sweep sets it"),
+    ("--num_ranks", "the sweep's key ranks sets it"),
 ];
 
-/// Further flags of `zerorun finetune` that a sweep does not allow.
+/// Further flags of `zerorun finetune` that the command must not contain.
 const OWN_FINETUNE_FLAGS: [(&str, &str); 5] = [
     ("--out", "each trial has its own folder for the result"),
     ("--patience", "the scheduler of the sweep decides when a trial ends"),
-    ("--max_restarts", "the key retries of the sweep restarts trials"),
+    ("--max_restarts", "the sweep's key retries sets the number of restarts"),
     ("--hostfile", "all trials run on this host"),
     ("--nnodes", "all trials run on this host"),
 ];
@@ -47,7 +47,7 @@ pub(super) struct TrialPlaces {
     pub(super) ds_config: PathBuf,
     /// The folder of runs and the name of the run, if a record is kept.
     pub(super) record: Option<(PathBuf, String)>,
-    /// Whether the trial continues a checkpoint of other settings.
+    /// Whether the trial continues a checkpoint that was trained with other settings.
     pub(super) is_branch: bool,
 }
 
@@ -60,7 +60,7 @@ enum TrialProgram {
     Script(PathBuf),
 }
 
-/// The command of a sweep, from which the commands of its trials are made.
+/// The command of a sweep, from which the commands of its trials are built.
 #[derive(Debug, Clone)]
 pub(super) struct CommandTemplate {
     program: TrialProgram,
@@ -68,15 +68,15 @@ pub(super) struct CommandTemplate {
     args: Vec<OsString>,
     /// The index at which the trial's flags are inserted.
     at: usize,
-    /// The configuration from which those of the trials are made.
+    /// The configuration on which those of the trials are based.
     configuration: Option<Value>,
     ranks: usize,
     steps: u64,
 }
 
 impl CommandTemplate {
-    /// Reads the command of a sweep. `directory` is the one in which trials run. `known` is the configuration of a sweep
-    /// that continues, which is not read again.
+    /// Reads the command of a sweep. `directory` is the directory in which trials run. `known` is the configuration of
+    /// a sweep that continues; it is used instead of the file.
     pub(super) fn new(definition: &SweepDefinition, directory: &Path, known: Option<&Value>) -> Result<Self> {
         let (first, rest) = definition.command.split_first().ok_or_else(|| definition.wrong("command is empty"))?;
         let program = if first == "finetune" { TrialProgram::Finetune } else { TrialProgram::Script(first.into()) };
@@ -92,7 +92,7 @@ impl CommandTemplate {
         Ok(Self { program, args, at, configuration, ranks, steps })
     }
 
-    /// Returns the configuration from which those of the trials are made.
+    /// Returns the configuration on which those of the trials are based.
     pub(super) fn configuration(&self) -> Option<&Value> {
         self.configuration.as_ref()
     }
@@ -149,7 +149,7 @@ impl CommandTemplate {
         if self.program != TrialProgram::Finetune {
             let export = take(&mut self.args.clone(), &["--export"]);
             if export.is_some_and(|(_, file)| !file.to_string_lossy().contains(TRIAL)) {
-                let problem = "command has --export, so that all trials would write the same file; give --export \
+                let problem = "command has --export, so all trials would write the same file; give --export \
                                {trial}/model.safetensors, in which {trial} is the folder of the trial";
                 return Err(definition.wrong(problem));
             }
@@ -169,14 +169,14 @@ impl CommandTemplate {
         }
         if self.args.iter().any(|word| is_word_of(word, name)) {
             return Err(
-                definition.wrong(format!("{name} is in the command and a parameter; remove it from the command"))
+                definition.wrong(format!("{name} is both in the command and a parameter; remove it from the command"))
             );
         }
         if let ParameterDomain::Choice(values) = domain
             && let Some(value) = values.iter().find(|value| value.is_object() || value.is_array() || value.is_null())
         {
             return Err(definition
-                .wrong(format!("parameter {name} has the value {value}; a flag has text, a number, true or false")));
+                .wrong(format!("parameter {name} has the value {value}; give a flag text, a number, true or false")));
         }
         Ok(())
     }
@@ -188,7 +188,7 @@ impl CommandTemplate {
             && finetune_flags().iter().any(|flag| normal(flag) == normal(&as_flag));
         if is_flag_of_finetune {
             return Err(definition
-                .wrong(format!("parameter {name} is not a key of the configuration; the flag is written {as_flag}")));
+                .wrong(format!("parameter {name} is not a key of the configuration; write the flag as {as_flag}")));
         }
         if name.split('.').any(str::is_empty) {
             let problem = format!(
@@ -201,8 +201,8 @@ impl CommandTemplate {
         set(&mut config, name, value.clone());
         if *get(&config, name) != value {
             let problem = format!(
-                "parameter {name} cannot be set, because the configuration has a value in the place of one of its sections; \
-                 give a section there, in the file of --ds_config"
+                "parameter {name} cannot be set, because the configuration has a value in place of one of its \
+                 sections; give a section there, in the file given with --ds_config"
             );
             return Err(definition.wrong(problem));
         }
@@ -228,7 +228,7 @@ impl CommandTemplate {
                 else {
                     continue;
                 };
-                // Trials may have more settings than these, so that only what is wrong by itself is refused.
+                // Trials may have more settings than these, so only a value that is wrong by itself is refused.
                 let section = |path: &str| path.split('.').next() == name.split('.').next();
                 let wrong = problems.iter().find(|problem| {
                     let rules = [
@@ -325,7 +325,7 @@ impl CommandTemplate {
                 begin.into_iter().chain(record).chain(self.args_of(parameters, places)).collect()
             }
             TrialProgram::Script(path) => {
-                // A step and its checkpoint may take long.
+                // A step and its checkpoint may take a long time.
                 let begin: [OsString; 4] = ["--num_ranks".into(), ranks.into(), "--grace".into(), "600s".into()];
                 let script = [OsString::from(path)];
                 begin.into_iter().chain(record).chain(script).chain(self.args_of(parameters, places)).collect()
@@ -377,7 +377,7 @@ pub(super) fn is_flag(name: &str) -> bool {
     name.starts_with("--")
 }
 
-/// Returns the word with the trial's folder in the places where it is meant.
+/// Returns the word with the trial's folder in place of [`TRIAL`].
 fn in_folder(word: &OsString, folder: &Path) -> OsString {
     match word.to_str().filter(|word| word.contains(TRIAL)) {
         Some(text) => text.replace(TRIAL, &folder.to_string_lossy()).into(),
@@ -385,12 +385,12 @@ fn in_folder(word: &OsString, folder: &Path) -> OsString {
     }
 }
 
-/// Returns a flag in the form in which the spellings of the same flag are equal.
+/// Returns a flag in a form that is the same for all spellings of the flag.
 fn normal(flag: &str) -> String {
     flag.replace('-', "_")
 }
 
-/// Returns whether a word of a command line is this flag, alone or with a value.
+/// Returns whether a word of a command line is this flag, with or without a value.
 fn is_word_of(word: &OsString, flag: &str) -> bool {
     let name = word.to_str().map(|word| word.split_once('=').map_or(word, |(name, _)| name));
     name.is_some_and(|name| name.starts_with("--") && normal(name) == normal(flag))

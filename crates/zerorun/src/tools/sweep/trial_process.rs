@@ -1,8 +1,8 @@
 //! Trials as processes: their start, their end, and their results.
 //!
-//! A trial's launcher has the file `running` in the trial's folder as its standard input, and the file is locked: the lock
-//! lasts as long as a process of the trial. If the sweep is killed, the kernel sends SIGTERM to the launchers of its
-//! trials, which save a checkpoint and end. The next start of the sweep waits for each of these locks.
+//! A trial's launcher has the file `running` in the trial's folder as its standard input, and the file is locked for as
+//! long as any process of the trial is running. If the sweep is killed, the kernel sends SIGTERM to the launchers of
+//! its trials, which save a checkpoint and end. The next start of the sweep waits for each of these locks.
 
 use super::folder::SweepFolder;
 use super::journal::JobResult;
@@ -23,7 +23,7 @@ use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
-/// The variables with the numbers of threads of a rank.
+/// The environment variables that set the number of threads of a rank.
 pub(super) const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
 
 /// The settings for starting trials.
@@ -47,7 +47,7 @@ pub(super) struct TrialStarter {
 pub(super) enum JobEnd {
     /// It reached its last step, or the trial has failed.
     Result(JobResult),
-    /// A signal ended it before its last step. The value says which.
+    /// A signal ended it before its last step. The value is the name of the signal.
     Killed(String),
     /// It reached its last step, but did not record the metric. The values are the names that it recorded.
     NoMetric(Vec<String>),
@@ -69,8 +69,8 @@ impl TrialStarter {
         self.folder.trial(number).join("checkpoints")
     }
 
-    /// Writes what a trial needs before its first job: its configuration, and the checkpoint that it branches from. What
-    /// is already there is left as it is.
+    /// Writes what a trial needs before its first job: its configuration, and the checkpoint that it branches from.
+    /// Existing files are left unchanged.
     pub(super) fn prepare(&self, trial: &SweepTrial) -> Result<()> {
         let places = self.places(trial);
         create(&places.folder)?;
@@ -132,9 +132,9 @@ impl TrialStarter {
         newest.map_or(0, |(_, manifest)| manifest.global_steps)
     }
 
-    /// Returns how a job ended whose launcher has exited.
+    /// Returns how a job has ended, after its launcher has exited.
     pub(super) fn end(&self, job: &SweepJob, status: ExitStatus) -> Result<JobEnd> {
-        // The launcher, as shells do, reports a process killed by a signal with 128 more.
+        // If a signal has killed a process, the launcher, as shells do, exits with 128 plus the number of the signal.
         const SIGNAL_CODES: i32 = 128;
         const MAX_SIGNAL: i32 = 64;
         let of_code = status.code().map(|code| code - SIGNAL_CODES).filter(|number| (1..=MAX_SIGNAL).contains(number));
@@ -151,11 +151,13 @@ impl TrialStarter {
         if reached != job.to {
             let why = match job.to < self.steps {
                 true => format!(
-                    "it ended with step {reached} saved, but must pause after step {}: the script must save a checkpoint to \
-                     --save and end when Engine::stop_requested returns true, and continue with --resume",
+                    "it ended with step {reached} saved, but must pause after step {}; the script must save a \
+                     checkpoint to --save and end when Engine::stop_requested returns true, and continue with --resume",
                     job.to
                 ),
-                false => format!("it ended after {reached} of {} steps; the script must make --steps steps", job.to),
+                false => {
+                    format!("it ended after {reached} of {} steps; the script must train for --steps steps", job.to)
+                }
             };
             return Ok(JobEnd::Result(Err(why)));
         }
@@ -196,7 +198,7 @@ impl TrialStarter {
             found.names.extend(metrics.names().into_iter().map(str::to_owned));
             let mut rows = metrics.rows.iter().rev().filter(|row| row.step > job.from && row.step <= job.to);
             let value = rows.find_map(|row| row.values.get(&self.metric));
-            // Records of a trial that was trained again have the same values.
+            // If a trial was trained again, its records have the same values.
             found.value = found.value.or(value.copied());
         }
         found.names.sort();
@@ -226,7 +228,7 @@ fn lock(path: &Path) -> Result<Option<File>> {
     let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Err(Errno::WOULDBLOCK) => Ok(None),
-        // Without locks, a file system cannot say whether another process trains the trial.
+        // If the file system has no locks, it is unknown whether another process trains the trial.
         Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOLCK | Errno::INVAL) => Ok(Some(file)),
         Err(errno) => Err(io(errno.into())),
     }

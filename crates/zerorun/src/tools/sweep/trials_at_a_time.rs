@@ -18,8 +18,8 @@ pub(super) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Returns the number of trials that this machine can train at a time: each rank has its cores, and, if the memory of a
-/// trial is given or can be estimated, each trial has its memory.
+/// Returns the number of trials that this machine can train at a time, so that each rank has its own cores and, if the
+/// memory of a trial is given or can be estimated, each trial has its memory.
 pub(super) fn trials_at_a_time(definition: &SweepDefinition, template: &CommandTemplate) -> usize {
     let by_cores = cores() / (definition.ranks * definition.threads.unwrap_or(1));
     let memory = definition.memory.or_else(|| estimated(definition, template)).filter(|bytes| *bytes > 0);
@@ -46,8 +46,8 @@ fn estimated(definition: &SweepDefinition, template: &CommandTemplate) -> Option
     Some(Estimate::new(&shapes, &config).ok()?.host_bytes() as u64 * definition.ranks as u64)
 }
 
-/// Returns the parameters that `zerorun finetune` trains and holds, and a configuration. An adapter, which is small, is
-/// counted as if the norms were trained.
+/// Returns the parameters that `zerorun finetune` trains and holds, and a configuration. Instead of an adapter, which
+/// is small, the norms count as trained.
 fn of_finetune(template: &CommandTemplate) -> Option<(Shapes, Value)> {
     let places =
         TrialPlaces { folder: "trial".into(), ds_config: "ds_config.json".into(), record: None, is_branch: false };
@@ -73,7 +73,7 @@ fn word<'a>(matches: &'a ArgMatches, name: &str) -> Option<&'a str> {
     matches.get_raw(name)?.next()?.to_str()
 }
 
-/// Adds what `zerorun finetune` adds to a configuration, as far as it affects memory.
+/// Adds those settings that `zerorun finetune` adds to a configuration and that affect memory.
 fn with_defaults(mut config: Value, matches: &ArgMatches) -> Value {
     let has = |config: &Value, keys: &[&str]| keys.iter().any(|key| !config[*key].is_null());
     if !has(&config, &["train_batch_size", "train_micro_batch_size_per_gpu"]) {

@@ -101,7 +101,7 @@ enum ScalingDtype {
 const PREFIX: &str = "candle-zero-scaling-";
 
 impl ScalingArguments {
-    /// Runs the tool. `words` are the words of its command line, which its ranks get, too.
+    /// Runs the tool. `words` are the words of its command line, which are also passed to its ranks.
     pub(super) fn run(self, words: Vec<OsString>) -> ExitCode {
         let model = match self.sizes.preset(&self.model) {
             Ok(model) => model,

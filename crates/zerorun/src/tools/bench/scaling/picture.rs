@@ -30,7 +30,7 @@ fn panels(rows: &[MeasuredRow]) -> [ChartPanel; 2] {
             is_ideal: false,
         };
         let mut series: Vec<ChartSeries> = curves.iter().map(of_stage).collect();
-        // The ideal of the fastest curve, so that no curve is above it for another reason than its efficiency.
+        // The ideal begins at the curve that is fastest at first, so a curve is above it only by a higher efficiency.
         let best = curves.iter().max_by(|a, b| value(&a[0]).total_cmp(&value(&b[0])));
         series.extend(best.map(|curve| ChartSeries {
             name: "ideal".into(),

@@ -42,8 +42,8 @@ pub(super) struct ScalingPoint {
     pub(super) job: ScalingJob,
 }
 
-/// Returns the numbers of ranks to measure, in ascending order: those that are given or, if at most one is given, the
-/// powers of two up to it, and itself. Without any, `cores` takes its place.
+/// Returns the numbers of ranks to measure, in ascending order: those that are given or, if only one is given, the
+/// powers of two below it, and the number itself. If none is given, `cores` takes its place.
 pub(super) fn rank_counts(given: &[u16], cores: usize) -> Vec<usize> {
     let most = match given {
         [] => cores.max(1),
@@ -74,8 +74,9 @@ pub(super) fn points(kinds: &[ScalingKind], stages: &[u8], ranks: &[usize]) -> R
             (ScalingKind::Strong, Some(multiple)) => Some(multiple),
             (ScalingKind::Strong, None) => {
                 let text = format!(
-                    "strong scaling needs a batch that all numbers of ranks divide; that of {ranks:?} would have more \
-                     than {MAX_ACCUMULATION} micro batches per rank, so give other numbers, or only --scaling weak"
+                    "strong scaling needs a batch that is a multiple of all numbers of ranks; that of {ranks:?} would \
+                     have more than {MAX_ACCUMULATION} micro batches per rank, so give other numbers, or only \
+                     --scaling weak"
                 );
                 return Err(text);
             }
@@ -155,6 +156,6 @@ mod tests {
         let ranks = [7, 11, 13, 17, 19, 1021];
         assert!(points(&[ScalingKind::Weak], &[0], &ranks).is_ok());
         let error = points(&[ScalingKind::Strong], &[0], &ranks).unwrap_err();
-        insta::assert_snapshot!(error, @"strong scaling needs a batch that all numbers of ranks divide; that of [7, 11, 13, 17, 19, 1021] would have more than 1024 micro batches per rank, so give other numbers, or only --scaling weak");
+        insta::assert_snapshot!(error, @"strong scaling needs a batch that is a multiple of all numbers of ranks; that of [7, 11, 13, 17, 19, 1021] would have more than 1024 micro batches per rank, so give other numbers, or only --scaling weak");
     }
 }

@@ -19,7 +19,7 @@ const WARM_UP_STEPS: u64 = 2;
 /// The measurements of a rank.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct RankMeasurement {
-    /// The time of each measured step.
+    /// The time of each measured step in milliseconds.
     pub(super) step_ms: Vec<f64>,
     /// The bytes of gradients and parameters that this rank sent in these steps.
     pub(super) sent_bytes: u64,

@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 /// The speed of one job.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct ScalingSpeed {
-    /// The median time of a step, which ends when the last rank is done.
+    /// The median time of a step in milliseconds. A step ends when the last rank has finished it.
     pub(super) step_ms: f64,
     /// The bytes that a rank sends per step, on average.
     pub(super) sent_bytes: f64,
@@ -50,7 +50,7 @@ pub(super) struct MeasuredRow {
     pub(super) sent_bytes: f64,
 }
 
-/// The circumstances of the measurement.
+/// The conditions of the measurement.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct ScalingSetting {
     pub(super) model: String,

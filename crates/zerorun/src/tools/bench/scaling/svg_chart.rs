@@ -1,7 +1,7 @@
 //! Line charts as SVG: panels in rows and columns, readable without color.
 //!
-//! Each series has its own marker and its own pattern of dashes, and its name stands near the end of its line. The
-//! categories of the x axis, which are numbers of ranks, have equal distances.
+//! Each series has its own marker and its own pattern of dashes, and its name is near the end of its line. The
+//! categories of the x axis, which are numbers of ranks, are equally spaced.
 
 use std::fmt::Write as _;
 
@@ -34,7 +34,7 @@ const TOP: f64 = 40.0;
 const BOTTOM: f64 = 52.0;
 /// The height of the heading above all panels.
 const HEADING: f64 = 40.0;
-/// The minimum distance of two names at the ends of lines.
+/// The minimum distance between two names at the ends of lines.
 const NAME_DISTANCE: f64 = 14.0;
 /// The patterns of dashes and the colors of series. The colors differ in brightness, too.
 const DASHES: [&str; 4] = ["none", "8 4", "2 4", "10 4 2 4"];
@@ -116,7 +116,7 @@ impl ChartPanel {
             *height = height.min(lowest);
             lowest = *height - NAME_DISTANCE;
         }
-        // Each name has the marker of its series, because it may not stand at the end of its line.
+        // Each name has the marker of its series, because the name may not be at the end of its line.
         for ((_, at, number), height) in ends.iter().zip(heights) {
             let series = &self.series[*number];
             if !series.is_ideal {
@@ -158,7 +158,7 @@ fn marker(x: f64, y: f64, number: usize) -> String {
     format!("{shape} fill=\"{}\"/>\n", COLORS[number % COLORS.len()])
 }
 
-/// Returns the distance of the ticks of an axis from 0 to `largest`, and their number without that of 0.
+/// Returns the distance between the ticks of an axis from 0 to `largest`, and the number of ticks without the one at 0.
 fn scale(largest: f64) -> (f64, u32) {
     if !(largest > 0.0 && largest.is_finite()) {
         return (1.0, 1);
@@ -231,7 +231,7 @@ mod tests {
         }
         assert!(svg.contains("stage 3 &amp; &lt;more&gt;") && svg.contains("a &quot;title&quot;"), "{svg}");
         assert!(!svg.contains("NaN"), "{svg}");
-        // Three names would stand at the same height.
+        // If they were not moved, three names would be at the same height.
         let heights: Vec<f64> = svg
             .lines()
             .filter(|line| line.contains("stage "))
