@@ -1,7 +1,7 @@
 //! One memory-mapped safetensors file.
 
 use crate::error::{Error, ParamError, Result};
-use crate::files;
+use crate::files::{self, release_pages};
 use crate::precision::{FlatRef, has_non_finite};
 use crate::tensor::bytes;
 use crate::util::fnv1a;
@@ -12,9 +12,6 @@ use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
 use serde_json::Value;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-
-/// The number of bytes that Linux maps around an address at which a file is read for the first time.
-const FAULT_AROUND: usize = 64 << 10;
 
 /// A mapped safetensors file.
 #[derive(Debug)]
@@ -71,18 +68,6 @@ impl WeightFile {
         self.metadata.info(name).map(|info| FileTensor { file: self, info })
     }
 
-    /// Releases the memory of pages that were read, and of the pages that the system has mapped around them. Otherwise, the map
-    /// keeps them until it is dropped. The pages of a parameter that was read are seldom needed again, and would then come from
-    /// the system's cache.
-    fn release(&self, bytes: Range<usize>) {
-        let bytes =
-            bytes.start.saturating_sub(FAULT_AROUND)..self.map.len().min(bytes.end.saturating_add(FAULT_AROUND));
-        // SAFETY: the map is of a file and never written to, so pages that are read again have the file's content.
-        let _ = unsafe {
-            self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, bytes.start, bytes.end - bytes.start)
-        };
-    }
-
     /// Returns a hash of the header and of a thousand positions of the data, not of all data, which may be larger than
     /// memory.
     pub fn fingerprint(&self) -> u64 {
@@ -91,7 +76,7 @@ impl WeightFile {
         let data = self.map.chunks(step).flat_map(|c| &c[..c.len().min(8)]);
         let bytes: Vec<u8> = self.map[..self.data_start].iter().chain(data).copied().collect();
         // The system maps pages around each position, up to gigabytes for a large model.
-        self.release(0..self.map.len());
+        release_pages(&self.map, 0..self.map.len());
         fnv1a(&bytes)
     }
 }
@@ -139,7 +124,7 @@ impl<'a> FileTensor<'a> {
     /// Releases the memory of the tensor's pages, to be called after [`raw`](Self::raw) bytes were read once.
     pub fn release(&self) {
         let (start, end) = self.info.data_offsets;
-        self.file.release(self.file.data_start + start..self.file.data_start + end);
+        release_pages(&self.file.map, self.file.data_start + start..self.file.data_start + end);
     }
 
     /// Returns the path of the file that contains the tensor.
@@ -179,7 +164,8 @@ impl<'a> FileTensor<'a> {
             Dtype::F16 => read(bytes, |b| f16::from_le_bytes(b).to_f32()),
             _ => read(bytes, f32::from_le_bytes),
         };
-        self.file.release(place);
+        // The pages of a parameter that was read are seldom needed again.
+        release_pages(&self.file.map, place);
         check_finite(&self.file.path, name, range.start, &values)?;
         Ok(values)
     }

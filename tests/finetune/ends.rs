@@ -2,7 +2,7 @@
 
 use crate::fixtures::path;
 use crate::runs::{chats, finetune, write};
-use crate::support::processes::{stderr, stdout, wait_up_to};
+use crate::support::processes::{stderr, stdout, wait_up_to, zerorun};
 use candle_zero::serde_json::{Value, from_str, json};
 use candle_zero_finetune::Adapter;
 use rustix::process::{Pid, Signal, kill_process};
@@ -141,4 +141,31 @@ fn a_result_has_the_tokenizer_a_readme_and_a_record_of_the_run_beside_its_weight
     assert_eq!(run("full", &["--steps", "2", "--full"]).0, Some(0));
     assert!(text("full", "README.md").contains("All weights were trained"));
     assert!(text("full", "README.md").contains("library_name: transformers"));
+}
+
+#[test]
+fn a_run_is_recorded_in_the_working_directory_unless_that_is_switched_off() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = chats(folder.path(), 40);
+    let words = ["--data", &data, "--out", "out", "--batch", "4", "--ctx", "48", "--val", "20%", "--steps", "3"];
+    let train = |more: &[&str], within: &str| {
+        let within = folder.path().join(within);
+        std::fs::create_dir(&within).unwrap();
+        let mut command = finetune(&path("models/llama"), folder.path(), &[words.as_slice(), more].concat());
+        let output = command.env_remove("CANDLE_ZERO_RUNS_DIR").current_dir(&within).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        within
+    };
+    let recorded = train(&["--run", "sums"], "recorded");
+    let list = zerorun().args(["runs", "--json", "--runs", "runs"]).current_dir(&recorded).output().unwrap();
+    let list: Value = candle_zero::serde_json::from_slice(&list.stdout).unwrap();
+    let [run] = &list.as_array().unwrap()[..] else { panic!("{list}") };
+    assert_eq!((&run["name"], &run["state"], &run["steps"]), (&json!("sums"), &json!("finished"), &json!(3)));
+    assert_eq!(run["loss"]["step"], 3);
+    assert_eq!(run["val_loss"]["step"], 3);
+    let begun = recorded.join("runs").join(run["id"].as_str().unwrap());
+    let start: Value = from_str(&std::fs::read_to_string(begun.join("run.json")).unwrap()).unwrap();
+    assert_eq!((&start["settings"]["batch"], &start["total_steps"]), (&json!(4), &json!(3)));
+    let off = train(&["--runs", "off"], "off");
+    assert!(!off.join("runs").exists());
 }

@@ -24,6 +24,7 @@ mod fixtures;
 mod generate_tool;
 mod generation;
 mod gguf;
+mod gguf_mixture;
 mod gguf_tokenizer;
 #[cfg(feature = "hub")]
 mod hub;

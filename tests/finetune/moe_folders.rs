@@ -6,7 +6,7 @@ use crate::moe::MOE;
 use candle_core::{DType, Device, Tensor};
 use candle_zero::checkpoint::ConsolidatedDtype;
 use candle_zero::models::Decoder;
-use candle_zero_finetune::{BaseModel, GgufFormat, MergedModel};
+use candle_zero_finetune::{BaseModel, MergedModel};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -182,9 +182,5 @@ fn a_written_mixture_is_the_base_with_the_names_on_disk() {
             all
         });
         assert!(before == after, "{name}");
-        let file = out.path().join("model.gguf");
-        let error = merged.write_gguf(&file, GgufFormat::F16).unwrap_err().to_string();
-        assert!(error.contains("its type is") && error.contains(name.trim_end_matches("_step2")), "{error}");
-        assert!(!file.exists());
     }
 }

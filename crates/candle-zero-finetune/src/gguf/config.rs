@@ -1,13 +1,15 @@
 //! Builds a `config.json` in Hugging Face's format from the metadata of a GGUF file, following the conventions of
 //! llama.cpp's converter.
 
+use super::mixture::MixtureArchitecture;
 use super::weights::GgufFile;
 use crate::error::Result;
 use candle_core::quantized::gguf_file::Value;
 use serde_json::{Value as Json, json};
 
-/// The architectures with known conventions. Files of Mistral models use the name llama.
-const SUPPORTED_ARCHITECTURES: [&str; 6] = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
+/// The architectures with known conventions. Files of Mistral and Mixtral models use the name llama.
+const SUPPORTED_ARCHITECTURES: [&str; 9] =
+    ["llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "gemma2", "gemma3", "phi3"];
 
 impl GgufFile {
     /// Returns the equivalent of `config.json`.
@@ -21,8 +23,14 @@ impl GgufFile {
                 format!("one of {}", SUPPORTED_ARCHITECTURES.join(", ")),
             ));
         }
-        if keys.number("expert_count")?.is_some_and(|experts| experts > 0.0) {
-            return Err(keys.refuse("expert_count", "0: mixtures of experts are not supported"));
+        // Other architectures may have the key, too, if it is 0.
+        let experts = match keys.number("expert_count")? {
+            None | Some(0.0) => None,
+            Some(_) => keys.size("expert_count")?,
+        };
+        let mixture = MixtureArchitecture::in_file(architecture, experts);
+        if experts.is_some() && mixture.is_none() {
+            return Err(keys.refuse("expert_count", format!("0 for architecture {architecture}")));
         }
         let hidden = keys.need_size("embedding_length")?;
         let blocks = keys.need_size("block_count")?;
@@ -44,7 +52,7 @@ impl GgufFile {
         let has = |name: &str| self.content.tensor_infos.contains_key(name);
         let mut config = json!({
             "model_type": architecture,
-            "architectures": [class(architecture)],
+            "architectures": [class(architecture, experts)],
             "vocab_size": vocab,
             "hidden_size": hidden,
             "intermediate_size": keys.need_size("feed_forward_length")?,
@@ -69,7 +77,8 @@ impl GgufFile {
         let scalar = if blocks == largest { hidden / heads } else { head };
         let more = match architecture {
             "llama" => json!({"hidden_act": "silu", "attention_bias": has("blk.0.attn_q.bias")}),
-            "qwen2" | "qwen3" => json!({"hidden_act": "silu", "use_sliding_window": false}),
+            "qwen2" | "qwen2moe" | "qwen3" | "qwen3moe" => json!({"hidden_act": "silu", "use_sliding_window": false}),
+            "olmoe" => json!({"hidden_act": "silu"}),
             "phi3" => json!({"hidden_act": "silu", "sliding_window": sliding}),
             "gemma2" => json!({
                 "hidden_activation": "gelu_pytorch_tanh",
@@ -91,6 +100,9 @@ impl GgufFile {
             .map(|(name, role)| (name, self.content.metadata.get(&format!("tokenizer.ggml.{role}_token_id"))));
         if let (Some(config), Json::Object(more)) = (config.as_object_mut(), more) {
             config.extend(more);
+            if let Some(mixture) = mixture {
+                config.extend(mixture.config_json(&keys)?);
+            }
             for (name, id) in ids {
                 let id = id.and_then(|id| id.to_u64().ok());
                 config.extend(id.map(|id| (format!("{name}_token_id"), id.into())));
@@ -101,10 +113,14 @@ impl GgufFile {
 }
 
 /// Returns the name of the model's class in transformers.
-fn class(architecture: &str) -> &'static str {
+fn class(architecture: &str, experts: Option<usize>) -> &'static str {
     match architecture {
         "qwen2" => "Qwen2ForCausalLM",
+        "qwen2moe" => "Qwen2MoeForCausalLM",
         "qwen3" => "Qwen3ForCausalLM",
+        "qwen3moe" => "Qwen3MoeForCausalLM",
+        "olmoe" => "OlmoeForCausalLM",
+        "llama" if experts.is_some() => "MixtralForCausalLM",
         "gemma2" => "Gemma2ForCausalLM",
         "gemma3" => "Gemma3ForCausalLM",
         "phi3" => "Phi3ForCausalLM",
@@ -113,7 +129,7 @@ fn class(architecture: &str) -> &'static str {
 }
 
 /// The metadata keys of an architecture.
-struct ArchitectureKeys<'a> {
+pub(super) struct ArchitectureKeys<'a> {
     gguf: &'a GgufFile,
     architecture: &'a str,
 }
@@ -123,7 +139,7 @@ impl<'a> ArchitectureKeys<'a> {
         self.gguf.content.metadata.get(&format!("{}.{key}", self.architecture))
     }
 
-    fn refuse(&self, key: &str, allowed: impl ToString) -> candle_zero::Error {
+    pub(super) fn refuse(&self, key: &str, allowed: impl ToString) -> candle_zero::Error {
         let found = self.get(key).map_or("absent".to_owned(), |value| match value {
             Value::Array(values) => format!("a list of {} values", values.len()),
             Value::String(text) => format!("{text:?}"),
@@ -133,7 +149,7 @@ impl<'a> ArchitectureKeys<'a> {
         self.gguf.refuse(&format!("{}.{key}", self.architecture), found, allowed)
     }
 
-    fn size(&self, key: &str) -> Result<Option<usize>> {
+    pub(super) fn size(&self, key: &str) -> Result<Option<usize>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let size = match value {
             Value::I32(size) => u32::try_from(*size).ok(),
@@ -146,11 +162,11 @@ impl<'a> ArchitectureKeys<'a> {
         }
     }
 
-    fn need_size(&self, key: &str) -> Result<usize> {
+    pub(super) fn need_size(&self, key: &str) -> Result<usize> {
         self.size(key)?.ok_or_else(|| self.refuse(key, "a whole number"))
     }
 
-    fn number(&self, key: &str) -> Result<Option<f64>> {
+    pub(super) fn number(&self, key: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value {
             // The shortest number that rounds to this value: 1e-5 is stored as 9.999999747e-6.

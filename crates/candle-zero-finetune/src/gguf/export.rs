@@ -1,6 +1,7 @@
 //! Writes a decoder as a GGUF file following llama.cpp's conventions for keys, tensor names and the layout of some
 //! tensors.
 
+use super::mixture::{self, MixtureArchitecture, MixturePlace, ROUTER};
 use super::tokenizer_export::keys;
 use super::weights::GgufFile;
 use super::writer::{BLOCK, GgmlFormat, GgufTensor, GgufValue, write};
@@ -26,6 +27,7 @@ pub enum GgufFormat {
 /// A model of an architecture that llama.cpp supports.
 struct GgufArchitecture<'a> {
     architecture: &'static str,
+    mixture: Option<MixtureArchitecture>,
     config: &'a DecoderConfig,
 }
 
@@ -72,19 +74,29 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
     }
     for (name, shape) in merged.shapes() {
         let unknown = || wrong(format!("llama.cpp has no name for tensor {name} of a {kind} model"));
-        let (new_name, change) = model.tensor(name).ok_or_else(unknown)?;
-        let mut new_shape = shape.clone();
-        if change == LayoutChange::Transposed {
-            new_shape.reverse();
+        let target = model.tensor(name).ok_or_else(unknown)?;
+        let expert = target.place.as_ref().and_then(|place| place.expert);
+        // All experts of a projection are one tensor.
+        let known = expert.and_then(|_| entries.iter().rposition(|entry: &GgufTensor| entry.name == target.name));
+        if let Some(TensorOrigin::Tensors(parts, ..)) = known.and_then(|known| sources.get_mut(known)) {
+            parts.push((expert, name.as_str()));
+            continue;
         }
-        let is_small = new_shape.len() < 2 || new_name.starts_with("position_embd");
+        let new_shape = target.shape(shape, config);
+        let is_small = new_shape.len() < 2 || target.is_always_f32();
+        let row = new_shape.last().copied().unwrap_or(1);
         let format = match format {
             _ if is_small => GgmlFormat::F32,
-            GgufFormat::Q8_0 if new_shape[1].is_multiple_of(BLOCK) => GgmlFormat::Q8_0,
+            GgufFormat::Q8_0 if row.is_multiple_of(BLOCK) => GgmlFormat::Q8_0,
             _ => GgmlFormat::F16,
         };
-        entries.push(GgufTensor { name: new_name, shape: new_shape, format });
-        sources.push(TensorOrigin::Tensor(name, shape, change));
+        sources.push(TensorOrigin::Tensors(vec![(expert, name)], shape, target.change));
+        entries.push(GgufTensor { name: target.name, shape: new_shape, format });
+    }
+    for source in &mut sources {
+        if let TensorOrigin::Tensors(parts, ..) = source {
+            parts.sort_unstable();
+        }
     }
     let wrong = |source| Error::Io { action: "write", path: out.to_owned(), source };
     let mut file = files::AtomicFile::beside(out).map_err(wrong)?;
@@ -97,12 +109,12 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
         TensorOrigin::Values(values) => {
             take(&entries[at].format.encode(values).map_err(|v| too_large(&entries[at].name, v, "f16"))?)
         }
-        TensorOrigin::Tensor(name, shape, change) => {
+        TensorOrigin::Tensors(parts, shape, change) => parts.iter().try_for_each(|(_, name)| {
             give(&merged.tensor(name, shape)?, *change, entries[at].format, name, &mut |bytes| {
                 count(bytes.len());
                 take(bytes)
             })
-        }
+        }),
     })?;
     buffered.flush().map_err(wrong)?;
     drop(buffered);
@@ -112,7 +124,32 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
 /// The source of a written tensor.
 enum TensorOrigin<'a> {
     Values(Vec<f32>),
-    Tensor(&'a str, &'a [usize], LayoutChange),
+    /// The numbers of experts and the names of tensors that have this shape each: those of all experts, or a single tensor.
+    Tensors(Vec<(Option<usize>, &'a str)>, &'a [usize], LayoutChange),
+}
+
+/// The tensor of the file to which a tensor of the model belongs.
+struct TensorTarget {
+    name: String,
+    change: LayoutChange,
+    /// The place of a tensor of a mixture.
+    place: Option<MixturePlace>,
+}
+
+impl TensorTarget {
+    /// Returns the shape of the tensor in the file, given that of the model's tensor.
+    fn shape(&self, shape: &[usize], config: &DecoderConfig) -> Vec<usize> {
+        let experts = config.mixture.as_ref().map_or(0, |mixture| mixture.experts);
+        match &self.place {
+            Some(place) => mixture::shape_in_file(place, shape, experts),
+            None if self.change == LayoutChange::Transposed => shape.iter().rev().copied().collect(),
+            None => shape.to_vec(),
+        }
+    }
+
+    fn is_always_f32(&self) -> bool {
+        self.name.starts_with("position_embd") || self.place.as_ref().is_some_and(|place| place.tensor == ROUTER)
+    }
 }
 
 /// Passes the bytes of a tensor to `take`, with the layout changed.
@@ -158,19 +195,26 @@ fn give(
 impl<'a> GgufArchitecture<'a> {
     /// Returns the architecture of a model whose transformers type is `kind`, or why it cannot be written.
     fn of(kind: &str, config: &'a DecoderConfig) -> std::result::Result<Self, String> {
+        let mixture = MixtureArchitecture::of_type(kind);
         let architecture = match kind {
             "llama" | "mistral" => "llama",
             "qwen2" => "qwen2",
             "qwen3" => "qwen3",
             "gpt2" => "gpt2",
-            other => {
-                return Err(format!(
-                    "its type is {other:?}, but must be llama, mistral, qwen2, qwen3 or gpt2; write a Hugging Face \
-                     folder and convert it with llama.cpp"
-                ));
-            }
+            other => match mixture {
+                Some(mixture) => mixture.name,
+                None => {
+                    return Err(format!(
+                        "its type is {other:?}, but must be llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, \
+                         qwen3_moe, olmoe or gpt2; write a Hugging Face folder and convert it with llama.cpp"
+                    ));
+                }
+            },
         };
-        let model = Self { architecture, config };
+        if let Some(problem) = mixture.and_then(|mixture| mixture.problem(config)) {
+            return Err(problem);
+        }
+        let model = Self { architecture, mixture, config };
         let first = config.blocks.first().and_then(|block| block.rotary.as_ref());
         if config.learned_positions.is_none() && config.blocks.iter().any(|block| block.rotary.as_ref() != first) {
             return Err("its blocks use different settings for rotary positions, for which GGUF has no keys".into());
@@ -215,6 +259,9 @@ impl<'a> GgufArchitecture<'a> {
         put("attention.value_length", number(self.config.head_dim));
         put("rope.dimension_count", number(self.config.head_dim));
         put("vocab_size", number(self.config.vocab));
+        if let (Some(architecture), Some(mixture)) = (self.mixture, &self.config.mixture) {
+            mixture::metadata(mixture, architecture).into_iter().for_each(|(key, value)| put(key, value));
+        }
         if let Some(rotary) = self.rotary() {
             put("rope.freq_base", GgufValue::F32(rotary.theta as f32));
             let mut scaled = |kind: &str, factor: f64| {
@@ -269,8 +316,8 @@ impl<'a> GgufArchitecture<'a> {
         }
     }
 
-    /// Returns a tensor's name in the file and the change to its layout.
-    fn tensor(&self, name: &str) -> Option<(String, LayoutChange)> {
+    /// Returns the tensor of the file to which a tensor of the model belongs.
+    fn tensor(&self, name: &str) -> Option<TensorTarget> {
         let bare = name.strip_prefix(self.config.prefix).unwrap_or(name);
         let (module, kind) = bare.rsplit_once('.')?;
         let around = match module {
@@ -281,12 +328,13 @@ impl<'a> GgufArchitecture<'a> {
             _ => None,
         };
         if let Some(new) = around {
-            return Some((format!("{new}.{kind}"), LayoutChange::None));
+            return Some(TensorTarget { name: format!("{new}.{kind}"), change: LayoutChange::None, place: None });
         }
         let (block, module) = module.strip_prefix("layers.").or_else(|| module.strip_prefix("h."))?.split_once('.')?;
         let head = self.config.head_dim;
         let turned = if self.architecture == "llama" { LayoutChange::Interleaved(head) } else { LayoutChange::None };
         let conv1d = if kind == "weight" { LayoutChange::Transposed } else { LayoutChange::None };
+        let place = mixture::place_of(module);
         let (new, change) = match module {
             "input_layernorm" | "ln_1" => ("attn_norm", LayoutChange::None),
             "self_attn.q_proj" => ("attn_q", turned),
@@ -303,8 +351,8 @@ impl<'a> GgufArchitecture<'a> {
             "attn.c_proj" => ("attn_output", conv1d),
             "mlp.c_fc" => ("ffn_up", conv1d),
             "mlp.c_proj" => ("ffn_down", conv1d),
-            _ => return None,
+            _ => (place.as_ref()?.tensor, LayoutChange::None),
         };
-        Some((format!("blk.{block}.{new}.{kind}"), change))
+        Some(TensorTarget { name: format!("blk.{block}.{new}.{kind}"), change, place })
     }
 }

@@ -1,6 +1,7 @@
 //! Reads the weights of a GGUF file by their Hugging Face names and in Hugging Face's row order, dequantized as they
 //! are read.
 
+use super::mixture;
 use crate::error::{Error, FinetuneError, ParamError, Result};
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use candle_core::quantized::{GgmlDType, ggml_file::qtensor_from_ggml};
@@ -32,6 +33,10 @@ pub(crate) struct GgufFile {
 struct TensorSource {
     /// The name of the tensor.
     name: String,
+    /// The shape of the parameter.
+    shape: Vec<usize>,
+    /// The number of elements before the parameter. A tensor of all experts contains several parameters.
+    offset: usize,
     /// The number of heads, if the two halves of each head are interleaved row by row.
     mixed_heads: Option<usize>,
     /// Whether 1 was added to all elements.
@@ -67,17 +72,18 @@ impl GgufFile {
                 let (path, name, has) = (self.path.clone(), parameter.clone(), self.some_names());
                 return Err(ParamError::MissingTensor { path, name, shape: shape.clone(), has }.into());
             };
-            if info.shape.dims() != shape {
-                return Err(FinetuneError::not_as_described(
-                    parameter,
-                    [&self.path, &self.path],
-                    info.shape.dims(),
-                    shape,
-                )
-                .into());
+            let place = module_of(parameter).and_then(|(_, module, _)| mixture::place_of(module));
+            let experts = config.mixture.as_ref().map_or(0, |mixture| mixture.experts);
+            let stored =
+                place.as_ref().map_or_else(|| shape.clone(), |place| mixture::shape_in_file(place, shape, experts));
+            if info.shape.dims() != stored {
+                let paths = [self.path.as_path(), &self.path];
+                return Err(FinetuneError::not_as_described(parameter, paths, info.shape.dims(), &stored).into());
             }
-            self.check(name, info)?;
-            used.insert(name);
+            if used.insert(name) {
+                self.check(name, info)?;
+            }
+            let offset = place.and_then(|place| place.expert).unwrap_or(0) * shape.iter().product::<usize>();
             let mixed_heads = match parameter {
                 _ if architecture != "llama" => None,
                 q if q.contains(".q_proj.") => Some(config.num_attention_heads),
@@ -85,7 +91,8 @@ impl GgufFile {
                 _ => None,
             };
             let plus_one = architecture.starts_with("gemma") && parameter.ends_with("norm.weight");
-            self.places.insert(parameter.clone(), TensorSource { name: name.clone(), mixed_heads, plus_one });
+            let source = TensorSource { name: name.clone(), shape: shape.clone(), offset, mixed_heads, plus_one };
+            self.places.insert(parameter.clone(), source);
         }
         let mut extra: Vec<&str> = self.content.tensor_infos.keys().map(String::as_str).collect();
         extra.retain(|name| !used.contains(name));
@@ -155,27 +162,30 @@ impl GgufFile {
         }
     }
 
+    /// Returns which bytes of the file contain the blocks with elements `range` of a tensor that was checked.
+    fn bytes(&self, info: &TensorInfo, range: Range<usize>) -> Range<usize> {
+        let (block, size) = (info.ggml_dtype.block_size(), info.ggml_dtype.type_size());
+        let first = (self.content.tensor_data_offset + info.offset) as usize;
+        first + range.start / block * size..first + range.end.div_ceil(block) * size
+    }
+
     /// Appends elements `range` of a tensor, in the order of the file, to `values`.
     fn read(&self, info: &TensorInfo, range: Range<usize>, values: &mut Vec<f32>) -> Result<()> {
         /// The number of elements that are dequantized at a time.
         const PIECE: usize = 1 << 18;
         let (dtype, block) = (info.ggml_dtype, info.ggml_dtype.block_size());
-        // In bounds, because the tensor was checked.
-        let first = (self.content.tensor_data_offset + info.offset) as usize;
-        let bytes = |blocks: Range<usize>| {
-            &self.map[first + blocks.start * dtype.type_size()..first + blocks.end * dtype.type_size()]
-        };
         let mut at = range.start;
         while at < range.end {
             let blocks = at / block..range.end.min(at + PIECE).div_ceil(block);
             let end = range.end.min(blocks.end * block);
+            let bytes = &self.map[self.bytes(info, at..end)];
             match dtype {
-                GgmlDType::F32 => extend(values, bytes(at..end), f32::from_le_bytes),
-                GgmlDType::F16 => extend(values, bytes(at..end), |b| f16::from_le_bytes(b).to_f32()),
-                GgmlDType::BF16 => extend(values, bytes(at..end), |b| bf16::from_le_bytes(b).to_f32()),
+                GgmlDType::F32 => extend(values, bytes, f32::from_le_bytes),
+                GgmlDType::F16 => extend(values, bytes, |b| f16::from_le_bytes(b).to_f32()),
+                GgmlDType::BF16 => extend(values, bytes, |b| bf16::from_le_bytes(b).to_f32()),
                 _ => {
                     // A copy, which is aligned as any allocation is.
-                    let copy = bytes(blocks.clone()).to_vec();
+                    let copy = bytes.to_vec();
                     let elements = blocks.len() * block;
                     let tensor = qtensor_from_ggml(dtype, &copy, vec![elements], &Device::Cpu)?;
                     let tensor: Tensor = tensor.dequantize(&Device::Cpu)?;
@@ -201,14 +211,12 @@ impl InitialValues for GgufFile {
             let (path, name, has) = (self.path.clone(), name.to_owned(), self.some_names());
             return Err(ParamError::MissingTensor { path, name, shape: shape.to_vec(), has }.into());
         };
-        if info.shape.dims() != shape {
-            return Err(
-                FinetuneError::not_as_described(name, [&self.path, &self.path], info.shape.dims(), shape).into()
-            );
+        if place.shape != shape {
+            return Err(FinetuneError::not_as_described(name, [&self.path, &self.path], &place.shape, shape).into());
         }
         let mut values = Vec::with_capacity(range.len());
         match place.mixed_heads {
-            None => self.read(info, range.clone(), &mut values)?,
+            None => self.read(info, place.offset + range.start..place.offset + range.end, &mut values)?,
             Some(heads) => {
                 // The rows of a bias have one element.
                 let (rows, row) = (shape[0], shape.get(1).copied().unwrap_or(1));
@@ -222,6 +230,13 @@ impl InitialValues for GgufFile {
                 }
             }
         }
+        // The pages of a parameter that was read are seldom needed again. Interleaved rows may come from anywhere in the tensor.
+        let read = if place.mixed_heads.is_some() {
+            0..info.shape.elem_count()
+        } else {
+            place.offset + range.start..place.offset + range.end
+        };
+        files::release_pages(&self.map, self.bytes(info, read));
         if place.plus_one {
             values.iter_mut().for_each(|x| *x -= 1.0);
         }
@@ -234,7 +249,9 @@ impl InitialValues for GgufFile {
         let step = self.map.len().div_ceil(MAX_SAMPLED_NAMES).max(1);
         let header = self.map.len().min(self.content.tensor_data_offset as usize);
         let data = self.map.chunks(step).flat_map(|c| &c[..c.len().min(8)]);
-        fnv1a(&self.map[..header].iter().chain(data).copied().collect::<Vec<u8>>())
+        let sampled: Vec<u8> = self.map[..header].iter().chain(data).copied().collect();
+        files::release_pages(&self.map, 0..self.map.len());
+        fnv1a(&sampled)
     }
 }
 
@@ -294,9 +311,8 @@ fn name_in_file(architecture: &str, parameter: &str) -> Option<String> {
     if let Some(name) = around {
         return Some(name.to_owned());
     }
-    let (block, part) = parameter.strip_prefix("model.layers.")?.split_once('.')?;
-    let (part, ending) = part.rsplit_once('.')?;
-    let part = match part {
+    let (block, module, ending) = module_of(parameter)?;
+    let part = match module {
         "input_layernorm" => "attn_norm",
         "post_attention_layernorm" if gemma => "post_attention_norm",
         "pre_feedforward_layernorm" | "post_attention_layernorm" => "ffn_norm",
@@ -311,9 +327,16 @@ fn name_in_file(architecture: &str, parameter: &str) -> Option<String> {
         "mlp.gate_proj" => "ffn_gate",
         "mlp.up_proj" | "mlp.gate_up_proj" => "ffn_up",
         "mlp.down_proj" => "ffn_down",
-        _ => return None,
+        _ => mixture::place_of(module)?.tensor,
     };
     Some(format!("blk.{block}.{part}.{ending}"))
+}
+
+/// Splits the name of a block's parameter into the number of the block, the module within the block, and the ending.
+fn module_of(parameter: &str) -> Option<(&str, &str, &str)> {
+    let (block, part) = parameter.strip_prefix("model.layers.")?.split_once('.')?;
+    let (module, ending) = part.rsplit_once('.')?;
+    Some((block, module, ending))
 }
 
 /// Returns the GGUF files in a folder.
