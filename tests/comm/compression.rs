@@ -325,14 +325,16 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
     assert_eq!(gradients(&exact), 2.0 * gradients(&bf16));
 }
 
+/// The name of a run, its number of ranks, whether weights and gradients are quantized, and further keys of its configuration.
+type CompressedRun = (&'static str, usize, [bool; 2], Value);
+
 /// Prints the table in docs/compression.md:
 /// `cargo test --release --test comm compression:: -- --ignored --nocapture`
 #[test]
-#[ignore = "7 runs of 300 steps: about 40 seconds"]
+#[ignore = "7 runs of 300 steps, for .ci/long"]
 fn training_300_steps_ends_within_a_percent_of_the_exact_loss() {
-    const STEPS: usize = 300;
     let bf16 = || json!({"communication_data_type": "bf16"});
-    let runs = [
+    check_300_steps(&[
         ("exact f32", 2, [false, false], json!({})),
         ("bf16 gradients", 2, [false, false], bf16()),
         ("int8 weights", 2, [true, false], json!({})),
@@ -340,14 +342,25 @@ fn training_300_steps_ends_within_a_percent_of_the_exact_loss() {
         ("both", 2, [true, true], json!({})),
         ("exact f32, 4 ranks", 4, [false, false], json!({})),
         ("both, 4 ranks", 4, [true, true], json!({})),
-    ];
-    let run = |(_, world, quantized, more): &(_, usize, _, Value)| {
+    ]);
+}
+
+#[test]
+#[ignore = "2 runs of 300 steps, for .ci/run"]
+fn training_300_steps_with_both_kinds_of_compression_ends_within_a_percent_of_the_exact_loss() {
+    check_300_steps(&[("exact f32", 2, [false, false], json!({})), ("both", 2, [true, true], json!({}))]);
+}
+
+/// Compares each run with the first one that has as many ranks, which is exact.
+fn check_300_steps(runs: &[CompressedRun]) {
+    const STEPS: usize = 300;
+    let run = |(_, world, quantized, more): &CompressedRun| {
         train_nano(*world, &nano_config(*world, *quantized, more.clone()), STEPS)
     };
     let results: Vec<_> = runs.iter().map(run).collect();
     // The mean of 20 steps: single batches differ by more than the runs do.
     let mean = |losses: &[f64], to: usize| losses[to - 20..to].iter().sum::<f64>() / 20.0;
-    println!("| steps | {} |", runs.each_ref().map(|(name, ..)| *name).join(" | "));
+    println!("| steps | {} |", runs.iter().map(|(name, ..)| *name).collect::<Vec<_>>().join(" | "));
     println!("|{}", "---|".repeat(runs.len() + 1));
     for to in [20, 60, 100, 150, 200, 250, 300] {
         let row: Vec<String> = results.iter().map(|(losses, _)| format!("{:.4}", mean(losses, to))).collect();
@@ -363,7 +376,7 @@ fn training_300_steps_ends_within_a_percent_of_the_exact_loss() {
     println!("| bytes a step | {} |", row.join(" | "));
     let mut off = vec![];
     for ((_, world, ..), result) in runs.iter().zip(&results) {
-        let exact = &results[if *world == 2 { 0 } else { 5 }];
+        let exact = &results[runs.iter().position(|(_, other, ..)| other == world).unwrap()];
         off.push(mean(&result.0, STEPS) / mean(&exact.0, STEPS) - 1.0);
     }
     let row: Vec<String> = off.iter().map(|off| format!("{:+.2} %", off * 100.0)).collect();

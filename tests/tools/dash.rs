@@ -16,7 +16,9 @@ use std::process::{Child, Command, Output};
 #[test]
 #[ignore = "a program that other tests start"]
 fn trains_until_it_is_asked_to_stop() {
-    let config = json!({"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}});
+    let zero = json!({"stage": 2});
+    let config =
+        json!({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero});
     let builder = Engine::builder().gradient_check(false);
     let mut engine = builder.initialize(|vb| candle_nn::linear(4, 1, vb), config).unwrap();
     let x = Tensor::ones((1, 4), DType::F32, engine.device()).unwrap();
