@@ -263,7 +263,7 @@ fn files_that_cannot_be_read_are_refused() {
         write(&file, &metadata, &tensors, |_| GgmlDType::F32);
         text()
     };
-    insta::assert_snapshot!(with("general.architecture", Some(Value::String("mamba".into()))), @"DIR/model.gguf: general.architecture is mamba, but must be one of llama, qwen2, qwen3, gemma2, gemma3, phi3");
+    insta::assert_snapshot!(with("general.architecture", Some(Value::String("mamba".into()))), @"DIR/model.gguf: general.architecture is mamba, but must be one of llama, qwen2, qwen2moe, qwen3, qwen3moe, olmoe, gemma2, gemma3, phi3");
     insta::assert_snapshot!(with("general.architecture", None), @"DIR/model.gguf is not a readable GGUF file: its metadata has no general.architecture");
     insta::assert_snapshot!(with("llama.block_count", None), @"DIR/model.gguf: llama.block_count is absent, but must be a whole number");
     insta::assert_snapshot!(with("llama.block_count", Some(Value::U32(4))), @"DIR/model.gguf has no tensor model.layers.3.input_layernorm.weight of shape [48], which the model needs; the file must hold exactly the model's parameters, but it has blk.0.attn_k.weight, blk.0.attn_norm.weight, blk.0.attn_output.weight, blk.0.attn_q.weight, blk.0.attn_v.weight, blk.0.ffn_down.weight, blk.0.ffn_gate.weight, blk.0.ffn_norm.weight and 21 more");
@@ -272,7 +272,7 @@ fn files_that_cannot_be_read_are_refused() {
     insta::assert_snapshot!(with("llama.embedding_length", Some(Value::String("x".into()))), @r#"DIR/model.gguf: llama.embedding_length is "x", but must be a whole number from 1 to 4294967295"#);
     insta::assert_snapshot!(with("llama.rope.scaling.type", Some(Value::String("ntk".into()))), @r#"DIR/model.gguf: llama.rope.scaling.type is "ntk", but must be none, linear or yarn"#);
     insta::assert_snapshot!(with("llama.rope.scaling.type", Some(Value::String("yarn".into()))), @"DIR/model.gguf: llama.rope.scaling.factor is absent, but must be a number");
-    insta::assert_snapshot!(with("llama.expert_count", Some(Value::U32(8))), @"DIR/model.gguf: llama.expert_count is 8, but must be 0: mixtures of experts are not supported");
+    insta::assert_snapshot!(with("llama.expert_count", Some(Value::U32(8))), @"DIR/model.gguf: llama.expert_used_count is absent, but must be a whole number");
     insta::assert_snapshot!(with("llama.attention.head_count_kv", Some(Value::Array(vec![Value::U32(2); 3]))), @"DIR/model.gguf: llama.attention.head_count_kv is a list of 3 values, but must be a whole number from 1 to 4294967295");
     insta::assert_snapshot!(with("general.alignment", Some(Value::U32(0))), @"DIR/model.gguf is not a readable GGUF file: general.alignment is 0, but must be a positive number");
     write(&file, &good, &tensors, |_| GgmlDType::F32);
