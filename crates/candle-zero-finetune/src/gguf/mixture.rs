@@ -27,7 +27,7 @@ pub(super) struct MixtureArchitecture {
     renormalizes: bool,
 }
 
-/// Where a GGUF file holds a parameter of a mixture.
+/// The place of a parameter of a mixture in a GGUF file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct MixturePlace {
     /// The name of the tensor within the block, without its ending.
