@@ -62,7 +62,7 @@ function readAddress() {
 
 function writeAddress() {
   const parts = new URLSearchParams();
-  if (page.sweep.names.length > 1) parts.append("sweep", page.sweep.name);
+  if (page.sweep.name !== null && page.sweep.names.length !== 1) parts.append("sweep", page.sweep.name);
   const first = page.shown.get(page.focused);
   for (const { id } of [first, ...[...page.shown.values()].filter((run) => run !== first)].filter((run) => run)) parts.append("run", id);
   history.replaceState(null, "", `#${parts}`);
