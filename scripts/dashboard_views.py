@@ -1,7 +1,9 @@
 """Two parts of test_dashboard.py: the page about a sweep, and the loads of the experts of a mixture."""
 import contextlib
 import json
+import math
 import pathlib
+import random
 import subprocess
 import urllib.parse
 
@@ -190,3 +192,29 @@ def test_experts(zerorun, work, browser):
         check(series(browser, "Loss") and is_harmless(browser), "the rest is shown")
         check_quiet(browser)
         print("a mixture: unused experts and a damaged file")
+
+
+def make_sweep(zerorun, folder):
+    """Writes a made-up sweep that is running, for a picture."""
+    folder.mkdir(parents=True)
+    definition = {"command": ["finetune", "Qwen3-0.6B", "--data", "chats.jsonl"], "metric": "val_loss", "steps": 160, "trials": 32, "parameters": {
+        "--lr": {"log_uniform": [1e-5, 1e-3]}, "--batch": [4, 8, 16], "--lora": ["r=8,alpha=16", "r=32,alpha=64"], "gradient_clipping": {"uniform": [0.3, 2.0]}}}
+    (folder / "sweep.json").write_text(json.dumps({"format": 1, "definition": definition, "directory": "/work", "configuration": None}))
+    starts = [{"event": "start", "trial": trial, "from": 0, "to": 160} for trial in range(1, 25)]
+    lines(folder / "journal.jsonl", [{"event": "begin", "parallel": 24}, *starts])
+    shown = json.loads(subprocess.run([zerorun, "sweep", "show", folder, "--json"], capture_output=True, check=True).stdout)
+    noise, ends = random.Random(3), []
+    for trial in shown["trials"][:22]:
+        own = trial["parameters"]
+        loss = 1.31 + 0.11 * (math.log10(own["--lr"]) + 3.7) ** 2 + 0.004 * own["--batch"] + 0.03 * ("r=8" in own["--lora"]) + noise.gauss(0, 0.015)
+        end = {"error": "loss is NaN in step 12"} if own["--lr"] > 8e-4 else {"value": loss}
+        ends += [{"event": "end", "trial": trial["trial"], "to": 160, **end}, {"event": "take", "trial": trial["trial"]}]
+    lines(folder / "journal.jsonl", [{"event": "begin", "parallel": 24}, *starts, *ends])
+
+
+def make_loads(path, step):
+    """Writes the loads of a made-up mixture, for a picture."""
+    noise = random.Random(5)
+    block = lambda: [max(0, round(noise.gauss(128, 55))) if noise.random() > 0.02 else 0 for _ in range(16)]
+    blocks = [{"block": number, "choices": block()} for number in range(12)]
+    path.write_text(json.dumps({"step": step, "time": 1769883540, "session": 1, "blocks": blocks}))

@@ -6,7 +6,8 @@
 Starts a small fine-tuning job with two ranks and --dashboard, and `zerorun dash` on its folder of runs and on planted records. Checks
 that the page shows the curve of the running job growing, saves and stops on request, refuses to act without the token, compares two
 runs, shows a rank that was killed, works after the job has ended, runs nothing that names, log lines, samples or settings contain, and requests
-nothing from other hosts. Then it watches a sweep and the loads of a mixture's experts (dashboard_views.py). --screenshots writes pictures of the page, about made-up runs, into a folder.
+nothing from other hosts. Then it watches a sweep and the loads of a mixture's experts (dashboard_views.py). --screenshots writes pictures
+of the page, about made-up runs, into a folder.
 
 Needs Debian's packages chromium and chromium-driver, which --install installs if it may; without them, prints why and exits with 77.
 """
@@ -27,7 +28,7 @@ import urllib.request
 
 sys.dont_write_bytecode = True
 from dashboard_browser import PLANTED, Browser, Failure, Server, check, check_quiet, series, steps_shown, until
-from dashboard_views import test_experts, test_sweep
+from dashboard_views import make_loads, make_sweep, test_experts, test_sweep
 
 FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "tests/fixtures/finetune"
 
@@ -241,6 +242,22 @@ def screenshots(zerorun, work, browser, pictures):
             until("smoothed curves", lambda: browser.run("return document.querySelectorAll('#charts path.raw').length") > 0)
             browser.run(script)
             browser.screenshot(pictures / f"{name}.png")
+    finally:
+        dash.stop()
+    make_sweep(zerorun, work / "lr-sweep")
+    record(work / "lr-sweep/runs/mixture-20260131-181500", "mixture", 600, loss=curve(1.7, 70), lr=1e-3, ranks=2)
+    make_loads(work / "lr-sweep/runs/mixture-20260131-181500/experts.json", 600)
+    dash = Server([zerorun, "dash", "lr-sweep", "--port", "0"], cwd=work)
+    try:
+        browser.size(1400, 1000)
+        browser.open(dash.link)
+        until("the trials", lambda: browser.run("return document.querySelectorAll('#trials tbody tr').length") == 24)
+        browser.run("document.querySelector('#parallel svg[tabindex]').focus()")
+        browser.screenshot(pictures / "dash-sweep.png")
+        browser.size(1000, 480)
+        until("the loads", lambda: browser.run("return document.querySelectorAll('#expertmap path.load').length") > 6)
+        browser.run("document.getElementById('experts').scrollIntoView()")
+        browser.screenshot(pictures / "dash-experts.png")
     finally:
         dash.stop()
 
