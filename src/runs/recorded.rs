@@ -3,7 +3,8 @@
 use super::lines;
 use super::requests::leave_request;
 use super::{
-    EVENTS, LAUNCH, MAX_FILE_BYTES, RANKS, RecordedLoads, RunEnding, RunInfo, RunMetrics, RunRequest, RunSummary, SAMPLES, now,
+    EVENTS, LAUNCH, MAX_FILE_BYTES, RANKS, RecordedLoads, RunEnding, RunInfo, RunMetrics, RunRequest, RunSummary,
+    SAMPLES, now,
 };
 use crate::error::{Error, Result};
 use crate::files::LOCK;

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 pub(super) struct ShownTrial {
     pub(super) number: usize,
     pub(super) state: TrialState,
-    /// Its parameters, unless they are unknown because an earlier line of the journal is damaged.
+    /// The values of its parameters, unless they are unknown because an earlier line of the journal is damaged.
     parameters: Option<TrialParameters>,
     branch: Option<TrialBranch>,
     /// The metric at each step at which the trial has paused or ended.
