@@ -50,7 +50,7 @@ export class ExpertMap {
     const unused = this.blocks.reduce((sum, { choices }) => sum + choices.filter((one) => one === 0).length, 0);
     const most = Math.max(...this.blocks.flatMap(({ shares }) => shares));
     const top = this.blocks.find(({ shares }) => shares.includes(most));
-    const summary = `After step ${number(loads.step)}: ${number(this.blocks.length)} blocks with up to ${number(columns)} experts, ${number(unused)} of them unused; the largest share is ${percent(most)} (block ${top.block}, expert ${top.shares.indexOf(most)}).`;
+    const summary = `After step ${number(loads.step)}: ${number(this.blocks.length)} ${this.blocks.length === 1 ? "block" : "blocks"}, up to ${number(columns)} experts in each, ${number(unused)} of all experts unused; the largest share is ${percent(most)} (block ${top.block}, expert ${top.shares.indexOf(most)}).`;
     this.facts.textContent = `${summary} Recorded at ${utc(loads.time)} UTC.`;
     this.svg.setAttribute("aria-label", `Loads of the experts. ${summary} Arrow keys move through the cells. The table below has the same numbers.`);
     this.drawMap(place.clientWidth, columns, most);
