@@ -254,7 +254,7 @@ def screenshots(zerorun, work, browser, pictures):
         until("the trials", lambda: browser.run("return document.querySelectorAll('#trials tbody tr').length") == 24)
         browser.run("document.querySelector('#parallel svg[tabindex]').focus()")
         browser.screenshot(pictures / "dash-sweep.png")
-        browser.size(1000, 480)
+        browser.size(1100, 480)
         until("the loads", lambda: browser.run("return document.querySelectorAll('#expertmap path.load').length") > 6)
         browser.run("document.getElementById('experts').scrollIntoView()")
         browser.screenshot(pictures / "dash-experts.png")
