@@ -749,7 +749,8 @@ mod tests {
     fn removing_a_run_removes_only_its_own_files_and_no_run_that_is_recorded() {
         let dir = tempfile::tempdir().unwrap();
         let folder = RunsFolder::find(Some(dir.path().into()));
-        let writer = open(dir.path(), "x", JOB_A, 0);
+        let mut writer = open(dir.path(), "x", JOB_A, 0);
+        writer.expert_loads(1, Vec::new()).unwrap();
         let id = writer.folder().file_name().unwrap().to_str().unwrap().to_owned();
         let error = folder.remove(&id, false).unwrap_err().to_string();
         insta::assert_snapshot!(error.replace(&std::process::id().to_string(), "PID"), @"run x-20260131-235959 is still running (process PID); stop it first, or give --force to remove its record anyway");
