@@ -5,8 +5,9 @@ use super::run_recorder::RunRecorder;
 use crate::Error;
 use crate::config::Precision;
 use crate::error::without_backtrace;
+use crate::models::ExpertLoad;
 use crate::monitor::MonitorEvent;
-use crate::runs::{LoadedFrom, RunEnding};
+use crate::runs::{BlockLoads, LoadedFrom, RunEnding};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
@@ -28,6 +29,15 @@ impl<M> Engine<M> {
     pub fn record_sample(&mut self, prompt: &str, text: &str) {
         let step = self.global_steps;
         self.reporter.run.write(|open| open.writer.sample(step, prompt, text));
+    }
+
+    /// Records how often the routers of a mixture chose each expert in the current step, on all ranks together. The
+    /// record keeps only the newest loads, which the dashboard shows. Without a record, and on ranks other than 0, it
+    /// does nothing.
+    pub fn record_expert_loads(&mut self, loads: &[ExpertLoad]) {
+        let step = self.global_steps;
+        let block = |load: &ExpertLoad| BlockLoads { block: load.block, choices: load.choices.clone() };
+        self.reporter.run.write(|open| open.writer.expert_loads(step, loads.iter().map(block).collect()));
     }
 
     /// Ends the record of the run, and the runs that monitors write, with the run's outcome and, if it has failed, a

@@ -2,8 +2,8 @@
 
 use super::recorded::RecordedRun;
 use super::{
-    DEFAULT_FOLDER, EARLIER_LOG, EVENTS, INFO, LAUNCH, LOG, METRICS, RANKS, RUNS_DIR, RecordedState, RunRequest,
-    SAMPLES, SUMMARY, WRITING, spec,
+    DEFAULT_FOLDER, EARLIER_LOG, EVENTS, EXPERTS, INFO, LAUNCH, LOG, METRICS, RANKS, RUNS_DIR, RecordedState,
+    RunRequest, SAMPLES, SUMMARY, WRITING, spec,
 };
 use crate::error::{Error, Result, RunError};
 use crate::files::{FolderLock, FolderLockOutcome, LOCK};
@@ -135,7 +135,7 @@ impl RunsFolder {
             }
             FolderLockOutcome::Busy(_) => None,
         };
-        let own = [METRICS, EVENTS, SAMPLES, SUMMARY, RANKS, LAUNCH, LOG, EARLIER_LOG];
+        let own = [METRICS, EVENTS, SAMPLES, SUMMARY, RANKS, EXPERTS, LAUNCH, LOG, EARLIER_LOG];
         let requests = RunRequest::ALL.map(RunRequest::file_name);
         let mut names: Vec<String> = own.into_iter().chain(requests).map(String::from).collect();
         let entries = std::fs::read_dir(&folder).map_err(wrong(&folder))?.flatten();

@@ -11,10 +11,11 @@
 //! A run is a folder of files. `run.json` describes the run and is written once. `metrics.jsonl`, `events.jsonl` and
 //! `samples.jsonl` only grow: they are JSON lines, and an incomplete last line is ignored. `summary.json` is an
 //! index: it summarizes the first bytes of the other files and contains the number of those bytes, so listing many runs
-//! does not require reading their metrics. `ranks.json` is the last report of all ranks. The launcher writes `launch.jsonl`
-//! and `log.txt` (launch_writer.rs). Requests of the user are files, too (requests.rs). docs/runs.md describes the format.
+//! does not require reading their metrics. `ranks.json` is the last report of all ranks, and `experts.json` has the newest
+//! loads of the experts of a mixture. The launcher writes `launch.jsonl` and `log.txt` (launch_writer.rs). Requests of the user are files, too (requests.rs). docs/runs.md describes the format.
 
 pub(crate) mod error;
+mod expert_loads;
 mod folder;
 mod git;
 mod info;
@@ -36,6 +37,7 @@ pub use crate::monitor::RunEnding;
 use crate::wall_clock;
 pub(crate) use crate::wall_clock::now;
 pub use crate::wall_clock::{parse_utc, utc};
+pub use expert_loads::{BlockLoads, RecordedLoads};
 pub use folder::{ListedRun, RunsFolder};
 pub use git::GitRevision;
 pub use info::{RunInfo, RunVersions};
@@ -74,6 +76,7 @@ const METRICS: &str = "metrics.jsonl";
 const EVENTS: &str = "events.jsonl";
 const SAMPLES: &str = "samples.jsonl";
 const RANKS: &str = "ranks.json";
+const EXPERTS: &str = "experts.json";
 const LAUNCH: &str = "launch.jsonl";
 const LOG: &str = "log.txt";
 const EARLIER_LOG: &str = "log.1.txt";

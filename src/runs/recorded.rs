@@ -3,7 +3,8 @@
 use super::lines;
 use super::requests::leave_request;
 use super::{
-    EVENTS, LAUNCH, MAX_FILE_BYTES, RANKS, RunEnding, RunInfo, RunMetrics, RunRequest, RunSummary, SAMPLES, now,
+    EVENTS, LAUNCH, MAX_FILE_BYTES, RANKS, RecordedLoads, RunEnding, RunInfo, RunMetrics, RunRequest, RunSummary,
+    SAMPLES, now,
 };
 use crate::error::{Error, Result};
 use crate::files::LOCK;
@@ -158,6 +159,14 @@ impl RecordedRun {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(source) => Err(Error::Io { action: "read", path, source }),
         }
+    }
+
+    /// Reads the newest loads of the experts of a mixture; `None` if the run has recorded none.
+    ///
+    /// # Errors
+    /// [`RunError::Damaged`](crate::error::RunError::Damaged); the file cannot be read.
+    pub fn expert_loads(&self) -> Result<Option<RecordedLoads>> {
+        RecordedLoads::read(&self.folder)
     }
 
     /// Sends a request to the program that records this run. The program finds it within a second or at the end of its

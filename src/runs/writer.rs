@@ -4,6 +4,7 @@
 //! step costs microseconds. A killed process loses at most the lines that were recorded since then; nothing is synced
 //! to disk.
 
+use super::expert_loads::{BlockLoads, ExpertLoadsFile, RecordedLoads};
 use super::info::{RunInfo, RunVersions};
 use super::line_file::LineFile;
 use super::metrics::{LOSS, MetricsRow, json_number};
@@ -68,6 +69,7 @@ pub(crate) struct RunWriter {
     metrics: LineFile,
     events: LineFile,
     samples: LineFile,
+    experts: ExpertLoadsFile,
     summary: RunSummary,
     flushed: Instant,
     summarized: Option<Instant>,
@@ -196,6 +198,7 @@ impl RunWriter {
             metrics: metrics?,
             events: events?,
             samples: samples?,
+            experts: ExpertLoadsFile::default(),
             summary,
             flushed: Instant::now(),
             summarized: None,
@@ -338,6 +341,13 @@ impl RunWriter {
         write().map(|_| ()).map_err(|source| Error::Io { action: "write", path: path.clone(), source })
     }
 
+    /// Records how often the routers of a mixture chose each expert in a step. About once a second, the newest loads
+    /// replace those in the record.
+    pub fn expert_loads(&mut self, step: u64, blocks: Vec<BlockLoads>) -> Result<()> {
+        let loads = RecordedLoads { step, time: now(), session: self.summary.sessions, blocks };
+        self.experts.put(&self.folder, loads)
+    }
+
     /// Returns the requests that have arrived since the last call, and records them.
     pub fn take_requests(&mut self, step: u64) -> Result<Vec<RunRequest>> {
         let requests = take_requests(&self.folder);
@@ -353,6 +363,7 @@ impl RunWriter {
 
     /// Ends the record.
     pub fn end(mut self, step: u64, outcome: RunEnding, message: Option<&str>) -> Result<()> {
+        self.experts.flush(&self.folder)?;
         let mut event = object(json!({"event": "end", "step": step, "outcome": outcome}));
         if let Some(message) = message {
             event.insert("message".into(), shortened(&without_secrets(message)).into());
@@ -544,8 +555,13 @@ mod tests {
         writer.record(5, [("val_loss".to_owned(), f64::NAN)]).unwrap();
         writer.sample(5, "a", "b\nc").unwrap();
         writer.checkpoint(5, dir.path(), &dir.path().join("t")).unwrap();
+        for step in 4..=5 {
+            writer.expert_loads(step, vec![BlockLoads { block: 1, choices: vec![step, 0] }]).unwrap();
+        }
         writer.end(5, RunEnding::Finished, None).unwrap();
         let run = RecordedRun::open(&folder).unwrap();
+        let loads = run.expert_loads().unwrap().unwrap();
+        assert_eq!((loads.step, loads.session, &loads.blocks[0].choices[..]), (5, 1, &[5, 0][..]));
         assert_eq!((run.state(), run.id().as_str()), (RecordedState::Finished, "x-20260131-235959"));
         let summary = run.summary();
         assert_eq!((summary.steps, summary.loss.unwrap().value, summary.best_loss.unwrap().step), (5, 2.0, 5));
@@ -733,7 +749,8 @@ mod tests {
     fn removing_a_run_removes_only_its_own_files_and_no_run_that_is_recorded() {
         let dir = tempfile::tempdir().unwrap();
         let folder = RunsFolder::find(Some(dir.path().into()));
-        let writer = open(dir.path(), "x", JOB_A, 0);
+        let mut writer = open(dir.path(), "x", JOB_A, 0);
+        writer.expert_loads(1, Vec::new()).unwrap();
         let id = writer.folder().file_name().unwrap().to_str().unwrap().to_owned();
         let error = folder.remove(&id, false).unwrap_err().to_string();
         insta::assert_snapshot!(error.replace(&std::process::id().to_string(), "PID"), @"run x-20260131-235959 is still running (process PID); stop it first, or give --force to remove its record anyway");

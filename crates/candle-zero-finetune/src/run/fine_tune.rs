@@ -392,6 +392,7 @@ impl FineTune {
                 notice::emit(&message);
             }
         }
+        self.engine.record_expert_loads(&loads);
         let timings = self.engine.timings();
         let files = self.engine.offload_report().since(&files_before);
         Ok(StepReport {

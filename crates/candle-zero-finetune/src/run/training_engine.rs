@@ -212,6 +212,15 @@ impl TrainingEngine {
         on_either!(self, engine => engine.record_metrics(values));
     }
 
+    /// Records how often each expert of a mixture was chosen in the current step. In a pipeline, this is not measured.
+    pub(super) fn record_expert_loads(&mut self, loads: &[ExpertLoad]) {
+        if let Self::Whole(engine) = self
+            && !loads.is_empty()
+        {
+            engine.record_expert_loads(loads);
+        }
+    }
+
     /// Records an answer of the model in the record of the run.
     pub(super) fn record_sample(&mut self, prompt: &str, text: &str) {
         on_either!(self, engine => engine.record_sample(prompt, text));

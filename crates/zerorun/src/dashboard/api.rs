@@ -4,10 +4,10 @@ use super::columns::MetricsColumns;
 use super::http::{HttpRefusal, HttpRequest};
 use super::state::DashboardState;
 use crate::error::{Error, RunError};
-use candle_zero::runs::{RecordedRun, RecordedState, RunRequest, RunTail};
+use candle_zero::runs::{ListedRun, RecordedRun, RecordedState, RunRequest, RunTail, RunsFolder};
 use candle_zero::util::lock;
 use serde_json::{Value, json};
-use std::path::{Component, Path};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::time::{Duration, Instant};
 
 /// The number of rows of metrics if the page requests none, and the limits on a requested number.
@@ -23,7 +23,7 @@ const MAX_LOG: usize = 2000;
 const LIST_AGE: Duration = Duration::from_secs(1);
 const LIST_AGE_FACTOR: u32 = 10;
 
-/// Returns the list of runs.
+/// Returns the list of runs, including those of sweeps, and the names of the sweeps.
 pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
     let mut list = lock(&state.list);
     let folder = state.folder.runs();
@@ -34,24 +34,75 @@ pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
         return Ok(known.clone());
     }
     let begun = Instant::now();
-    let runs = match folder.runs() {
-        Ok(runs) => runs,
-        // The first run will create it.
-        Err(Error::Run(RunError::NoFolder { .. })) => vec![],
-        Err(error) => return Err(failed(&error)),
-    };
-    let of_run = |listed: &candle_zero::runs::ListedRun| match &listed.run {
-        Ok(run) => run.to_json(),
-        Err(error) => json!({"id": listed.id, "state": "damaged", "damaged": error.to_string()}),
-    };
-    let answer = json!({"folder": folder.path(), "runs": runs.iter().map(of_run).collect::<Vec<_>>()});
+    let mut runs = runs_in(&folder, "").map_err(|error| failed(&error))?;
+    let (sweeps, mut problems) = (state.sweep_places(), Vec::new());
+    for place in &sweeps {
+        let Some(own) = place.runs.clone() else { continue };
+        match runs_in(&RunsFolder::find(Some(own)), &place.prefix) {
+            Ok(more) => runs.extend(more),
+            // The other runs are shown.
+            Err(error) => problems.push(error.to_string()),
+        }
+    }
+    let names: Vec<&String> = sweeps.iter().map(|place| &place.name).collect();
+    let answer = json!({"folder": folder.path(), "runs": runs, "sweeps": names, "problems": problems});
     *list = Some((Instant::now() + LIST_AGE.max(begun.elapsed() * LIST_AGE_FACTOR), answer.clone()));
     Ok(answer)
 }
 
+/// Returns the runs in a folder, whose ids begin with `prefix`. The first run creates the folder.
+fn runs_in(folder: &RunsFolder, prefix: &str) -> Result<Vec<Value>, Error> {
+    let runs = match folder.runs() {
+        Err(Error::Run(RunError::NoFolder { .. })) => Vec::new(),
+        runs => runs?,
+    };
+    let of_run = |listed: &ListedRun| {
+        let id = format!("{prefix}{}", listed.id);
+        match &listed.run {
+            Ok(run) => shown(run, &id),
+            Err(error) => json!({"id": id, "state": "damaged", "damaged": error.to_string()}),
+        }
+    };
+    Ok(runs.iter().map(of_run).collect())
+}
+
+/// Returns what the list shows about a run, with the id by which the page requests it.
+pub(super) fn shown(run: &RecordedRun, id: &str) -> Value {
+    let mut shown = run.to_json();
+    shown["id"] = id.into();
+    shown
+}
+
+/// Returns the newest loads of the experts of a run, or why they cannot be read; null if it has recorded none.
+pub(super) fn expert_loads(run: &RecordedRun) -> Value {
+    match run.expert_loads() {
+        Ok(loads) => json!(loads),
+        Err(error) => json!({"problem": error.to_string()}),
+    }
+}
+
+/// Returns a sweep, unless it is still the same as in the version that the page has.
+pub(super) fn sweep(request: &HttpRequest, state: &DashboardState) -> Result<Value, HttpRefusal> {
+    let name = request.value("name").unwrap_or_default();
+    let place = state.sweep_places().into_iter().find(|place| place.name == name);
+    let (Some(place), Some(reader)) = (place, &state.sweeps) else {
+        return Err(HttpRefusal::new(404, format!("there is no sweep {name}")));
+    };
+    let mut sweep = reader.read(&place).map_err(|error| failed(&error))?;
+    let mut hasher = DefaultHasher::new();
+    sweep.to_string().hash(&mut hasher);
+    let version = format!("{:016x}", hasher.finish());
+    if request.value("known") == Some(version.as_str()) {
+        return Ok(json!({"version": version, "unchanged": true}));
+    }
+    sweep["prefix"] = place.prefix.into();
+    sweep["version"] = version.into();
+    Ok(sweep)
+}
+
 /// Returns everything about a run except its metrics.
 pub(super) fn run(request: &HttpRequest, state: &DashboardState) -> Result<Value, HttpRefusal> {
-    let run = named(request, state)?;
+    let (id, run) = named(request, state)?;
     let mut tail = RunTail::without_metrics(run.folder()).map_err(|error| failed(&error))?;
     let news = tail.look().map_err(|error| failed(&error))?;
     let mut info = json!(run.info());
@@ -62,10 +113,11 @@ pub(super) fn run(request: &HttpRequest, state: &DashboardState) -> Result<Value
     }
     let setting = |(name, value): (String, Value)| json!([name, value]);
     Ok(json!({
-        "run": run.to_json(),
+        "run": shown(&run, id),
         "info": info,
         "config": run.settings().into_iter().map(setting).collect::<Vec<_>>(),
         "ranks": run.ranks().map_err(|error| failed(&error))?,
+        "experts": expert_loads(&run),
         "events": newest(&news.events, MAX_EVENTS),
         "samples": newest(&news.samples, MAX_SAMPLES),
         "launch": newest(&news.launch, MAX_LAUNCH),
@@ -81,10 +133,10 @@ pub(super) fn metrics(request: &HttpRequest, state: &DashboardState) -> Result<V
         Some(Ok(rows)) => rows.clamp(MIN_ROWS, MAX_ROWS),
         Some(Err(_)) => return Err(HttpRefusal::new(400, "rows is not a whole number")),
     };
-    let run = named(request, state)?;
+    let (id, run) = named(request, state)?;
     let metrics = run.metrics().map_err(|error| failed(&error))?;
     Ok(json!({
-        "id": run.id(),
+        "id": id,
         "rows": MetricsColumns::of(&metrics.rows, most).to_json(),
         "position": metrics.bytes,
         "problem": metrics.problem,
@@ -97,9 +149,9 @@ pub(super) fn request(request: &HttpRequest, state: &DashboardState) -> Result<V
     let Some(asked) = RunRequest::ALL.into_iter().find(|request| request.name() == what) else {
         return Err(HttpRefusal::new(400, "what must be save or stop"));
     };
-    let run = named(request, state)?;
+    let (id, run) = named(request, state)?;
     if run.state() != RecordedState::Running {
-        let text = format!("run {} is not running; its state is {}", run.id(), run.state().name());
+        let text = format!("run {id} is not running; its state is {}", run.state().name());
         return Err(HttpRefusal::new(409, text));
     }
     let ranks = run.ranks().map_err(|error| failed(&error))?.unwrap_or_default();
@@ -113,24 +165,20 @@ pub(super) fn request(request: &HttpRequest, state: &DashboardState) -> Result<V
         return Err(HttpRefusal::new(409, text));
     }
     run.request(asked).map_err(|error| failed(&error))?;
-    Ok(json!({"asked": what, "id": run.id()}))
+    Ok(json!({"asked": what, "id": id}))
 }
 
-/// Opens the run that a request names.
-fn named(request: &HttpRequest, state: &DashboardState) -> Result<RecordedRun, HttpRefusal> {
-    opened(request.value("id").unwrap_or_default(), state)
+/// Returns the id that a request names, and opens the run with this id.
+fn named<'a>(request: &'a HttpRequest, state: &DashboardState) -> Result<(&'a str, RecordedRun), HttpRefusal> {
+    let id = request.value("id").unwrap_or_default();
+    Ok((id, opened(id, state)?))
 }
 
-/// Opens a run by the name of its folder.
+/// Opens the run with this id: the name of its folder or, if it belongs to one of several sweeps, the name of the sweep,
+/// a slash and the name of its folder.
 pub(super) fn opened(id: &str, state: &DashboardState) -> Result<RecordedRun, HttpRefusal> {
     let unknown = || HttpRefusal::new(404, format!("there is no run {id}"));
-    // A path could lead out of the folder of runs.
-    let mut parts = Path::new(id).components();
-    let (Some(Component::Normal(name)), None) = (parts.next(), parts.next()) else { return Err(unknown()) };
-    let folder = state.folder.runs().path().join(name);
-    if name != id || !folder.is_dir() {
-        return Err(unknown());
-    }
+    let folder = state.run_folder(id).ok_or_else(unknown)?;
     RecordedRun::open(folder).map_err(|error| failed(&error))
 }
 
@@ -140,4 +188,24 @@ fn newest<T: serde::Serialize>(all: &[T], most: usize) -> Value {
 
 fn failed(error: &Error) -> HttpRefusal {
     HttpRefusal::new(500, error.to_string())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loads_of_experts_are_passed_on_and_damage_to_them_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("run.json"), "{\"format\": 1, \"name\": \"x\"}").unwrap();
+        let run = RecordedRun::open(dir.path()).unwrap();
+        assert!(expert_loads(&run).is_null());
+        let recorded = json!({"step": 4, "time": 2.5, "session": 1, "blocks": [{"block": 1, "choices": [3, 0, 5]}]});
+        std::fs::write(dir.path().join("experts.json"), recorded.to_string()).unwrap();
+        assert_eq!(expert_loads(&run), recorded);
+        std::fs::write(dir.path().join("experts.json"), "{\"step\": \"<b>\"}").unwrap();
+        let problem = expert_loads(&run)["problem"].as_str().unwrap().to_owned();
+        assert!(problem.contains("experts.json is damaged: "), "{problem}");
+    }
 }

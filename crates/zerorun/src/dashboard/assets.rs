@@ -10,13 +10,16 @@ pub(super) struct PageAsset {
 }
 
 /// All files.
-pub(super) const ASSETS: [PageAsset; 8] = [
+pub(super) const ASSETS: [PageAsset; 11] = [
     PageAsset { path: "/", kind: ContentKind::Html, bytes: include_bytes!("assets/index.html") },
     PageAsset { path: "/page.css", kind: ContentKind::Style, bytes: include_bytes!("assets/page.css") },
     PageAsset { path: "/page.js", kind: ContentKind::Script, bytes: include_bytes!("assets/page.js") },
     PageAsset { path: "/chart.js", kind: ContentKind::Script, bytes: include_bytes!("assets/chart.js") },
     PageAsset { path: "/series.js", kind: ContentKind::Script, bytes: include_bytes!("assets/series.js") },
     PageAsset { path: "/panels.js", kind: ContentKind::Script, bytes: include_bytes!("assets/panels.js") },
+    PageAsset { path: "/sweep.js", kind: ContentKind::Script, bytes: include_bytes!("assets/sweep.js") },
+    PageAsset { path: "/parallel.js", kind: ContentKind::Script, bytes: include_bytes!("assets/parallel.js") },
+    PageAsset { path: "/experts.js", kind: ContentKind::Script, bytes: include_bytes!("assets/experts.js") },
     PageAsset { path: "/dom.js", kind: ContentKind::Script, bytes: include_bytes!("assets/dom.js") },
     PageAsset { path: "/icon.svg", kind: ContentKind::Svg, bytes: include_bytes!("assets/icon.svg") },
 ];

@@ -3,7 +3,7 @@
 //! However fast a run is, there are at most ten events a second: rows that arrive in between become one event, and many
 //! rows become few (`columns`).
 
-use super::api::opened;
+use super::api::{expert_loads, opened, shown};
 use super::columns::MetricsColumns;
 use super::http::{ContentKind, HttpRefusal, HttpRequest, encode, json_bytes, parse_query, write_head};
 use super::state::DashboardState;
@@ -31,9 +31,10 @@ pub(super) struct WatchedRun {
     id: String,
     folder: PathBuf,
     tail: RunTail,
-    /// The state and the ranks that were last sent.
+    /// The state, the ranks and the loads of experts that were last sent.
     state: Value,
     ranks: Value,
+    experts: Value,
 }
 
 /// Returns the runs that a request names, as `run=ID@POSITIONS`. After an interruption, the browser sends the id of the
@@ -58,6 +59,7 @@ pub(super) fn tails(request: &HttpRequest, state: &DashboardState) -> Result<Vec
             tail,
             state: Value::Null,
             ranks: Value::Null,
+            experts: Value::Null,
         })
     };
     runs.iter().map(watched).collect()
@@ -97,7 +99,7 @@ impl WatchedRun {
         format!("run={}", encode(&format!("{}@{positions}", self.id)))
     }
 
-    /// Returns what is new. If `looks` is true, the state and the ranks are read, too.
+    /// Returns what is new. If `looks` is true, the state, the ranks and the loads of experts are read, too.
     fn news(&mut self, looks: bool) -> Option<Value> {
         // A file that cannot be read now may be readable later; a removed run is noticed below.
         let news = self.tail.look().unwrap_or_default();
@@ -108,18 +110,26 @@ impl WatchedRun {
         }
         if looks {
             let run = RecordedRun::open(&self.folder);
-            let (state, ranks) = match &run {
+            let (state, ranks, experts) = match &run {
                 Ok(run) => {
-                    let mut state = run.to_json();
+                    let mut state = shown(run, &self.id);
                     // The duration always changes, and the page can compute it.
                     if run.state() == candle_zero::runs::RecordedState::Running {
                         state["seconds"] = Value::Null;
                     }
-                    (state, run.ranks().unwrap_or_default().unwrap_or_default())
+                    (state, run.ranks().unwrap_or_default().unwrap_or_default(), expert_loads(run))
                 }
-                Err(error) => (json!({"id": self.id, "state": "damaged", "damaged": error.to_string()}), Value::Null),
+                Err(error) => {
+                    let state = json!({"id": self.id, "state": "damaged", "damaged": error.to_string()});
+                    (state, Value::Null, Value::Null)
+                }
             };
-            for (name, known, found) in [("run", &mut self.state, state), ("ranks", &mut self.ranks, ranks)] {
+            let parts = [
+                ("run", &mut self.state, state),
+                ("ranks", &mut self.ranks, ranks),
+                ("experts", &mut self.experts, experts),
+            ];
+            for (name, known, found) in parts {
                 if *known != found {
                     all[name] = found.clone();
                     *known = found;

@@ -3,6 +3,7 @@
 //! ```text
 //!   browser  GET /, /page.js ...          assets.rs        the page, compiled into the program
 //!            GET /api/runs, /api/run ...  api.rs           the records of runs as JSON (columns.rs: metrics)
+//!            GET /api/sweep               api.rs           a sweep and its trials as JSON (sweeps.rs: their reader)
 //!            GET /api/live                live.rs          what is appended to the records, as server-sent events
 //!            POST /api/request            api.rs           requests to a running program, only with the token
 //! ```
@@ -20,6 +21,8 @@ mod http;
 mod live;
 mod server;
 mod state;
+mod sweeps;
 
 pub(crate) use server::Dashboard;
 pub(crate) use state::ServedFolder;
+pub(crate) use sweeps::{SweepPlace, SweepReader};

@@ -7,6 +7,7 @@ use super::error::DashboardError;
 use super::http::{ContentKind, HttpRefusal, HttpRequest, json_bytes, respond};
 use super::live;
 use super::state::{DashboardState, ServedFolder};
+use super::sweeps::SweepReader;
 use serde_json::{Value, json};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -31,11 +32,15 @@ pub(crate) struct Dashboard {
 }
 
 impl Dashboard {
-    /// Serves the runs of a folder; port 0 selects a free one.
+    /// Serves the runs of a folder, and the sweeps that the reader finds; port 0 selects a free one.
     ///
     /// # Errors
     /// [`DashboardError`] if the port is taken or not allowed, or if no token can be created.
-    pub(crate) fn serve(folder: ServedFolder, bind: SocketAddr) -> Result<Self, DashboardError> {
+    pub(crate) fn serve(
+        folder: ServedFolder,
+        sweeps: Option<Box<dyn SweepReader>>,
+        bind: SocketAddr,
+    ) -> Result<Self, DashboardError> {
         let failed = |source| DashboardError::Port { address: bind.ip(), port: bind.port(), source };
         let rules = AccessRules::new(bind.ip())?;
         let listener = TcpListener::bind(bind).map_err(failed)?;
@@ -43,6 +48,7 @@ impl Dashboard {
         let state = Arc::new(DashboardState {
             folder,
             rules,
+            sweeps,
             list: Mutex::default(),
             connections: AtomicUsize::new(0),
             live: AtomicUsize::new(0),
@@ -155,6 +161,7 @@ fn route(
     match (request.method.as_str(), request.path.as_str()) {
         ("GET" | "HEAD", "/api/runs") => api::runs(state).map(|value| json(&value)),
         ("GET" | "HEAD", "/api/run") => api::run(request, state).map(|value| json(&value)),
+        ("GET" | "HEAD", "/api/sweep") => api::sweep(request, state).map(|value| json(&value)),
         ("GET" | "HEAD", "/api/metrics") => api::metrics(request, state).map(|value| json(&value)),
         ("POST", "/api/request") => api::request(request, state).map(|value| json(&value)),
         ("GET", "/api/live") => {
@@ -208,7 +215,7 @@ mod tests {
     }
 
     fn serve(runs: &Path) -> Dashboard {
-        Dashboard::serve(ServedFolder::new(runs), (Ipv4Addr::LOCALHOST, 0).into()).unwrap()
+        Dashboard::serve(ServedFolder::new(runs), None, (Ipv4Addr::LOCALHOST, 0).into()).unwrap()
     }
 
     fn send(dashboard: &Dashboard, request: &str) -> String {
@@ -374,7 +381,7 @@ mod tests {
         drop(dashboard);
         // The stream ends too.
         lines.for_each(drop);
-        let again = Dashboard::serve(ServedFolder::new(dir.path()), address).unwrap();
+        let again = Dashboard::serve(ServedFolder::new(dir.path()), None, address).unwrap();
         assert_eq!(again.address, address);
     }
 
@@ -400,7 +407,7 @@ mod tests {
     fn a_port_that_is_taken_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let other = serve(dir.path());
-        let error = Dashboard::serve(ServedFolder::new(dir.path()), other.address).unwrap_err().to_string();
+        let error = Dashboard::serve(ServedFolder::new(dir.path()), None, other.address).unwrap_err().to_string();
         let port = other.address.port().to_string();
         insta::assert_snapshot!(error.replace(&port, "PORT"), @"cannot serve the dashboard on port PORT of 127.0.0.1: Address already in use (os error 98); give another port, or 0 for a free one");
     }

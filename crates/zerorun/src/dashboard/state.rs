@@ -1,10 +1,11 @@
 //! The state that the threads of a server share.
 
 use super::access::AccessRules;
+use super::sweeps::{SweepPlace, SweepReader};
 use candle_zero::runs::RunsFolder;
 use candle_zero::util::lock;
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -37,6 +38,8 @@ impl ServedFolder {
 pub(super) struct DashboardState {
     pub(super) folder: ServedFolder,
     pub(super) rules: AccessRules,
+    /// The reader of sweeps, unless the page is that of a job.
+    pub(super) sweeps: Option<Box<dyn SweepReader>>,
     /// The last list of runs, and the time until which it is reused, because many pages request it repeatedly.
     pub(super) list: Mutex<Option<(Instant, Value)>>,
     pub(super) connections: AtomicUsize,
@@ -45,8 +48,33 @@ pub(super) struct DashboardState {
 }
 
 impl DashboardState {
+    /// Returns the sweeps in the served folder.
+    pub(super) fn sweep_places(&self) -> Vec<SweepPlace> {
+        self.sweeps.as_ref().map_or_else(Vec::new, |reader| reader.places())
+    }
+
+    /// Returns the folder of the run with this id, if it exists: a folder in the served folder, or in that of the runs of
+    /// a sweep.
+    pub(super) fn run_folder(&self, id: &str) -> Option<PathBuf> {
+        let in_folder = |folder: &Path, name: &str| {
+            let path = folder.join(name);
+            (is_name(name) && path.is_dir()).then_some(path)
+        };
+        in_folder(self.folder.runs().path(), id).or_else(|| {
+            self.sweep_places()
+                .iter()
+                .find_map(|place| in_folder(place.runs.as_deref()?, id.strip_prefix(place.prefix.as_str())?))
+        })
+    }
+
     /// Returns whether the server is ending.
     pub(super) fn is_ending(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
+}
+
+/// Returns whether a text is the name of a file or folder: a path could lead out of the served folder.
+fn is_name(text: &str) -> bool {
+    let mut parts = Path::new(text).components();
+    matches!((parts.next(), parts.next()), (Some(Component::Normal(name)), None) if name == text)
 }

@@ -245,7 +245,7 @@ fn serve_dashboard(job: &mut LocalJob, job_hosts: &JobHosts) -> Result<Option<Da
     let is_other_host = matches!(job_hosts, JobHosts::Nodes(nodes::NodeOptions { node: 1.., .. }));
     let Some(address) = job.run.dashboard.filter(|_| !is_other_host) else { return Ok(None) };
     let served = ServedFolder::new(RunsFolder::find(job.run.folder.clone()).path());
-    let dashboard = Dashboard::serve(served.clone(), address)?;
+    let dashboard = Dashboard::serve(served.clone(), None, address)?;
     job.run.served = Some(served);
     eprint(&format!("zerorun: dashboard: {}", dashboard.link()));
     if dashboard.is_open_to_others() {

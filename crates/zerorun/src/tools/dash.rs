@@ -3,6 +3,7 @@
 use crate::dashboard::{Dashboard, ServedFolder};
 use crate::launch::OPEN_DASHBOARD;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
+use crate::tools::sweep::ShownSweeps;
 use candle_zero::runs::RunsFolder;
 use candle_zero::stop_signal::asked_to_stop;
 use clap::Parser;
@@ -19,10 +20,12 @@ const EXAMPLES: &str = "\
 Examples:
   zerorun dash                         the runs in the folder `runs` of the current folder
   zerorun dash /data/runs --port 0     another folder, and a free port
+  zerorun dash sweeps/lr-sweep         a sweep, with the runs of its trials
   zerorun -n 2 --dashboard 8321 train.rs   the page of a job, which ends with it";
 
 /// Serve a page about recorded runs: curves of running and earlier runs in the same charts, the memory and times of
-/// each rank, log lines, samples, and the differences between configurations.
+/// each rank, log lines, samples, and the differences between configurations. If RUNS is the folder of a sweep, of its
+/// runs, or of several sweeps, the page also shows the trials of the sweep.
 ///
 /// Prints a link with a token, without which the page cannot request that a running program save or stop. Runs until it
 /// receives SIGINT or SIGTERM. The page needs no network.
@@ -31,7 +34,7 @@ Examples:
 #[derive(Debug, Parser)]
 #[command(name = "dash", bin_name = "zerorun dash", after_help = EXAMPLES)]
 struct DashArguments {
-    /// Folder of runs [default: $CANDLE_ZERO_RUNS_DIR, else runs]
+    /// Folder of runs, or of a sweep [default: $CANDLE_ZERO_RUNS_DIR, else runs]
     #[arg(value_name = "RUNS")]
     runs: Option<PathBuf>,
 
@@ -66,7 +69,9 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     if let Err(error) = folder.path().exists().then(|| folder.ids()).transpose() {
         return Ok(refused(&error, EXIT_SETUP));
     }
-    let dashboard = match Dashboard::serve(ServedFolder::new(folder.path()), SocketAddr::new(bind, port)) {
+    let sweeps = Box::new(ShownSweeps::new(folder.path()));
+    let address = SocketAddr::new(bind, port);
+    let dashboard = match Dashboard::serve(ServedFolder::new(folder.path()), Some(sweeps), address) {
         Ok(dashboard) => dashboard,
         Err(error) => return Ok(refused(&error.into(), EXIT_SETUP)),
     };

@@ -7,9 +7,9 @@ const HEIGHT = 210;
 const MARGIN = { left: 58, right: 14, top: 8, bottom: 24 };
 /** The number of styles: colors, dashes and markers. */
 export const STYLES = 8;
-const DASHES = ["", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 4", "6 2 2 2 2 2"];
+export const DASHES = ["", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 4", "6 2 2 2 2 2"];
 /** Markers around the origin. */
-const MARKERS = ["M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0z", "M-3-3h6v6h-6z", "M0-4l4 7h-8z", "M0-4l4 4l-4 4l-4-4z", "M-4-2.5h8l-4 6.5z",
+export const MARKERS = ["M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0z", "M-3-3h6v6h-6z", "M0-4l4 7h-8z", "M0-4l4 4l-4 4l-4-4z", "M-4-2.5h8l-4 6.5z",
   "M-3.5 0h7M0-3.5v7", "M-3-3l6 6M-3 3l6-6", "M-4 0h8"];
 
 /** Returns a small picture of a style, so that lines can be told apart without color. */
@@ -20,7 +20,7 @@ export function swatch(style) {
 }
 
 /** Returns round numbers between two ends. */
-function ticks(low, high, isLog, most) {
+export function ticks(low, high, isLog, most) {
   if (isLog) {
     const out = [];
     const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
@@ -38,7 +38,7 @@ function ticks(low, high, isLog, most) {
 }
 
 /** Returns the ends of an axis for values. */
-function extent(values, isLog) {
+export function extent(values, isLog) {
   let [low, high] = [Infinity, -Infinity];
   for (const value of values) {
     if (!Number.isFinite(value) || (isLog && value <= 0)) continue;

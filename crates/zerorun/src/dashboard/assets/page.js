@@ -2,8 +2,10 @@
 
 import { Chart, STYLES, swatch } from "./chart.js";
 import { byId, duration, h, number, utc, value } from "./dom.js";
+import { ExpertMap } from "./experts.js";
 import { drawAbout, drawConfig, drawEvents, drawLog, drawRanks, drawSamples } from "./panels.js";
 import { RunRows } from "./series.js";
+import { SweepPanel } from "./sweep.js";
 
 /** The charts that are always in front: a title, and the values of which the first that exists is drawn, or their sum. */
 const FRONT = [
@@ -28,6 +30,8 @@ const page = {
   charts: new Map(),
   /** What the panels show. */
   panels: new Map(),
+  sweep: new SweepPanel(get, (id) => focus(id)),
+  experts: new ExpertMap(),
   stream: null,
   hasChosen: false,
   drawn: 0,
@@ -52,11 +56,13 @@ function readAddress() {
   const token = parts.get("token");
   if (token) sessionStorage.setItem("token", token);
   page.token = token ?? sessionStorage.getItem("token");
+  page.sweep.name = parts.get("sweep");
   return parts.getAll("run");
 }
 
 function writeAddress() {
   const parts = new URLSearchParams();
+  if (page.sweep.name !== null && page.sweep.names.length !== 1) parts.append("sweep", page.sweep.name);
   const first = page.shown.get(page.focused);
   for (const { id } of [first, ...[...page.shown.values()].filter((run) => run !== first)].filter((run) => run)) parts.append("run", id);
   history.replaceState(null, "", `#${parts}`);
@@ -65,10 +71,12 @@ function writeAddress() {
 /** Reads the list of runs. Returns whether that was possible. */
 async function loadList() {
   try {
-    const { folder, runs } = await get("/api/runs");
+    const { folder, runs, sweeps, problems } = await get("/api/runs");
     byId("folder").textContent = folder;
     page.list = runs.sort((a, b) => (b.created ?? 0) - (a.created ?? 0) || b.id.localeCompare(a.id));
     drawList();
+    await page.sweep.load(sweeps, page.list, problems);
+    page.sweep.draw(page.focused);
     if (!page.hasChosen && page.list.length > 0) {
       page.hasChosen = true;
       const first = page.list.find((run) => run.state === "running") ?? page.list.find((run) => run.state !== "damaged");
@@ -217,6 +225,7 @@ function update(news) {
   }
   if (news.run) run.details.run = { ...news.run, seconds: news.run.seconds ?? run.details.run.seconds };
   if (news.ranks) run.details.ranks = news.ranks;
+  if (news.experts) run.details.experts = news.experts;
   for (const list of ["events", "launch", "samples"]) if (news[list]) run.details[list] = [...run.details[list], ...news[list]].slice(-MAX_ENTRIES);
   if (news.log) run.details.log = [...run.details.log, ...news.log].slice(-MAX_LINES);
 }
@@ -241,6 +250,7 @@ function settings() {
 function draw() {
   page.drawn = performance.now();
   drawCharts();
+  page.sweep.draw(page.focused);
   drawFocused();
 }
 
@@ -276,6 +286,7 @@ function drawFocused() {
   const run = page.shown.get(page.focused);
   const details = run?.details;
   for (const id of ["ranks", "log", "samples", "config", "events", "about"]) byId(id).hidden = !details;
+  byId("experts").hidden = !details?.experts;
   byId("title").textContent = details ? run.id : "No run";
   if (!details) {
     byId("facts").textContent = page.list.length > 0 ? "Choose a run." : "Runs appear here when they begin.";
@@ -292,6 +303,7 @@ function drawFocused() {
   drawActions(details);
   const { ranks, launch, events, log, samples, config, info } = details;
   panel("ranks", [ranks, launch, events, state, Math.floor(now / 5), byId("charts").clientWidth], () => drawRanks(byId("ranks").querySelector("div"), details, now));
+  panel("experts", [details.experts, byId("charts").clientWidth], () => page.experts.draw(byId("experts").querySelector("div"), details.experts));
   panel("log", [log, byId("logfilter").value], () => drawLog(byId("log").querySelector("pre"), log, byId("logfilter").value));
   panel("samples", [samples], () => drawSamples(byId("samples").querySelector("div"), samples));
   const others = [...page.shown.values()].filter((other) => other !== run && other.details).map((other) => other.details);
@@ -342,6 +354,11 @@ function listen() {
   });
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
   for (const element of document.querySelectorAll("main > details")) element.addEventListener("toggle", draw);
+  byId("sweeps").addEventListener("change", (event) => {
+    page.sweep.choose(event.target.value);
+    writeAddress();
+    loadList();
+  });
   for (const what of ["save", "stop"]) byId(what).addEventListener("click", () => act(what));
   let width = 0;
   new ResizeObserver(() => {

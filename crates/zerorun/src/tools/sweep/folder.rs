@@ -91,6 +91,11 @@ impl SweepFolder {
         self.path.join(JOURNAL)
     }
 
+    /// Returns the file with the definition, which every sweep has.
+    pub(super) fn definition(&self) -> PathBuf {
+        self.path.join(DEFINITION)
+    }
+
     /// Returns the folder of the records of trials.
     pub(super) fn runs(&self) -> PathBuf {
         self.path.join("runs")
@@ -117,7 +122,7 @@ impl SweepFolder {
 
     /// Reads the sweep in the folder.
     pub(super) fn read(&self) -> Result<StoredSweep> {
-        let path = self.path.join(DEFINITION);
+        let path = self.definition();
         let text = match files::read_text(&path, MAX_DEFINITION_BYTES) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 return Err(self.wrong("there is no sweep in it; give the folder of a sweep, which was its --out"));

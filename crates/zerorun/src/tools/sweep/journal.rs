@@ -17,11 +17,13 @@ use candle_zero::sweep::{JobOrder, Sweep, SweepJob, SweepTask};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Write as _};
+use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 /// The maximum number of bytes of a journal: thousands of trials with many pauses.
 const MAX_BYTES: u64 = 1 << 30;
+/// The maximum number of bytes of a line that the dashboard reads. A longer line counts as damaged.
+const MAX_LINE: u64 = 4 << 20;
 
 /// The result of a job: the metric, or the reason why the trial has failed.
 pub(super) type JobResult = std::result::Result<f64, String>;
@@ -52,6 +54,11 @@ impl JournalEvent {
             }
             Self::Take { trial } => json!({"event": "take", "trial": trial}),
         }
+    }
+
+    /// Reads a line; `None` if it is damaged.
+    pub(super) fn of_line(line: &[u8]) -> Option<Self> {
+        serde_json::from_slice(line).ok().and_then(|line| Self::of_json(&line))
     }
 
     fn of_json(line: &Map<String, Value>) -> Option<Self> {
@@ -92,6 +99,40 @@ pub(super) struct ReplayedSweep {
     pub(super) parallel: Option<usize>,
 }
 
+impl ReplayedSweep {
+    /// Begins with a new sweep.
+    pub(super) fn new(mut sweep: Sweep) -> Self {
+        // The limit may have been changed since the journal was written.
+        sweep.set_max_failures(usize::MAX);
+        Self { sweep, order: JobOrder::new(), results: BTreeMap::new(), parallel: None }
+    }
+
+    /// Repeats an event, or returns why it does not fit the earlier ones.
+    pub(super) fn repeat(&mut self, event: JournalEvent) -> std::result::Result<(), &'static str> {
+        match event {
+            JournalEvent::Begin { parallel } => self.parallel = Some(parallel),
+            JournalEvent::Start(job) => {
+                if self.sweep.ask() != SweepTask::Train(job) {
+                    return Err("starts a trial that this sweep would not start");
+                }
+                self.order.begin(&job);
+            }
+            JournalEvent::End { trial, result, .. } => {
+                if !self.order.running().any(|running| running == trial) {
+                    return Err("ends a trial that is not running");
+                }
+                self.results.insert(trial, result);
+            }
+            JournalEvent::Take { trial } => {
+                let result = self.results.remove(&trial).ok_or("takes a result that does not exist")?;
+                self.sweep.tell(trial, result).map_err(|_| "takes the result of a trial that is not running")?;
+                self.order.end(trial);
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Journal {
     /// Reads the complete lines of the journal at `path`, and returns them with the number of their bytes.
     fn read(path: &Path) -> Result<(Vec<JournalEvent>, u64)> {
@@ -102,8 +143,7 @@ impl Journal {
         let complete = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
         let mut events = Vec::new();
         for (at, line) in bytes[..complete].split_inclusive(|byte| *byte == b'\n').enumerate() {
-            let event = serde_json::from_slice(line).ok().and_then(|line| JournalEvent::of_json(&line));
-            events.push(event.ok_or_else(|| {
+            events.push(JournalEvent::of_line(line).ok_or_else(|| {
                 let problem = "is damaged; give another folder with --out to begin again, or restore the file";
                 SweepToolError::Journal { path: path.to_owned(), line: at + 1, problem: problem.into() }
             })?);
@@ -126,42 +166,44 @@ impl Journal {
         Ok((Self { path: path.to_owned(), file }, replayed))
     }
 
-    fn replayed(path: &Path, mut sweep: Sweep) -> Result<(ReplayedSweep, u64)> {
+    fn replayed(path: &Path, sweep: Sweep) -> Result<(ReplayedSweep, u64)> {
         let (events, complete) = Self::read(path)?;
-        // The limit may have been changed since then.
         let most = sweep.settings().max_failures;
-        sweep.set_max_failures(usize::MAX);
-        let (mut order, mut results, mut parallel) = (JobOrder::new(), BTreeMap::new(), None);
+        let mut replayed = ReplayedSweep::new(sweep);
         for (at, event) in events.into_iter().enumerate() {
-            let other = |problem: &str| {
+            replayed.repeat(event).map_err(|problem| {
                 let problem = format!(
                     "{problem}; the journal belongs to another sweep or version; give another folder with --out"
                 );
                 SweepToolError::Journal { path: path.to_owned(), line: at + 1, problem }
-            };
-            match event {
-                JournalEvent::Begin { parallel: now } => parallel = Some(now),
-                JournalEvent::Start(job) => {
-                    if sweep.ask() != SweepTask::Train(job) {
-                        return Err(other("starts a trial that this sweep would not start").into());
-                    }
-                    order.begin(&job);
-                }
-                JournalEvent::End { trial, result, .. } => {
-                    if !order.running().any(|running| running == trial) {
-                        return Err(other("ends a trial that is not running").into());
-                    }
-                    results.insert(trial, result);
-                }
-                JournalEvent::Take { trial } => {
-                    let result = results.remove(&trial).ok_or_else(|| other("takes a result that does not exist"))?;
-                    sweep.tell(trial, result)?;
-                    order.end(trial);
-                }
+            })?;
+        }
+        replayed.sweep.set_max_failures(most);
+        Ok((replayed, complete))
+    }
+
+    /// Passes every complete line of the journal at `path` from byte `from` on to `each`; a line that is too long is
+    /// passed as an empty one. Returns the position after the last complete line. A missing journal has no lines.
+    pub(super) fn lines_from(path: &Path, from: u64, each: &mut dyn FnMut(&[u8])) -> std::io::Result<u64> {
+        let mut file = match files::open(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(from),
+            file => file?,
+        };
+        file.seek(SeekFrom::Start(from))?;
+        let (mut reader, mut line, mut at) = (BufReader::new(file), Vec::new(), from);
+        loop {
+            line.clear();
+            let read = reader.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)? as u64;
+            if line.last() == Some(&b'\n') {
+                each(&line);
+                at += read;
+            } else if read == MAX_LINE {
+                each(b"");
+                at += read + reader.skip_until(b'\n')? as u64;
+            } else {
+                return Ok(at);
             }
         }
-        sweep.set_max_failures(most);
-        Ok((ReplayedSweep { sweep, order, results, parallel }, complete))
     }
 
     /// Adds a line. It is on disk when this returns.

@@ -5,6 +5,7 @@
 //!
 //!   runner: Sweep::ask -> trial_process: start, end -> Sweep::tell      the journal records each of these
 //!   report: the table of trials        best: the best configuration as files
+//!   shown: sweeps as the dashboard shows them
 //! ```
 //!
 //! `candle_zero::sweep` makes the decisions; the files here read settings, start processes and keep their results.
@@ -17,6 +18,7 @@ mod journal;
 mod parameter_syntax;
 mod report;
 mod runner;
+mod shown;
 mod sweep_flags;
 mod trial_command;
 mod trial_process;
@@ -33,6 +35,7 @@ use folder::{StoredSweep, SweepFolder};
 use journal::Journal;
 use report::{as_json, summary, trials_table};
 use runner::SweepRunner;
+pub(super) use shown::ShownSweeps;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -1,0 +1,32 @@
+//! The sweeps in the served folder: where the runs of their trials are, and the interface of their reader.
+//!
+//! `tools::sweep` knows the files of a sweep. It is on a higher floor, so it implements [`SweepReader`].
+
+use candle_zero::Error;
+use serde_json::Value;
+use std::path::PathBuf;
+
+/// A sweep in the served folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SweepPlace {
+    /// The name by which the page requests it.
+    pub(crate) name: String,
+    /// The folder of the sweep.
+    pub(crate) folder: PathBuf,
+    /// The folder of its runs, unless that is the served folder.
+    pub(crate) runs: Option<PathBuf>,
+    /// The beginning of the ids of its runs, which distinguishes the runs of several sweeps.
+    pub(crate) prefix: String,
+}
+
+/// Reads the sweeps in the served folder.
+pub(crate) trait SweepReader: std::fmt::Debug + Send + Sync {
+    /// Returns the sweeps that are currently in the folder.
+    fn places(&self) -> Vec<SweepPlace>;
+
+    /// Returns a sweep as the page shows it.
+    ///
+    /// # Errors
+    /// Files that cannot be read; a damaged definition. Damage to the journal is not an error: it is named in the sweep.
+    fn read(&self, place: &SweepPlace) -> Result<Value, Error>;
+}
