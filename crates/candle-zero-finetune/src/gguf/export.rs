@@ -1,7 +1,8 @@
 //! Writes a decoder as a GGUF file following llama.cpp's conventions for keys, tensor names and the layout of some
 //! tensors.
 
-use super::mixture::{self, MixtureArchitecture, MixturePlace, ROUTER};
+use super::mixture::{self, MixturePlace, ROUTER};
+use super::mixture_architecture::{MixtureArchitecture, metadata as mixture_metadata};
 use super::tokenizer_export::keys;
 use super::weights::GgufFile;
 use super::writer::{BLOCK, GgmlFormat, GgufTensor, GgufValue, write};
@@ -260,7 +261,7 @@ impl<'a> GgufArchitecture<'a> {
         put("rope.dimension_count", number(self.config.head_dim));
         put("vocab_size", number(self.config.vocab));
         if let (Some(architecture), Some(mixture)) = (self.mixture, &self.config.mixture) {
-            mixture::metadata(mixture, architecture).into_iter().for_each(|(key, value)| put(key, value));
+            mixture_metadata(mixture, architecture).into_iter().for_each(|(key, value)| put(key, value));
         }
         if let Some(rotary) = self.rotary() {
             put("rope.freq_base", GgufValue::F32(rotary.theta as f32));
