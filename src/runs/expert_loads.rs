@@ -7,7 +7,7 @@ use super::{EXPERTS, MAX_FILE_BYTES, WRITING, lines};
 use crate::error::{Error, Result, RunError};
 use crate::files;
 use serde::{Deserialize, Serialize};
-use std::io::{ErrorKind, Write as _};
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -72,13 +72,8 @@ impl ExpertLoadsFile {
         self.written = Some(Instant::now());
         let bytes = serde_json::to_vec(&loads).expect("numbers are JSON");
         let path = folder.join(EXPERTS);
-        let write = || {
-            // It is not synced to disk, as the next loads replace it.
-            let mut file = files::new_beside(folder, WRITING)?;
-            file.write_all(&bytes)?;
-            file.persist(&path).map_err(std::io::Error::from)
-        };
-        write().map(drop).map_err(|source| Error::Io { action: "write", path: path.clone(), source })
+        // It is not synced to disk, as the next loads replace it.
+        files::replace_unsynced(&path, WRITING, &bytes).map_err(|source| Error::Io { action: "write", path, source })
     }
 }
 

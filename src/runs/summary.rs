@@ -11,7 +11,7 @@ use crate::files;
 use crate::monitor::RunEnding;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use std::io::{ErrorKind, Write as _};
+use std::io::ErrorKind;
 use std::path::Path;
 
 /// The names of the loss on validation data: the one that `zerorun finetune` records, and usual ones.
@@ -251,9 +251,6 @@ impl RunSummary {
     pub(super) fn store(&self, folder: &Path) -> std::io::Result<()> {
         let bytes = serde_json::to_vec(self).expect("text and numbers are JSON");
         // It is not synced to disk: a reader notices if it is missing or does not belong to the other files.
-        let mut file = files::new_beside(folder, WRITING)?;
-        file.write_all(&bytes)?;
-        file.persist(folder.join(SUMMARY))?;
-        Ok(())
+        files::replace_unsynced(&folder.join(SUMMARY), WRITING, &bytes)
     }
 }

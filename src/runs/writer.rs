@@ -332,13 +332,12 @@ impl RunWriter {
             "ranks": ranks.iter().enumerate().map(|(rank, report)| report.to_json(rank)).collect::<Vec<_>>(),
         });
         let path = self.folder.join(RANKS);
-        let write = || {
-            // It is not synced to disk, as the next report replaces it.
-            let mut file = files::new_beside(&self.folder, WRITING)?;
-            file.write_all(report.to_string().as_bytes())?;
-            file.persist(&path).map_err(std::io::Error::from)
-        };
-        write().map(|_| ()).map_err(|source| Error::Io { action: "write", path: path.clone(), source })
+        // It is not synced to disk, as the next report replaces it.
+        files::replace_unsynced(&path, WRITING, report.to_string().as_bytes()).map_err(|source| Error::Io {
+            action: "write",
+            path,
+            source,
+        })
     }
 
     /// Records how often the routers of a mixture chose each expert in a step. About once a second, the newest loads

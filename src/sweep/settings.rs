@@ -25,7 +25,7 @@ pub enum SweepGoal {
 
 impl SweepGoal {
     /// Returns a number that is smaller for better values. A value that is not a number is the worst.
-    pub(super) fn score(self, value: f64) -> f64 {
+    pub fn score(self, value: f64) -> f64 {
         match self {
             _ if value.is_nan() => f64::INFINITY,
             Self::Minimize => value,

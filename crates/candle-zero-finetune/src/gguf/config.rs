@@ -52,7 +52,7 @@ impl GgufFile {
         let has = |name: &str| self.content.tensor_infos.contains_key(name);
         let mut config = json!({
             "model_type": architecture,
-            "architectures": [class(architecture, experts)],
+            "architectures": [class(architecture)],
             "vocab_size": vocab,
             "hidden_size": hidden,
             "intermediate_size": keys.need_size("feed_forward_length")?,
@@ -112,15 +112,11 @@ impl GgufFile {
     }
 }
 
-/// Returns the name of the model's class in transformers.
-fn class(architecture: &str, experts: Option<usize>) -> &'static str {
+/// Returns the name of the class of a model without experts in transformers.
+fn class(architecture: &str) -> &'static str {
     match architecture {
         "qwen2" => "Qwen2ForCausalLM",
-        "qwen2moe" => "Qwen2MoeForCausalLM",
         "qwen3" => "Qwen3ForCausalLM",
-        "qwen3moe" => "Qwen3MoeForCausalLM",
-        "olmoe" => "OlmoeForCausalLM",
-        "llama" if experts.is_some() => "MixtralForCausalLM",
         "gemma2" => "Gemma2ForCausalLM",
         "gemma3" => "Gemma3ForCausalLM",
         "phi3" => "Phi3ForCausalLM",

@@ -230,7 +230,6 @@ impl<'a> GgufArchitecture<'a> {
         let DecoderConfig { hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, .. } =
             *self.config;
         let mut keys: Vec<(String, GgufValue)> = Vec::new();
-        let number = |value: usize| GgufValue::U32(u32::try_from(value).unwrap_or(u32::MAX));
         let text = |text: &str| GgufValue::String(text.to_owned());
         keys.push(("general.architecture".into(), text(self.architecture)));
         keys.push(("general.type".into(), text("model")));
@@ -244,22 +243,22 @@ impl<'a> GgufArchitecture<'a> {
         let windows = self.config.blocks.iter().filter_map(|block| block.window);
         let ctx = windows.fold(self.config.ctx, usize::min);
         let mut put = |key: &str, value| keys.push((format!("{}.{key}", self.architecture), value));
-        put("block_count", number(self.config.blocks.len()));
-        put("context_length", number(ctx));
-        put("embedding_length", number(hidden_size));
-        put("feed_forward_length", number(intermediate_size));
-        put("attention.head_count", number(num_attention_heads));
+        put("block_count", GgufValue::size(self.config.blocks.len()));
+        put("context_length", GgufValue::size(ctx));
+        put("embedding_length", GgufValue::size(hidden_size));
+        put("feed_forward_length", GgufValue::size(intermediate_size));
+        put("attention.head_count", GgufValue::size(num_attention_heads));
         let eps = GgufValue::F32(self.config.norm_eps as f32);
         if self.config.naming == ParameterNaming::Gpt2 {
             put("attention.layer_norm_epsilon", eps);
             return keys;
         }
-        put("attention.head_count_kv", number(num_key_value_heads));
+        put("attention.head_count_kv", GgufValue::size(num_key_value_heads));
         put("attention.layer_norm_rms_epsilon", eps);
-        put("attention.key_length", number(self.config.head_dim));
-        put("attention.value_length", number(self.config.head_dim));
-        put("rope.dimension_count", number(self.config.head_dim));
-        put("vocab_size", number(self.config.vocab));
+        put("attention.key_length", GgufValue::size(self.config.head_dim));
+        put("attention.value_length", GgufValue::size(self.config.head_dim));
+        put("rope.dimension_count", GgufValue::size(self.config.head_dim));
+        put("vocab_size", GgufValue::size(self.config.vocab));
         if let (Some(architecture), Some(mixture)) = (self.mixture, &self.config.mixture) {
             mixture_metadata(mixture, architecture).into_iter().for_each(|(key, value)| put(key, value));
         }
@@ -273,7 +272,10 @@ impl<'a> GgufArchitecture<'a> {
                 RotaryScaling::Linear { factor } => scaled("linear", *factor),
                 RotaryScaling::Yarn(YarnScaling { frequencies, attention_factor }) => {
                     scaled("yarn", frequencies.factor);
-                    put("rope.scaling.original_context_length", number(frequencies.original_max_position_embeddings));
+                    put(
+                        "rope.scaling.original_context_length",
+                        GgufValue::size(frequencies.original_max_position_embeddings),
+                    );
                     // llama.cpp multiplies the factor that follows from YaRN's paper by this one.
                     let usual = 1.0 + 0.1 * frequencies.factor.max(1.0).ln();
                     put("rope.scaling.attn_factor", GgufValue::F32((attention_factor / usual) as f32));
@@ -281,7 +283,7 @@ impl<'a> GgufArchitecture<'a> {
                     put("rope.scaling.yarn_beta_slow", GgufValue::F32(frequencies.beta_slow as f32));
                 }
                 RotaryScaling::LongRope(scaling) => {
-                    put("rope.scaling.original_context_length", number(scaling.original));
+                    put("rope.scaling.original_context_length", GgufValue::size(scaling.original));
                     put("rope.scaling.attn_factor", GgufValue::F32(scaling.attention_factor as f32));
                 }
                 _ => (),

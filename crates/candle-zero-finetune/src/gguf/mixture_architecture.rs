@@ -9,11 +9,17 @@ use serde_json::{Map, Value as Json};
 
 /// The architectures in which all blocks are mixtures. Those of Mixtral are named llama, and have experts as well.
 const ARCHITECTURES: [MixtureArchitecture; 3] = [
-    MixtureArchitecture { name: "qwen2moe", model_type: "qwen2_moe", renormalizes: false },
-    MixtureArchitecture { name: "qwen3moe", model_type: "qwen3_moe", renormalizes: true },
-    MixtureArchitecture { name: "olmoe", model_type: "olmoe", renormalizes: false },
+    MixtureArchitecture {
+        name: "qwen2moe",
+        model_type: "qwen2_moe",
+        class: "Qwen2MoeForCausalLM",
+        renormalizes: false,
+    },
+    MixtureArchitecture { name: "qwen3moe", model_type: "qwen3_moe", class: "Qwen3MoeForCausalLM", renormalizes: true },
+    MixtureArchitecture { name: "olmoe", model_type: "olmoe", class: "OlmoeForCausalLM", renormalizes: false },
 ];
-const MIXTRAL: MixtureArchitecture = MixtureArchitecture { name: "llama", model_type: "mixtral", renormalizes: true };
+const MIXTRAL: MixtureArchitecture =
+    MixtureArchitecture { name: "llama", model_type: "mixtral", class: "MixtralForCausalLM", renormalizes: true };
 
 /// An architecture of mixtures in llama.cpp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +28,8 @@ pub(super) struct MixtureArchitecture {
     pub name: &'static str,
     /// The name in transformers.
     pub model_type: &'static str,
+    /// The name of the model's class in transformers.
+    class: &'static str,
     /// Whether llama.cpp divides the probabilities of the chosen experts by their sum. The metadata has no key for this.
     renormalizes: bool,
 }
@@ -52,6 +60,7 @@ impl MixtureArchitecture {
         let mut config = Map::new();
         let mut set = |key: &str, value: Json| _ = config.insert(key.to_owned(), value);
         set("model_type", self.model_type.into());
+        set("architectures", vec![self.class].into());
         set("num_experts", keys.need_size("expert_count")?.into());
         set("num_experts_per_tok", chosen.into());
         if self.model_type.starts_with("qwen") {
@@ -94,12 +103,13 @@ impl MixtureArchitecture {
 
 /// Returns the metadata that describe a mixture.
 pub(super) fn metadata(mixture: &MixtureConfig, architecture: MixtureArchitecture) -> Vec<(&'static str, GgufValue)> {
-    let number = |value: usize| GgufValue::U32(u32::try_from(value).unwrap_or(u32::MAX));
-    let mut keys =
-        vec![("expert_count", number(mixture.experts)), ("expert_used_count", number(mixture.router.experts_per_row))];
+    let mut keys = vec![
+        ("expert_count", GgufValue::size(mixture.experts)),
+        ("expert_used_count", GgufValue::size(mixture.router.experts_per_row)),
+    ];
     if architecture.model_type.starts_with("qwen") {
-        keys.push(("expert_feed_forward_length", number(mixture.expert_width)));
+        keys.push(("expert_feed_forward_length", GgufValue::size(mixture.expert_width)));
     }
-    keys.extend(mixture.shared_width.map(|width| ("expert_shared_feed_forward_length", number(width))));
+    keys.extend(mixture.shared_width.map(|width| ("expert_shared_feed_forward_length", GgufValue::size(width))));
     keys
 }

@@ -19,6 +19,13 @@ pub(super) enum GgufValue {
     Strings(Vec<String>),
 }
 
+impl GgufValue {
+    /// Returns a size.
+    pub fn size(size: usize) -> Self {
+        Self::U32(u32::try_from(size).unwrap_or(u32::MAX))
+    }
+}
+
 /// The storage format of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum GgmlFormat {

@@ -1,6 +1,6 @@
 //! The losses and parameters of each rank during training, and the first difference between two jobs.
 
-use candle_zero::files::{folder_of, new_beside};
+use candle_zero::files::replace_unsynced;
 use candle_zero::memory::MemoryReport;
 use candle_zero::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -150,11 +150,7 @@ impl RankResults {
     }
 
     pub fn write(&self, path: &Path) -> Result<()> {
-        let write = || {
-            let file = new_beside(folder_of(path), "rank-")?;
-            serde_json::to_writer(&file, self)?;
-            file.persist(path).map_err(|e| e.error).map(drop)
-        };
+        let write = || replace_unsynced(path, "rank-", &serde_json::to_vec(self)?);
         write().map_err(|source| Error::Io { action: "write", path: path.into(), source })
     }
 

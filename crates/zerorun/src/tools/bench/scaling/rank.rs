@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use candle_zero::Engine;
 use candle_zero::candle_nn::VarBuilder;
 use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
-use candle_zero::files::{folder_of, new_beside};
+use candle_zero::files::replace_unsynced;
 use candle_zero::models::{Architecture, Gpt, LanguageModel, Llama};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -27,11 +27,7 @@ pub(super) struct RankMeasurement {
 
 impl RankMeasurement {
     fn write(&self, path: &Path) -> Result<()> {
-        let write = || {
-            let file = new_beside(folder_of(path), "rank-")?;
-            serde_json::to_writer(&file, self)?;
-            file.persist(path).map_err(|e| e.error).map(drop)
-        };
+        let write = || replace_unsynced(path, "rank-", &serde_json::to_vec(self)?);
         write().map_err(|source| Error::Io { action: "write", path: path.into(), source })
     }
 

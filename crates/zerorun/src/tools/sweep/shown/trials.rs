@@ -103,12 +103,7 @@ impl ShownTrial {
     /// the value counts. Trials without a result come after the others, and failed trials are last.
     pub(super) fn order(&self, other: &Self, goal: SweepGoal) -> Ordering {
         let reached = |trial: &Self| trial.results.last().map(|last| last.0);
-        let score = |trial: &Self| match trial.results.last() {
-            Some((_, value)) if value.is_nan() => f64::INFINITY,
-            Some((_, value)) if goal == SweepGoal::Maximize => -value,
-            Some((_, value)) => *value,
-            None => f64::INFINITY,
-        };
+        let score = |trial: &Self| trial.results.last().map_or(f64::INFINITY, |(_, value)| goal.score(*value));
         let further = reached(other).cmp(&reached(self));
         let worse = self.has_failed().cmp(&other.has_failed());
         worse.then(further).then(score(self).total_cmp(&score(other))).then(self.number.cmp(&other.number))
@@ -169,10 +164,7 @@ impl BestSoFar {
                 let from = self.begun.remove(trial).unwrap_or(*to);
                 let Ok(value) = result else { return };
                 self.steps = self.steps.saturating_add(to.saturating_sub(from));
-                let is_better = self.best.is_none_or(|best| match self.goal {
-                    SweepGoal::Minimize => *value < best,
-                    SweepGoal::Maximize => *value > best,
-                });
+                let is_better = self.best.is_none_or(|best| self.goal.score(*value) < self.goal.score(best));
                 if value.is_finite() && is_better {
                     self.best = Some(*value);
                     self.improvements.push((self.steps, *value, *trial));
