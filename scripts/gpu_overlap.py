@@ -3,8 +3,10 @@
 backward pass.
 
     gpu_overlap.py ZERORUN [--model gpt2] [--steps 8] [--ranks N] [--features cuda] [--script examples/train_gpt.rs]
+                   [--gpu]
     gpu_overlap.py --trace FILE        reads a trace written by zerorun --timeline
 
+--gpu says that the script is a program that has been built with the feature cuda.
 The configurations are stage 2, stage 3, and stage 2 with the optimizer on the host. The first three steps are ignored. The duration of
 the backward pass is the time that the GPU spends on it or, without a GPU, that the training thread spends on it, excluding waits.
 PASS means that gradient transfers (reduce_scatter, all_reduce, and copies to the host) overlap with the backward pass for at least
@@ -154,6 +156,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=len(smi("name")) or 1)
     parser.add_argument("--features", default="cuda")
     parser.add_argument("--script", default="examples/train_gpt.rs")
+    parser.add_argument("--gpu", action="store_true")
     options = parser.parse_args()
     if options.trace:
         sys.exit(show("trace", options.trace))
@@ -166,7 +169,7 @@ def main():
                 failed = True
                 continue
             # Without a GPU, no copies are made.
-            failed |= show(way, trace, expected(zero, options.ranks) if "cuda" in options.features else ())
+            failed |= show(way, trace, expected(zero, options.ranks) if options.gpu or "cuda" in options.features else ())
     sys.exit(failed)
 
 

@@ -9,8 +9,10 @@ use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
 const KERNELS: KernelModule = module!("embedding");
 
-/// The number of columns of a row that a block sums.
-const COLUMNS: usize = 128;
+/// The maximum number of threads that sum a row.
+const THREADS: usize = 128;
+/// The number of columns for which a row has one more thread: a pack of 16-bit elements.
+const COLUMNS_PER_THREAD: usize = 8;
 /// The id that stands for no row; its result is zeros.
 pub(crate) const NO_ROW: u32 = u32::MAX;
 
@@ -90,13 +92,13 @@ pub(crate) fn add_rows(
     let name = format!("add_rows_{}_{}", suffix(grad.dtype()), suffix(dy.dtype()));
     let function = KERNELS.function(device, &name)?;
     let launch = LaunchConfig {
-        grid_dim: (uses.ids.len() as u32, width.div_ceil(COLUMNS) as u32, 1),
-        block_dim: (COLUMNS.min(width.next_multiple_of(32)) as u32, 1, 1),
+        grid_dim: (uses.ids.len() as u32, width.div_ceil(THREADS * COLUMNS_PER_THREAD) as u32, 1),
+        block_dim: (THREADS.min(width.div_ceil(COLUMNS_PER_THREAD).next_multiple_of(32)) as u32, 1, 1),
         shared_mem_bytes: 0,
     };
     let [ids, starts, positions] = [&uses.ids, &uses.starts, &uses.positions].map(|words| on_device(device, words));
     let (ids, starts, positions) = (ids?, starts?, positions?);
-    // SAFETY: the kernel takes a block for every 128 columns of each used row, rows of dy that exist, and a gradient
-    // that contains all used rows.
+    // SAFETY: the kernel takes any number of blocks for each used row, rows of dy that exist, and a gradient that
+    // contains all used rows.
     unsafe { function.run(launch, arguments![width, &ids, &starts, &positions, dy, grad]) }
 }

@@ -120,9 +120,12 @@ const WARP: usize = 32;
 /// The maximum number of threads that share a row.
 const MAX_THREADS_PER_ROW: usize = 256;
 
+/// The number of elements of a pack in a row (packs.cuh).
+const ROW_PACK: usize = 8;
+
 /// Returns a launch with a block for each of `rows` rows of `width` elements. The number of threads, and therefore the
 /// order of a row's sums, depends only on the width.
 pub(crate) fn by_row(rows: usize, width: usize) -> LaunchConfig {
-    let threads = width.div_ceil(4).next_multiple_of(WARP).clamp(WARP, MAX_THREADS_PER_ROW);
+    let threads = width.div_ceil(ROW_PACK).next_multiple_of(WARP).clamp(WARP, MAX_THREADS_PER_ROW);
     LaunchConfig { grid_dim: (rows as u32, 1, 1), block_dim: (threads as u32, 1, 1), shared_mem_bytes: 0 }
 }

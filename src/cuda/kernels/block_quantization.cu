@@ -69,9 +69,9 @@ __device__ __forceinline__ void encode(uint8_t *record, const float (&x)[PER_LAN
         unsigned other = __shfl_xor_sync(0xffffffff, largest, lanes);
         largest = other > largest ? other : largest;
     }
-    // Any NaN is replaced by the CPU's default NaN.
-    float step = __uint_as_float(largest > 0x7f800000 ? 0x7fc00000 : largest) / I::LARGEST;
-    float inverse = 1.0f / step;
+    float step = __uint_as_float(largest) / I::LARGEST, inverse = 1.0f / step;
+    // The CPU's default NaN replaces every NaN. A GPU's division returns a different one.
+    if (largest > 0x7f800000) step = __uint_as_float(0x7fc00000);
     // Below this limit, the inverse might not be finite.
     if (step < LEAST_NORMAL) step = inverse = 0.0f;
     if (own.lane == 0) *(float *)record = step;

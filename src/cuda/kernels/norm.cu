@@ -4,34 +4,58 @@
 //
 // Parameters have the rows' format or are f32. `one` is added to the weight.
 #include "column_sums.cuh"
-#include "element_types.cuh"
+#include "packs.cuh"
 #include "row_reductions.cuh"
 
+// A parameter with a number for each column.
 template <class T>
-__device__ __forceinline__ float parameter(const void *values, int is_f32, size_t i) {
-    return is_f32 ? ((const float *)values)[i] : widen(((const T *)values)[i]);
-}
+struct Parameter {
+    RowElements<const float> wide;
+    RowElements<const T> own;
+    int is_f32;
+
+    template <int N>
+    __device__ __forceinline__ Parameter(const void *values, int is_f32, const RowPacks<N> &packs)
+        : wide((const float *)values, packs), own((const T *)values, packs), is_f32(is_f32) {}
+
+    template <int N>
+    __device__ __forceinline__ Floats<N> read(const RowPack &pack) const {
+        return is_f32 ? wide.template read<N>(pack) : own.template read<N>(pack);
+    }
+};
 
 // y = (x - mean) * factor * weight + bias, with factor = 1 / sqrt(variance + eps). Without `means`, the mean is 0 and
 // there is no bias.
 template <bool centered, class T>
 __device__ __forceinline__ void forward(size_t width, const T *x, const void *weight, int weight_is_f32, const void *bias,
                                         int bias_is_f32, float one, float eps, T *y, float *means, float *factors) {
-    x += blockIdx.x * width, y += blockIdx.x * width;
+    constexpr int N = ROW_PACK;
+    const RowPacks<N> packs(blockIdx.x, width);
+    const RowElements<const T> row(x + blockIdx.x * width, packs);
+    const RowElements<T> result(y + blockIdx.x * width, packs);
+    const Parameter<T> weights(weight, weight_is_f32, packs), biases(bias, bias_is_f32, packs);
     float mean = 0.0f, square = 0.0f;
     if (centered) {
-        FOR_ROW(i, width) mean += widen(x[i]);
+        packs.each([&](const RowPack &pack) {
+            Floats<N> v = row.template read<N>(pack);
+            FOR_PACK(k, N, pack) mean += v.at[k];
+        });
         mean = reduce_block(mean, Add()) / width;
     }
-    FOR_ROW(i, width) {
-        float v = widen(x[i]) - mean;
-        square += v * v;
-    }
+    packs.each([&](const RowPack &pack) {
+        Floats<N> v = row.template read<N>(pack);
+        FOR_PACK(k, N, pack) {
+            float d = v.at[k] - mean;
+            square += d * d;
+        }
+    });
     float factor = 1.0f / sqrtf(reduce_block(square, Add()) / width + eps);
-    FOR_ROW(i, width) {
-        float v = (widen(x[i]) - mean) * factor * (parameter<T>(weight, weight_is_f32, i) + one);
-        put(y + i, centered ? v + parameter<T>(bias, bias_is_f32, i) : v);
-    }
+    packs.each([&](const RowPack &pack) {
+        Floats<N> v = row.template read<N>(pack), w = weights.template read<N>(pack);
+        v = apply<N>([=](float v, float w) { return (v - mean) * factor * (w + one); }, v, w);
+        if (centered) v = apply<N>([](float v, float b) { return v + b; }, v, biases.template read<N>(pack));
+        result.write(pack, v);
+    });
     if (threadIdx.x == 0) {
         if (centered) means[blockIdx.x] = mean;
         factors[blockIdx.x] = factor;
@@ -53,21 +77,32 @@ FOR_FORMATS(FORWARD)
 template <class T>
 __device__ __forceinline__ void input_gradient(size_t width, const T *x, const void *weight, int weight_is_f32, float one,
                                                const float *means, const float *factors, const T *dy, T *dx, int add) {
-    x += blockIdx.x * width, dy += blockIdx.x * width, dx += blockIdx.x * width;
+    constexpr int N = ROW_PACK;
+    const RowPacks<N> packs(blockIdx.x, width);
+    const RowElements<const T> row(x + blockIdx.x * width, packs), slopes(dy + blockIdx.x * width, packs);
+    const RowElements<T> result(dx + blockIdx.x * width, packs);
+    const Parameter<T> weights(weight, weight_is_f32, packs);
     float mean = means ? means[blockIdx.x] : 0.0f, factor = factors[blockIdx.x];
     float sum = 0.0f, along = 0.0f;
-    FOR_ROW(i, width) {
-        float h = (widen(x[i]) - mean) * factor, d = widen(dy[i]) * (parameter<T>(weight, weight_is_f32, i) + one);
-        sum += d;
-        along += d * h;
-    }
+    auto normalized = [=](float x) { return (x - mean) * factor; };
+    auto weighted = [=](float dy, float w) { return dy * (w + one); };
+    packs.each([&](const RowPack &pack) {
+        Floats<N> h = apply<N>(normalized, row.template read<N>(pack));
+        Floats<N> d = apply<N>(weighted, slopes.template read<N>(pack), weights.template read<N>(pack));
+        FOR_PACK(k, N, pack) {
+            sum += d.at[k];
+            along += d.at[k] * h.at[k];
+        }
+    });
     sum = means ? reduce_block(sum, Add()) / width : 0.0f;
     along = reduce_block(along, Add()) / width;
-    FOR_ROW(i, width) {
-        float h = (widen(x[i]) - mean) * factor, d = widen(dy[i]) * (parameter<T>(weight, weight_is_f32, i) + one);
-        float v = factor * (d - sum - h * along);
-        put(dx + i, add ? v + widen(dx[i]) : v);
-    }
+    packs.each([&](const RowPack &pack) {
+        Floats<N> h = apply<N>(normalized, row.template read<N>(pack));
+        Floats<N> d = apply<N>(weighted, slopes.template read<N>(pack), weights.template read<N>(pack));
+        Floats<N> v = apply<N>([=](float d, float h) { return factor * (d - sum - h * along); }, d, h);
+        if (add) v = apply<N>([](float v, float before) { return v + before; }, v, result.template read<N>(pack));
+        result.write(pack, v);
+    });
 }
 
 #define INPUT_GRADIENT(t, T)                                                                                   \

@@ -1,6 +1,6 @@
 // Optimizer steps with the same bits as in src/optim/{adam,lion,adagrad,sgd}.rs on the host: products, sums, quotients
 // and roots are rounded individually, in the order of those files. One launch computes the steps of many arrays.
-#include "element_types.cuh"
+#include "packs.cuh"
 
 // The constants of a step, in the order of src/cuda/optimizer.rs, and the update of an element p and its states s with
 // the gradient g.
@@ -60,11 +60,8 @@ struct SgdMomentum {
     }
 };
 
-// Four neighbours, read and written together.
 template <class T>
-struct alignas(4 * sizeof(T)) Four {
-    T at[4];
-};
+using Four = Pack<T, 4>;
 
 template <class T>
 __device__ __forceinline__ bool in_fours(const T *p) {

@@ -12,11 +12,16 @@ struct Larger {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
+template <class N>
+__device__ __forceinline__ N other_lane(N v, int lanes) {
+    return __shfl_xor_sync(0xFFFFFFFF, v, lanes);
+}
+
 // Every thread gets the result, and all of them must call this.
 template <class N, class Op>
 __device__ __forceinline__ N reduce_block(N v, Op op) {
     __shared__ N parts[32];
-    for (int lanes = 16; lanes > 0; lanes /= 2) v = op(v, __shfl_xor_sync(0xFFFFFFFF, v, lanes));
+    for (int lanes = 16; lanes > 0; lanes /= 2) v = op(v, other_lane(v, lanes));
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
     __syncthreads();
     v = parts[0];

@@ -18,28 +18,67 @@ struct Array {
     uint64_t first;
 };
 
+// 16-bit elements in pairs: one access for two of a lane's elements. Each of a chunk's threads reads the words lane,
+// lane + 16, ..., and thus elements of other lanes, which exchange them.
 template <class T>
-__device__ __forceinline__ void load(float (&to)[AHEAD], const T *lane) {
+struct Pairs {
+    static constexpr unsigned WORDS = AHEAD / 2;
+    uint32_t words[WORDS];
+
+    __device__ __forceinline__ void load(const T *elements, unsigned lane) {
 #pragma unroll
-    for (unsigned k = 0; k < AHEAD; k++) to[k] = widen(lane[k * LANES]);
-}
+        for (unsigned k = 0; k < WORDS; k++) words[k] = ((const uint32_t *)elements)[k * LANES + lane];
+    }
+
+    static __device__ __forceinline__ double half_of(uint32_t word, unsigned lane) {
+        uint16_t bits = word >> (lane % 2 * 16);
+        return widen(*(const T *)&bits);
+    }
+
+    // Adds the squares of elements lane, lane + 16, ... in this order.
+    __device__ __forceinline__ double add_to(double sum, unsigned lane) const {
+        const unsigned mask = 0xFFFFu << (threadIdx.x & LANES);
+#pragma unroll
+        for (unsigned k = 0; k < WORDS; k++) {
+            double first = half_of(__shfl_sync(mask, words[k], lane / 2, LANES), lane);
+            double second = half_of(__shfl_sync(mask, words[k], LANES / 2 + lane / 2, LANES), lane);
+            sum = fma(first, first, sum);
+            sum = fma(second, second, sum);
+        }
+        return sum;
+    }
+};
+
+// A lane's elements, one per access.
+template <class T>
+struct Single {
+    float elements[AHEAD];
+
+    __device__ __forceinline__ void load(const T *from, unsigned lane) {
+#pragma unroll
+        for (unsigned k = 0; k < AHEAD; k++) elements[k] = widen(from[k * LANES + lane]);
+    }
+
+    __device__ __forceinline__ double add_to(double sum, unsigned) const {
+#pragma unroll
+        for (unsigned k = 0; k < AHEAD; k++) sum = fma((double)elements[k], (double)elements[k], sum);
+        return sum;
+    }
+};
 
 // Returns the sum of the squares of elements lane, lane + 16, lane + 32, ...
-template <class T>
-__device__ __forceinline__ double lane_sum(const T *elements, unsigned count, unsigned lane) {
+template <class Tile, class T>
+__device__ __forceinline__ double lane_sum_in(const T *elements, unsigned count, unsigned lane) {
     constexpr unsigned TILE = LANES * AHEAD;
     double sum = 0.0;
     unsigned start = 0;
     if (count >= TILE) {
-        float next[AHEAD];
-        load(next, elements + lane);
+        Tile next;
+        next.load(elements, lane);
         for (; count - start >= TILE; start += TILE) {
-            float now[AHEAD];
-#pragma unroll
-            for (unsigned k = 0; k < AHEAD; k++) now[k] = next[k];
-            if (count - start >= 2 * TILE) load(next, elements + start + TILE + lane);
-#pragma unroll
-            for (unsigned k = 0; k < AHEAD; k++) sum = fma((double)now[k], (double)now[k], sum);
+            Tile now = next;
+            if (count - start >= 2 * TILE) next.load(elements + start + TILE, lane);
+            sum = now.add_to(sum, lane);
         }
     }
     for (unsigned i = start + lane; i < count; i += LANES) {
@@ -47,6 +86,13 @@ __device__ __forceinline__ double lane_sum(const T *elements, unsigned count, un
         sum = fma(x, x, sum);
     }
     return sum;
+}
+
+template <class T>
+__device__ __forceinline__ double lane_sum(const T *elements, unsigned count, unsigned lane) {
+    if constexpr (sizeof(T) == 2)
+        if ((uintptr_t)elements % 4 == 0) return lane_sum_in<Pairs<T>>(elements, count, lane);
+    return lane_sum_in<Single<T>>(elements, count, lane);
 }
 
 // sums[c] = the sum of chunk c. 16 threads process a chunk, and a warp two chunks.

@@ -199,7 +199,9 @@ fn a_collective_whose_times_are_kept_tells_when_it_ran() {
 fn gathers_and_fast_sums_give_what_their_names_say() {
     for size in [1, 2, 4] {
         let Some(library) = nccl(size) else { return };
-        is_gathered_in_any_order(&library);
+        if size > 1 {
+            is_gathered_in_any_order(&library);
+        }
         for (dtype, n) in DTYPES.into_iter().flat_map(|dtype| [0, 1, 77].map(|n| (dtype, n))) {
             let whole =
                 |len: usize| Flat::from_f32((0..size * len).map(|i| (i / len.max(1) + i % 5) as f32).collect(), dtype);
