@@ -31,7 +31,8 @@
 //!
 //! - `cli`: `cli::DsArgs`, the DeepSpeed arguments of a training script as a clap struct, and progress bars.
 //! - `cuda`: training on NVIDIA GPUs through Candle's CUDA backend. The engine's own operations have CUDA kernels;
-//!   collectives go through NCCL or host memory. So far it has run only on a mock, never on a GPU.
+//!   collectives go through NCCL or host memory. It has been tested on one H200; collectives between several GPUs
+//!   have run only on a mock.
 //! - `s3`: checkpoints in an object store: S3, and services that speak its protocol.
 //!
 //! # Vocabulary

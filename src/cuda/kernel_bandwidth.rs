@@ -19,6 +19,7 @@ use crate::kernels::rope::RotaryLayout;
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
+use crate::precision::Flat;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Tensor};
 
 /// The minimum share of the copy's bandwidth for kernels that process arrays element by element.
@@ -76,13 +77,28 @@ impl KernelBench {
         }
     }
 
-    fn zeros(&self, dtype: DType, len: usize) -> DeviceFlat {
-        DeviceFlat::zeros(&self.device, dtype, len).unwrap()
+    /// Returns numbers from 1/8 to 1, or also their negatives. Zeros would take exceptional paths, such as that of a
+    /// division whose numerator is 0.
+    fn numbers(&self, dtype: DType, len: usize, signed: bool) -> DeviceFlat {
+        let number = |i: usize| {
+            let bits = crate::util::mix(i as u64);
+            let value = 0.125 + (bits >> 40) as f32 / (1 << 24) as f32 * 0.875;
+            if signed && bits & 1 == 1 { -value } else { value }
+        };
+        let pattern = Flat::from_f32((0..len.min(1 << 20)).map(number).collect(), dtype);
+        let pattern = DeviceFlat::of(&self.device, pattern.as_ref()).unwrap();
+        let mut flat = DeviceFlat::zeros(&self.device, dtype, len).unwrap();
+        for start in (0..len).step_by(pattern.len()) {
+            let part = start..len.min(start + pattern.len());
+            let source = pattern.part(0..part.len()).unwrap();
+            copy(&self.device, flat.part_mut(part).unwrap(), &source).unwrap();
+        }
+        flat
     }
 
     /// Returns 16-bit arrays with the full number of elements.
     fn halves<const N: usize>(&self) -> [DeviceFlat; N] {
-        std::array::from_fn(|_| self.zeros(DType::BF16, self.elements))
+        std::array::from_fn(|_| self.numbers(DType::BF16, self.elements, true))
     }
 }
 
@@ -97,7 +113,7 @@ fn all_mut(flat: &mut DeviceFlat) -> DeviceFlatMut<'_> {
 
 fn flat(bench: &mut KernelBench) {
     let (device, n) = (bench.device.clone(), bench.elements);
-    let (mut wide, other) = (bench.zeros(DType::F32, n), bench.zeros(DType::F32, n));
+    let (mut wide, other) = (bench.numbers(DType::F32, n, true), bench.numbers(DType::F32, n, true));
     let [mut half, other_half] = bench.halves();
     bench.row("copy, f32", 8 * n, MIN_STREAMING_SHARE, || copy(&device, all_mut(&mut wide), &all(&other)).unwrap());
     bench.row("cast, f32 to bf16", 6 * n, MIN_STREAMING_SHARE, || {
@@ -116,7 +132,7 @@ fn flat(bench: &mut KernelBench) {
 /// Measures optimizer steps of arrays that together have all elements, with gradients and copies in bf16.
 fn optimizer(bench: &mut KernelBench, name: &str, rule: &ElementwiseUpdate, states: usize, arrays: usize) {
     let (device, n) = (bench.device.clone(), bench.elements);
-    let mut wide: Vec<_> = (0..=states).map(|_| bench.zeros(DType::F32, n)).collect();
+    let mut wide: Vec<_> = (0..=states).map(|_| bench.numbers(DType::F32, n, false)).collect();
     let [grad, mut copy] = bench.halves();
     let len = n / arrays;
     bench.row(name, n * (8 * (1 + states) + 2 + 2), MIN_STREAMING_SHARE, || {
@@ -147,7 +163,7 @@ type Forward<'a> = dyn Fn() -> (CudaStorage, norm::NormStatistics) + 'a;
 fn norms(bench: &mut KernelBench) {
     let (device, n) = (bench.device.clone(), bench.elements);
     let [x, dy, mut dx] = bench.halves();
-    let [weight, bias] = [0; 2].map(|_| bench.zeros(DType::BF16, WIDTH));
+    let [weight, bias] = [0; 2].map(|_| bench.numbers(DType::BF16, WIDTH, true));
     let (x, dy, weight, bias) = (&all(&x), &all(&dy), &all(&weight), &all(&bias));
     let layer_norm = || norm::layer_norm(&device, x, [weight, bias], 1e-5).unwrap();
     let rms_norm = || norm::rms_norm(&device, [x, weight], 0.0, 1e-5).unwrap();
@@ -170,7 +186,7 @@ fn norms(bench: &mut KernelBench) {
 fn activations(bench: &mut KernelBench) {
     let (device, n) = (bench.device.clone(), bench.elements);
     let [x, other, mut out] = bench.halves();
-    let bias = bench.zeros(DType::BF16, WIDTH);
+    let bias = bench.numbers(DType::BF16, WIDTH, true);
     let (x, other, bias) = (&all(&x), &all(&other), &all(&bias));
     for (name, function) in [
         ("GELU (tanh)", Activation::GeluTanh),
@@ -242,7 +258,8 @@ fn attentions(bench: &KernelBench) {
     let device = &bench.device;
     let (batch, time, heads) = if bench.is_judged { (8, 2048, 16) } else { (1, 64, 2) };
     let side = if bench.is_judged { 8192 } else { 64 };
-    let square = Tensor::zeros((side, side), DType::BF16, &Device::Cuda(device.clone())).unwrap();
+    let square = Tensor::randn(0f32, 1.0, (side, side), &Device::Cuda(device.clone())).unwrap();
+    let square = square.to_dtype(DType::BF16).unwrap();
     let of_products = 2.0 * (side as f64).powi(3) / bench.seconds(|| drop(square.matmul(&square).unwrap())) / 1e12;
     println!("      cuBLAS's product of {side} x {side}, bf16: {of_products:.1} TFLOPS");
     let show = |name: String, operations: f64, seconds: f64| {
@@ -257,7 +274,8 @@ fn attentions(bench: &KernelBench) {
         }
         let rule =
             AttentionRule { scale: 0.1, soft_cap: None, window: None, bidirectional: false, starts: None, sinks: None };
-        let [qkv, dout] = [3, 1].map(|parts| bench.zeros(DType::BF16, parts * batch * time * heads * head));
+        let [qkv, dout] =
+            [3, 1].map(|parts| bench.numbers(DType::BF16, parts * batch * time * heads * head, true));
         let (qkv, dout) = ([&all(&qkv)], &all(&dout));
         let forward = || attention::forward(device, (&h, &rule), qkv).unwrap();
         let (out, lse) = forward();

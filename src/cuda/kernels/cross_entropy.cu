@@ -9,12 +9,15 @@
 // Returns cap * tanh(logit / cap) if the cap is above 0.
 __device__ __forceinline__ float bound(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
+// Returns exp(x) for x of at most 0, by the hardware's power of 2.
+__device__ __forceinline__ float exp_below(float x) { return exp2f(x * 1.44269504f); }
+
 // The largest of some logits, and the sum of exp(logit - max) over them.
 struct ExpSum {
     float max, total;
 
     // Returns the factor by which a sum changes if the maximum does.
-    static __device__ __forceinline__ float rescale(float before, float max) { return before == max ? 1.0f : expf(before - max); }
+    static __device__ __forceinline__ float rescale(float before, float max) { return before == max ? 1.0f : exp_below(before - max); }
 };
 
 // Returns the value of the lane whose number differs by the bits of `lanes`.
@@ -42,12 +45,12 @@ __device__ __forceinline__ Softmax softmax(const RowPacks<N> &packs, const T *x,
     const RowElements<const T> row(x, packs);
     const float at_target = bound(widen(x[target]), cap);
     ExpSum own = {-INFINITY, 0.0f};
-    packs.each([&](const RowPack &pack) {
+    packs.each([&](const auto &pack) {
         Floats<N> v = apply<N>([=](float x) { return bound(x, cap); }, row.template read<N>(pack));
         float max = own.max;
         FOR_PACK(k, N, pack) max = fmaxf(max, v.at[k]);
         own = {max, own.total * ExpSum::rescale(own.max, max)};
-        FOR_PACK(k, N, pack) own.total += expf(v.at[k] - max);
+        FOR_PACK(k, N, pack) own.total += exp_below(v.at[k] - max);
     });
     return {reduce_block(own, Combine()), at_target};
 }
@@ -80,7 +83,7 @@ __device__ __forceinline__ void gradient(size_t classes, const T *logits, const 
     const RowElements<const T> row(x, packs);
     const RowElements<T> result(d, packs);
     if (target == IGNORED) {
-        packs.each([&](const RowPack &pack) { result.write(pack, Floats<N>{}); });
+        packs.each([&](const auto &pack) { result.write(pack, Floats<N>{}); });
         if (threadIdx.x == 0 && losses) losses[blockIdx.x] = 0.0f;
         return;
     }
@@ -88,11 +91,11 @@ __device__ __forceinline__ void gradient(size_t classes, const T *logits, const 
     const Softmax softmax_of_row = softmax(packs, x, target, cap);
     const ExpSum of = softmax_of_row.of;
     float factor = (scales ? scales[blockIdx.x * stride] : 1.0f) / divisor / of.total;
-    packs.each([&](const RowPack &pack) {
+    packs.each([&](const auto &pack) {
         Floats<N> values = row.template read<N>(pack);
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            float v = bound(values.at[k], cap), e = expf(v - of.max) - (packs.index(pack, k) == target ? of.total : 0.0f);
+            float v = bound(values.at[k], cap), e = exp_below(v - of.max) - (packs.index(pack, k) == target ? of.total : 0.0f);
             if (cap > 0.0f) e *= 1.0f - (v / cap) * (v / cap);
             values.at[k] = e * factor;
         }

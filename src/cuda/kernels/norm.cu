@@ -18,8 +18,8 @@ struct Parameter {
     __device__ __forceinline__ Parameter(const void *values, int is_f32, const RowPacks<N> &packs)
         : wide((const float *)values, packs), own((const T *)values, packs), is_f32(is_f32) {}
 
-    template <int N>
-    __device__ __forceinline__ Floats<N> read(const RowPack &pack) const {
+    template <int N, class P>
+    __device__ __forceinline__ Floats<N> read(const P &pack) const {
         return is_f32 ? wide.template read<N>(pack) : own.template read<N>(pack);
     }
 };
@@ -36,13 +36,13 @@ __device__ __forceinline__ void forward(size_t width, const T *x, const void *we
     const Parameter<T> weights(weight, weight_is_f32, packs), biases(bias, bias_is_f32, packs);
     float mean = 0.0f, square = 0.0f;
     if (centered) {
-        packs.each([&](const RowPack &pack) {
+        packs.each([&](const auto &pack) {
             Floats<N> v = row.template read<N>(pack);
             FOR_PACK(k, N, pack) mean += v.at[k];
         });
         mean = reduce_block(mean, Add()) / width;
     }
-    packs.each([&](const RowPack &pack) {
+    packs.each([&](const auto &pack) {
         Floats<N> v = row.template read<N>(pack);
         FOR_PACK(k, N, pack) {
             float d = v.at[k] - mean;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void forward(size_t width, const T *x, const void *we
         }
     });
     float factor = 1.0f / sqrtf(reduce_block(square, Add()) / width + eps);
-    packs.each([&](const RowPack &pack) {
+    packs.each([&](const auto &pack) {
         Floats<N> v = row.template read<N>(pack), w = weights.template read<N>(pack);
         v = apply<N>([=](float v, float w) { return (v - mean) * factor * (w + one); }, v, w);
         if (centered) v = apply<N>([](float v, float b) { return v + b; }, v, biases.template read<N>(pack));
@@ -86,7 +86,7 @@ __device__ __forceinline__ void input_gradient(size_t width, const T *x, const v
     float sum = 0.0f, along = 0.0f;
     auto normalized = [=](float x) { return (x - mean) * factor; };
     auto weighted = [=](float dy, float w) { return dy * (w + one); };
-    packs.each([&](const RowPack &pack) {
+    packs.each([&](const auto &pack) {
         Floats<N> h = apply<N>(normalized, row.template read<N>(pack));
         Floats<N> d = apply<N>(weighted, slopes.template read<N>(pack), weights.template read<N>(pack));
         FOR_PACK(k, N, pack) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void input_gradient(size_t width, const T *x, const v
     });
     sum = means ? reduce_block(sum, Add()) / width : 0.0f;
     along = reduce_block(along, Add()) / width;
-    packs.each([&](const RowPack &pack) {
+    packs.each([&](const auto &pack) {
         Floats<N> h = apply<N>(normalized, row.template read<N>(pack));
         Floats<N> d = apply<N>(weighted, slopes.template read<N>(pack), weights.template read<N>(pack));
         Floats<N> v = apply<N>([=](float d, float h) { return factor * (d - sum - h * along); }, d, h);

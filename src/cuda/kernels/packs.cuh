@@ -81,9 +81,15 @@ __device__ __forceinline__ void map(size_t count, F f, D *out, const S *...in) {
     });
 }
 
-// A pack of a row of which only elements from, ..., until - 1 belong to the row.
-struct RowPack {
-    // The index of the pack's first element in the row, plus the row's shift.
+// A pack in a row. Elements from, ..., until - 1 belong to the row, and `start` is the index of the pack's first element
+// in the row, plus the row's shift.
+template <int N>
+struct WholePack {
+    size_t start;
+    static constexpr int from = 0, until = N;
+};
+
+struct PartOfPack {
     size_t start;
     int from, until;
 };
@@ -101,12 +107,15 @@ struct RowPacks {
     template <class Body>
     __device__ __forceinline__ void each(Body body) const {
         size_t end = width + shift;
-        for (size_t start = (size_t)threadIdx.x * N; start < end; start += (size_t)blockDim.x * N)
-            body(RowPack{start, start < shift ? (int)(shift - start) : 0, end - start < N ? (int)(end - start) : N});
+        for (size_t start = (size_t)threadIdx.x * N; start < end; start += (size_t)blockDim.x * N) {
+            if (start >= shift && end - start >= N) body(WholePack<N>{start});
+            else body(PartOfPack{start, start < shift ? (int)(shift - start) : 0, end - start < N ? (int)(end - start) : N});
+        }
     }
 
     // Returns the index in the row of an element of a pack.
-    __device__ __forceinline__ size_t index(const RowPack &pack, int k) const { return pack.start + k - shift; }
+    template <class P>
+    __device__ __forceinline__ size_t index(const P &pack, int k) const { return pack.start + k - shift; }
 };
 
 // The elements of a row, or one number for each of its columns.
@@ -120,8 +129,8 @@ struct RowElements {
         : elements(row - packs.shift), packed(are_packed(elements)) {}
 
     // Returns zeros for elements outside the row.
-    template <int N>
-    __device__ __forceinline__ Floats<N> read(const RowPack &pack) const {
+    template <int N, class P>
+    __device__ __forceinline__ Floats<N> read(const P &pack) const {
         if (packed && pack.from == 0 && pack.until == N) return load<N>(elements + pack.start);
         Floats<N> values;
 #pragma unroll
@@ -130,8 +139,8 @@ struct RowElements {
         return values;
     }
 
-    template <int N>
-    __device__ __forceinline__ void write(const RowPack &pack, const Floats<N> &values) const {
+    template <int N, class P>
+    __device__ __forceinline__ void write(const P &pack, const Floats<N> &values) const {
         if (packed && pack.from == 0 && pack.until == N) return store(elements + pack.start, values);
 #pragma unroll
         for (int k = 0; k < N; k++)
