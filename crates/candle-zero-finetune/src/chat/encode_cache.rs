@@ -40,7 +40,7 @@ pub struct EncodedText {
     pub offsets: Vec<(usize, usize)>,
 }
 
-/// The maximum number of pieces that a thread caches, and their maximum length.
+/// The maximum number of pieces that a thread caches, and their maximum length in bytes.
 const MAX_PIECES: usize = 1 << 16;
 const MAX_PIECE_BYTES: usize = 96;
 

@@ -388,7 +388,7 @@ impl DatasetBuilder<'_> {
         Ok((!ids.is_empty()).then(|| Sample { targets: vec![false; ids.len()], ids }))
     }
 
-    /// Returns the sample within the context, if there is something to predict.
+    /// Returns the sample, cut at the context length if it is longer, or `None` if it must be left out.
     fn fitted(&self, mut sample: Sample, notes: &mut Vec<RecordNote>) -> Option<Sample> {
         let ctx = self.options.ctx;
         let predicts = |targets: &[bool]| targets.iter().skip(1).any(|target| *target);

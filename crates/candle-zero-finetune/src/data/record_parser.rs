@@ -312,7 +312,7 @@ fn label_name(label: &Value) -> Result<String, RecordProblem> {
 }
 
 /// Builds a conversation from messages and the record's system text and tools. The model is trained on the assistant's
-/// messages from index `from` on, unless their weight excludes them.
+/// messages starting at index `from`, unless their weight excludes them.
 fn chat(
     messages: ChatMessages,
     from: Option<usize>,

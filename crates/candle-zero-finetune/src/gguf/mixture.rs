@@ -1,4 +1,4 @@
-//! The tensors of mixtures of experts in llama.cpp's files, of which one contains a projection of all experts.
+//! The tensors of mixtures of experts in llama.cpp's files. A single tensor contains a projection of all experts.
 
 /// The place of a parameter of a mixture in a GGUF file.
 #[derive(Debug, Clone, PartialEq, Eq)]

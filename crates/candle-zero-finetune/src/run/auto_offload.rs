@@ -74,7 +74,7 @@ pub(super) fn placed(
     let sizes = match &prepared.start {
         StartModel::Decoder { config, .. } => config.clone(),
         StartModel::Classifier { .. } if options.ds_config.is_some() => return nothing(config),
-        // Its labels take the place of the vocabulary.
+        // A classifier's labels take the place of the vocabulary.
         StartModel::Classifier { config: ClassifierConfig::Decoder(sizes), .. } => {
             DecoderConfig { vocab: sizes.labels.len(), ..sizes.decoder.clone() }
         }

@@ -109,9 +109,9 @@ pub(super) struct StartCommand {
 /// The way in which the ranks of one host have ended.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum HostOutcome {
-    /// All ranks ended with 0.
+    /// All ranks ended with exit code 0.
     Well,
-    /// All ranks ended with 0, but some of their output could not be passed on.
+    /// All ranks ended with exit code 0, but some of their output could not be passed on.
     Unwritten,
     /// The ranks ended after a signal to the launcher, or because the hosts regroup.
     Interrupted(i32),

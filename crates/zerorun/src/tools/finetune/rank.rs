@@ -192,7 +192,7 @@ fn few_steps(steps: u64, rows: usize, batch: usize) -> Option<String> {
     let epochs = (MIN_LEARNING_STEPS as usize * batch).div_ceil(rows);
     let smaller = if batch > 1 { ", or a smaller --batch" } else { "" };
     Some(format!(
-        "zerorun: warning: a model learns little in {}; the data fill {}, and each step takes {batch}; give --epochs \
+        "zerorun: warning: a model learns little in {}; the data fills {}, and each step takes {batch}; give --epochs \
          {epochs} or more{smaller}",
         counted(steps, "step"),
         counted(rows, "row"),
