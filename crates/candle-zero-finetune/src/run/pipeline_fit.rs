@@ -119,7 +119,7 @@ pub(super) struct PipelineDemand<'a> {
     pub memory: u64,
 }
 
-/// A division that fits into memory.
+/// A division of a model among ranks, with the memory that it needs.
 #[derive(Debug, Clone)]
 pub(super) struct PipelineFit {
     /// The complete configuration.

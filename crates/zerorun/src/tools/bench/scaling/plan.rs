@@ -26,7 +26,7 @@ impl fmt::Display for ScalingKind {
     }
 }
 
-/// A job, whatever it is measured for.
+/// A job, regardless of the kind of scaling for which it is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ScalingJob {
     pub(super) stage: u8,
