@@ -30,7 +30,7 @@ const BATCH_BYTES: usize = 2 << 20;
 /// The maximum number of bytes of a file that are read for its fingerprint.
 const MAX_FINGERPRINTED_BYTES: u64 = 64 << 20;
 
-/// The version of the samples, which changes when the same data yields different ones.
+/// The version of the samples, which changes when the same data yields different samples.
 const SAMPLES_VERSION: u64 = 2;
 
 /// A builder of the samples of one file.
