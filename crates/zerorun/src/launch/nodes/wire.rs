@@ -54,7 +54,8 @@ pub(super) enum LauncherMessage {
     Failed { attempt: u32, rank: usize, why: String },
     /// The launcher got this signal, which is for all ranks.
     Signal(i32),
-    /// Ask the ranks to end gracefully, as after SIGTERM: they will be started again on other hosts.
+    /// Ask the ranks to end gracefully, as after SIGTERM: they will be started again, together with those of a host that
+    /// is back.
     Regroup { attempt: u32 },
     /// All ranks of a host have ended.
     Ended { attempt: u32, how: HostOutcome },
