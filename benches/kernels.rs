@@ -285,7 +285,8 @@ fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_back
     measure(bencher, with_backward, [sizes.hidden::<T>(3 * sizes.width)], |[qkv]| causal_attention(qkv, sizes.heads));
 }
 
-/// Measures attention over one row of 2048 positions and four heads of 64, with different masks and with capped scores.
+/// Measures attention over one row of 2048 positions and four heads of size 64, with different masks and with capped
+/// scores.
 #[divan::bench(types = [f32, bf16], args = ["all", "capped", "window of 256", "eight sequences"], sample_size = 1, max_time = 0.5)]
 fn attention_that_sees<T: WithDType>(bencher: Bencher<'_, '_>, what: &str) {
     let attend = match what {

@@ -2,7 +2,7 @@
 //!
 //!     cargo bench --bench optimizer
 //!
-//! `triad` is the yardstick: a plain streaming loop over the same buffers, in the same directions, as AdamW in f32
+//! `triad` is the yardstick: a plain streaming loop that reads and writes the same buffers as AdamW in f32
 //! (gradient read; weights and two moments read and written). Two threads get twice the bandwidth of one only if the
 //! memory provides it.
 

@@ -160,7 +160,7 @@ fn every_command_that_takes_a_model_takes_its_name_and_offline_what_the_cache_ha
     let offline = |words: &[&str]| command(&server, home.path(), words).env("HF_HUB_OFFLINE", "1").output().unwrap();
     let refused = offline(&generate);
     let said = stderr(&refused).replace(home.path().to_str().unwrap(), "HOME");
-    insta::assert_snapshot!(said.trim(), @"zerorun: HF_HUB_OFFLINE is set, and model.safetensors of org/tiny is not in HOME/hub; unset it for one run to fetch the model, or give a folder");
+    insta::assert_snapshot!(said.trim(), @"zerorun: HF_HUB_OFFLINE is set, and model.safetensors of org/tiny is not in HOME/hub; unset HF_HUB_OFFLINE for one run to fetch the model, or give a folder");
     let answered = run(&server, home.path(), &generate);
     assert!(answered.status.success(), "{}", stderr(&answered));
     server.set(Faults::default());
@@ -315,7 +315,7 @@ fn what_cannot_be_fetched_is_refused_with_what_to_do() {
     };
     insta::assert_snapshot!(plain("org/tyni", &[]), @"zerorun: there is no public repository org/tyni at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)");
     insta::assert_snapshot!(plain("org/tiny@v2", &[]), @r#"zerorun: org/tiny has no branch, tag or commit "v2"; give another one, or just org/tiny for the branch main"#);
-    insta::assert_snapshot!(plain(NAME, &[("HF_HUB_OFFLINE", "1")]), @"zerorun: HF_HUB_OFFLINE is set, and config.json of org/tiny is not in HOME/hub; unset it for one run to fetch the model, or give a folder");
+    insta::assert_snapshot!(plain(NAME, &[("HF_HUB_OFFLINE", "1")]), @"zerorun: HF_HUB_OFFLINE is set, and config.json of org/tiny is not in HOME/hub; unset HF_HUB_OFFLINE for one run to fetch the model, or give a folder");
     insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "huggingface.co")]), @"zerorun: HF_ENDPOINT is huggingface.co, but must be the address of a Hub, such as https://huggingface.co");
     insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "/dev/null")]), @"zerorun: cannot read /dev/null: it is a device, but a file is needed");
     insta::assert_snapshot!(plain(NAME, &[("SSL_CERT_FILE", "Cargo.toml")]), @"zerorun: SSL_CERT_FILE is Cargo.toml, but must be a file with certificates in PEM format");

@@ -141,11 +141,11 @@ fn what_the_user_says_of_steps_holds_and_few_of_them_are_warned_about() {
     insta::assert_snapshot!(said("a", &["--epochs", "1"]), @"57 samples in 57 rows of up to 15 tokens (not 128, so that an epoch has more steps), 1 per step (1 per rank at once): 57 steps, once through the data");
     insta::assert_snapshot!(said("b", &["--epochs", "1", "--batch", "8"]), @r"
     57 samples in 8 rows of up to 128 tokens, 8 per step (1 per rank at once): 1 step, once through the data
-    zerorun: warning: a model learns little in 1 step; the data fill 8 rows, and each step takes 8; give --epochs 30 or more, or a smaller --batch
+    zerorun: warning: a model learns little in 1 step; the data fills 8 rows, and each step takes 8; give --epochs 30 or more, or a smaller --batch
     ");
     insta::assert_snapshot!(said("c", &["--steps", "1"]), @r"
     57 samples in 57 rows of up to 15 tokens (not 128, so that an epoch has more steps), 1 per step (1 per rank at once): 1 step, 0.02 times through the data
-    zerorun: warning: a model learns little in 1 step; the data fill 57 rows, and each step takes 1; give --epochs 1 or more
+    zerorun: warning: a model learns little in 1 step; the data fills 57 rows, and each step takes 1; give --epochs 1 or more
     ");
     insta::assert_snapshot!(said("d", &["--epochs", "2", "--packing", "false", "--batch", "1"]), @"57 samples in 57 rows of up to 128 tokens, 1 per step (1 per rank at once): 114 steps, 2 times through the data");
     let ds = write(
@@ -155,7 +155,7 @@ fn what_the_user_says_of_steps_holds_and_few_of_them_are_warned_about() {
     );
     insta::assert_snapshot!(said("e", &["--epochs", "1", "--ds_config", &ds]), @r"
     57 samples in 8 rows of up to 128 tokens, 8 per step (8 per rank at once): 1 step, once through the data
-    zerorun: warning: a model learns little in 1 step; the data fill 8 rows, and each step takes 8; give --epochs 30 or more, or a smaller --batch
+    zerorun: warning: a model learns little in 1 step; the data fills 8 rows, and each step takes 8; give --epochs 30 or more, or a smaller --batch
     ");
 }
 

@@ -74,7 +74,7 @@ fn cores_that_cannot_be_had_are_refused_before_anything_starts() {
         }
     };
     let first = allowed()[0].to_string();
-    insta::assert_snapshot!(refusal(&["--bind_core_list", &first], None), @"zerorun: 2 ranks of a host need at least 2 cores to be bound to, not 1; give a longer core list, or start fewer ranks");
+    insta::assert_snapshot!(refusal(&["--bind_core_list", &first], None), @"zerorun: 2 ranks on a host need at least 2 cores to be bound to, but only 1 can be used; give a longer core list, or start fewer ranks");
     insta::assert_snapshot!(refusal(&["--bind_core_list", "50000-50001"], None), @"zerorun: --bind_core_list names core 50000, but zerorun's processes on host HOST may run on CORES; name only these, or start zerorun with more cores (taskset, a container, Slurm)");
     insta::assert_snapshot!(refusal(&[], Some("KMP_AFFINITY")), @"zerorun: KMP_AFFINITY is set, so Intel's OpenMP binds threads to cores of its choice; unset it, or leave out --bind_cores_to_rank");
 }

@@ -72,7 +72,7 @@ fn a_secret_that_cannot_be_one_is_refused_before_anything_starts() {
         assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
         stderr(&output).trim_end().to_string()
     };
-    insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET", "hunter2")]), @"zerorun: CANDLE_ZERO_SECRET cannot be used as the secret of the hosts: it has 7 bytes; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
+    insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET", "hunter2")]), @"zerorun: CANDLE_ZERO_SECRET cannot be used as the secret of the hosts: it is 7 bytes long; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
     insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET", SECRET), ("CANDLE_ZERO_SECRET_FILE", "x")]), @"zerorun: CANDLE_ZERO_SECRET cannot be used as the secret of the hosts: CANDLE_ZERO_SECRET_FILE is also set; unset one of them");
     insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET_FILE", "/no/such/file")]), @"zerorun: CANDLE_ZERO_SECRET_FILE=/no/such/file cannot be used as the secret of the hosts: the file cannot be read: No such file or directory (os error 2)");
 }

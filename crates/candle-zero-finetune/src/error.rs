@@ -423,7 +423,7 @@ pub enum FinetuneError {
     Diverged {
         /// The tensor.
         tensor: String,
-        /// The position of the first such value in the tensor, in row-major order from 0.
+        /// The position of the first such value in the tensor, in row-major order, counted from 0.
         element: usize,
         /// The value: NaN or infinite.
         value: f32,

@@ -7,7 +7,7 @@
 //! | step | type |
 //! |---|---|
 //! | tokenizer.json and the special tokens in a model's folder, or those in its GGUF file | [`Tokenizer`] |
-//! | the model's chat template, and the assistant's ranges in its text | [`Template`], [`Conversation`] |
+//! | the model's chat template, and the assistant's ranges in the rendered text | [`Template`], [`Conversation`] |
 //! | token ids, and which of them are to be predicted | [`Sample`] |
 //! | data files as samples, tokenized once and mapped | [`Source`], [`Dataset`] |
 //! | rows of a batch, packed or padded | [`Batches`] |

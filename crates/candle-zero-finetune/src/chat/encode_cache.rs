@@ -40,7 +40,7 @@ pub struct EncodedText {
     pub offsets: Vec<(usize, usize)>,
 }
 
-/// The maximum number of pieces that a thread caches, and their maximum length.
+/// The maximum number of pieces that a thread caches, and their maximum length in bytes.
 const MAX_PIECES: usize = 1 << 16;
 const MAX_PIECE_BYTES: usize = 96;
 
@@ -338,7 +338,7 @@ struct PieceCache {
     key: u64,
     /// The positions in `tokens` of a piece's tokens.
     places: HashMap<Box<str>, (u32, u32), BuildHasherDefault<PieceHasher>>,
-    /// Ids, each with its first and last byte in the piece.
+    /// Ids, each with the start and end of its text in the piece, in bytes.
     tokens: Vec<(u32, u32, u32)>,
 }
 

@@ -181,7 +181,8 @@ fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordPr
     for name in WEIGHT_KEYS {
         let value = field(message, name);
         let Some(said) = weight(name, &value)? else { continue };
-        // Only answers can have a weight. The weight of a question has no meaning.
+        // The key `weight` has no effect on a message that is not the assistant's. Any other key that enables learning
+        // there is an error.
         if said && !is_assistant && name != "weight" {
             return Err(format!(
                 "it has {name}, but only the assistant's messages are trained on; remove the key from other messages"
@@ -270,7 +271,7 @@ fn text_part(text: &str) -> Value {
     Value::from_pairs([("type", "text"), ("text", text)])
 }
 
-/// Returns whether parts of this type are pictures, videos or sounds.
+/// Returns whether parts of this type are pictures, videos, sounds or files.
 fn is_picture(of: &str) -> bool {
     ["image", "video", "audio", "file"].iter().any(|word| of.contains(word))
 }

@@ -221,8 +221,8 @@ impl QuoteTracker {
             Some(line) => format!("closes on line {line} before other text"),
         };
         Some(format!(
-            "a quote that opens on line {opened} {end}, so the lines in between are one field; remove it, or double \
-             each quote within a quoted field"
+            "a quote that opens on line {opened} {end}, so the lines in between are one field; remove the quote, \
+             or double each quote within a quoted field"
         ))
     }
 }

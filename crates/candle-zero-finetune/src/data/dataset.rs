@@ -176,7 +176,7 @@ impl Dataset {
         part.cache.length(of_file)
     }
 
-    /// Iterates over the first samples of each file, at most `count`.
+    /// Iterates over the first samples of each file, at most `count` per file.
     pub(crate) fn first(&self, count: usize) -> impl Iterator<Item = usize> {
         let lengths = self.parts.iter().map(|part| part.len() as usize * self.group);
         let starts = lengths.scan(0, |end, length| {

@@ -30,7 +30,7 @@ const BATCH_BYTES: usize = 2 << 20;
 /// The maximum number of bytes of a file that are read for its fingerprint.
 const MAX_FINGERPRINTED_BYTES: u64 = 64 << 20;
 
-/// The version of the samples, which changes when the same data yields different ones.
+/// The version of the samples, which changes when the same data yields different samples.
 const SAMPLES_VERSION: u64 = 2;
 
 /// A builder of the samples of one file.
@@ -388,7 +388,7 @@ impl DatasetBuilder<'_> {
         Ok((!ids.is_empty()).then(|| Sample { targets: vec![false; ids.len()], ids }))
     }
 
-    /// Returns the sample within the context, if there is something to predict.
+    /// Returns the sample, cut at the context length if it is longer, or `None` if it must be left out.
     fn fitted(&self, mut sample: Sample, notes: &mut Vec<RecordNote>) -> Option<Sample> {
         let ctx = self.options.ctx;
         let predicts = |targets: &[bool]| targets.iter().skip(1).any(|target| *target);

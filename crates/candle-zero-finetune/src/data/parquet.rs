@@ -50,9 +50,9 @@ pub(super) struct ParquetRows {
     unread: Arc<[String]>,
     /// The columns that are read.
     columns: SchemaDescPtr,
-    /// The number of row groups of which reading has begun.
+    /// The number of row groups that have been started.
     groups: usize,
-    /// The remaining rows of the last of these groups.
+    /// The remaining rows of the last group that has been started.
     group: Option<ReaderIter>,
     /// The number of rows read, and the number of rows in the file.
     row: u64,

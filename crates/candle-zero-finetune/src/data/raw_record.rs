@@ -65,7 +65,7 @@ pub(super) fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
 pub(super) fn utf8(bytes: &[u8]) -> Result<&str, String> {
     std::str::from_utf8(bytes).map_err(|e| {
         let byte = bytes.get(e.valid_up_to()).copied().unwrap_or_default();
-        // From 0xA0 on, a byte stands for the same character in Windows-1252 and in Latin-1.
+        // A byte of 0xA0 or above represents the same character in Windows-1252 and in Latin-1.
         let latin = match byte {
             0xA0.. => format!(", which is {:?} in Windows-1252 and Latin-1", char::from(byte)),
             _ => String::new(),

@@ -198,7 +198,7 @@ impl RecordParser<'_> {
         format!("its keys ({}) match no known format: {RECORD_FORMATS}; {}", names(&keys), Columns::hint(&keys))
     }
 
-    /// Adds a remark that texts do not go through the chat template.
+    /// Adds a remark if texts are used without the model's chat template.
     fn remark_without_template(&self, example: &TrainingExample, remarks: &mut Vec<String>) {
         if self.has_template && matches!(example, TrainingExample::Completion { .. }) {
             remarks.push(
@@ -312,7 +312,7 @@ fn label_name(label: &Value) -> Result<String, RecordProblem> {
 }
 
 /// Builds a conversation from messages and the record's system text and tools. The model is trained on the assistant's
-/// messages from index `from` on, unless their weight excludes them.
+/// messages starting at index `from`, unless their weight excludes them.
 fn chat(
     messages: ChatMessages,
     from: Option<usize>,
@@ -399,9 +399,9 @@ fn history(fields: &TrackedRecord<'_>) -> Result<Vec<[String; 2]>, RecordProblem
     found.try_iter().into_iter().flatten().map(|turn| pair(turn).ok_or_else(wrong)).collect()
 }
 
-/// Returns the position at which two texts diverge: after the header of the last answer that they share or, without
-/// one, after the last white space, so that no word is cut. Returns `None` if they have nothing in common, or if one of
-/// them consists only of what they share.
+/// Returns the position at which the common beginning of two texts ends: after the last answer header that they share
+/// or, without one, before the last white space that they share, so that no word is cut. Returns `None` if they share
+/// neither.
 fn common_beginning(chosen: &str, rejected: &str) -> Option<usize> {
     const HEADERS: [&str; 7] = [
         "\n\nAssistant:",

@@ -4,7 +4,7 @@
 //! if the id is a target, padded to complete words; an index of 8 words per sample (the offset of its ids in words as
 //! two words, their number, label, line as two words, a digest of ids and bits as two words); a report as JSON. The
 //! header contains a fingerprint of what the file was built from, the positions of the file's parts, and a digest of
-//! itself, the index and the report. A file that was not written to its end has no header. All digests are checked when
+//! itself, the index and the report. The header of an incomplete file consists of zeros. All digests are checked when
 //! a file is opened, so a damaged file is rebuilt.
 //!
 //! The process that builds a file locks a second file next to it. Others wait for the lock and then map the result. The

@@ -75,8 +75,8 @@ impl<'a> TrackedRecord<'a> {
         Ok(found)
     }
 
-    /// Returns the tools that may be called, or null. Tools in ShareGPT's format and in OpenAI's older one are
-    /// described as functions.
+    /// Returns the tools that may be called, or null. Tools in ShareGPT's format and in OpenAI's older format
+    /// are converted to descriptions of functions.
     pub(super) fn tools(&self, are_bare: bool) -> Result<Value, String> {
         let read = |name: &str| -> Result<Option<Value>, String> {
             let Some(value) = self.get(name) else { return Ok(None) };

@@ -125,7 +125,8 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
 /// The source of a written tensor.
 enum TensorOrigin<'a> {
     Values(Vec<f32>),
-    /// The numbers of experts and the names of tensors that have this shape each: those of all experts, or a single tensor.
+    /// The indices of experts and the names of tensors, each of which has this shape: the tensors of all experts, or a
+    /// single tensor.
     Tensors(Vec<(Option<usize>, &'a str)>, &'a [usize], LayoutChange),
 }
 

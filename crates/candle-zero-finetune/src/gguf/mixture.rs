@@ -1,4 +1,4 @@
-//! The tensors of mixtures of experts in llama.cpp's files, of which one contains a projection of all experts.
+//! The tensors of mixtures of experts in llama.cpp's files. A single tensor contains a projection of all experts.
 
 /// The place of a parameter of a mixture in a GGUF file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -9,8 +9,8 @@ pub(super) struct MixturePlace {
     pub expert: Option<usize>,
 }
 
-/// Returns the place of the parameter `module` of a block, such as `mlp.experts.3.up_proj`, or `None` if it does not belong to a
-/// mixture.
+/// Returns the place of the parameter `module` of a block, such as `mlp.experts.3.up_proj`, or `None` if it does not
+/// belong to a mixture.
 pub(super) fn place_of(module: &str) -> Option<MixturePlace> {
     let in_mixture = module.strip_prefix("mlp.").or_else(|| module.strip_prefix("block_sparse_moe."))?;
     if let Some((expert, projection)) = in_mixture.strip_prefix("experts.").and_then(|rest| rest.split_once('.')) {
@@ -33,10 +33,11 @@ pub(super) fn place_of(module: &str) -> Option<MixturePlace> {
     Some(MixturePlace { tensor, expert: None })
 }
 
-/// The name of the router's tensor within a block. It is always stored in f32.
+/// The name of the router's tensor within a block. The tensor is always stored in f32.
 pub(super) const ROUTER: &str = "ffn_gate_inp";
 
-/// The name of the tensor of the shared expert's gate within a block. It is a vector, because the gate has one output.
+/// The name of the tensor of the shared expert's gate within a block. The tensor is a vector, because the gate has one
+/// output.
 const SHARED_GATE: &str = "ffn_gate_inp_shexp";
 
 /// Returns the shape of the tensor that holds a parameter of `shape` in a GGUF file.

@@ -7,7 +7,8 @@ use candle_zero::models::{DecoderConfig, MixtureConfig};
 use candle_zero::nn::RouterOrder;
 use serde_json::{Map, Value as Json};
 
-/// The architectures in which all blocks are mixtures. Those of Mixtral are named llama, and have experts as well.
+/// The architectures in which all blocks are mixtures. llama.cpp has no separate architecture for Mixtral
+/// ([`MIXTRAL`]).
 const ARCHITECTURES: [MixtureArchitecture; 3] = [
     MixtureArchitecture {
         name: "qwen2moe",
@@ -80,7 +81,7 @@ impl MixtureArchitecture {
         Ok(config)
     }
 
-    /// Returns why llama.cpp would compute something else with a model, if it would.
+    /// Returns why llama.cpp would compute different results with a model, or `None` if it would not.
     pub fn problem(self, config: &DecoderConfig) -> Option<String> {
         let Some(mixture) = &config.mixture else { return Some("it has no experts".into()) };
         let (name, renormalizes) = (self.name, self.renormalizes);
@@ -101,7 +102,7 @@ impl MixtureArchitecture {
     }
 }
 
-/// Returns the metadata that describe a mixture.
+/// Returns the metadata that describes a mixture.
 pub(super) fn metadata(mixture: &MixtureConfig, architecture: MixtureArchitecture) -> Vec<(&'static str, GgufValue)> {
     let mut keys = vec![
         ("expert_count", GgufValue::size(mixture.experts)),

@@ -203,7 +203,10 @@ impl<'a> HubClient<'a> {
                 let begun = range.strip_prefix("bytes ").and_then(|range| range.split('-').next()?.parse().ok());
                 if begun != Some(from) {
                     return Err(self
-                        .unexpected_answer(file, format!("bytes from {from} on were requested, but {range:?} was sent"))
+                        .unexpected_answer(
+                            file,
+                            format!("bytes from {from} onwards were requested, but {range:?} was sent"),
+                        )
                         .into());
                 }
                 from

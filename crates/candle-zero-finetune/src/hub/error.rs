@@ -168,8 +168,8 @@ pub enum HubError {
     },
     /// A file that is not in the cache, in offline mode.
     #[error(
-        "HF_HUB_OFFLINE is set, and {file} of {repository} is not in {}; unset it for one run to fetch the model, or \
-         give a folder",
+        "HF_HUB_OFFLINE is set, and {file} of {repository} is not in {}; unset HF_HUB_OFFLINE for \
+         one run to fetch the model, or give a folder",
         cache.display()
     )]
     NotCached {

@@ -60,7 +60,7 @@ impl Snapshot {
         let path = self.folder.join(file);
         let wrong = |source| Error::Io { action: "create", path: path.clone(), source };
         fs::create_dir_all(path.parent().unwrap_or(&self.folder)).map_err(wrong)?;
-        // A link whose content was removed.
+        // The path may be a link whose content was removed.
         if path.symlink_metadata().is_ok() {
             fs::remove_file(&path).map_err(wrong)?;
         }

@@ -83,7 +83,8 @@ impl<'a> MergedModel<'a> {
         self.adapter?.tensor(&format!("{module}.{end}"))
     }
 
-    /// Returns which part of a parameter of all experts with an adapter a tensor contains.
+    /// Returns the part of a parameter of all experts that a tensor contains, with the matrices of the parameter's
+    /// adapter, or `None` if the tensor belongs to no such parameter or the parameter has no adapter.
     fn expert_part(&self, name: &str) -> Option<(ExpertPart, [&'a AdapterTensor; 2])> {
         let part = self.base.config().expert_part(name, &self.adapter?.config)?;
         let module = part.adapter.as_deref()?;

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
-/// The prefix of a language model inside a model of images, in transformers.
+/// The prefix of a language model inside a model for images and text, in transformers.
 const OF_IMAGES_MODEL: &str = "model.language_model.";
 /// The maximum size of an adapter's configuration in bytes.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
@@ -282,7 +282,7 @@ impl Adapter {
         let (lora, base, saved) = (self.config.clone(), self.base.clone(), self.saved.clone());
         let config = PeftConfig { lora, base, is_pattern: false, saved }.write(modules, is_conv1d);
         files::write_whole(&folder.join(CONFIG), ".adapter", config.as_bytes())?;
-        // Only the names of blocks are stored without the prefix of the model's files.
+        // In a classifier's adapter, only the names of tensors in blocks get the prefix of the model's files.
         let prefix = |name: &str| match self.saved.is_none() || ["layers.", "h."].iter().any(|b| name.starts_with(b)) {
             true => prefix,
             false => "",
@@ -321,7 +321,8 @@ fn is_head(parameter: &str) -> bool {
 
 /// Returns a parameter's name without the prefix of the blocks.
 fn bare(name: &str) -> &str {
-    // A language model inside a model of images has two prefixes, whose order depends on the version of transformers.
+    // A language model inside a model for images and text has two prefixes, whose order depends on the version of
+    // transformers.
     ["model.language_model.", "language_model.model.", "model.", "transformer."]
         .iter()
         .find_map(|prefix| name.strip_prefix(prefix))

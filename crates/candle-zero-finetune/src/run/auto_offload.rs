@@ -74,7 +74,7 @@ pub(super) fn placed(
     let sizes = match &prepared.start {
         StartModel::Decoder { config, .. } => config.clone(),
         StartModel::Classifier { .. } if options.ds_config.is_some() => return nothing(config),
-        // Its labels take the place of the vocabulary.
+        // A classifier's labels take the place of the vocabulary.
         StartModel::Classifier { config: ClassifierConfig::Decoder(sizes), .. } => {
             DecoderConfig { vocab: sizes.labels.len(), ..sizes.decoder.clone() }
         }
@@ -243,7 +243,7 @@ mod tests {
         insta::assert_snapshot!(why, @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB per rank; stage 0, micro batches of 1 row would need 3.6 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step a host receives only gradients, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts it would receive 3.4 GiB (30.88 s at the measured 111.6 MiB/s); in a pipeline (--pipeline), 32.0 MiB (0.29 s at the measured 111.6 MiB/s)");
         let (shape, why) = on_two_hosts(false, 2.25);
         assert_eq!(shape.map(|shape| shape.ranks), Some(4), "{why}");
-        insta::assert_snapshot!(why, @"a pipeline of 4 ranks, stage 0, 8 micro batches of 1 row, blocks recomputed in the backward pass: at most 1.3 GiB of 2.2 GiB per rank; ranks wait for 37 % of a step; a host that holds all of the model would need 2.1 GiB (stage 3, micro batches of 1 row, blocks recomputed in the backward pass). In each step, each of the 2 hosts receives only activations and their gradients, at most 32.0 MiB (0.29 s at the measured 111.6 MiB/s); with shards spread over all hosts (stage 3) it would receive 3.4 GiB (30.88 s at the measured 111.6 MiB/s), and if each host held all shards (mics_shard_size), 21.5 MiB (0.19 s at the measured 111.6 MiB/s)");
+        insta::assert_snapshot!(why, @"a pipeline of 4 ranks, stage 0, 8 micro batches of 1 row, blocks recomputed in the backward pass: at most 1.3 GiB of 2.2 GiB per rank; ranks wait for 37 % of a step; a host that holds all of the model would need 2.1 GiB per rank (stage 3, micro batches of 1 row, blocks recomputed in the backward pass). In each step, each of the 2 hosts receives only activations and their gradients, at most 32.0 MiB (0.29 s at the measured 111.6 MiB/s); with shards spread over all hosts (stage 3) it would receive 3.4 GiB (30.88 s at the measured 111.6 MiB/s), and if each host held all shards (mics_shard_size), 21.5 MiB (0.19 s at the measured 111.6 MiB/s)");
         // All hosts together cannot hold the states of all weights either.
         let (shape, why) = on_two_hosts(true, 8.0);
         assert_eq!(shape, None);

@@ -286,7 +286,7 @@ impl FineTune {
     ///
     /// # Errors
     /// Errors of the engine: a loss that is not finite in f32, a failed collective, a checkpoint that cannot be
-    /// written.
+    /// written when a signal ends the run.
     pub fn step(&mut self) -> Result<Option<StepReport>> {
         self.step_telling(&mut |_, _| ())
     }
@@ -471,7 +471,7 @@ impl FineTune {
         RunOutcome { steps: self.engine.global_steps(), total: self.total, loss, best }
     }
 
-    /// Keeps the model if no earlier validation was better.
+    /// Keeps the model if its loss is below that of every earlier validation.
     fn keep_if_best(&mut self, steps: u64, loss: f64) -> Result<()> {
         if self.state.best.is_some_and(|(_, best)| loss >= best) {
             self.state.stale += 1;
@@ -510,7 +510,7 @@ impl FineTune {
     ///
     /// # Errors
     /// A folder that is not writable or not empty; a run in which all steps were skipped; a checkpoint that could not
-    /// be uploaded to an object store, in which case the result is still written to its folder.
+    /// be saved or uploaded to an object store, in which case the result is still written to its folder.
     pub fn finish(mut self) -> Result<()> {
         let finished = self.write_result();
         finished.inspect_err(|error| self.engine.end_run(RunEnding::Failed, Some(&error.to_string())))

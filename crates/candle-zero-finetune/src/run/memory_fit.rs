@@ -283,7 +283,11 @@ impl MemoryDemand<'_> {
             }
         }
         Ok(least.map(|least| {
-            format!("a host that holds all of the model would need {} ({})", binary(least.bytes), least.words(None))
+            format!(
+                "a host that holds all of the model would need {} per rank ({})",
+                binary(least.bytes),
+                least.words(None)
+            )
         }))
     }
 

@@ -119,7 +119,7 @@ pub(super) struct PipelineDemand<'a> {
     pub memory: u64,
 }
 
-/// A division that fits into memory.
+/// A division of a model among ranks, with the memory that it needs.
 #[derive(Debug, Clone)]
 pub(super) struct PipelineFit {
     /// The complete configuration.
@@ -152,7 +152,7 @@ impl PipelineShape {
 
 impl PipelineDemand<'_> {
     /// Returns the fastest division that fits, with one of these numbers of ranks along the pipeline, which are tried in
-    /// this order. `Err` contains the fit with the least memory.
+    /// this order. `Err` contains the division that needs the least memory.
     pub fn choose(&self, stages: &[usize]) -> Result<std::result::Result<PipelineFit, PipelineFit>> {
         let most = (self.memory as f64 * USABLE_MEMORY) as u64;
         let mut least: Option<PipelineFit> = None;
@@ -208,8 +208,8 @@ impl PipelineDemand<'_> {
         PipelineEstimate::new(&module, config.clone(), self.world, self.values, self.prepare)
     }
 
-    /// Returns the activation bytes of a rank: those that its layers keep for each micro batch in progress, and once
-    /// those that exist only during a pass.
+    /// Returns the activation bytes of a rank: those that its layers keep for each micro batch in progress, and,
+    /// counted once, those that exist only during a pass.
     fn activations(&self, rank: &PipelineRankEstimate, tokens: usize, recompute: bool) -> usize {
         let element = self.dtype.size_in_bytes();
         let of_blocks = |blocks: usize, recompute| {

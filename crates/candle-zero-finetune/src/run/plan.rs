@@ -229,7 +229,7 @@ impl PreparedRun {
     ///
     /// # Errors
     /// A configuration that cannot be used or that contradicts the options; too little memory, if there is no
-    /// configuration; [`FinetuneError::OtherRun`], [`FinetuneError::StepsMade`]; folders and files of the configuration
+    /// configuration; [`FinetuneError::OtherRun`], [`FinetuneError::StepsMade`]; folders and files in the configuration
     /// that conflict with others; a disk without room for the result.
     pub fn check_for(&self, world: usize, per_host: usize) -> Result<()> {
         let saved = self.saved();

@@ -162,7 +162,7 @@ impl StartModel {
         }
     }
 
-    /// Returns the length of the longest row.
+    /// Returns the maximum number of tokens in a row: the context length of the model.
     fn longest(&self) -> usize {
         match self {
             Self::Decoder { base, .. } => base.config().ctx,

@@ -463,6 +463,6 @@ fn add_loads(all: &mut Vec<ExpertLoad>, more: Vec<ExpertLoad>) {
     }
 }
 
-/// Why a pipeline does not answer prompts.
+/// The reason why a pipeline does not answer prompts.
 pub(super) const NO_ANSWERS: &str = "is not supported in a pipeline, whose ranks have only parts of the model; leave it \
                                      out, and use zerorun generate with the result";

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::time::{Duration, Instant};
 
-/// The number of rows of metrics if the page requests none, and the limits on a requested number.
+/// The number of rows of metrics if the page does not specify a number, and the limits on a requested number.
 const DEFAULT_ROWS: usize = 2000;
 const MIN_ROWS: usize = 50;
 const MAX_ROWS: usize = 10_000;
@@ -50,7 +50,8 @@ pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
     Ok(answer)
 }
 
-/// Returns the runs in a folder, whose ids begin with `prefix`. The first run creates the folder.
+/// Returns the runs in a folder, with `prefix` before their ids. A folder that does not exist yet has no runs: the first
+/// run creates it.
 fn runs_in(folder: &RunsFolder, prefix: &str) -> Result<Vec<Value>, Error> {
     let runs = match folder.runs() {
         Err(Error::Run(RunError::NoFolder { .. })) => Vec::new(),
@@ -81,7 +82,7 @@ pub(super) fn expert_loads(run: &RecordedRun) -> Value {
     }
 }
 
-/// Returns a sweep, unless it is still the same as in the version that the page has.
+/// Returns a sweep, or only its version if the page already has that version.
 pub(super) fn sweep(request: &HttpRequest, state: &DashboardState) -> Result<Value, HttpRefusal> {
     let name = request.value("name").unwrap_or_default();
     let place = state.sweep_places().into_iter().find(|place| place.name == name);

@@ -30,7 +30,7 @@ pub(super) struct HttpRequest {
     pub(super) headers: Vec<(String, String)>,
 }
 
-/// A response that says why a request is refused.
+/// A response that explains why a request is refused.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct HttpRefusal {
     pub(super) status: u16,

@@ -163,8 +163,8 @@ fn add(all: &mut Value, news: &RunNews) {
     }
 }
 
-/// Returns the step after which the page must drop its rows, because the run has repeated these steps, and the new
-/// rows.
+/// Returns the new rows, preceded by the step after which the page must drop its earlier rows if the run has repeated
+/// steps.
 fn rows(lines: &[MetricsLine]) -> (Option<u64>, Vec<MetricsRow>) {
     let (mut after, mut rows) = (None::<u64>, BTreeMap::<u64, MetricsRow>::new());
     for line in lines {

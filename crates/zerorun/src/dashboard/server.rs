@@ -122,7 +122,7 @@ impl Drop for CountedPlace<'_> {
     }
 }
 
-/// Answers a client on its own thread, unless there are too many clients.
+/// Answers a client on its own thread. If there are too many clients, the request is refused.
 fn answer_apart(client: TcpStream, state: &Arc<DashboardState>) {
     let shared = Arc::clone(state);
     // If there is no thread, the connection is closed.

@@ -73,7 +73,7 @@ impl DashboardState {
     }
 }
 
-/// Returns whether a text is the name of a file or folder: a path could lead out of the served folder.
+/// Returns whether a text is a single name and not a path, which could lead out of the served folder.
 fn is_name(text: &str) -> bool {
     let mut parts = Path::new(text).components();
     matches!((parts.next(), parts.next()), (Some(Component::Normal(name)), None) if name == text)

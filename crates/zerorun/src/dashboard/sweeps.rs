@@ -1,6 +1,6 @@
 //! The sweeps in the served folder: where the runs of their trials are, and the interface of their reader.
 //!
-//! `tools::sweep` knows the files of a sweep. It is on a higher floor, so it implements [`SweepReader`].
+//! `tools::sweep` reads the files of a sweep. It is on a higher floor, so it implements [`SweepReader`].
 
 use candle_zero::Error;
 use serde_json::Value;
@@ -27,6 +27,7 @@ pub(crate) trait SweepReader: std::fmt::Debug + Send + Sync {
     /// Returns a sweep as the page shows it.
     ///
     /// # Errors
-    /// Files that cannot be read; a damaged definition. Damage to the journal is not an error: it is named in the sweep.
+    /// Files that cannot be read; a damaged definition. Damage to the journal is not an error; the returned sweep
+    /// reports it.
     fn read(&self, place: &SweepPlace) -> Result<Value, Error>;
 }

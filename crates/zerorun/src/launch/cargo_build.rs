@@ -80,8 +80,8 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
     if let Some(target) = build.target_dir.as_deref().filter(|target| is_first_build(target)) {
         eprint(&format!(
-            "zerorun: compiling Candle and candle-zero into {}: this takes some minutes, but only once; later scripts \
-             compile only their own code and added dependencies",
+            "zerorun: compiling Candle and candle-zero into {}: this takes a few minutes, but only once; later \
+             scripts compile only their own code and added dependencies",
             target.display()
         ));
     }

@@ -124,7 +124,7 @@ mod tests {
         let allowed = allowed().unwrap();
         let one = CoreBinding { list: Some(CoreList::of(vec![allowed[0]])) };
         assert_eq!(one.cores(1, "a").unwrap().cores(), [allowed[0]]);
-        insta::assert_snapshot!(one.cores(2, "a").unwrap_err(), @"2 ranks of a host need at least 2 cores to be bound to, not 1; give a longer core list, or start fewer ranks");
+        insta::assert_snapshot!(one.cores(2, "a").unwrap_err(), @"2 ranks on a host need at least 2 cores to be bound to, but only 1 can be used; give a longer core list, or start fewer ranks");
         let all = CoreBinding { list: None }.cores(1, "a").unwrap();
         assert!(all.cores().iter().all(|core| allowed.contains(core)), "{all:?} {allowed:?}");
         let far = CoreBinding { list: Some(CoreList::of(vec![allowed[0], 60_000])) };

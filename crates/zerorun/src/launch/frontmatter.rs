@@ -2,8 +2,8 @@
 //! (RFC 3502).
 //!
 //! It consists of an optional first line `#!...`, blank lines, a fence of three or more dashes that may be followed by
-//! the word `cargo`, TOML, and the same fence again. Stable rustc refuses this syntax, so each of these lines becomes
-//! a comment, and every line of the code keeps its number.
+//! the word `cargo`, TOML, and the same fence again. Stable rustc refuses this syntax, so the `#!` line and the
+//! lines from fence to fence become comments, and every line of the code keeps its number.
 
 /// A script split into manifest and code.
 #[derive(Debug, PartialEq, Eq)]

@@ -25,7 +25,7 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// The maximum number of bytes of lines that are collected before a run begins. Older ones are dropped.
+/// The maximum number of bytes of lines that are collected before a run begins. Older lines are dropped.
 const MAX_WAITING: usize = 256 << 10;
 /// The minimum time between two searches for new folders.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);

@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// The pause after a long run; each further early failure doubles it.
+/// The pause before a restart. Each early failure after the first in a row doubles it.
 const INITIAL_BACKOFF: Duration = Duration::from_millis(200);
 const MAX_BACKOFF: Duration = Duration::from_secs(30);
 /// A run that fails within this time has failed early: the cause may persist.

@@ -21,7 +21,7 @@ Examples:
   zerorun dash                         the runs in the folder `runs` of the current folder
   zerorun dash /data/runs --port 0     another folder, and a free port
   zerorun dash sweeps/lr-sweep         a sweep, with the runs of its trials
-  zerorun -n 2 --dashboard 8321 train.rs   the page of a job, which ends with it";
+  zerorun -n 2 --dashboard 8321 train.rs   the page of a job, available until the job ends";
 
 /// Serve a page about recorded runs: curves of running and earlier runs in the same charts, the memory and times of
 /// each rank, log lines, samples, and the differences between configurations. If RUNS is the folder of a sweep, of its

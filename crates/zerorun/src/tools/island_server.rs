@@ -31,7 +31,7 @@ struct IslandServerArguments {
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     bind: String,
 
-    /// Record the islands that take part in each exchange in a new file
+    /// Record every start, join, exchange and departure in a new file
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
 

@@ -53,7 +53,7 @@ pub(crate) struct ZerorunTool {
     pub(crate) name: &'static str,
     /// The line about the tool in `zerorun --help`.
     about: &'static str,
-    /// The function that runs the tool. Its argument is the command line from the tool's name on.
+    /// The function that runs the tool. Its argument is the command line, starting with the tool's name.
     pub(crate) run: fn(Vec<OsString>) -> Result<ExitCode, CommandLineError>,
     /// The function that returns the definition of the tool's command line, for shell completions and manual pages.
     command: fn() -> clap::Command,

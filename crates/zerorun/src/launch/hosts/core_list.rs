@@ -115,7 +115,7 @@ mod tests {
         insta::assert_snapshot!(refusal("1,6-2"), @"the range of cores `6-2` ends before it starts; write 2-6");
         insta::assert_snapshot!(refusal("0,2-6,5-9"), @"`5-9` in the core list `0,2-6,5-9` does not begin above the preceding core, 6; write each core once, in ascending order");
         insta::assert_snapshot!(refusal("8,2-6"), @"`2-6` in the core list `8,2-6` does not begin above the preceding core, 8; write each core once, in ascending order");
-        insta::assert_snapshot!(CoreList::of(vec![0, 1, 2]).share(0, 4).unwrap_err(), @"4 ranks of a host need at least 4 cores to be bound to, not 3; give a longer core list, or start fewer ranks");
+        insta::assert_snapshot!(CoreList::of(vec![0, 1, 2]).share(0, 4).unwrap_err(), @"4 ranks on a host need at least 4 cores to be bound to, but only 3 can be used; give a longer core list, or start fewer ranks");
     }
 
     #[test]

@@ -491,7 +491,7 @@ pub enum HostsError {
         /// The last core before it.
         earlier: usize,
     },
-    /// A core list names a core that ranks of this host cannot use.
+    /// A core list names a core that ranks on this host cannot use.
     #[error(
         "--bind_core_list names core {core}, but zerorun's processes on host {host} may run on {known}; name only \
          these, or start zerorun with more cores (taskset, a container, Slurm)"
@@ -512,8 +512,8 @@ pub enum HostsError {
     KmpAffinity,
     /// There are more ranks than cores.
     #[error(
-        "{ranks} ranks of a host need at least {ranks} cores to be bound to, not {cores}; give a longer core list, or start \
-         fewer ranks"
+        "{ranks} ranks on a host need at least {ranks} cores to be bound to, but only {cores} can be used; give a \
+         longer core list, or start fewer ranks"
     )]
     TooFewCores {
         /// The number of cores.

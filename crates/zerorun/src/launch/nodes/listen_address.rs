@@ -1,4 +1,5 @@
-//! The addresses on which the first host listens: those of `--master_addr`, and no others.
+//! The addresses on which the first host listens: those of `--bind_addr` or `--master_addr`. If the name in
+//! `--master_addr` resolves only to loopback addresses, the first host listens on all its addresses.
 
 use crate::error::{HostsError, Result};
 use crate::launch::console::eprint;

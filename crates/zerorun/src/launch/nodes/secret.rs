@@ -69,7 +69,7 @@ impl JobSecret {
         match text.len() {
             _ if text.contains(['\n', '\r', '\0']) => Err(bad(from, wanted("it has several lines"))),
             MIN_SECRET_BYTES..=MAX_SECRET_BYTES => Ok(Self(text.into())),
-            bytes => Err(bad(from, wanted(&format!("it has {bytes} bytes")))),
+            bytes => Err(bad(from, wanted(&format!("it is {bytes} bytes long")))),
         }
     }
 
@@ -218,7 +218,7 @@ mod tests {
     #[test]
     fn a_secret_is_one_line_that_nobody_guesses_and_no_message_tells_it() {
         let told = |text: &str| JobSecret::of_text("X", text).unwrap_err().to_string();
-        insta::assert_snapshot!(told("hunter2"), @"X cannot be used as the secret of the hosts: it has 7 bytes; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
+        insta::assert_snapshot!(told("hunter2"), @"X cannot be used as the secret of the hosts: it is 7 bytes long; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
         insta::assert_snapshot!(told("hunter2hunter2\nhunter2"), @"X cannot be used as the secret of the hosts: it has several lines; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
         assert!(told(&"x".repeat(MAX_SECRET_BYTES + 1)).contains("4097 bytes"));
         let secret = JobSecret::of_text("X", "  correct horse battery staple \n").unwrap();

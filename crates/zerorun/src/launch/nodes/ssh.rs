@@ -297,7 +297,7 @@ fn command(
         let shell = std::env::var_os(REMOTE_SHELL).filter(|shell| !shell.is_empty());
         let mut command = Command::new(shell.as_deref().unwrap_or("ssh".as_ref()));
         if shell.is_none() {
-            // ssh cannot ask for the passwords of several hosts at once.
+            // ssh cannot ask for the passwords of several hosts at the same time.
             command.args(["-o", "BatchMode=yes"]);
             if let Some(port) = port {
                 command.args(["-p", &port.to_string()]);

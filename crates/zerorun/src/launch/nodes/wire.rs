@@ -54,7 +54,8 @@ pub(super) enum LauncherMessage {
     Failed { attempt: u32, rank: usize, why: String },
     /// The launcher got this signal, which is for all ranks.
     Signal(i32),
-    /// Ask the ranks to end gracefully, as after SIGTERM: they will be started again on other hosts.
+    /// Ask the ranks to end gracefully, as after SIGTERM: they will be started again, together with those of a host that
+    /// is back.
     Regroup { attempt: u32 },
     /// All ranks of a host have ended.
     Ended { attempt: u32, how: HostOutcome },
@@ -109,9 +110,9 @@ pub(super) struct StartCommand {
 /// The way in which the ranks of one host have ended.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum HostOutcome {
-    /// All ranks ended with 0.
+    /// All ranks ended with exit code 0.
     Well,
-    /// All ranks ended with 0, but some of their output could not be passed on.
+    /// All ranks ended with exit code 0, but some of their output could not be passed on.
     Unwritten,
     /// The ranks ended after a signal to the launcher, or because the hosts regroup.
     Interrupted(i32),

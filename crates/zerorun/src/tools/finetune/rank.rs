@@ -80,7 +80,7 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
         let (end, why) = match () {
             () if is_planned_stop(steps) => (TrainingEnd::AsPlanned, "as planned"),
             () if is_by_signal() => (TrainingEnd::Interrupted, "by a signal"),
-            // A job that the user stops on the dashboard has not failed; otherwise it would be restarted.
+            // A job that the user stops on the dashboard does not count as failed, because it would then be restarted.
             () => (TrainingEnd::AsPlanned, "on request"),
         };
         stop(run, flags, first, why)?;
@@ -192,7 +192,7 @@ fn few_steps(steps: u64, rows: usize, batch: usize) -> Option<String> {
     let epochs = (MIN_LEARNING_STEPS as usize * batch).div_ceil(rows);
     let smaller = if batch > 1 { ", or a smaller --batch" } else { "" };
     Some(format!(
-        "zerorun: warning: a model learns little in {}; the data fill {}, and each step takes {batch}; give --epochs \
+        "zerorun: warning: a model learns little in {}; the data fills {}, and each step takes {batch}; give --epochs \
          {epochs} or more{smaller}",
         counted(steps, "step"),
         counted(rows, "row"),

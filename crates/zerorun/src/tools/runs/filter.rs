@@ -1,4 +1,4 @@
-//! Which runs are listed: `--filter`, `--state` and `--since`.
+//! Selects the runs that are listed: `--filter`, `--state` and `--since`.
 
 use crate::error::{Result, ToolError};
 use candle_zero::runs::{RecordedRun, RecordedState, parse_utc};

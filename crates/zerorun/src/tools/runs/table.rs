@@ -7,8 +7,8 @@ use std::fmt::Write as _;
 /// The maximum number of characters of a value in a table.
 const MAX_CELL: usize = 60;
 
-/// Returns rows as aligned columns, the first of which has the headings. Columns of which `is_number` holds are aligned
-/// to the right.
+/// Returns rows, the first of which contains the headings, as aligned columns. Columns for which `is_number` holds are
+/// aligned to the right.
 pub(in crate::tools) fn table(rows: &[Vec<String>], is_number: impl Fn(usize) -> bool) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or_default();
     let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();

@@ -1,6 +1,6 @@
 //! The best configuration of a sweep, as files that can be run without the sweep.
 //!
-//! `run.sh` trains it from its first step. If population based training has created the best trial as a branch, the
+//! `run.sh` trains it from its first step. If population-based training has created the best trial as a branch, the
 //! first steps were trained with other parameters, so the script has one command for each set of parameters.
 
 use super::report::object;
@@ -98,7 +98,7 @@ fn script_of(starter: &TrialStarter, best: &SweepTrial, commands: &str) -> Strin
     )
 }
 
-/// Quotes a word for the script, which replaces [`OUT`] and [`HERE`] by its folders.
+/// Quotes a word for the script, which replaces [`OUT`] and [`HERE`] with its folders.
 fn quoted(word: &OsString) -> String {
     let safe = literal_word(&word.to_string_lossy());
     match safe.starts_with('\'') {

@@ -33,7 +33,7 @@ const KEYS: [&str; 20] = [
     "parameters",
 ];
 
-/// The keys that do not change which trials there are, so that they may differ when a sweep continues.
+/// The keys that do not affect which trials there are. They may therefore differ when a sweep continues.
 pub(super) const FREE_KEYS: [&str; 5] = ["max_failures", "retries", "parallel", "memory", "threads"];
 
 /// The order in which a sweep receives the results of trials that run at the same time.
@@ -65,7 +65,7 @@ pub(super) struct SweepDefinition {
     pub(super) features: Option<String>,
 }
 
-/// The definition's keys as written, with messages about what is wrong.
+/// The definition's keys as written. Its methods check the values and return errors that name the remedy.
 struct DefinitionKeys<'a> {
     origin: &'a str,
     table: &'a Map<String, Value>,

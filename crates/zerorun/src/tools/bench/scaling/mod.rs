@@ -60,7 +60,7 @@ pub(super) struct ScalingArguments {
     batch: u32,
 
     /// Largest number of ranks, up to which 1, 2, 4, ... ranks are measured; or a list of the numbers of ranks to
-    /// measure [default: the number of cores]
+    /// measure [default: the number of physical cores]
     #[arg(long, value_name = "N|LIST", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: Vec<u16>,
 

@@ -30,7 +30,8 @@ fn panels(rows: &[MeasuredRow]) -> [ChartPanel; 2] {
             is_ideal: false,
         };
         let mut series: Vec<ChartSeries> = curves.iter().map(of_stage).collect();
-        // The ideal begins at the curve that is fastest at first, so a curve is above it only by a higher efficiency.
+        // The ideal begins at the curve that is fastest at first, so a curve can rise above it only if its efficiency is
+        // higher.
         let best = curves.iter().max_by(|a, b| value(&a[0]).total_cmp(&value(&b[0])));
         series.extend(best.map(|curve| ChartSeries {
             name: "ideal".into(),

@@ -26,7 +26,7 @@ impl fmt::Display for ScalingKind {
     }
 }
 
-/// A job, whatever it is measured for.
+/// A job, regardless of the kind of scaling for which it is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ScalingJob {
     pub(super) stage: u8,
@@ -43,7 +43,7 @@ pub(super) struct ScalingPoint {
 }
 
 /// Returns the numbers of ranks to measure, in ascending order: those that are given or, if only one is given, the
-/// powers of two below it, and the number itself. If none is given, `cores` takes its place.
+/// powers of two below it, and the number itself. If none is given, `cores` takes the place of a single given number.
 pub(super) fn rank_counts(given: &[u16], cores: usize) -> Vec<usize> {
     let most = match given {
         [] => cores.max(1),
@@ -61,7 +61,7 @@ pub(super) fn rank_counts(given: &[u16], cores: usize) -> Vec<usize> {
 /// Returns the points to measure, curve by curve.
 ///
 /// # Errors
-/// No batch can be divided among all numbers of ranks; the text says what to do.
+/// No batch can be divided among all numbers of ranks; the text contains the remedy.
 pub(super) fn points(kinds: &[ScalingKind], stages: &[u8], ranks: &[usize]) -> Result<Vec<ScalingPoint>, String> {
     let multiple = ranks.iter().try_fold(1, |multiple, count| {
         let next = multiple / greatest_common_divisor(multiple, *count) * count;

@@ -1,4 +1,4 @@
-//! Line charts as SVG: panels in rows and columns, readable without color.
+//! Line charts as SVG: panels in rows and columns, readable without colour.
 //!
 //! Each series has its own marker and its own pattern of dashes, and its name is near the end of its line. The
 //! categories of the x axis, which are numbers of ranks, are equally spaced.
@@ -36,7 +36,7 @@ const BOTTOM: f64 = 52.0;
 const HEADING: f64 = 40.0;
 /// The minimum distance between two names at the ends of lines.
 const NAME_DISTANCE: f64 = 14.0;
-/// The patterns of dashes and the colors of series. The colors differ in brightness, too.
+/// The patterns of dashes and the colours of series. The colours differ in brightness, too.
 const DASHES: [&str; 4] = ["none", "8 4", "2 4", "10 4 2 4"];
 const COLORS: [&str; 4] = ["#1b3a6b", "#a8410a", "#2f7d4f", "#8257a5"];
 
