@@ -27,7 +27,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
-/// The bytes that a rank sends in a round; each rank receives those of all ranks.
+/// The number of bytes that a rank sends in a round; each rank receives the bytes of all ranks.
 const ROUND_BYTES: u64 = 256 << 10;
 
 /// The folder with the data from other hosts. It is removed when the rank that created it drops this value.

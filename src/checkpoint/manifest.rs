@@ -290,7 +290,7 @@ impl Manifest {
             version.filter(|v| !(u64::from(OLDEST_VERSION)..=u64::from(FACTORED_VERSION)).contains(v))
         {
             return Err(format!(
-                "its format has version {version}, but this program reads versions {OLDEST_VERSION} to {FACTORED_VERSION}; load it with \
+                "its format version is {version}, but this program reads versions {OLDEST_VERSION} to {FACTORED_VERSION}; load it with \
                  the release that wrote it"
             ));
         }

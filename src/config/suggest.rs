@@ -109,7 +109,7 @@ fn names(section: &ConfigSection) -> impl Iterator<Item = &'static str> {
         .flat_map(|key| std::iter::once(key.name).chain(key.aliases.iter().copied()))
 }
 
-/// Shorter words (`size`, `data`) are too common to count.
+/// The minimum length of a word that counts; shorter words (`size`, `data`) are too common.
 const MIN_DISTINCTIVE_CHARS: usize = 5;
 
 /// Returns the larger of the similarity by edit distance and the share of common words (`monitor_config`,

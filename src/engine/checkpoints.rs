@@ -350,7 +350,7 @@ impl<M> Engine<M> {
         let rates: Vec<String> = rates.iter().map(|lr| format!("{lr:e}")).collect();
         let until = if self.trainer.is_scheduled() { "the schedule continues" } else { "set_lr sets another" };
         emit(&format!(
-            "checkpoint {}: the learning rate that set_lr set, {}, stays in effect until {until}",
+            "checkpoint {}: the learning rate set with set_lr, {}, stays in effect until {until}",
             manifest.tag,
             list(&rates)
         ));

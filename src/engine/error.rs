@@ -262,8 +262,8 @@ pub enum EngineError {
          without a backward pass cuts the graph between them and the loss, as candle_nn's LayerNorm, RmsNorm, \
          softmax_last_dim, rope and sdpa do: replace the operation with a layer of candle_zero::nn, or with \
          layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow (freezing these parameters would leave the \
-         graph cut, and other parameters would learn from an incomplete gradient); or the model does not use them: if \
-         that is intended, set zero_optimization.ignore_unused_parameters to true, or call \
+         graph cut, and other parameters would be trained with an incomplete gradient); or the model does not use \
+         them: if that is intended, set zero_optimization.ignore_unused_parameters to true, or call \
          EngineBuilder::ignore_unused_parameters"
     )]
     NoGradient {

@@ -172,7 +172,7 @@ impl PieceSlots {
         (self.published & 1) as usize
     }
 
-    /// Returns whether `peer` has published the current piece (or, one ahead, the next one).
+    /// Returns whether `peer` has published the current piece, and possibly the next one.
     fn has_published(&self, peer: usize) -> bool {
         self.count(peer).get().wrapping_sub(self.published) as i32 >= 0
     }

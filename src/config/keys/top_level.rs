@@ -12,7 +12,7 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("torch_autocast", false, TORCH_AUTOCAST),
 ];
 
-const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses the whole file because of it, on or off; remove it";
+const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses every file with this key, even if it is off; remove it";
 const REMOVED_UNLESS_OFF: &str = "not supported, and DeepSpeed 0.19.8 refuses the whole file because of it; remove it, or set \
                        its `enabled` to false";
 
