@@ -93,8 +93,8 @@ impl FileParts {
     }
 }
 
-/// Fetches what this rank needs of the files that this host's folder lacks: the `needed` blocks of rank files, with the
-/// headers of these files, and all buffers. Returns `None` if no host lacks anything. Collective.
+/// Fetches the parts that this rank needs and that this host's folder lacks: the `needed` blocks of rank files, with
+/// the headers of these files, and all buffers. Returns `None` if no host lacks anything. Collective.
 ///
 /// # Errors
 /// Fails on all ranks if a file cannot be read or written, and if a collective fails.

@@ -61,7 +61,7 @@ pub struct LoadedCheckpoint {
     pub path: PathBuf,
     /// The client state that was saved.
     pub client_state: Value,
-    /// The number of samples that all ranks together have trained on: the position where the data resumes.
+    /// The number of samples that all ranks together have trained on: the position at which the data resumes.
     pub global_samples: u64,
 }
 

@@ -6,10 +6,10 @@
 //!                                     \---> the waiting thread: jobs that have not started yet
 //! ```
 //!
-//! A thread that runs jobs holds the worker and takes the first job, so jobs run in the order of issue whichever thread
-//! runs them. If a waiting thread left its job to the comm thread, the comm thread would have to wake, run the job and
-//! wake the waiting thread, which takes longer than a short collective itself. For the same reason, the comm thread is
-//! not woken for short collectives: they start when a thread waits for them, with the next long one, or after
+//! A thread that runs jobs holds the worker and takes the first job, so jobs run in the order of issue, whichever
+//! thread runs them. If a waiting thread left its job to the comm thread, the comm thread would have to wake, run the
+//! job and wake the waiting thread, which takes longer than a short collective itself. For the same reason, the comm
+//! thread is not woken for short collectives: they start when a thread waits for them, with the next long one, or after
 //! [`MAX_QUEUE_DELAY`].
 
 use super::abort_signal::AbortSignal;

@@ -171,7 +171,7 @@ impl<M> Engine<M> {
     /// Loads checkpoint `tag` from folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
     /// precision and offload it was saved with. Returns `None` and loads nothing if the folder contains no checkpoint.
     /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); its newest complete checkpoint
-    /// is first downloaded into a folder of the user's cache. Collective.
+    /// is first downloaded into a folder in the user's cache. Collective.
     ///
     /// An island that has joined others through an island server keeps their state, which is newer: nothing is loaded, and
     /// the result has the others' `global_samples` and client state.

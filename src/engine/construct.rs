@@ -299,8 +299,8 @@ fn open_offload(
 ) -> Result<Option<Arc<OffloadStore>>> {
     let offload = OffloadStore::open(config, comm.rank() == 0, access, ledger)?;
     if offload.is_some() {
-        // Nothing is written before the first rank has locked the folders and all ranks know how much space is free in
-        // them.
+        // Nothing is written before the first rank has locked the folders and all ranks have determined how much space
+        // is free in them.
         comm.barrier().wait()?;
     }
     Ok(offload)

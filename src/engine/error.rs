@@ -193,7 +193,7 @@ pub enum EngineError {
          on purpose, set \"gradient_check\": false, or EngineBuilder::gradient_check(false)"
     )]
     WrongGradient {
-        /// The parameters, as far as they are known.
+        /// The parameters, if they are known.
         what: String,
         /// The change in the loss along a direction, according to the gradient.
         by_gradient: f64,
@@ -221,7 +221,7 @@ pub enum EngineError {
         nonfinite_advice(*step)
     )]
     NonFiniteGradient {
-        /// The parameter and the rank, as far as this rank knows them.
+        /// The parameter and the rank, as far as they are known on this rank.
         where_: String,
         /// The optimizer step, counted from 0.
         step: u64,

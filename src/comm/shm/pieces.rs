@@ -140,7 +140,7 @@ impl PieceSlots {
         loop {
             let seen = self.count(peer).get();
             let trouble = self.check_ranks();
-            // In this order: a peer that published and then failed or left has done its part of this piece.
+            // The piece is checked after the ranks: a peer that published it and then failed or left has done its part.
             if self.has_published(peer) {
                 return Ok(());
             }

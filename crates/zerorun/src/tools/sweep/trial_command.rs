@@ -1,5 +1,5 @@
-//! The command line of a trial: that of the sweep, with the trial's parameters, and with the flags that make it pause,
-//! continue and keep its record.
+//! The command line of a trial: that of the sweep, with the trial's parameters, and with the flags that make the
+//! trial pause, continue and keep its record.
 
 use super::definition::SweepDefinition;
 use crate::error::{ConfigError, Error, Result};

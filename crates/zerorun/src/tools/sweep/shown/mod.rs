@@ -5,7 +5,7 @@
 //!             SweepReading: sweep.json, journal.jsonl up to its last complete line -> JSON
 //! ```
 //!
-//! A reading is kept, so that each line of a journal is read once however often the page asks. If a line is damaged or
+//! A reading is kept, so that each line of a journal is read once, however often the page asks. If a line is damaged or
 //! does not fit the others, it is named, and only the contents of later lines are shown: which trials run, and their
 //! results. The parameters of trials that begin later are then unknown, because the journal does not contain them.
 
