@@ -40,7 +40,7 @@ type CollectiveJob = Box<dyn FnOnce(&mut CollectiveWorker) + Send>;
 /// The jobs that have been launched but not started, and the worker that runs them.
 struct CollectiveQueue {
     jobs: Mutex<QueuedJobs>,
-    /// Signals the comm thread that `jobs` is urgent or closed.
+    /// Wakes the comm thread if a job is urgent, the queue is closed, or a job arrives while the thread is asleep.
     changed: Condvar,
     /// The worker, locked by the thread that runs a job.
     worker: Mutex<CollectiveWorker>,

@@ -365,7 +365,7 @@ fn second_group(config: &Config, comm: &dyn Communicator, reports: bool) -> Resu
         return Ok(1);
     }
     let why = if config.zero.stage != ZeroStage::Three {
-        "parameters are only gathered at stage 3"
+        "parameters are gathered only at stage 3"
     } else if here.len() == comm.size() {
         "all ranks are on one host, so no copy would be faster to reach"
     } else if lie_on_one_host(ranks, &here) {

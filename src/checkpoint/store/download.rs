@@ -69,7 +69,7 @@ fn folder_of(url: &str) -> PathBuf {
 }
 
 /// Returns `tag`, which must be complete, or the newest complete tag: the one that `latest` names, otherwise the one
-/// with the most steps.
+/// with the most steps. Returns `None` if there is no checkpoint.
 pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<Option<String>> {
     if let Some(tag) = tag {
         check_tag(Path::new(bucket.url()), tag)?;

@@ -140,8 +140,8 @@ fn processors() -> Option<HostCpuTimes> {
 fn processors_of(stat: &str) -> Option<HostCpuTimes> {
     let (all, each) = stat.split_once('\n')?;
     let times: Vec<f64> = all.strip_prefix("cpu ")?.split_whitespace().map_while(|time| time.parse().ok()).collect();
-    // user, nice, system; not idle, iowait; irq, softirq. The fields after them are the time of other virtual machines,
-    // or are already included in user.
+    // The fields are user, nice, system, idle, iowait, irq and softirq, of which idle and iowait do not count. The
+    // fields after them are the time of other virtual machines, or are already included in user.
     let [user, nice, system, _, _, irq, softirq, ..] = times[..] else { return None };
     let count = each.lines().take_while(|line| line.starts_with("cpu")).count();
     (count > 0).then(|| HostCpuTimes { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })

@@ -125,7 +125,7 @@ struct SweepReading {
     lines: usize,
     trials: ReadTrials,
     best: BestSoFar,
-    /// The first line that is damaged or does not fit the others, and the number of such lines.
+    /// The message about the first line that is damaged or does not fit the others, and the number of such lines.
     problem: Option<String>,
     problems: usize,
 }
