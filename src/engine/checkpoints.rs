@@ -83,7 +83,7 @@ impl<M> Engine<M> {
             island: self.island_of_job(),
         };
         let shown = self.shown;
-        // A run that continues from the checkpoint does not repeat the steps before it, so they are recorded before.
+        // A run that continues from the checkpoint does not repeat the steps before it, so they are recorded first.
         self.reporter.run.flush();
         let saving = self.settled(|engine| {
             SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.locked_folders)
