@@ -296,7 +296,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns whether a signal has asked this rank to end, and not the dashboard.
+/// Returns whether a signal, and not the dashboard, has asked this rank to end.
 fn is_by_signal() -> bool {
     !matches!(asked_to_stop(), Ok(false))
 }

@@ -444,8 +444,8 @@ impl<M> Engine<M> {
     /// Returns whether the job was asked to end: whether any rank has received SIGTERM or SIGINT, whether the user has
     /// asked for it in `zerorun dash`, or whether the job has completed the number of steps given by the environment
     /// variable `CANDLE_ZERO_STOP_AT`. From the first call on, these signals no longer end the process, so that a loop
-    /// that calls this once per step can save a checkpoint and exit cleanly. Collective, so that all ranks end after
-    /// the same step.
+    /// that calls this method once per step can save a checkpoint and exit cleanly. Collective, so that all ranks end
+    /// after the same step.
     ///
     /// Without `zerorun`, a second such signal ends the process. `zerorun` kills its ranks on a second signal, or after
     /// the `--grace` period.
@@ -480,8 +480,8 @@ impl<M> Engine<M> {
     }
 
     /// Returns whether the job has completed the number of steps given by the environment variable
-    /// `CANDLE_ZERO_STOP_AT`, after which it is to pause. A program that ends because of this, rather than because of a
-    /// signal, has not failed.
+    /// `CANDLE_ZERO_STOP_AT`, after which it is to pause. A program that ends for this reason, rather than because of
+    /// a signal, has not failed.
     pub fn is_planned_stop(&self) -> bool {
         is_planned_stop(self.global_steps)
     }
@@ -495,7 +495,7 @@ impl<M> Engine<M> {
         self.job().gather_f64(values.to_vec()).wait()
     }
 
-    /// Collective: makes all ranks' buffers equal, by the rule of [`EngineBuilder::buffer_sync`]; without a rule, all
+    /// Collective: makes all ranks' buffers equal, according to [`EngineBuilder::buffer_sync`]; without a rule, all
     /// ranks get rank 0's. Call it before an evaluation that must give the same result on all ranks.
     ///
     /// # Errors

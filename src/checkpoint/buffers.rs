@@ -111,7 +111,7 @@ fn buffers_in(bytes: &[u8], wrong: impl Fn(String) -> Error) -> Result<Vec<Saved
 }
 
 /// Returns the new values of this rank's `buffers`, with their indices, from the buffers `saved` in a checkpoint.
-/// `elsewhere` are the names of those that other ranks of a pipeline have.
+/// `elsewhere` contains the names of the buffers that other ranks of a pipeline have.
 ///
 /// # Errors
 /// [`CheckpointError::Unusable`] if a buffer has a different shape, or values that its type in the model cannot hold,

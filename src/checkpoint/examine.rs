@@ -90,7 +90,7 @@ impl CheckpointListing {
         let names: Vec<String> = self.tags.into_iter().map(|(tag, _)| tag).collect();
         let problem = match self.latest? {
             Some(tag) => return Ok(tag),
-            None if names.is_empty() => "there is no checkpoint in it; correct the folder".to_string(),
+            None if names.is_empty() => "there is no checkpoint in it; give another folder".to_string(),
             None => format!("it has no file `latest`; give a tag with --tag; available: {}", list(&names)),
         };
         Err(CheckpointError::Unusable { path: self.dir, problem }.into())
@@ -98,7 +98,7 @@ impl CheckpointListing {
 }
 
 /// Examines checkpoint `tag` in `dir`: its manifest, the lengths and headers of its files, and, if `tell` is given,
-/// every byte. `tell` is called with the bytes read so far and their total.
+/// every byte. `tell` is called with the number of bytes read so far and the total number of bytes.
 #[doc(hidden)]
 pub fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> CheckpointExamination {
     let path = dir.join(tag);

@@ -27,7 +27,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
-/// The bytes that a rank sends in a round; each rank receives those of all ranks.
+/// The number of bytes that a rank sends in a round; each rank receives the bytes of all ranks.
 const ROUND_BYTES: u64 = 256 << 10;
 
 /// The folder with the data from other hosts. It is removed when the rank that created it drops this value.
@@ -93,8 +93,8 @@ impl FileParts {
     }
 }
 
-/// Fetches what this rank needs of the files that this host's folder lacks: the `needed` blocks of rank files, with the
-/// headers of these files, and all buffers. Returns `None` if no host lacks anything. Collective.
+/// Fetches the parts that this rank needs and that this host's folder lacks: the `needed` blocks of rank files, with
+/// the headers of these files, and all buffers. Returns `None` if no host lacks anything. Collective.
 ///
 /// # Errors
 /// Fails on all ranks if a file cannot be read or written, and if a collective fails.

@@ -467,7 +467,7 @@ pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
     }
     let there = tags(dir);
     let problem = match there.is_empty() {
-        true => "there is no such checkpoint and no other in that folder; correct the folder".to_string(),
+        true => "there is no such checkpoint and no other in that folder; give another folder".to_string(),
         false => format!("there is no such checkpoint; available: {}", list(&there)),
     };
     Err(CheckpointError::Unusable { path, problem }.into())

@@ -13,14 +13,15 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// Writes the content of a DeepSpeed checkpoint as checkpoint `tag` in the folder `dir`, and points `latest` to it.
-/// `tell` is called with the bytes written so far and their total. Returns the folder of the checkpoint.
+/// `tell` is called with the number of bytes written so far and the total number of bytes. Returns the folder of the
+/// checkpoint.
 ///
 /// Buffers that cannot be read are left out, with a message. The checkpoint consists of the file of one rank; any
 /// number of ranks can load it. A run that loads it resumes where DeepSpeed stopped.
 ///
 /// # Errors
 /// [`CheckpointError::Unusable`] if `dir` already has a checkpoint of that name; [`CheckpointError::DeepSpeed`] for
-/// anything that cannot be read; [`Error::Io`](crate::Error::Io). In all these cases, `dir` has no new checkpoint.
+/// anything else that cannot be read; [`Error::Io`](crate::Error::Io). In all these cases, `dir` has no new checkpoint.
 pub fn import(
     from: &DeepSpeedCheckpoint,
     dir: impl AsRef<Path>,

@@ -61,7 +61,7 @@ pub struct LoadedCheckpoint {
     pub path: PathBuf,
     /// The client state that was saved.
     pub client_state: Value,
-    /// The number of samples that all ranks together have trained on: the position where the data resumes.
+    /// The number of samples that all ranks together have trained on: the position at which the data resumes.
     pub global_samples: u64,
 }
 
@@ -166,7 +166,7 @@ impl Checkpoint {
         Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
     }
 
-    /// Reads every byte and compares it with its checksum. `tell` is called with the bytes read so far.
+    /// Reads every byte and compares it with its checksum. `tell` is called with the number of bytes read so far.
     ///
     /// # Errors
     /// [`CheckpointError::Unusable`] with the first damaged file, and the position in it.
@@ -342,7 +342,7 @@ fn wanted(
         let (saved, own) = (manifest.set_lr.as_ref().map(Vec::len), trainer.lr().len());
         if let Some(saved) = saved.filter(|saved| *saved != own) {
             return Err(wrong(format!(
-                "it has learning rates that set_lr set for {}, but this engine has {own}; train with the parameter \
+                "it has learning rates set with set_lr for {}, but this engine has {own}; train with the parameter \
                  groups that were saved, or load with load_optimizer_states false",
                 counted(saved, "parameter group")
             )));

@@ -147,7 +147,7 @@ struct ChosenTag<'a> {
     notes: Vec<String>,
 }
 
-/// Returns the newest complete tag of `found`; as an error, the newest of all and its problem. `are_all_told` indicates
+/// Returns the newest complete tag of `found`; as an error, the newest tag and its problem. `are_all_told` indicates
 /// whether every host has named a tag. `name` returns the name of a host.
 fn choose<'a>(
     found: &BTreeMap<&'a str, TagFilesByHost>,

@@ -19,7 +19,7 @@ pub(super) const FORMAT: &str = "candle-zero checkpoint";
 
 /// The format version that is written. Version 1 had no buffers, blocks, frozen parameters, predecessors, learning
 /// rates set by the user, or rounding seed; its readers reject unknown fields. Version 3 is written only
-/// for a pipeline of several ranks and for islands, version 4 only with factored states.
+/// for a pipeline of several ranks and for islands, and version 4 only with factored states.
 pub(super) const VERSION: u32 = 2;
 pub(super) const PIPELINE_VERSION: u32 = 3;
 /// The version of a checkpoint with factored states.
@@ -290,7 +290,7 @@ impl Manifest {
             version.filter(|v| !(u64::from(OLDEST_VERSION)..=u64::from(FACTORED_VERSION)).contains(v))
         {
             return Err(format!(
-                "its format has version {version}, but this program reads versions {OLDEST_VERSION} to {FACTORED_VERSION}; load it with \
+                "its format version is {version}, but this program reads versions {OLDEST_VERSION} to {FACTORED_VERSION}; load it with \
                  the release that wrote it"
             ));
         }

@@ -6,10 +6,10 @@
 //!                                     \---> the waiting thread: jobs that have not started yet
 //! ```
 //!
-//! A thread that runs jobs holds the worker and takes the first job, so jobs run in the order of issue whichever thread
-//! runs them. If a waiting thread left its job to the comm thread, the comm thread would have to wake, run the job and
-//! wake the waiting thread, which takes longer than a short collective itself. For the same reason, the comm thread is
-//! not woken for short collectives: they start when a thread waits for them, with the next long one, or after
+//! A thread that runs jobs holds the worker and takes the first job, so jobs run in the order of issue, whichever
+//! thread runs them. If a waiting thread left its job to the comm thread, the comm thread would have to wake, run the
+//! job and wake the waiting thread, which takes longer than a short collective itself. For the same reason, the comm
+//! thread is not woken for short collectives: they start when a thread waits for them, with the next long one, or after
 //! [`MAX_QUEUE_DELAY`].
 
 use super::abort_signal::AbortSignal;
@@ -40,7 +40,7 @@ type CollectiveJob = Box<dyn FnOnce(&mut CollectiveWorker) + Send>;
 /// The jobs that have been launched but not started, and the worker that runs them.
 struct CollectiveQueue {
     jobs: Mutex<QueuedJobs>,
-    /// Signals the comm thread that `jobs` is urgent or closed.
+    /// Wakes the comm thread if a job is urgent, the queue is closed, or a job arrives while the thread is asleep.
     changed: Condvar,
     /// The worker, locked by the thread that runs a job.
     worker: Mutex<CollectiveWorker>,

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 /// A communicator for ranks in shared memory, as processes or as threads, and over MPI for several hosts.
 pub struct CpuCommunicator {
-    // Dropped in this order: a rank leaves the job after its launched collectives.
+    // Fields are dropped in this order: a rank leaves the job after its launched collectives are done.
     launcher: CollectiveLauncher,
     /// The groups created so far; the one at position i uses channel i + 1.
     groups: Mutex<Vec<(Vec<Vec<usize>>, JobGroup)>>,
@@ -34,7 +34,7 @@ pub struct CpuCommunicator {
     ranks_here: Range<usize>,
 }
 
-/// This rank's group of a division of the job into groups.
+/// This rank's group in a division of the job into groups.
 #[derive(Clone)]
 pub(super) enum JobGroup {
     /// Several ranks.
@@ -198,7 +198,7 @@ impl CpuCommunicator {
     }
 }
 
-/// Returns the text of groups, shortened if there are many.
+/// Returns groups as text, shortened if there are many.
 fn listed(groups: &[Vec<usize>]) -> String {
     const MAX_GROUPS: usize = 8;
     let first: Vec<String> = groups.iter().take(MAX_GROUPS).map(|group| format!("{group:?}")).collect();

@@ -198,7 +198,7 @@ fn others(messages: &[Vec<u8>], rank: usize) -> impl Iterator<Item = &Vec<u8>> {
     messages.iter().enumerate().filter(move |(r, _)| *r != rank).map(|(_, message)| message)
 }
 
-/// Encodes elements in the wire format. No distinction between hosts is made here.
+/// Encodes elements in the wire format. This function does not distinguish between hosts.
 fn encoded(wire: WireFormat, values: FlatRef<'_>) -> Vec<u8> {
     match wire {
         WireFormat::Exact | WireFormat::BetweenHosts(_) => values.as_bytes().to_vec(),

@@ -112,7 +112,7 @@ pub enum CommError {
         rank: usize,
         /// The rank that left.
         peer: usize,
-        /// The collective in which this rank waits.
+        /// The collective in which this rank waited.
         op: String,
     },
     /// A peer's process shows no sign of life.

@@ -158,7 +158,7 @@ impl GpuCollectives {
     }
 
     /// Collective: runs one small collective of each kind. NCCL connects GPUs at their first exchange, which takes
-    /// time, and memory that is no longer free in the middle of a step.
+    /// time, and memory that may not be free in the middle of a step.
     fn connect_peers(&self, device: &CudaDevice) -> Result<()> {
         for kind in [CollectiveKind::AllReduce, CollectiveKind::ReduceScatter, CollectiveKind::AllGather] {
             let buffer = DeviceFlat::zeros(device, DType::F32, self.comm.size())?;

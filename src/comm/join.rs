@@ -18,9 +18,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Returns the communicator of a job of one rank or, under `zerorun`, an MPI launcher or torchrun's variables, of all
-/// its processes. In the latter cases, all calls of a process return the same communicator: its engines share its
-/// collectives, their counters, and the first error, which ends the job for all of them.
+/// Returns the communicator of a job of one rank or, if `zerorun`, an MPI launcher or torchrun's variables describe a
+/// larger job, of all its processes. In the latter cases, all calls of a process return the same communicator: its
+/// engines share its collectives, their counters, and the first error, which ends the job for all of them.
 ///
 /// # Errors
 /// The memory is not this job's; another process has the same rank; under an MPI launcher, no MPI library is found or

@@ -12,10 +12,10 @@
 //! program can provide its own communicator.
 //!
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces in which a buffer is
-//! sent. This makes stages 0 to 3 give the same bits.
+//! sent. Stages 0 to 3 therefore give the same bits.
 //!
 //! Elements are sent unchanged or as small integers with a scale per block, everywhere or only between hosts:
-//! [`WireFormat`].
+//! see [`WireFormat`].
 
 mod abort_signal;
 #[doc(hidden)]
@@ -85,15 +85,15 @@ use std::time::Duration;
 /// The rank of this process in the job, and its collectives with the other ranks.
 ///
 /// Every method that exchanges data is collective: all ranks call the same methods, in the same order, with the same
-/// element counts and dtypes. This is checked; ranks that diverge get an error that shows both sides. `tag` identifies
-/// the content (for example a hash of the parameters in a bucket) and is checked too.
+/// element counts and dtypes. This is checked; ranks that diverge receive an error that shows both sides. `tag`
+/// identifies the content (for example a hash of the parameters in a bucket) and is checked too.
 ///
 /// # Implementing a communicator
 /// Four methods are enough: [`rank`](Self::rank), [`size`](Self::size), [`gather_bytes`](Self::gather_bytes) and
 /// [`abort`](Self::abort). All others are built on these, with the same bits as over shared memory. Override those that
-/// your network can do better; of the sums and gathers, override the methods whose names end in `_as`, which the others
-/// call. Collectives run in the order in which they are launched, while results may be waited for in any order: a
-/// separate thread that runs one collective after another works well.
+/// your network can implement more efficiently; of the sums and gathers, override the methods whose names end in `_as`,
+/// which the others call. Collectives run in the order in which they are launched, while results may be waited for in
+/// any order: a separate thread that runs one collective after another works well.
 ///
 /// ```
 /// use candle_zero::comm::{Communicator, Pending};

@@ -284,7 +284,7 @@ impl EnvironmentVariables<'_> {
             };
             return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
         }
-        // SLURM_NTASKS without a rank is not a half-set group: every shell inside an allocation has it, while tasks
+        // SLURM_NTASKS without a rank is not an error: every shell inside an allocation has it, while tasks
         // also have SLURM_PROCID.
         if self.get("SLURM_PROCID").is_some()
             && let Some((rank, world)) = self.pair("SLURM_PROCID", &["SLURM_NTASKS", "SLURM_NPROCS"])?

@@ -13,7 +13,7 @@ pub struct Monitoring {
     pub tensorboard: Option<MonitorFolder>,
     /// `csv_monitor`, if enabled: rank 0 writes one CSV file per tag.
     pub csv_monitor: Option<MonitorFolder>,
-    /// `wandb`, if enabled: rank 0 writes a Weights & Biases run, without a network.
+    /// `wandb`, if enabled: rank 0 writes a Weights & Biases run, without using the network.
     pub wandb: Option<WandbConfig>,
     /// `timers.throughput.enabled` (default true): log samples per second every `steps_per_print` steps.
     pub throughput: bool,
@@ -116,8 +116,8 @@ impl Default for FlopsProfiler {
     }
 }
 
-/// Reads the sections, whose keys the walk has already checked. A note says that a Weights & Biases run is not
-/// uploaded.
+/// Reads the sections, whose keys the walk has already checked. A note reports that a Weights & Biases run is
+/// not uploaded.
 pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Monitoring {
     if walk.bool("wandb.enabled") {
         let text = "the run is written into the folder `wandb`, but not uploaded; upload it with `wandb sync`";

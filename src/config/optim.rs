@@ -168,7 +168,7 @@ fn lamb(walk: &mut ConfigWalk<'_>) -> LambConfig {
     lamb
 }
 
-/// Reports a factor between 0 and 1 that is 1.
+/// Reports a factor that must be below 1 but is 1.
 fn below_one(walk: &mut ConfigWalk<'_>, key: &str) {
     if walk.get(&of(key)).and_then(Value::as_f64) == Some(1.0) {
         let place = walk.place(&of(key));
@@ -208,7 +208,7 @@ fn adafactor(walk: &mut ConfigWalk<'_>) -> AdafactorConfig {
         refuse(ConfigRule::Conflict, "lr", text);
     }
     if warmup_init && !is_relative {
-        refuse(ConfigRule::Conflict, "warmup_init", "true needs relative_step, without lr and scheduler".into());
+        refuse(ConfigRule::Conflict, "warmup_init", "true needs relative_step, which excludes lr and scheduler".into());
     }
     if clip_threshold <= 0.0 {
         let text = format!("expected a number above 0, found {clip_threshold}");
@@ -351,7 +351,8 @@ pub(super) fn unknown_type(
     any_case: bool,
 ) {
     const MIN_SIMILARITY: f64 = 0.6;
-    /// Longer names resemble no known name, and comparing very long ones takes seconds.
+    /// The maximum length of a compared name: longer names resemble no known name, and comparing very long ones takes
+    /// seconds.
     const MAX_COMPARED_CHARS: usize = 100;
     let same = |name: &&&str| if any_case { name.eq_ignore_ascii_case(found) } else { **name == found };
     let place = walk.place(path);

@@ -722,9 +722,9 @@ pub struct OneCycleConfig {
     pub cycle_first_step_size: f64,
     /// The length of the fall. Default: the same as the rise.
     pub cycle_second_step_size: f64,
-    /// The number of stairs of the rise. Default 0: none.
+    /// The number of stairs in the rise. Default 0: none.
     pub cycle_first_stair_count: u64,
-    /// The number of stairs of the fall. Default: the same as the rise.
+    /// The number of stairs in the fall. Default: the same as the rise.
     pub cycle_second_stair_count: u64,
     /// The number of steps per decay after the cycle. Default 0: no decay.
     pub decay_step_size: f64,

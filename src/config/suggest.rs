@@ -5,7 +5,7 @@ use super::keys::{ConfigSection, ConfigValueKind, sections};
 
 /// The minimum similarity of two names, from 0 to 1, at which one is suggested for the other.
 const MIN_SIMILARITY: f64 = 0.5;
-/// The minimum for a key of another section. Among that many keys, accidental similarity is more probable.
+/// The minimum for a key in another section. Among that many keys, accidental similarity is more probable.
 const MIN_SIMILARITY_ACROSS_SECTIONS: f64 = 0.8;
 
 /// Names longer than this resemble no key and are not compared, because comparing very long names takes seconds.
@@ -109,7 +109,7 @@ fn names(section: &ConfigSection) -> impl Iterator<Item = &'static str> {
         .flat_map(|key| std::iter::once(key.name).chain(key.aliases.iter().copied()))
 }
 
-/// Shorter words (`size`, `data`) are too common to count.
+/// The minimum length of a word that counts; shorter words (`size`, `data`) are too common.
 const MIN_DISTINCTIVE_CHARS: usize = 5;
 
 /// Returns the larger of the similarity by edit distance and the share of common words (`monitor_config`,

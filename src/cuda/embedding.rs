@@ -11,7 +11,7 @@ const KERNELS: KernelModule = module!("embedding");
 
 /// The maximum number of threads that sum a row.
 const THREADS: usize = 128;
-/// The number of columns for which a row has one more thread: a pack of 16-bit elements.
+/// The number of columns per thread: a pack of 16-bit elements.
 const COLUMNS_PER_THREAD: usize = 8;
 /// The id that stands for no row; its result is zeros.
 pub(crate) const NO_ROW: u32 = u32::MAX;

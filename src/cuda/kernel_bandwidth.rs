@@ -269,7 +269,7 @@ fn attentions(bench: &KernelBench) {
     for head in [64, 128] {
         let h = AttentionShape { batch, time, heads, kv_heads: heads, head };
         if !attention::takes(device, &h) {
-            println!("-     attention, heads of {head}: composed on this GPU");
+            println!("-     attention, heads of {head}: composed of other operations on this GPU");
             continue;
         }
         let rule =

@@ -23,7 +23,7 @@ pub(crate) struct RotaryAngles {
 }
 
 impl RotaryAngles {
-    /// Copies the angles, with `half` pairs per position of heads with a layout, to the device.
+    /// Copies the angles to the device: `half` pairs per position, for heads with this layout.
     pub fn new(device: &CudaDevice, layout: RotaryLayout, half: usize, [cos, sin]: [&[f32]; 2]) -> Result<Self> {
         if half == 0
             || 2 * half > layout.head

@@ -4,7 +4,7 @@
 use memmap2::{Advice, Mmap};
 
 /// The minimum size in bytes of a mapped file. The ranks of a machine share the pages of a mapped file, and the system
-/// can reclaim them when it needs memory. But a process is limited to some tens of thousands of mappings.
+/// can reclaim them when it needs memory. However, a process is limited to tens of thousands of mappings.
 pub(super) const MIN_MAPPED_BYTES: u64 = 1 << 20;
 
 /// A sequence of bytes.
@@ -72,7 +72,7 @@ impl ConcatenatedBytes {
         self.places(start, count).map(|(part, from, to)| &part.bytes()[from..to])
     }
 
-    /// Tells the system that bytes `start .. start + count` will be needed soon.
+    /// Informs the system that bytes `start .. start + count` will be needed soon.
     pub fn will_need(&self, start: usize, count: usize) {
         for (part, from, to) in self.places(start, count) {
             if let TextFileBytes::Mapped(map) = part {

@@ -178,8 +178,8 @@ impl TokenData {
         }
     }
 
-    /// Tells the system that tokens `start .. start + count` will be needed soon, so that those of a file that are not
-    /// in memory are read in the background.
+    /// Informs the system that tokens `start .. start + count` will be needed soon, so that those that are not in
+    /// memory are read from their file in the background.
     ///
     /// # Panics
     ///

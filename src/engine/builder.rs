@@ -302,7 +302,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Requires all ranks to have the same content of `what` (data or a tokenizer, for example), given as a hash such
+    /// Requires all ranks to have the same content for `what` (data or a tokenizer, for example), given as a hash such
     /// as [`TokenData::fingerprint`]. If two ranks differ, every rank's error names both. May be called several times,
     /// in the same order on all ranks.
     ///
@@ -393,8 +393,7 @@ impl EngineBuilder {
         let ranks = IslandRanks::new(local_steps, job, self.island_slot)?;
         if ranks.count() == 1 {
             config.local_steps = None;
-            let message =
-                "no effect: all ranks are on one island; set islands to a number, or use several hosts".into();
+            let message = "no effect: all ranks form one island; set islands to a number, or use several hosts".into();
             config.notes.push(ConfigNote { path: "local_steps".into(), message });
             return Ok(None);
         }

@@ -83,7 +83,7 @@ impl<M> Engine<M> {
             island: self.island_of_job(),
         };
         let shown = self.shown;
-        // A run that continues from the checkpoint does not repeat the steps before it, so they are recorded before.
+        // A run that continues from the checkpoint does not repeat the steps before it, so they are recorded first.
         self.reporter.run.flush();
         let saving = self.settled(|engine| {
             SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.locked_folders)
@@ -171,7 +171,7 @@ impl<M> Engine<M> {
     /// Loads checkpoint `tag` from folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
     /// precision and offload it was saved with. Returns `None` and loads nothing if the folder contains no checkpoint.
     /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); its newest complete checkpoint
-    /// is first downloaded into a folder of the user's cache. Collective.
+    /// is first downloaded into a folder in the user's cache. Collective.
     ///
     /// An island that has joined others through an island server keeps their state, which is newer: nothing is loaded, and
     /// the result has the others' `global_samples` and client state.
@@ -350,7 +350,7 @@ impl<M> Engine<M> {
         let rates: Vec<String> = rates.iter().map(|lr| format!("{lr:e}")).collect();
         let until = if self.trainer.is_scheduled() { "the schedule continues" } else { "set_lr sets another" };
         emit(&format!(
-            "checkpoint {}: the learning rate that set_lr set, {}, stays in effect until {until}",
+            "checkpoint {}: the learning rate set with set_lr, {}, stays in effect until {until}",
             manifest.tag,
             list(&rates)
         ));

@@ -246,9 +246,10 @@ fn initial_values_differ(core: &RankCore, inits: &[Init], hashes: &[u64]) -> Res
     let first = (0..hashes.len()).find(differs).unwrap_or(0);
     let other = (0..all.len()).find(|r| all[*r][first] != hashes[first]).unwrap_or(0);
     let (what, hint) = match inits.get(first) {
-        Some(init) => {
-            (format!("parameter {}", core.params()[first].name), format!(": its hint is {init:?} on rank {rank}"))
-        }
+        Some(init) => (
+            format!("parameter {}", core.params()[first].name),
+            format!(": its initialization is {init:?} on rank {rank}"),
+        ),
         None => (format!("buffer {}", core.buffers().list()[first - inits.len()].name), String::new()),
     };
     Ok(EngineError::InitialValuesDiffer { what, rank, other, hint }.into())

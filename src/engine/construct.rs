@@ -299,8 +299,8 @@ fn open_offload(
 ) -> Result<Option<Arc<OffloadStore>>> {
     let offload = OffloadStore::open(config, comm.rank() == 0, access, ledger)?;
     if offload.is_some() {
-        // Nothing is written before the first rank has locked the folders and all ranks know how much space is free in
-        // them.
+        // Nothing is written before the first rank has locked the folders and all ranks have determined how much space
+        // is free in them.
         comm.barrier().wait()?;
     }
     Ok(offload)
@@ -365,7 +365,7 @@ fn second_group(config: &Config, comm: &dyn Communicator, reports: bool) -> Resu
         return Ok(1);
     }
     let why = if config.zero.stage != ZeroStage::Three {
-        "parameters are only gathered at stage 3"
+        "parameters are gathered only at stage 3"
     } else if here.len() == comm.size() {
         "all ranks are on one host, so no copy would be faster to reach"
     } else if lie_on_one_host(ranks, &here) {

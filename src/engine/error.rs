@@ -193,7 +193,7 @@ pub enum EngineError {
          on purpose, set \"gradient_check\": false, or EngineBuilder::gradient_check(false)"
     )]
     WrongGradient {
-        /// The parameters, as far as they are known.
+        /// The parameters, if they are known.
         what: String,
         /// The change in the loss along a direction, according to the gradient.
         by_gradient: f64,
@@ -221,7 +221,7 @@ pub enum EngineError {
         nonfinite_advice(*step)
     )]
     NonFiniteGradient {
-        /// The parameter and the rank, as far as this rank knows them.
+        /// The parameter and the rank, as far as they are known on this rank.
         where_: String,
         /// The optimizer step, counted from 0.
         step: u64,
@@ -262,8 +262,8 @@ pub enum EngineError {
          without a backward pass cuts the graph between them and the loss, as candle_nn's LayerNorm, RmsNorm, \
          softmax_last_dim, rope and sdpa do: replace the operation with a layer of candle_zero::nn, or with \
          layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow (freezing these parameters would leave the \
-         graph cut, and other parameters would learn from an incomplete gradient); or the model does not use them: if \
-         that is intended, set zero_optimization.ignore_unused_parameters to true, or call \
+         graph cut, and other parameters would be trained with an incomplete gradient); or the model does not use \
+         them: if that is intended, set zero_optimization.ignore_unused_parameters to true, or call \
          EngineBuilder::ignore_unused_parameters"
     )]
     NoGradient {

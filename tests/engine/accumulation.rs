@@ -487,7 +487,7 @@ fn rates_that_were_set_for_other_groups_are_an_error_and_nothing_changes() {
         train(&mut engine, 0, 1)?;
         let before = state(&mut engine)?;
         let error = engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap_err().to_string();
-        let told = "it has learning rates that set_lr set for 1 parameter group, but this engine has 2; train with the \
+        let told = "it has learning rates set with set_lr for 1 parameter group, but this engine has 2; train with the \
                     parameter groups that were saved, or load with load_optimizer_states false";
         assert!(error.ends_with(told), "{error}");
         assert_eq!((engine.lr(), state(&mut engine)?), (vec![0.3, 0.3], before));

@@ -129,7 +129,7 @@ fn a_model_whose_graph_is_cut_is_refused_with_the_names_of_its_parameters() {
         });
         for error in results.unwrap() {
             insta::allow_duplicates! {
-                insta::assert_snapshot!(error.unwrap(), @"4 trainable parameters received no gradient in the first optimizer step: l1.weight, l1.bias, norm.weight, norm.bias; either an operation without a backward pass cuts the graph between them and the loss, as candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa do: replace the operation with a layer of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow (freezing these parameters would leave the graph cut, and other parameters would learn from an incomplete gradient); or the model does not use them: if that is intended, set zero_optimization.ignore_unused_parameters to true, or call EngineBuilder::ignore_unused_parameters");
+                insta::assert_snapshot!(error.unwrap(), @"4 trainable parameters received no gradient in the first optimizer step: l1.weight, l1.bias, norm.weight, norm.bias; either an operation without a backward pass cuts the graph between them and the loss, as candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa do: replace the operation with a layer of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow (freezing these parameters would leave the graph cut, and other parameters would be trained with an incomplete gradient); or the model does not use them: if that is intended, set zero_optimization.ignore_unused_parameters to true, or call EngineBuilder::ignore_unused_parameters");
             }
         }
     }

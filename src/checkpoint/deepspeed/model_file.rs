@@ -37,7 +37,7 @@ pub struct DeepSpeedBuffer {
     pub name: String,
     /// The shape.
     pub shape: Vec<usize>,
-    /// The type: that of the file, or for types that Candle lacks, one that can represent their values (int8 as I16,
+    /// The type: that of the file, or, for types that Candle lacks, one that can represent their values (int8 as I16,
     /// bool as U8).
     pub dtype: DType,
 }
@@ -197,7 +197,7 @@ fn aliases(root: &PickleValue<'_>) -> Result<Vec<(String, String)>, PickleProble
 /// Buffers with their values, and the reasons why others cannot be read.
 type ReadBuffers = (Vec<(DeepSpeedBuffer, StoredTensor)>, Vec<String>);
 
-/// Returns the tensors of `module` that `buffer_names` lists, and the reasons why some cannot be read. At stage 3
+/// Returns the tensors of `module` that `buffer_names` lists, and the reasons why some cannot be read. At stage 3,
 /// parameters are empty there, but buffers are complete.
 fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers, PickleProblem> {
     let (mut buffers, mut unread) = (vec![], vec![]);

@@ -116,7 +116,7 @@ fn optim_files(names: &[String]) -> Result<(&'static str, BTreeMap<usize, &Strin
     }
 }
 
-/// Returns prefix and rank of `[bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt`.
+/// Returns the prefix and the rank in `[bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt`.
 fn parse(name: &str) -> Result<(&'static str, usize), PickleProblem> {
     let (prefix, rest) = match name.strip_prefix("bf16_") {
         Some(rest) => ("bf16_", rest),

@@ -136,7 +136,7 @@ impl ObjectBucket {
         let fix = match why {
             StoreError::NotFound { .. } => "check that the bucket exists, or correct the address",
             StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. } => {
-                "check that AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY have that permission"
+                "check that AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY grant this permission"
             }
             _ => "check that the store is reachable (AWS_ENDPOINT_URL, AWS_REGION)",
         };
@@ -150,7 +150,7 @@ impl ObjectBucket {
     }
 
     /// Writes the file at `path`, which has `bytes` bytes, unless `stop` is set. The object appears only once it is
-    /// complete. `tell` is called with the bytes sent so far.
+    /// complete. `tell` is called with the number of bytes sent so far.
     pub async fn put_file(
         &self,
         names: &[&str],
@@ -205,7 +205,7 @@ impl ObjectBucket {
         Ok(Some(found.bytes().await.map_err(refused)?.to_vec()))
     }
 
-    /// Reads an object of `bytes` bytes into `file`. `tell` is called with the bytes read so far.
+    /// Reads an object of `bytes` bytes into `file`. `tell` is called with the number of bytes read so far.
     pub async fn get_file(&self, names: &[&str], file: &File, bytes: u64, mut tell: impl FnMut(u64)) -> Result<()> {
         let mut at = 0;
         while at < bytes {

@@ -1,4 +1,4 @@
-//! Downloads a checkpoint from an object store: the newest complete one is written into a folder of each host, and
+//! Downloads a checkpoint from an object store: the newest complete one is written into a folder on each host, and
 //! loaded from there.
 //!
 //! A local file counts only if it matches the checksums of the manifest: files of an interrupted or earlier download
@@ -23,13 +23,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use twox_hash::XxHash3_64;
 
-/// The time that another process of this host may take to fetch the same checkpoint.
+/// The time that another process on this host may take to fetch the same checkpoint.
 const PEER_FETCH_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// The interval at which rank 0 reports progress.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Downloads checkpoint `tag`, or the newest complete one, from `url` into a folder of each host. The folder is locked
+/// Downloads checkpoint `tag`, or the newest complete one, from `url` into a folder on each host. The folder is locked
 /// for as long as the result exists. Returns `None` if there is no checkpoint. Collective.
 ///
 /// # Errors
@@ -69,7 +69,7 @@ fn folder_of(url: &str) -> PathBuf {
 }
 
 /// Returns `tag`, which must be complete, or the newest complete tag: the one that `latest` names, otherwise the one
-/// with the most steps.
+/// with the most steps. Returns `None` if there is no checkpoint.
 pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<Option<String>> {
     if let Some(tag) = tag {
         check_tag(Path::new(bucket.url()), tag)?;

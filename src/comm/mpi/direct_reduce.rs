@@ -1,4 +1,4 @@
-//! Direct sums: the owner of a sum receives all parts, which are sent between hosts as they are.
+//! Direct sums: the owner of a sum receives all parts, which are sent between hosts individually.
 //!
 //! A rank sends its part of a chunk to the owner on another host, in the wire format that a single machine would use
 //! (as integers if that format uses integers). Ranks of one host share their parts through shared memory, and the owner

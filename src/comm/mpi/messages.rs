@@ -12,7 +12,7 @@ use std::sync::Arc;
 const PART_BYTES: usize = 1 << 20;
 /// The number of parts in flight.
 const PARTS_IN_FLIGHT: usize = 4;
-/// A link's thread only waits, while others need the cores.
+/// The spin limits of a link's thread, which only waits, while other threads need the cores.
 const SPIN_LIMITS: SpinLimits = SpinLimits { spins: 20, yields: 20 };
 
 /// The messages between this rank and a rank of another host, in one direction.

@@ -2,8 +2,8 @@
 //!
 //! On one machine, a sum starts with the part of rank 0, widened; the part of each following rank is added in f32; and
 //! the result is rounded once. A part that is sent as integers contributes its decoded values, except that the rank
-//! that owns the sum adds its own part exactly. Here the same additions are made in the same order, some of them on
-//! each host.
+//! that owns the sum adds its own part exactly. Here, the same additions are performed in the same order, some of them
+//! on each host.
 
 use crate::comm::wire::format::WireFormat;
 use crate::kernels::simd::{SimdLoop, level};

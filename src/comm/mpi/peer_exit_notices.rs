@@ -15,7 +15,7 @@ const MAX_TEXT_BYTES: usize = 1024;
 /// The status that a rank reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum StatusNotice {
-    /// The rank gives up because of the failure of this rank of its host, possibly itself; the text is the reason.
+    /// The rank gives up because this rank on its host, possibly itself, has failed; the text is the reason.
     GivesUp(usize, String),
     /// The rank leaves without an error.
     Leaves,

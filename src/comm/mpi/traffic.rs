@@ -1,4 +1,4 @@
-//! The number of bytes sent between hosts, and the reduce algorithm chosen because of it.
+//! The number of bytes sent between hosts, and the choice of the reduce algorithm based on that number.
 //!
 //! Of W ranks on H hosts, L are on the given host; a chunk has c elements of s bytes, which take e bytes when sent (c
 //! s, or the size of their integer encoding). The network link of each host carries traffic in both directions at the
@@ -66,9 +66,9 @@ impl PeakHostTraffic {
     }
 }
 
-/// Returns the algorithm of a sum whose chunks have `chunk` elements of `size` bytes, sent in the format `wire`: the
-/// one with fewer bytes in the busiest direction of any host, if both give the same bits. The result is the same on all
-/// ranks.
+/// Returns the algorithm of a sum whose chunks have `chunk` elements of `size` bytes, sent in the format `wire`: host
+/// sums if that format is only for data between hosts, and otherwise whichever of the other two algorithms sends fewer
+/// bytes in the busiest direction of any host. The result is the same on all ranks.
 pub(super) fn algorithm(hosts: &HostTopology, wire: WireFormat, size: usize, chunk: usize) -> ReduceAlgorithm {
     if let WireFormat::BetweenHosts(code) = wire {
         return ReduceAlgorithm::HostSums(code);

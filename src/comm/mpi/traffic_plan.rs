@@ -27,7 +27,7 @@ pub(crate) struct InterHostTransfer {
     pub messages: usize,
     /// The number of these messages in flight at a time.
     pub window: usize,
-    /// The number of messages that wait for one another before the first result arrives: 1, or for partial sums the
+    /// The number of messages that wait for one another before the first result arrives: 1, or, for partial sums, the
     /// number of hosts.
     pub hops: usize,
     /// The bytes that cross a link in the hops after the first, while the link of the first hop is idle.

@@ -36,7 +36,7 @@ pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: Rendezvou
 pub(super) fn the_first(region: Arc<SharedMemoryRegion>, mut stream: UnixStream) -> Result<(), CommError> {
     stream.set_read_timeout(None).map_err(system("wait on a socket for"))?;
     watch(move || {
-        // Rank 0 sends nothing: this returns when it is gone.
+        // Rank 0 sends nothing: the read returns when rank 0 is gone.
         while stream.read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::Interrupted) {}
         lost(&region, 0);
     })

@@ -4,8 +4,8 @@
 //! the collective to each piece, and a limit to each wait.
 //!
 //! A wait ends with an error when a peer has died, given up or left, when its heartbeat stops, or when the time limit
-//! is exceeded. It never hangs. Everything that can be completed is completed: a peer's failure counts only for a piece
-//! that it has not published. Every rank reports the failure that came first.
+//! is exceeded. A wait never hangs. Everything that can be completed is completed: a peer's failure counts only for a
+//! piece that it has not published. Every rank reports the failure that came first.
 
 use super::pieces::{PieceSlots, SpinLimits};
 use super::rank_state::{PeerFailure, RankFault};

@@ -14,7 +14,7 @@
 use super::mailbox_memory::{Mailbox, PACKET_BYTES, PACKETS};
 use std::sync::atomic::Ordering;
 
-/// The end of a mailbox that writes packets. A mailbox has one.
+/// The only end of a mailbox that writes packets.
 pub(crate) struct MailboxSender {
     mailbox: Mailbox,
     sent: u32,
@@ -52,7 +52,7 @@ impl MailboxSender {
     }
 }
 
-/// The end of a mailbox that reads packets. A mailbox has one.
+/// The only end of a mailbox that reads packets.
 pub(crate) struct MailboxReceiver {
     mailbox: Mailbox,
     received: u32,

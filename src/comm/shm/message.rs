@@ -117,7 +117,7 @@ impl MailboxMessages {
         clock.watch(beat());
         loop {
             let trouble = self.region.check_ranks(self.rank, |peer| peer == self.peer && !self.end.is_ready());
-            // In this order: a peer that wrote its packet and then failed or left has done its part.
+            // The packet is checked after the ranks: a peer that wrote it and then failed or left has done its part.
             if self.end.is_ready() {
                 return Ok(());
             }

@@ -65,7 +65,7 @@ pub(in crate::comm) fn of_group(mut whole: Flat, group: StridedRanks, len: usize
     whole
 }
 
-/// Sorts the chunks of `input`, one for each rank of a `world`, in rank order. Beforehand, the chunks of ranks with the
+/// Sorts the chunks of `input`, one for each of `world` ranks, into rank order. On entry, the chunks of ranks with the
 /// same position in groups of `ranks` consecutive ranks are adjacent.
 pub(in crate::comm) fn by_rank(input: &mut Flat, ranks: usize, world: usize) {
     let (copies, bytes) = (world / ranks, input.size_in_bytes() / world);

@@ -140,7 +140,7 @@ impl PieceSlots {
         loop {
             let seen = self.count(peer).get();
             let trouble = self.check_ranks();
-            // In this order: a peer that published and then failed or left has done its part of this piece.
+            // The piece is checked after the ranks: a peer that published it and then failed or left has done its part.
             if self.has_published(peer) {
                 return Ok(());
             }
@@ -172,7 +172,7 @@ impl PieceSlots {
         (self.published & 1) as usize
     }
 
-    /// Returns whether `peer` has published the current piece (or, one ahead, the next one).
+    /// Returns whether `peer` has published the current piece, and possibly the next one.
     fn has_published(&self, peer: usize) -> bool {
         self.count(peer).get().wrapping_sub(self.published) as i32 >= 0
     }

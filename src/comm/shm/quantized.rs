@@ -2,7 +2,7 @@
 //!
 //! A sending rank encodes the blocks in its slot, and a receiving rank reads them there, so no separate buffer of
 //! blocks is needed. Blocks are counted from the start of each rank's chunk, so that they do not depend on the pieces
-//! in which it is sent.
+//! in which the chunk is sent.
 
 use super::exchange::ShmExchange;
 use super::partition::{StridedRanks, give_each, given, pieces};

@@ -152,8 +152,8 @@ impl SharedMemoryRegion {
     /// left.
     pub(super) fn check_ranks(&self, rank: usize, needs: impl Fn(usize) -> bool) -> Result<(), PeerFailure> {
         let seen = self.check_states(needs);
-        // The first failure explains all later ones, which are often only its consequences. In this order: it was
-        // recorded before any consequence that has been seen.
+        // The first failure explains all later ones, which are often only its consequences. It is read after the
+        // states, because it was recorded before any consequence that has been seen.
         match self.first_failure() {
             Some((peer, fault)) if peer != rank => match (fault, self.state(peer)) {
                 (RankFault::Left | RankFault::Silent | RankFault::Late, _) => {

@@ -211,8 +211,8 @@ impl SharedMemoryRegion {
         self.word32(self.seat_offset(seat) + PUBLISHED)
     }
 
-    /// Returns the number of threads that sleep on [`published`](Self::published) of a seat. A thread that is killed in
-    /// its sleep stays counted, which only causes unnecessary wakes.
+    /// Returns the number of threads that sleep on [`published`](Self::published) of a seat. A thread that is killed
+    /// while asleep stays counted, which only causes unnecessary wakes.
     pub(in crate::comm) fn sleepers(&self, seat: usize) -> &AtomicU32 {
         self.word32(self.seat_offset(seat) + SLEEPERS)
     }

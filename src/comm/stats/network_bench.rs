@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 /// The number of rounds of each measurement, of which the fastest is reported.
 const ROUNDS: usize = 3;
 
-/// How long collectives are repeated while CPU usage is measured. The system counts it in ticks of a hundredth of a
+/// How long collectives are repeated while CPU usage is measured. The system counts usage in ticks of a hundredth of a
 /// second.
 const CPU_MEASUREMENT_SECS: f64 = 1.0;
 /// The maximum number of these repetitions.
@@ -140,8 +140,8 @@ fn processors() -> Option<HostCpuTimes> {
 fn processors_of(stat: &str) -> Option<HostCpuTimes> {
     let (all, each) = stat.split_once('\n')?;
     let times: Vec<f64> = all.strip_prefix("cpu ")?.split_whitespace().map_while(|time| time.parse().ok()).collect();
-    // user, nice, system; not idle, iowait; irq, softirq. The fields after them are the time of other virtual machines,
-    // or already included in user.
+    // The fields are user, nice, system, idle, iowait, irq and softirq, of which idle and iowait do not count. The
+    // fields after them are the time of other virtual machines, or are already included in user.
     let [user, nice, system, _, _, irq, softirq, ..] = times[..] else { return None };
     let count = each.lines().take_while(|line| line.starts_with("cpu")).count();
     (count > 0).then(|| HostCpuTimes { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })

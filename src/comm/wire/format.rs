@@ -18,8 +18,8 @@ pub enum WireFormat {
     ///
     /// In a sum, each host adds up its ranks' parts, in rank order and in f32. This partial sum is encoded; the owner
     /// adds the partial sums of all hosts in host order (that of its own host unencoded) and rounds once. The bits
-    /// therefore depend on which ranks share a host. In a gather that crosses between hosts, shards are encoded for all
-    /// ranks. If all ranks are on one host, or are not known to be on several, nothing is encoded.
+    /// therefore depend on which ranks share a host. In a gather that crosses host boundaries, shards are encoded for
+    /// all ranks. If all ranks are on one host, or are not known to be on several, nothing is encoded.
     BetweenHosts(InterHostFormat),
 }
 

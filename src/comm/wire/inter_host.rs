@@ -1,9 +1,9 @@
-//! The encoding of elements that cross between hosts.
+//! The encoding of elements that are sent between hosts.
 
 use crate::precision::{BLOCK, Flat, FlatMut, FlatRef, IntFormat};
 use candle_core::DType;
 
-/// The encoding of elements that cross between hosts: see
+/// The encoding of elements that are sent between hosts: see
 /// [`WireFormat::BetweenHosts`](crate::comm::WireFormat::BetweenHosts).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]

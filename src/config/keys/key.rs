@@ -94,7 +94,7 @@ pub(crate) struct ConfigSection {
 }
 
 impl ConfigSection {
-    /// Creates a section whose keys are judged one by one.
+    /// Creates a section whose keys are treated one by one.
     pub(super) const fn new(path: &'static str, strict: bool, keys: &'static [ConfigKey]) -> Self {
         Self {
             path,

@@ -200,7 +200,7 @@ const LOCAL_STEPS: &[super::ConfigKey] = keys! {
     "islands": AutoOr(&POSITIVE), "\"auto\"", H, "Number of islands, each with the same number of consecutive ranks; auto: one per host. With `server`, the number of slots for islands.";
     "server": Str, "null", H, "HOST:PORT of an island server (zerorun island-server): each island is a separate job, and islands join and leave while others train. zerorun --island_server replaces it. null: the islands are parts of one job.";
     "min_islands": POSITIVE, "null", H, "With `server`, the number of islands that must have begun before the first exchange; null: all.";
-    "outer_lr": NOT_NEGATIVE, "0.7", H, "Learning rate of the outer optimizer, which is SGD on the mean change of the weights; above 0. With outer_momentum 0, a learning rate of 1 makes the islands' mean the new weights.";
+    "outer_lr": NOT_NEGATIVE, "0.7", H, "Learning rate of the outer optimizer, which is SGD on the mean change in the weights; above 0. With outer_momentum 0, a learning rate of 1 makes the islands' mean the new weights.";
     "outer_momentum": SHARE, "0.9", H, "Momentum of the outer optimizer, below 1; 0: no buffer.";
     "nesterov": Bool, "true", H, "Nesterov momentum.";
     "fragments": POSITIVE, "1", H, "Number of parts of the model that are exchanged in turn, each once in `steps` steps (Streaming DiLoCo).";

@@ -11,7 +11,7 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("zero_optimization.zenflow", true, ZENFLOW),
 ];
 
-const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses the whole file because of it; remove it";
+const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses every file with this key; remove it";
 
 const ZERO: &[super::ConfigKey] = keys! {
     "stage": super::ConfigValueKind::Int(0, 3), "0", H, "0: nothing is sharded; 1: optimizer states; 2: also gradients; 3: also parameters.";
@@ -42,7 +42,7 @@ const ZERO: &[super::ConfigKey] = keys! {
     "round_robin_gradients": Bool, "false", none("shards are already equal parts"), "Spread parameters over ranks in round-robin order.";
     "parameter_alignment": Bool, "false", none("shards are only padded to equal size; results are the same"), "Pad each parameter to 16 bytes.";
     "compute_grad_norm": Bool, "true", none("the check for infinite gradients, which every step needs, also gives the gradient norm; results are the same"), "False skips the gradient norm; only with gradient_clipping 0 at stages 1 and 2.";
-    "ignore_unused_parameters": Bool, "false", H, "True: a parameter that no backward pass reaches has a gradient of zeros; gradients are then held until the backward pass ends, at every stage. False: the first optimizer step fails with an error that names it (DeepSpeed's default is true).";
+    "ignore_unused_parameters": Bool, "false", H, "True: a parameter that no backward pass reaches has a gradient of zeros; gradients are then held until the backward pass ends, at every stage. False: the first optimizer step fails with an error that names the parameter (DeepSpeed's default is true).";
     "load_from_fp32_weights": Bool, "true", H, "Load master weights as they were saved; false: rounded to the model's dtype.";
     "elastic_checkpoint": Bool, "false", none("every checkpoint loads at any number of ranks"), "Checkpoints that load at any world size.";
     "pipeline_loading_checkpoint": Bool, "false", none("each rank reads only what it owns; results are the same"), "Overlap the reading of checkpoint files.";

@@ -244,7 +244,7 @@ pub(super) struct NcclLaunch<'a> {
 }
 
 impl NcclLaunch<'_> {
-    /// Ends the launch. If it has failed, no rank can know in which collectives this rank takes part, so the
+    /// Ends the launch. If it has failed, it is unknown in which collectives this rank takes part, so the
     /// communicator ends.
     pub fn end<T>(mut self, result: Result<T>) -> Result<T> {
         if let Err(why) = &result {

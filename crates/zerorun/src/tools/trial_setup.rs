@@ -17,7 +17,7 @@ use std::process::Command;
 /// The variables with which the user configures a run. If they are set, they are meant for runs other than trials.
 const OF_OTHER_RUNS: [&str; 6] = [timeline::FILE, timeline::PARTS, PROMETHEUS_PORT, RUN, RUNS_DIR, STOP_AT];
 
-/// Writes a file atomically: if this fails, the file is unchanged.
+/// Writes a file atomically: if writing fails, the file is unchanged.
 pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
     let write = || {
         let mut file = AtomicFile::beside(path)?;

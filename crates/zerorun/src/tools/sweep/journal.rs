@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A sweep makes the same decisions if it receives the same results in the same order, so these lines are all that is
-//! needed to continue it. An incomplete last line, which a process that was killed has left, is removed.
+//! needed to continue it. An incomplete last line, left by a process that was killed, is removed.
 
 use super::error::SweepToolError;
 use crate::error::{Error, Result};
@@ -20,7 +20,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
-/// The maximum number of bytes of a journal: thousands of trials with many pauses.
+/// The maximum size of a journal in bytes, enough for thousands of trials with many pauses.
 const MAX_BYTES: u64 = 1 << 30;
 /// The maximum number of bytes of a line that the dashboard reads. A longer line counts as damaged.
 const MAX_LINE: u64 = 4 << 20;
@@ -100,14 +100,14 @@ pub(super) struct ReplayedSweep {
 }
 
 impl ReplayedSweep {
-    /// Begins with a new sweep.
+    /// Creates the state before the first event of a journal, from a new sweep.
     pub(super) fn new(mut sweep: Sweep) -> Self {
-        // The limit may have been changed since the journal was written.
+        // The limit on failures may have been changed since the journal was written.
         sweep.set_max_failures(usize::MAX);
         Self { sweep, order: JobOrder::new(), results: BTreeMap::new(), parallel: None }
     }
 
-    /// Repeats an event, or returns why it does not fit the earlier ones.
+    /// Replays an event, or returns why it does not fit the earlier ones.
     pub(super) fn repeat(&mut self, event: JournalEvent) -> std::result::Result<(), &'static str> {
         match event {
             JournalEvent::Begin { parallel } => self.parallel = Some(parallel),
@@ -134,7 +134,7 @@ impl ReplayedSweep {
 }
 
 impl Journal {
-    /// Reads the complete lines of the journal at `path`, and returns them with the number of their bytes.
+    /// Reads the complete lines of the journal at `path`, and returns them with their total length in bytes.
     fn read(path: &Path) -> Result<(Vec<JournalEvent>, u64)> {
         let bytes = match files::read(path, MAX_BYTES) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok((Vec::new(), 0)),
@@ -151,12 +151,12 @@ impl Journal {
         Ok((events, complete as u64))
     }
 
-    /// Repeats the events in the journal at `path` with `sweep`, which must be new.
+    /// Replays the events in the journal at `path` with `sweep`, which must be new.
     pub(super) fn replay(path: &Path, sweep: Sweep) -> Result<ReplayedSweep> {
         Ok(Self::replayed(path, sweep)?.0)
     }
 
-    /// Opens the journal at `path` to continue it, and repeats its events with `sweep`, which must be new.
+    /// Opens the journal at `path` to continue it, and replays its events with `sweep`, which must be new.
     pub(super) fn open(path: &Path, sweep: Sweep) -> Result<(Self, ReplayedSweep)> {
         let (replayed, complete) = Self::replayed(path, sweep)?;
         let wrong = |source| Error::Io { action: "write to", path: path.to_owned(), source };
@@ -206,7 +206,7 @@ impl Journal {
         }
     }
 
-    /// Adds a line. It is on disk when this returns.
+    /// Adds a line, which is on disk when the function returns.
     pub(super) fn add(&mut self, event: &JournalEvent) -> Result<()> {
         let line = format!("{}\n", event.to_json());
         let written = self.file.write_all(line.as_bytes()).and_then(|()| self.file.sync_data());
@@ -273,7 +273,7 @@ mod tests {
         let bytes = std::fs::read(&path).unwrap();
         let best = whole.best().unwrap().number;
         assert_eq!((best, whole.failures()), (1, 1));
-        // A prime number, so that lines are cut in all places.
+        // A prime number, so that lines are cut at all positions.
         for cut in (0..bytes.len()).step_by(43) {
             std::fs::write(&path, &bytes[..cut]).unwrap();
             let again = run(&path, result);

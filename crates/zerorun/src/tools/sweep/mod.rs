@@ -8,7 +8,8 @@
 //!   shown: sweeps as the dashboard shows them
 //! ```
 //!
-//! `candle_zero::sweep` makes the decisions; the files here read settings, start processes and keep their results.
+//! `candle_zero::sweep` makes the decisions; the files in this folder read settings, start processes and
+//! keep their results.
 
 mod best;
 mod definition;
@@ -78,7 +79,7 @@ A sweep file:
 /// the searchers and schedulers.
 ///
 /// Exit code: 0 if the best configuration is written; 1 if too many trials have failed, or none has a result; 2 if the
-/// sweep or the command line is wrong; 128 + n if signal n has ended the sweep.
+/// sweep or the command line is wrong; 128 + n if signal n ended the sweep.
 #[derive(Debug, Parser)]
 #[command(name = "sweep", bin_name = "zerorun sweep", after_help = EXAMPLES, args_conflicts_with_subcommands = true,
           override_usage = "zerorun sweep [OPTIONS] [FILE] [-- COMMAND...]\n       zerorun sweep show DIR\n       \
@@ -120,7 +121,7 @@ struct SweepResumeFlags {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     parallel: Option<u16>,
 
-    /// Number of failed trials after which the sweep ends
+    /// Maximum number of failed trials; the sweep ends if more fail
     #[arg(long = "max_failures", alias = "max-failures", value_name = "N")]
     max_failures: Option<u16>,
 }

@@ -39,7 +39,7 @@ pub(super) fn domain_of(value: &Value) -> Result<ParameterDomain, String> {
         return Ok(ParameterDomain::Choice(values.clone()));
     }
     let ends = values.as_array().map(Vec::as_slice);
-    let Some([low, high]) = ends else { return Err(format!("is {kind} of {values}; give two numbers, [LOW, HIGH]")) };
+    let Some([low, high]) = ends else { return Err(format!("is {kind} with {values}; give two numbers, [LOW, HIGH]")) };
     let whole = |value: &Value, what: &str| {
         value.as_i64().ok_or_else(|| format!("is {kind} with {what} {value}; give a whole number"))
     };
@@ -81,7 +81,7 @@ pub(super) fn parameter_of_flag(text: &str) -> Result<(String, Value), String> {
     }
     let words: Vec<Value> = values.split(',').filter(|word| !word.is_empty()).map(value_of_word).collect();
     let mut table = Map::new();
-    // The third number of a range is the value of its option.
+    // The third number of a range is the value of the range's option.
     match (words.as_slice(), allowed_options(kind)) {
         ([low, high, third], [option]) => {
             table.insert((*option).to_owned(), third.clone());
@@ -148,7 +148,7 @@ mod tests {
         has the key step, which is not an option of uniform; its only option is points
         has the key points, which is not an option of choice; leave it out
         is a choice of 5; give a list of values
-        is uniform of [0,1,2]; give two numbers, [LOW, HIGH]
+        is uniform with [0,1,2]; give two numbers, [LOW, HIGH]
         is uniform with upper end "x"; give a number
         is integer with upper end 1.5; give a whole number
         is integer with step "x"; give a whole number

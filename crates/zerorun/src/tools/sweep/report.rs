@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// The time between two updates of the live table.
 const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
-/// The maximum number of rows and columns of the live table: it must fit into any terminal.
+/// The maximum number of rows and columns of the live table, so that it fits into any terminal.
 const MAX_LIVE_ROWS: usize = 12;
 const MAX_LIVE_COLUMNS: usize = 79;
 
@@ -146,7 +146,7 @@ pub(super) fn trials_table(sweep: &Sweep, metric: &str) -> String {
     text
 }
 
-/// Returns the trials, the best first: those that got further, then those with better values. Failed trials are last.
+/// Returns the trials, the best first: sorted by the step reached, then by value. Failed trials are last.
 fn ranked(sweep: &Sweep) -> Vec<&SweepTrial> {
     let mut trials: Vec<&SweepTrial> = sweep.trials().iter().collect();
     let score = |trial: &SweepTrial| match (trial.value(), sweep.settings().goal) {

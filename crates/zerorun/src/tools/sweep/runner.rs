@@ -16,7 +16,7 @@ use std::process::{Child, ExitCode};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-/// The interval at which the ends of trials are checked.
+/// The interval between checks of which trials have ended.
 const TICK: Duration = Duration::from_millis(50);
 
 /// A job in progress.

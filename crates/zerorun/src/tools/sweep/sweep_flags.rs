@@ -31,7 +31,7 @@ pub(super) struct SweepFlags {
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
 
-    /// Value in the records of the trials that is compared: val_loss, loss, val_accuracy or another
+    /// Recorded value by which trials are compared: val_loss, loss, val_accuracy or another
     #[arg(long, value_name = "NAME")]
     metric: Option<String>,
 
@@ -67,7 +67,7 @@ pub(super) struct SweepFlags {
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
 
-    /// Number of failed trials after which the sweep ends [default: 10]
+    /// Maximum number of failed trials; the sweep ends if more fail [default: 10]
     #[arg(long = "max_failures", alias = "max-failures", value_name = "N")]
     max_failures: Option<u64>,
 
@@ -198,6 +198,6 @@ fn read(file: &Path) -> Result<Map<String, Value>> {
     })?;
     match serde_json::to_value(table) {
         Ok(Value::Object(table)) => Ok(table),
-        _ => Err(wrong("it has a value that is neither text nor a number, a list or a table".into())),
+        _ => Err(wrong("it has a value that is not text, a number, a list or a table".into())),
     }
 }

@@ -1,5 +1,5 @@
-//! The command line of a trial: that of the sweep, with the trial's parameters, and with the flags that make it pause,
-//! continue and keep its record.
+//! The command line of a trial: that of the sweep, with the trial's parameters, and with the flags that make the
+//! trial pause, continue and keep its record.
 
 use super::definition::SweepDefinition;
 use crate::error::{ConfigError, Error, Result};
@@ -122,7 +122,9 @@ impl CommandTemplate {
         let names: Vec<&str> = definition.settings.space.parameters().iter().map(|(name, _)| name.as_str()).collect();
         for (at, name) in names.iter().enumerate() {
             if let Some(other) = names[..at].iter().find(|other| normal(other) == normal(name)) {
-                return Err(definition.wrong(format!("parameters {other} and {name} are the same; give one of them")));
+                return Err(
+                    definition.wrong(format!("parameters {other} and {name} are the same; give only one of them"))
+                );
             }
         }
         if self.program == TrialProgram::Finetune {
@@ -176,7 +178,7 @@ impl CommandTemplate {
             && let Some(value) = values.iter().find(|value| value.is_object() || value.is_array() || value.is_null())
         {
             return Err(definition
-                .wrong(format!("parameter {name} has the value {value}; give a flag text, a number, true or false")));
+                .wrong(format!("parameter {name} has the value {value}; a flag needs text, a number, true or false")));
         }
         Ok(())
     }
@@ -364,7 +366,7 @@ impl CommandTemplate {
         args
     }
 
-    /// Returns whether a flag is followed by true or false, instead of being given or left out.
+    /// Returns whether a flag takes true or false as its value, rather than being given or left out.
     fn takes_boolean(&self, name: &str) -> bool {
         let is_this = |arg: &clap::Arg| names_of(arg).iter().any(|flag| normal(flag) == normal(name));
         self.program == TrialProgram::Finetune
@@ -397,7 +399,7 @@ fn is_word_of(word: &OsString, flag: &str) -> bool {
         || flag == "--num_ranks" && ["-n", "--num_gpus"].iter().any(|short| word == short)
 }
 
-/// Returns values by which a domain is checked: all of a choice, or both ends of a range.
+/// Returns values with which a domain is checked: all of a choice, or both ends of a range.
 fn some_values(domain: &ParameterDomain) -> Box<dyn Iterator<Item = Value> + '_> {
     match domain {
         ParameterDomain::Choice(values) => Box::new(values.iter().cloned()),

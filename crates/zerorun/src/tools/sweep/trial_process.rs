@@ -2,7 +2,7 @@
 //!
 //! A trial's launcher has the file `running` in the trial's folder as its standard input, and the file is locked for as
 //! long as any process of the trial is running. If the sweep is killed, the kernel sends SIGTERM to the launchers of
-//! its trials, which save a checkpoint and end. The next start of the sweep waits for each of these locks.
+//! its trials, which save a checkpoint and end. The next start of the sweep waits until these files are unlocked.
 
 use super::folder::SweepFolder;
 use super::journal::JobResult;

@@ -59,7 +59,7 @@ impl SearchSpace {
         } else {
             micro_batches.into_iter().map(|size| size as usize).collect()
         };
-        // A batch size that the original specifies stays fixed, because it affects what is learned.
+        // A batch size that the original specifies stays fixed, because it affects the result of training.
         let is_fixed = names(original, TRAIN);
         let fits = |micro: &usize| {
             let step = micro.saturating_mul(config.world_size);

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// The interval at which the end of a run is checked.
+/// The interval between checks of whether a run has ended.
 const TICK: Duration = Duration::from_millis(20);
 /// The time between a run's SIGTERM and its SIGKILL.
 const SIGKILL_DELAY: Duration = Duration::from_secs(5);
@@ -37,7 +37,8 @@ pub(super) struct TrialRunner {
     pub(super) limit: Duration,
 }
 
-/// Removes the configuration file from the script's arguments, and the flags that trials set instead of the user.
+/// Removes the configuration file, and the flags that trials set instead of the user, from the script's arguments.
+/// Returns the index and the path of the file.
 pub(super) fn take_config(args: &mut Vec<OsString>) -> Result<(usize, PathBuf)> {
     let wrong = |problem: &str| Error::from(ToolError::Tune { problem: problem.into() });
     for name in ["--save", "--export"] {
@@ -48,7 +49,7 @@ pub(super) fn take_config(args: &mut Vec<OsString>) -> Result<(usize, PathBuf)> 
     }
     while take(args, &["--steps"]).is_some() || take(args, &["--metrics"]).is_some() {}
     let (at, file) = take(args, &DS_CONFIG).ok_or_else(|| {
-        wrong("there is no --ds_config FILE among the script's arguments; give the one to start from")
+        wrong("there is no --ds_config FILE among the script's arguments; give the configuration to start from")
     })?;
     Ok((at, file.into()))
 }
@@ -76,7 +77,7 @@ impl TrialRunner {
         let folder = std::fs::canonicalize(&folder).map_err(io("find", &folder))?;
         let [file, metrics, log] = ["ds_config.json", "metrics.jsonl", "log.txt"].map(|name| folder.join(name));
         write_whole(&file, &format!("{:#}\n", quiet(config)))?;
-        // A run that was stopped may have left this file.
+        // A stopped run may have left this file.
         _ = std::fs::remove_file(&metrics);
         let launcher = std::env::current_exe()
             .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;

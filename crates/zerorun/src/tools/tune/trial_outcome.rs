@@ -19,7 +19,7 @@ pub(super) enum TrialOutcome {
         /// The peak memory of the rank that used the most.
         memory_bytes: Option<u64>,
     },
-    /// The run succeeded, but with more memory than allowed.
+    /// The run succeeded, but used more memory than allowed.
     OverLimit { memory_bytes: u64 },
     /// The run failed.
     Failed { reason: String },

@@ -167,10 +167,10 @@ impl VerifyArguments {
         match first {
             None => format!(
                 "All bits are the same: in each precision, every loss and every parameter of {steps} step{} on {ranks} \
-                 rank{} is that of stage 0{}.",
+                 rank{} equals that of stage 0{}.",
                 if *steps == 1 { "" } else { "s" },
                 if *ranks == 1 { "" } else { "s" },
-                if pipelines { ", or in a pipeline that of one rank" } else { "" }
+                if pipelines { ", or, in a pipeline, that of one rank" } else { "" }
             ),
             Some((row, precision, difference)) => {
                 format!(

@@ -1,12 +1,12 @@
-//! The sweeps in a folder as the dashboard shows them.
+//! The sweeps in a folder, as the dashboard shows them.
 //!
 //! ```text
 //!   folder -> SweepPlace, one for each sweep
 //!             SweepReading: sweep.json, journal.jsonl up to its last complete line -> JSON
 //! ```
 //!
-//! A reading is kept, so that each line of a journal is read once however often the page asks. If a line is damaged or
-//! does not fit the others, it is named, and of later lines only what they contain is shown: which trials run, and their
+//! A reading is kept, so that each line of a journal is read once, however often the page asks. If a line is damaged or
+//! does not fit the others, it is named, and only the contents of later lines are shown: which trials run, and their
 //! results. The parameters of trials that begin later are then unknown, because the journal does not contain them.
 
 mod trials;
@@ -25,7 +25,7 @@ use std::sync::Mutex;
 use std::time::SystemTime;
 use trials::{BestSoFar, ShownTrial};
 
-/// The maximum number of trials that the page gets, the best first. Trials that are running are added.
+/// The maximum number of trials that the page receives, the best first. Running trials are sent in addition.
 const MAX_TRIALS: usize = 500;
 
 /// The reader of the sweeps in a folder.
@@ -112,7 +112,7 @@ impl DefinitionStamp {
     }
 }
 
-/// A sweep, as far as its journal was read.
+/// A sweep, as far as its journal has been read.
 #[derive(Debug)]
 struct SweepReading {
     stamp: DefinitionStamp,
@@ -125,12 +125,12 @@ struct SweepReading {
     lines: usize,
     trials: ReadTrials,
     best: BestSoFar,
-    /// The first line that is damaged or does not fit the others, and the number of such lines.
+    /// The message about the first line that is damaged or does not fit the others, and the number of such lines.
     problem: Option<String>,
     problems: usize,
 }
 
-/// The trials, as far as the journal was read.
+/// The trials, as far as the journal has been read.
 #[derive(Debug)]
 enum ReadTrials {
     /// All lines fit together, so everything is known.
@@ -160,7 +160,7 @@ impl SweepReading {
         })
     }
 
-    /// Reads the lines that were added to the journal since the last look.
+    /// Reads the lines that have been added to the journal since the last look.
     fn look(&mut self) -> Result<()> {
         let (path, from) = (self.journal.clone(), self.bytes);
         let end = Journal::lines_from(&path, from, &mut |line| self.add(line));
@@ -195,8 +195,8 @@ impl SweepReading {
         if self.problem.is_none() {
             let (path, line) = (self.journal.display(), self.lines);
             self.problem = Some(format!(
-                "{path}: line {line} {problem}; what the other lines contain is shown, but the values of trials that \
-                 begin later are unknown"
+                "{path}: line {line} {problem}; the contents of the other lines are shown, but the parameters of \
+                 trials that begin later are unknown"
             ));
         }
     }
@@ -217,7 +217,7 @@ impl SweepReading {
             .collect();
         let more = match self.problems {
             0 | 1 => String::new(),
-            more => format!("; {} after it", counted(more - 1, "more damaged line")),
+            more => format!("; the journal has {}", counted(more - 1, "more damaged line")),
         };
         json!({
             "name": name,

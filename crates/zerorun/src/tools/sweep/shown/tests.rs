@@ -128,7 +128,7 @@ fn a_damaged_line_is_named_and_does_not_hide_the_others() {
     let shown = read(&ShownSweeps::new(dir.path()));
     let problem = shown["problem"].as_str().unwrap();
     let problem = problem.replace(dir.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(problem, @"DIR/journal.jsonl: line 1 starts a trial that this sweep would not start; what the other lines contain is shown, but the values of trials that begin later are unknown; 1 more damaged line after it");
+    insta::assert_snapshot!(problem, @"DIR/journal.jsonl: line 1 starts a trial that this sweep would not start; the contents of the other lines are shown, but the parameters of trials that begin later are unknown; the journal has 1 more damaged line");
     assert_eq!((&trial(&shown, 1)["state"], &trial(&shown, 1)["values"]), (&json!("running"), &Value::Null));
 }
 

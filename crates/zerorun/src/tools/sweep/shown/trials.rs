@@ -1,4 +1,4 @@
-//! The trials of a sweep as the dashboard shows them.
+//! The trials of a sweep, as the dashboard shows them.
 
 use super::super::folder::SweepFolder;
 use super::super::journal::{JobResult, JournalEvent, ReplayedSweep};
@@ -28,7 +28,7 @@ impl ShownTrial {
         let is_running = |number: usize| replayed.order.running().any(|running| running == number);
         let shown = |trial: &SweepTrial| {
             let state = match &trial.state {
-                // The sweep has handed out a job, but the journal has another one: the trial was not started.
+                // The sweep has handed out a job that the journal does not contain: the trial was not started.
                 TrialState::Running { .. } if !is_running(trial.number) => TrialState::Paused,
                 state => state.clone(),
             };
@@ -99,8 +99,9 @@ impl ShownTrial {
         !self.results.is_empty() && !self.has_failed()
     }
 
-    /// Compares trials as [`Sweep::best`](candle_zero::sweep::Sweep::best) does: a trial that got further is better, then
-    /// the value counts. Trials without a result come after the others, and failed trials are last.
+    /// Compares trials as [`Sweep::best`](candle_zero::sweep::Sweep::best) does: a trial that got further is better;
+    /// among trials that got equally far, the value counts. Trials without a result come after the others, and failed
+    /// trials are last.
     pub(super) fn order(&self, other: &Self, goal: SweepGoal) -> Ordering {
         let reached = |trial: &Self| trial.results.last().map(|last| last.0);
         let score = |trial: &Self| trial.results.last().map_or(f64::INFINITY, |(_, value)| goal.score(*value));
@@ -144,7 +145,7 @@ pub(super) struct BestSoFar {
     goal: SweepGoal,
     /// The steps at which the running jobs began, by trial.
     begun: BTreeMap<usize, u64>,
-    /// The number of steps that were trained for results.
+    /// The total number of steps that led to results.
     steps: u64,
     best: Option<f64>,
     /// Each improvement: the number of steps at that time, the value and the trial.
