@@ -172,8 +172,8 @@ fn begin() {
     });
 }
 
-/// Makes every later panic that occurs because a thread or a stack cannot be created end the process with an error that
-/// names the cause: too little memory within the limits set for this process (`ulimit`).
+/// Makes the process end with an error at every later panic that occurs because a thread or a stack cannot be created.
+/// The error names the cause: too little memory within the limits set for this process (`ulimit`).
 pub fn explain_limits() {
     use rustix::process::Resource;
     let is_set = |resource| rustix::process::getrlimit(resource).current.is_some();

@@ -21,7 +21,7 @@ const NO_MATRICES: [&str; 2] = ["embed", "lm_head"];
 ///
 /// A tensor with four dimensions, such as a convolution's, is a matrix with its first dimension as rows, but the root
 /// is taken of the ratio of its last two dimensions, as in DeepSpeed. Other tensors with more than two dimensions are
-/// batches of separate matrices in the last two.
+/// batches of separate matrices in the last two dimensions.
 #[derive(Debug)]
 pub(super) struct Muon {
     config: MuonConfig,

@@ -99,7 +99,8 @@ pub trait Optimizer: Send + Sync {
         std::any::type_name::<Self>()
     }
 
-    /// Returns the learning rate without a schedule, which is also the base of a schedule. The default is 1e-3.
+    /// Returns the learning rate that applies without a schedule, and on which schedules are based. The default is
+    /// 1e-3.
     fn lr(&self) -> f64 {
         1e-3
     }
@@ -175,7 +176,7 @@ pub trait Optimizer: Send + Sync {
         false
     }
 
-    /// Returns the constants of this step for that kernel.
+    /// Returns the constants of this step for the kernel that [`has_kernel`](Self::has_kernel) reports.
     #[cfg(feature = "cuda")]
     #[doc(hidden)]
     fn elementwise(&self, ctx: &StepContext) -> Option<ElementwiseUpdate> {
@@ -201,7 +202,7 @@ pub enum RateRule {
 /// kept in f32. The model computes gradients with the trained weights, which the update writes to `half`.
 pub trait WeightAveraging {
     /// Writes the trained weights of a slice after step `ctx.step`, given the average and the states. Before the first
-    /// step, both are the same.
+    /// step, the trained weights and the average are the same.
     fn trained_weights(&self, ctx: &StepContext, average: &[f32], state: &[&mut [f32]], trained: FlatMut<'_>);
 }
 

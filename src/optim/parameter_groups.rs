@@ -114,7 +114,7 @@ impl ParameterGroup {
 
     /// Sets whether LARS and Lamb multiply the learning rate of each parameter of this group by the parameter's trust
     /// ratio, which is the default. LARS is often used without it for norms and biases:
-    /// `ParameterGroup::no_decay().trust_ratio(false)`. It has no effect on other optimizers.
+    /// `ParameterGroup::no_decay().trust_ratio(false)`. The setting has no effect on other optimizers.
     #[must_use]
     pub fn trust_ratio(mut self, trust_ratio: bool) -> Self {
         self.numbers.trust_ratio = Some(trust_ratio);
@@ -202,7 +202,7 @@ impl ParameterGrouping {
     ///
     /// # Errors
     /// [`OptimError::ParameterGroup`] for hyperparameters that no optimizer can work with; [`OptimError::States`] for
-    /// names of states that a checkpoint cannot tell apart.
+    /// names of states that a checkpoint cannot distinguish.
     pub fn new(optimizer: Option<Arc<dyn Optimizer>>, given: Vec<ParameterGroup>) -> Result<Self> {
         if let Some(optimizer) = &optimizer {
             for half in [Some(&**optimizer), optimizer.auxiliary()].into_iter().flatten() {
@@ -268,7 +268,7 @@ impl ParameterGrouping {
         self.copied.as_deref() != Some(name) && self.trains_rule()(name, shape)
     }
 
-    /// Returns whether a parameter is trained at the start, on any rank, as a separate predicate.
+    /// Returns a predicate that returns whether a parameter is trained at the start, on any rank.
     pub fn trains_rule(&self) -> TrainableFilter {
         let (given, trainable) = (self.given.clone(), self.trainable.clone());
         Arc::new(move |name, shape| {

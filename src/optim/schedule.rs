@@ -270,7 +270,7 @@ impl Schedule {
         Self::custom_of_group(rule, GroupBaseRates { lr: 0.0, momentum, cycles: true, group: 0, groups: 1 })
     }
 
-    /// Creates a user-defined schedule for a parameter group.
+    /// Creates a custom schedule for a parameter group.
     pub(crate) fn custom_of_group(rule: Arc<dyn LrSchedule>, base: GroupBaseRates) -> Self {
         let GroupBaseRates { momentum, cycles, group, .. } = base;
         let mut schedule = Self { rule, group, momentum, cycles, last_batch_iteration: -1, lr: 0.0, betas: None };

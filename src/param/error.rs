@@ -367,7 +367,7 @@ pub enum ParamError {
         /// The type at the second request.
         second: String,
     },
-    /// A buffer whose memory no longer has the elements of its shape and type.
+    /// A buffer whose memory does not contain the elements that its shape and type require.
     #[error(
         "buffer {name} of shape {shape:?} holds {found} instead of {expected}; a buffer keeps the shape and type that \
          it was created with; change its values with Var::set"

@@ -59,7 +59,7 @@ pub(crate) struct Param {
     /// The storage and wire format of the weights.
     pub weights: WeightFormat,
     pub unit: UnitId,
-    /// The part of the optimizer that trains the parameter while it is trained.
+    /// The role of the optimizer that trains the parameter, unless the parameter is frozen.
     pub role: OptimizerRole,
     /// The number of weight updates before the parameter's own first one, while it was frozen.
     pub updates_before: AtomicU64,

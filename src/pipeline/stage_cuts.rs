@@ -13,7 +13,7 @@ pub struct StageCuts {
     bounds: Vec<usize>,
 }
 
-/// The error that there are more stages than layers.
+/// The error for more stages than layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TooManyStages {
     /// The number of stages.
@@ -53,7 +53,7 @@ impl StageCuts {
     }
 }
 
-/// Divides `layers` layers into stages of equal length; if that is not possible, the first stages have one more
+/// Divides `layers` layers into stages of equal length; if that is not possible, the first stages have one more layer
 /// (`partition: uniform`).
 ///
 /// # Errors

@@ -46,8 +46,8 @@ impl RunNews {
 }
 
 impl RunTail {
-    /// Begins at the given positions in `metrics.jsonl`, `events.jsonl`, `samples.jsonl`, `launch.jsonl` and `log.txt`,
-    /// in bytes.
+    /// Begins at the given byte positions in `metrics.jsonl`, `events.jsonl`, `samples.jsonl`, `launch.jsonl` and
+    /// `log.txt`.
     pub fn new(folder: impl Into<PathBuf>, positions: [u64; 5]) -> Self {
         Self { folder: folder.into(), positions }
     }

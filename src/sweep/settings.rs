@@ -1,4 +1,4 @@
-//! The settings of a sweep, and what is allowed.
+//! The settings of a sweep, and their allowed values.
 
 use super::domain::ParameterDomain;
 use super::error::SweepError;
@@ -69,7 +69,7 @@ pub enum TrialScheduler {
         /// One in this many trials of a rung continues, and each rung has this many times the steps of the one before.
         eta: u64,
     },
-    /// Population based training: at regular steps, the worst trials are replaced by branches of the best.
+    /// Population-based training: at regular steps, the worst trials are replaced by branches of the best.
     Pbt {
         /// The number of steps between replacements.
         every: u64,
@@ -91,7 +91,7 @@ impl TrialScheduler {
         Self::MedianStop { every, grace: every, min_trials: 3 }
     }
 
-    /// Returns population based training that replaces a quarter of the trials.
+    /// Returns population-based training that replaces a quarter of the trials.
     pub fn pbt(every: u64) -> Self {
         Self::Pbt { every, quantile: 0.25, resample: 0.25 }
     }
@@ -125,7 +125,7 @@ pub struct SweepSettings {
     pub scheduler: TrialScheduler,
     /// The seed of all random choices.
     pub seed: u64,
-    /// The number of failed trials after which the sweep ends.
+    /// The maximum number of failed trials; the sweep ends if more fail.
     pub max_failures: usize,
 }
 

@@ -45,14 +45,14 @@ impl TrialState {
 /// The beginning of a trial that does not begin at step 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrialBranch {
-    /// The trial that it continues, with other parameters.
+    /// The trial that the branch continues, with other parameters.
     pub trial: usize,
-    /// The step after which it begins.
+    /// The step after which the branch begins.
     pub step: u64,
 }
 
-/// A trial: one combination of parameters. The parameters never change; population based training replaces a trial by
-/// another.
+/// A trial: one combination of parameters. The parameters never change; population-based training replaces one trial
+/// with another.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct SweepTrial {
@@ -78,13 +78,13 @@ impl SweepTrial {
         self.parameters.iter().find(|(own, _)| own == name).map(|(_, value)| value)
     }
 
-    /// Returns the step that it has reached.
+    /// Returns the step that the trial has reached.
     pub fn reached(&self) -> u64 {
         let begin = self.branch.map_or(0, |branch| branch.step);
         self.results.last().map_or(begin, |(step, _)| *step)
     }
 
-    /// Returns the number of steps that were trained for it.
+    /// Returns the number of steps trained in this trial, without those of the trial from which it branches.
     pub fn steps_done(&self) -> u64 {
         self.reached() - self.branch.map_or(0, |branch| branch.step)
     }

@@ -99,7 +99,7 @@ impl RankCore {
         lock(&self.outputs.0).reached += 1;
     }
 
-    /// Checks what the finished backward pass of `loss` has reached.
+    /// Checks that the finished backward pass of `loss` has reached a parameter, and an output of this step.
     ///
     /// # Errors
     /// [`EngineError::LossReachesNothing`]; [`EngineError::OldLoss`].
