@@ -71,7 +71,7 @@ fn outer_states(config: Option<&LocalStepsConfig>) -> &'static [&'static str] {
 }
 
 impl SharePlan {
-    /// Creates the plan that `config` asks for, for gradients that are accumulated in `grad_dtype`.
+    /// Creates the plan that `config` requests, for gradients that are accumulated in `grad_dtype`.
     pub fn new(config: &Config, grad_dtype: DType, rank: usize, grouping: Arc<ParameterGrouping>) -> Self {
         let zero = &config.zero;
         Self {

@@ -41,7 +41,7 @@ pub(crate) struct Vote {
     pub overflowed: Vec<usize>,
     /// The mean of the losses.
     pub loss: f64,
-    /// The requests of rank 0 to all ranks.
+    /// The requests from rank 0 to all ranks.
     pub requests: StepRequests,
 }
 
