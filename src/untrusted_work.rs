@@ -22,13 +22,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
-/// The maximum memory that all sandboxed work may hold at a time.
+/// The maximum number of bytes that all sandboxed work may hold at a time.
 const MAX_MEMORY_BYTES: usize = 512 << 20;
 
 /// The interval at which running work is checked.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The maximum total CPU time of work on one subject, beyond the time that the sizes of its inputs explain.
+/// The maximum total CPU time of work on one subject, beyond the time expected for the sizes of its inputs.
 const MAX_CPU_TIME: Duration = Duration::from_secs(3);
 
 /// The subject of work, such as a file name, for the error that ends the process.

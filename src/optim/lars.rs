@@ -20,8 +20,8 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 /// p -= b
 /// ```
 ///
-/// As in the paper, the learning rate is part of the momentum: a new rate does not change steps that have been taken
-/// before. The paper has no `eps`.
+/// As in the paper, the learning rate is part of the momentum: a new rate does not affect the steps already taken.
+/// The paper has no `eps`.
 #[derive(Debug)]
 pub(super) struct Lars {
     config: LarsConfig,

@@ -22,7 +22,7 @@ pub struct StepContext {
     pub trust_ratio: bool,
     /// The number of this step, counted from 1. Skipped steps are not counted.
     pub step: u64,
-    /// The factor that every gradient element is first multiplied by: 1 / (loss scale x clip factor). See
+    /// The factor by which every gradient element is first multiplied: 1 / (loss scale x clip factor). See
     /// [`gradient_multiplier`](crate::precision::gradient_multiplier).
     pub grad_scale: f32,
 }
@@ -206,7 +206,7 @@ pub trait WeightAveraging {
     fn trained_weights(&self, ctx: &StepContext, average: &[f32], state: &[&mut [f32]], trained: FlatMut<'_>);
 }
 
-/// The values that an optimizer step on a parameter depends on.
+/// The values on which an optimizer step on a parameter depends.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub enum OptimizerNeeds<'a> {
@@ -301,8 +301,8 @@ pub struct SlicePosition<'a> {
 ///
 /// A step has three passes over a parameter. The first, only for parameters with factored states, adds up sums over the
 /// gradient of all ranks ([`add_sums`](Self::add_sums)), from which [`take_sums`](Self::take_sums) computes the new
-/// factored states. The second sums squares ([`add_squares`](Self::add_squares)). The third updates
-/// ([`update`](Self::update)); it takes the place of [`Optimizer::update`]. In the second and third pass, `factored`
+/// factored states. The second sums squares ([`add_squares`](Self::add_squares)). The third performs
+/// the step ([`update`](Self::update)) in place of [`Optimizer::update`]. In the second and third passes, `factored`
 /// contains the new factored states, and the states of the elements are those before the step.
 pub trait FactoredOptimizer {
     /// Returns the names of the factored states, in order.

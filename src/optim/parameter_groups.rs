@@ -122,9 +122,9 @@ impl ParameterGroup {
     }
 
     /// Sets DeepSpeed's parameter attribute of this name: whether Muon or AdamW trains the matrices of this group,
-    /// whatever their names. (Parameters that are not matrices are trained by AdamW.) Without it, matrices with `embed`
-    /// or `lm_head` in their names are trained by AdamW, as in DeepSpeed, whereas GPT-2's embeddings, `wte` and `wpe`,
-    /// are trained by Muon. Other optimizers train all parameters.
+    /// whatever their names. (Parameters that are not matrices are trained by AdamW.) Without this setting, matrices
+    /// with `embed` or `lm_head` in their names are trained by AdamW, as in DeepSpeed, whereas GPT-2's embeddings,
+    /// `wte` and `wpe`, are trained by Muon. Other optimizers train all parameters.
     #[must_use]
     pub fn use_muon(mut self, use_muon: bool) -> Self {
         self.use_muon = Some(use_muon);

@@ -237,7 +237,7 @@ fn validate_lists(config: &SchedulerConfig, groups: usize) -> Result<()> {
 impl Schedule {
     /// Creates the schedule from a configuration's scheduler and optimizer sections, for a single group of all
     /// parameters, with the values of the first optimizer step in force. Without a scheduler, the values are the
-    /// optimizer's own, and constant; without an optimizer they are 0.
+    /// optimizer's own, and constant; without an optimizer, they are 0.
     ///
     /// # Errors
     /// [`OptimError::ScheduleParameter`] for a parameter that DeepSpeed rejects too, and for a list of rates for

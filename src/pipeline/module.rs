@@ -47,8 +47,8 @@ impl InferenceState {
         self.position = self.position.map(|position| position + tokens);
     }
 
-    /// Returns the number of tokens before the input, or `None` if no text is continued. If one is, only the output at
-    /// its last position is needed.
+    /// Returns the number of tokens before the input, or `None` if no text is continued. If a text is continued, only
+    /// the output at its last position is needed.
     pub fn position(&self) -> Option<usize> {
         self.position
     }

@@ -101,8 +101,8 @@ impl LossScaler {
         }
     }
 
-    /// Returns the factor for the next loss. Gradients must be divided by the scale that their loss was multiplied by,
-    /// so read it before [`update`](Self::update).
+    /// Returns the factor for the next loss. Gradients must be divided by the scale by which their loss was
+    /// multiplied, so read the factor before [`update`](Self::update).
     pub fn scale(&self) -> f64 {
         match self {
             Self::None => 1.0,

@@ -72,7 +72,7 @@ impl ExpertLoadsFile {
         self.written = Some(Instant::now());
         let bytes = serde_json::to_vec(&loads).expect("numbers are JSON");
         let path = folder.join(EXPERTS);
-        // It is not synced to disk, as the next loads replace it.
+        // The file is not synced to disk, because the next loads replace it.
         files::replace_unsynced(&path, WRITING, &bytes).map_err(|source| Error::Io { action: "write", path, source })
     }
 }

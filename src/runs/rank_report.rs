@@ -24,7 +24,7 @@ pub(crate) struct RankReport {
     memory: Vec<KindBytes>,
 }
 
-/// The bytes of one kind: currently in memory, the maximum in memory, and in files.
+/// The bytes of one memory kind: currently in memory, the maximum in memory, and in files.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct KindBytes {
     kind: MemoryKind,

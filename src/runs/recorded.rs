@@ -21,15 +21,15 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum RecordedState {
-    /// A process is recording it.
+    /// A process is recording the run.
     Running,
-    /// It ended as planned.
+    /// The run ended as planned.
     Finished,
-    /// A signal asked it to end, and it ended after a step.
+    /// A signal asked the run to end, and it ended after a step.
     Stopped,
-    /// An error ended it.
+    /// An error ended the run.
     Failed,
-    /// Its process ended without recording how: the process was killed, or the machine was switched off.
+    /// The process ended without recording how: the process was killed, or the machine was switched off.
     Killed,
 }
 

@@ -134,7 +134,7 @@ pub(crate) struct RecordPlan {
     pub settings: Value,
     pub total_steps: Option<u64>,
     pub command: Option<Vec<String>>,
-    /// Whether the user has requested it. A folder that cannot be written is then an error.
+    /// Whether the user has requested the record. A folder that cannot be written is then an error.
     pub is_required: bool,
 }
 

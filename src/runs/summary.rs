@@ -250,7 +250,7 @@ impl RunSummary {
     /// Replaces the summary in a folder.
     pub(super) fn store(&self, folder: &Path) -> std::io::Result<()> {
         let bytes = serde_json::to_vec(self).expect("text and numbers are JSON");
-        // It is not synced to disk: a reader notices if it is missing or does not belong to the other files.
+        // The file is not synced to disk: a reader notices if it is missing or does not belong to the other files.
         files::replace_unsynced(&folder.join(SUMMARY), WRITING, &bytes)
     }
 }

@@ -174,7 +174,7 @@ impl RunWriter {
             return Ok(Some(FolderAttempt::Taken));
         }
         let Some(lock) = lock(folder, LOCK_RELEASE_TIMEOUT)? else { return Ok(Some(FolderAttempt::Taken)) };
-        // Another process may have continued it in the meantime.
+        // Another process may have continued the record in the meantime.
         if !fits(&info) {
             return Ok(Some(FolderAttempt::Taken));
         }
@@ -332,7 +332,7 @@ impl RunWriter {
             "ranks": ranks.iter().enumerate().map(|(rank, report)| report.to_json(rank)).collect::<Vec<_>>(),
         });
         let path = self.folder.join(RANKS);
-        // It is not synced to disk, as the next report replaces it.
+        // The file is not synced to disk, because the next report replaces it.
         files::replace_unsynced(&path, WRITING, report.to_string().as_bytes()).map_err(|source| Error::Io {
             action: "write",
             path,

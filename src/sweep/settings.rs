@@ -34,7 +34,7 @@ impl SweepGoal {
     }
 }
 
-/// How the parameters of trials are chosen.
+/// The method by which the parameters of trials are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SweepSearcher {
     /// Every combination once; in random order if the scheduler compares trials before all have begun.
@@ -46,7 +46,7 @@ pub enum SweepSearcher {
     Tpe,
 }
 
-/// Which trials continue, and up to which step.
+/// The rule that determines which trials continue, and up to which step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[non_exhaustive]
 pub enum TrialScheduler {
@@ -86,7 +86,7 @@ impl TrialScheduler {
         Self::Asha { min_steps, eta: 4 }
     }
 
-    /// Returns a stop at the median with the usual minimum of trials.
+    /// Returns the rule that stops trials at the median, with the usual minimum number of trials.
     pub fn median_stop(every: u64) -> Self {
         Self::MedianStop { every, grace: every, min_trials: 3 }
     }

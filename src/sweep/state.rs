@@ -31,7 +31,7 @@ pub enum SweepTask {
     End,
 }
 
-/// A sweep: hands out jobs and learns from their results.
+/// A sweep, which hands out jobs and chooses further jobs based on their results.
 ///
 /// It is deterministic: the same settings, and the same calls with the same results, give the same jobs.
 #[derive(Debug, Clone)]

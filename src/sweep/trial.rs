@@ -8,23 +8,23 @@ use serde_json::Value;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TrialState {
-    /// It waits at the step that it has reached.
+    /// The trial waits at the step that it has reached.
     Paused,
-    /// It is being trained up to this step.
+    /// The trial is being trained up to this step.
     Running {
         /// The step.
         to: u64,
     },
-    /// It has reached its last step.
+    /// The trial has reached its last step.
     Complete,
-    /// The scheduler has ended it early.
+    /// The scheduler has ended the trial early.
     Stopped,
-    /// A branch of a better trial has taken its place.
+    /// A branch of a better trial has taken the place of this one.
     Replaced {
         /// The number of the branch.
         by: usize,
     },
-    /// It has failed.
+    /// The trial has failed.
     Failed(String),
 }
 

@@ -176,7 +176,7 @@ impl RankCore {
         }
     }
 
-    /// Returns why updates cannot be delayed (`offload_optimizer.delayed_update`), or `None` if they can.
+    /// Returns the reason why updates cannot be delayed (`offload_optimizer.delayed_update`), or `None` if they can.
     pub fn hindrance_to_delay(&self) -> Option<&'static str> {
         if matches!(self.model_place, BufferDevice::Host) {
             Some("no GPU runs the model")
