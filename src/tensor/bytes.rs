@@ -169,8 +169,12 @@ pub(crate) fn of_bytes(dtype: DType, bytes: &[u8]) -> Result<CpuStorage> {
 /// tensor.
 pub(crate) fn set_bytes(tensor: &Tensor, bytes: &[u8]) -> Result<()> {
     if bytes.len() != tensor.elem_count() * tensor.dtype().size_in_bytes() {
-        let (shape, dtype) = (tensor.shape(), tensor.dtype());
-        bail!("{} bytes were given for a tensor of shape {shape:?} and dtype {dtype:?}", bytes.len())
+        bail!(
+            "{} bytes were given for a tensor of shape {:?} and dtype {:?}",
+            bytes.len(),
+            tensor.shape(),
+            tensor.dtype()
+        )
     }
     swap(tensor, of_bytes(tensor.dtype(), bytes)?).map(drop)
 }
