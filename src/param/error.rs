@@ -192,7 +192,7 @@ pub enum ParamError {
     },
     /// The model's constructor computed with a parameter.
     #[error(
-        "the model computes with a parameter while the model is built (the last parameter it took is {last}): the \
+        "the model computes with a parameter while the model is built (the last parameter taken is {last}): the \
          result would keep the initial values forever while the parameter is trained; compute the result in the \
          forward pass (views such as t() and reshape may be taken immediately)"
     )]
