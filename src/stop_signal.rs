@@ -8,7 +8,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// An environment variable that `zerorun` sets for its ranks.
+/// The environment variable with which `zerorun` gives its ranks the number of restarts.
 pub const RESTART: &str = "ZERORUN_RESTART";
 
 /// The variable with the number of optimizer steps after which a job is asked to end, as by a signal. `zerorun sweep`

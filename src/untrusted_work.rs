@@ -22,13 +22,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
-/// The maximum memory that all sandboxed work may hold at a time.
+/// The maximum number of bytes that all sandboxed work may hold at a time.
 const MAX_MEMORY_BYTES: usize = 512 << 20;
 
 /// The interval at which running work is checked.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The maximum total CPU time of work on one subject, beyond the time that the sizes of its inputs explain.
+/// The maximum total CPU time of work on one subject, beyond the time expected for the sizes of its inputs.
 const MAX_CPU_TIME: Duration = Duration::from_secs(3);
 
 /// The subject of work, such as a file name, for the error that ends the process.
@@ -172,8 +172,8 @@ fn begin() {
     });
 }
 
-/// Makes every later panic that occurs because a thread or a stack cannot be created end the process with an error that
-/// names the cause: too little memory within the limits set for this process (`ulimit`).
+/// Makes the process end with an error at every later panic that occurs because a thread or a stack cannot be created.
+/// The error names the cause: too little memory within the limits set for this process (`ulimit`).
 pub fn explain_limits() {
     use rustix::process::Resource;
     let is_set = |resource| rustix::process::getrlimit(resource).current.is_some();

@@ -12,7 +12,7 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 
 /// LARS: SGD with momentum whose learning rate is scaled to the norms of the parameter and of its gradient.
 ///
-/// With `g` the scaled gradient and `|x|` the L2 norm of the whole parameter:
+/// `g` is the scaled gradient, and `|x|` is the L2 norm of the whole parameter:
 ///
 /// ```text
 /// c  = trust_coefficient * |p| / (|g| + wd * |p| + eps)       1 if |p| or |g| is 0
@@ -20,8 +20,8 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 /// p -= b
 /// ```
 ///
-/// As in the paper, the learning rate is part of the momentum: a new rate does not change steps that have been taken
-/// before. The paper has no `eps`.
+/// As in the paper, the learning rate is part of the momentum: a new rate does not affect the steps already taken.
+/// The paper has no `eps`.
 #[derive(Debug)]
 pub(super) struct Lars {
     config: LarsConfig,

@@ -7,7 +7,8 @@ use crate::config::LionConfig;
 use crate::cuda::ElementwiseUpdate;
 use crate::precision::{FlatMut, FlatRef};
 
-/// The Lion optimizer: each weight moves by the learning rate, in the direction of a sign, with decoupled weight decay.
+/// The Lion optimizer: each weight moves by the learning rate in the direction that a sign gives, with decoupled weight
+/// decay.
 ///
 /// `g` is the scaled gradient:
 ///

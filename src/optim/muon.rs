@@ -19,9 +19,9 @@ const NO_MATRICES: [&str; 2] = ["embed", "lm_head"];
 /// p  = p * (1 - lr * wd) - lr * u
 /// ```
 ///
-/// A tensor with four dimensions, such as a convolution's, is a matrix with its first dimension as rows, but the root
-/// is taken of the ratio of its last two dimensions, as in DeepSpeed. Other tensors with more than two dimensions are
-/// batches of separate matrices in the last two.
+/// A tensor with four dimensions, such as a convolution's weight, is a matrix with its first dimension as rows, but the
+/// root is taken of the ratio of its last two dimensions, as in DeepSpeed. Other tensors with more than two dimensions
+/// are batches of separate matrices in the last two dimensions.
 #[derive(Debug)]
 pub(super) struct Muon {
     config: MuonConfig,

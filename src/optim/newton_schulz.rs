@@ -24,7 +24,7 @@ const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
 /// The step of the Gram iteration before which `X` is updated, so that rounding errors do not grow.
 const RESTART_STEP: usize = 2;
 
-/// The number added to the norm that a matrix is divided by.
+/// The number added to the norm by which a matrix is divided.
 const EPS: f32 = 1e-7;
 
 /// The number of elements that one thread processes at a time.

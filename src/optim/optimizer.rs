@@ -22,7 +22,7 @@ pub struct StepContext {
     pub trust_ratio: bool,
     /// The number of this step, counted from 1. Skipped steps are not counted.
     pub step: u64,
-    /// The factor that every gradient element is first multiplied by: 1 / (loss scale x clip factor). See
+    /// The factor by which every gradient element is first multiplied: 1 / (loss scale x clip factor). See
     /// [`gradient_multiplier`](crate::precision::gradient_multiplier).
     pub grad_scale: f32,
 }
@@ -99,7 +99,8 @@ pub trait Optimizer: Send + Sync {
         std::any::type_name::<Self>()
     }
 
-    /// Returns the learning rate without a schedule, which is also the base of a schedule. The default is 1e-3.
+    /// Returns the learning rate that applies without a schedule, and on which schedules are based. The default is
+    /// 1e-3.
     fn lr(&self) -> f64 {
         1e-3
     }
@@ -175,7 +176,7 @@ pub trait Optimizer: Send + Sync {
         false
     }
 
-    /// Returns the constants of this step for that kernel.
+    /// Returns the constants of this step for the kernel that [`has_kernel`](Self::has_kernel) reports.
     #[cfg(feature = "cuda")]
     #[doc(hidden)]
     fn elementwise(&self, ctx: &StepContext) -> Option<ElementwiseUpdate> {
@@ -201,11 +202,11 @@ pub enum RateRule {
 /// kept in f32. The model computes gradients with the trained weights, which the update writes to `half`.
 pub trait WeightAveraging {
     /// Writes the trained weights of a slice after step `ctx.step`, given the average and the states. Before the first
-    /// step, both are the same.
+    /// step, the trained weights and the average are the same.
     fn trained_weights(&self, ctx: &StepContext, average: &[f32], state: &[&mut [f32]], trained: FlatMut<'_>);
 }
 
-/// The values that an optimizer step on a parameter depends on.
+/// The values on which an optimizer step on a parameter depends.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub enum OptimizerNeeds<'a> {
@@ -300,8 +301,8 @@ pub struct SlicePosition<'a> {
 ///
 /// A step has three passes over a parameter. The first, only for parameters with factored states, adds up sums over the
 /// gradient of all ranks ([`add_sums`](Self::add_sums)), from which [`take_sums`](Self::take_sums) computes the new
-/// factored states. The second sums squares ([`add_squares`](Self::add_squares)). The third updates
-/// ([`update`](Self::update)); it takes the place of [`Optimizer::update`]. In the second and third pass, `factored`
+/// factored states. The second sums squares ([`add_squares`](Self::add_squares)). The third performs
+/// the step ([`update`](Self::update)) in place of [`Optimizer::update`]. In the second and third passes, `factored`
 /// contains the new factored states, and the states of the elements are those before the step.
 pub trait FactoredOptimizer {
     /// Returns the names of the factored states, in order.

@@ -114,7 +114,7 @@ impl ParameterGroup {
 
     /// Sets whether LARS and Lamb multiply the learning rate of each parameter of this group by the parameter's trust
     /// ratio, which is the default. LARS is often used without it for norms and biases:
-    /// `ParameterGroup::no_decay().trust_ratio(false)`. It has no effect on other optimizers.
+    /// `ParameterGroup::no_decay().trust_ratio(false)`. The setting has no effect on other optimizers.
     #[must_use]
     pub fn trust_ratio(mut self, trust_ratio: bool) -> Self {
         self.numbers.trust_ratio = Some(trust_ratio);
@@ -122,9 +122,9 @@ impl ParameterGroup {
     }
 
     /// Sets DeepSpeed's parameter attribute of this name: whether Muon or AdamW trains the matrices of this group,
-    /// whatever their names. (Parameters that are not matrices are trained by AdamW.) Without it, matrices with `embed`
-    /// or `lm_head` in their names are trained by AdamW, as in DeepSpeed, whereas GPT-2's embeddings, `wte` and `wpe`,
-    /// are trained by Muon. Other optimizers train all parameters.
+    /// whatever their names. (Parameters that are not matrices are trained by AdamW.) Without this setting, matrices
+    /// with `embed` or `lm_head` in their names are trained by AdamW, as in DeepSpeed, whereas GPT-2's embeddings,
+    /// `wte` and `wpe`, are trained by Muon. Other optimizers train all parameters.
     #[must_use]
     pub fn use_muon(mut self, use_muon: bool) -> Self {
         self.use_muon = Some(use_muon);
@@ -202,7 +202,7 @@ impl ParameterGrouping {
     ///
     /// # Errors
     /// [`OptimError::ParameterGroup`] for hyperparameters that no optimizer can work with; [`OptimError::States`] for
-    /// names of states that a checkpoint cannot tell apart.
+    /// names of states that a checkpoint cannot distinguish.
     pub fn new(optimizer: Option<Arc<dyn Optimizer>>, given: Vec<ParameterGroup>) -> Result<Self> {
         if let Some(optimizer) = &optimizer {
             for half in [Some(&**optimizer), optimizer.auxiliary()].into_iter().flatten() {
@@ -268,7 +268,7 @@ impl ParameterGrouping {
         self.copied.as_deref() != Some(name) && self.trains_rule()(name, shape)
     }
 
-    /// Returns whether a parameter is trained at the start, on any rank, as a separate predicate.
+    /// Returns a predicate that returns whether a parameter is trained at the start, on any rank.
     pub fn trains_rule(&self) -> TrainableFilter {
         let (given, trainable) = (self.given.clone(), self.trainable.clone());
         Arc::new(move |name, shape| {

@@ -237,7 +237,7 @@ fn validate_lists(config: &SchedulerConfig, groups: usize) -> Result<()> {
 impl Schedule {
     /// Creates the schedule from a configuration's scheduler and optimizer sections, for a single group of all
     /// parameters, with the values of the first optimizer step in force. Without a scheduler, the values are the
-    /// optimizer's own, and constant; without an optimizer they are 0.
+    /// optimizer's own, and constant; without an optimizer, they are 0.
     ///
     /// # Errors
     /// [`OptimError::ScheduleParameter`] for a parameter that DeepSpeed rejects too, and for a list of rates for
@@ -270,7 +270,7 @@ impl Schedule {
         Self::custom_of_group(rule, GroupBaseRates { lr: 0.0, momentum, cycles: true, group: 0, groups: 1 })
     }
 
-    /// Creates a user-defined schedule for a parameter group.
+    /// Creates a custom schedule for a parameter group.
     pub(crate) fn custom_of_group(rule: Arc<dyn LrSchedule>, base: GroupBaseRates) -> Self {
         let GroupBaseRates { momentum, cycles, group, .. } = base;
         let mut schedule = Self { rule, group, momentum, cycles, last_batch_iteration: -1, lr: 0.0, betas: None };

@@ -12,8 +12,8 @@ use std::sync::Mutex;
 /// Schedule-Free AdamW: AdamW whose steps are averaged, instead of a schedule that lowers the learning rate.
 ///
 /// There are three sequences of weights: `z`, to which steps are applied; `x`, the average of `z`, for evaluation and
-/// export; and `y` between them, with which the model computes gradients. With `g` the scaled gradient at `y` and `t`
-/// the step:
+/// export; and `y` between them, with which the model computes gradients. `g` is the scaled gradient at `y`, and `t` is
+/// the number of the step:
 ///
 /// ```text
 /// lr_t = lr * min(1, t / warmup_steps)
@@ -107,7 +107,7 @@ impl WeightAveraging for AdamWScheduleFree {
         let [z, _] = state else { panic!("wrong number of optimizer state buffers") };
         let len = average.len();
         assert!(z.len() == len && trained.len() == len, "a buffer is not as long as the parameter");
-        // Before the first step, z has not begun.
+        // Before the first step, z equals the average.
         let z: &[f32] = if ctx.step == 0 { average } else { z };
         let mix = Mix::new(ctx.betas.unwrap_or(self.config.betas).0);
         match trained {
@@ -265,8 +265,8 @@ impl StepWeights {
         if sum > 0.0 { weight / sum } else { 1.0 }
     }
 
-    /// Returns the sum of the weights of the first `count` steps. It has the same bits, whichever sums were requested
-    /// before.
+    /// Returns the sum of the weights of the first `count` steps. Its bits do not depend on the sums that were
+    /// requested before.
     fn sum(&self, count: u64) -> f64 {
         let mut sums = lock(&self.sums);
         if sums.last.0 == count {

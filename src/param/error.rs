@@ -31,8 +31,8 @@ pub enum ParamError {
     },
     /// A rule that quantizes a trained parameter.
     #[error(
-        "parameter {name} is quantized and trained, but only frozen ones can be quantized; freeze it \
-         (EngineBuilder::trainable, a frozen group), or exclude it in EngineBuilder::quantized"
+        "parameter {name} is quantized and trained, but only frozen parameters can be quantized; \
+         freeze it (EngineBuilder::trainable, a frozen group), or exclude it in EngineBuilder::quantized"
     )]
     QuantizedTrained {
         /// The parameter.
@@ -93,7 +93,7 @@ pub enum ParamError {
         path: PathBuf,
         /// The tensor, by the model's name for it.
         name: String,
-        /// The index of the first such value in it, in row-major order, counted from 0.
+        /// The index of the first such value in the tensor, in row-major order, counted from 0.
         element: usize,
         /// The value: NaN or infinite.
         value: f32,
@@ -192,9 +192,9 @@ pub enum ParamError {
     },
     /// The model's constructor computed with a parameter.
     #[error(
-        "the model computes with a parameter while it is built ({last} was the last one it took): the result would \
-         keep the initial values forever while the parameter is trained; compute the result in the forward pass \
-         (views such as t() and reshape may be taken immediately)"
+        "the model computes with a parameter while the model is built (the last parameter taken is {last}): the \
+         result would keep the initial values forever while the parameter is trained; compute the result in the \
+         forward pass (views such as t() and reshape may be taken immediately)"
     )]
     UsedWhileBuilding {
         /// The parameter that was taken last.
@@ -215,9 +215,9 @@ pub enum ParamError {
     /// An operand without values: a sharded parameter outside its engine's calls, or a copy of a parameter that was
     /// made before it had values.
     #[error(
-        "an operation used a parameter without values ({why}): either a sharded one outside its engine's calls, which \
-         belongs in the closure passed to that engine's forward or eval (use Engine::gathered and \
-         safe_get_full_fp32_param elsewhere); or a copy that the model's constructor made (copy(), force_contiguous) \
+        "an operation used a parameter without values ({why}): either a sharded parameter outside its engine's \
+         calls; use it in the closure passed to that engine's forward or eval (elsewhere, use Engine::gathered and \
+         safe_get_full_fp32_param); or a copy that the model's constructor made (copy(), force_contiguous) \
          before the values were set; copy in the forward pass"
     )]
     AbsentElsewhere {
@@ -367,10 +367,10 @@ pub enum ParamError {
         /// The type at the second request.
         second: String,
     },
-    /// A buffer whose memory no longer has the elements of its shape and type.
+    /// A buffer whose memory does not contain the elements that its shape and type require.
     #[error(
-        "buffer {name} of shape {shape:?} holds {found} instead of {expected}; a buffer keeps the shape and type that \
-         it was created with; change its values with Var::set"
+        "buffer {name} of shape {shape:?} holds {found} instead of {expected}; a buffer keeps its original \
+         shape and type; change its values with Var::set"
     )]
     BufferChanged {
         /// The name.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   empty leaf --Capture--> token --> parameter --> the model's operations --> loss
-//!                  ^ bwd: the complete gradient, once per backward, when every use has been differentiated
+//!                  ^ bwd: the complete gradient, once per backward pass, after every use has been differentiated
 //! ```
 //!
 //! Candle visits nodes in the reverse order of their creation, so the last layer's gradients come first. The gradient

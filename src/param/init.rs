@@ -10,8 +10,8 @@ use std::ops::Range;
 
 /// Returns elements `range` of the parameter `name` with shape `shape`, in f32.
 ///
-/// The distributions are those of `candle_nn::Init`; the random numbers come from a counter (SplitMix64's finalizer
-/// over seed, name and element).
+/// The distributions are those of `candle_nn::Init`; the random numbers come from a counter-based generator
+/// (SplitMix64's finalizer over seed, name and element).
 pub fn init_values(seed: u64, name: &str, shape: &Shape, init: Init, range: Range<usize>) -> Vec<f32> {
     let key = mix(seed ^ fnv1a(name.as_bytes()));
     let uniform = |lo: f64, up: f64| fill(range.clone(), move |i| lo + (up - lo) * unit(mix(key.wrapping_add(i))));

@@ -59,9 +59,9 @@ pub(crate) struct Param {
     /// The storage and wire format of the weights.
     pub weights: WeightFormat,
     pub unit: UnitId,
-    /// The part of the optimizer that trains the parameter while it is trained.
+    /// The role of the optimizer that trains the parameter, unless the parameter is frozen.
     pub role: OptimizerRole,
-    /// The number of weight updates before the parameter's own first one, while it was frozen.
+    /// The number of weight updates while the parameter was frozen, before its own first update.
     pub updates_before: AtomicU64,
     /// The index of the parameter group.
     pub group: usize,

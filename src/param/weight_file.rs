@@ -121,7 +121,7 @@ impl<'a> FileTensor<'a> {
         (format!("{:?}", self.info.dtype), bytes)
     }
 
-    /// Releases the memory of the tensor's pages, to be called after [`raw`](Self::raw) bytes were read once.
+    /// Releases the memory of the tensor's pages. Call it after the bytes of [`raw`](Self::raw) have been read.
     pub fn release(&self) {
         let (start, end) = self.info.data_offsets;
         release_pages(&self.file.map, self.file.data_start + start..self.file.data_start + end);
@@ -164,7 +164,7 @@ impl<'a> FileTensor<'a> {
             Dtype::F16 => read(bytes, |b| f16::from_le_bytes(b).to_f32()),
             _ => read(bytes, f32::from_le_bytes),
         };
-        // The pages of a parameter that was read are seldom needed again.
+        // The pages of a parameter that has been read are seldom needed again.
         release_pages(&self.file.map, place);
         check_finite(&self.file.path, name, range.start, &values)?;
         Ok(values)

@@ -10,7 +10,7 @@ pub(crate) struct PipelineMessage {
     pub is_gradient: bool,
     /// The later of the two stages.
     pub boundary: usize,
-    /// The micro batch of the step.
+    /// The index of the micro batch in the step.
     pub micro_batch: usize,
 }
 

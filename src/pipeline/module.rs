@@ -47,8 +47,8 @@ impl InferenceState {
         self.position = self.position.map(|position| position + tokens);
     }
 
-    /// Returns the number of tokens before the input, or `None` if no text is continued. If one is, only the output at
-    /// its last position is needed.
+    /// Returns the number of tokens before the input, or `None` if no text is continued. If a text is continued, only
+    /// the output at its last position is needed.
     pub fn position(&self) -> Option<usize> {
         self.position
     }
@@ -90,9 +90,9 @@ pub enum PartitionMethod {
     /// Stages have about the same number of parameters (`parameters`, `best`).
     #[default]
     Parameters,
-    /// Stages have the same number of layers (`uniform`).
+    /// Stages have about the same number of layers (`uniform`).
     Uniform,
-    /// Stages have the same number of layers in whose kind this regular expression matches (`type:REGEX`), ignoring
+    /// Stages have about the same number of layers whose kind matches this regular expression (`type:REGEX`), ignoring
     /// case.
     LayerKind(String),
     /// The slowest stage is as fast as possible, judging by the time that each layer takes on each rank, which is
@@ -159,8 +159,8 @@ impl<B> PipelineModule<B> {
     }
 
     /// Sets the function that returns an example of a micro batch, given its number of samples and the device of its
-    /// tensors. With `pipeline.partition` `time`, the time of each layer is measured with it; shapes and dtypes matter,
-    /// values do not. [`decoder_pipeline`](crate::models::decoder_pipeline) sets one.
+    /// tensors. With `pipeline.partition` `time`, each layer's time is measured with this example; shapes and dtypes
+    /// matter, values do not. [`decoder_pipeline`](crate::models::decoder_pipeline) sets one.
     #[must_use]
     pub fn example(self, example: impl Fn(usize, &Device) -> Result<B> + 'static) -> Self {
         Self { example: Some(Box::new(example)), ..self }

@@ -75,7 +75,7 @@ pub struct PipelineOp {
     pub stage: usize,
     /// The work.
     pub pass: PipelinePass,
-    /// The micro batch of the step, counted from 0.
+    /// The index of the micro batch in the step, counted from 0.
     pub micro_batch: usize,
 }
 

@@ -13,7 +13,7 @@ pub struct StageCuts {
     bounds: Vec<usize>,
 }
 
-/// The error that there are more stages than layers.
+/// The error for more stages than layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TooManyStages {
     /// The number of stages.
@@ -53,7 +53,7 @@ impl StageCuts {
     }
 }
 
-/// Divides `layers` layers into stages of equal length; if that is not possible, the first stages have one more
+/// Divides `layers` layers into stages of equal length; if that is not possible, the first stages have one more layer
 /// (`partition: uniform`).
 ///
 /// # Errors
@@ -80,8 +80,8 @@ pub fn balanced_cuts(weights: &[f64], slowness: &[f64]) -> Result<StageCuts, Too
 
 /// Divides layers into stages so that the slowest stage is as fast as possible, and no stage needs more memory than its
 /// rank has. `seconds` has, for each stage, the time of each layer on the rank that holds the stage; `bytes` is the memory
-/// of each layer, and `limits` is the memory available to each stage. Of equally good divisions, it returns the one
-/// with the smallest sum of squares. Returns `None` if no division fits (`partition: time`).
+/// of each layer, and `limits` is the memory available to each stage. Of equally good divisions, the one with the
+/// smallest sum of squares is returned. Returns `None` if no division fits (`partition: time`).
 ///
 /// # Errors
 /// There are more stages than layers.

@@ -1,4 +1,4 @@
-//! The properties of a buffer that decisions depend on (dtype, length and capacity), without the values.
+//! The properties of a buffer on which decisions depend (dtype, length and capacity), without the values.
 
 use super::{Flat, FlatMut, FlatRef, sum_of_squares};
 use crate::error::Result;

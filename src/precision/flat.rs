@@ -217,7 +217,7 @@ impl Flat {
         self.as_ref().as_bytes()
     }
 
-    /// Returns the raw bytes, writable.
+    /// Returns the raw bytes as a mutable slice.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         each!(Flat, self, v => bytemuck::cast_slice_mut(v))
     }

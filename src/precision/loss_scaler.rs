@@ -47,7 +47,8 @@ pub struct DynamicLossScale {
     ends_at_min: bool,
     refill_each_clean_step: bool,
     steps: u64,
-    /// The steps since the start of the run or the last overflow. The clean step that starts a count has number 0.
+    /// The number of steps since the start of the run or the last overflow. The clean step that starts a count is
+    /// step 0.
     clean: u64,
 }
 
@@ -61,7 +62,7 @@ pub struct ScalerState {
     pub patience_left: u32,
     /// The number of steps so far.
     pub steps: u64,
-    /// The steps since the start of the run or the last overflow.
+    /// The number of steps since the start of the run or the last overflow.
     pub clean: u64,
 }
 
@@ -100,8 +101,8 @@ impl LossScaler {
         }
     }
 
-    /// Returns the factor for the next loss. Gradients must be divided by the scale that their loss was multiplied by,
-    /// so read it before [`update`](Self::update).
+    /// Returns the factor for the next loss. Gradients must be divided by the scale by which their loss was
+    /// multiplied, so read the factor before [`update`](Self::update).
     pub fn scale(&self) -> f64 {
         match self {
             Self::None => 1.0,

@@ -25,7 +25,7 @@ const CODES: usize = BLOCK / 2;
 /// The number of blocks whose scales are quantized together.
 const NESTED_BLOCKS: usize = 256;
 
-/// The size in bytes of what precedes the codes of nested scales: their offset and their scale.
+/// The size in bytes of the offset and the scale that precede the codes of nested scales.
 const NESTED_HEAD: usize = 2 * size_of::<f32>();
 
 /// The values of the sixteen codes.

@@ -1,7 +1,7 @@
 //! Stochastic rounding to bfloat16: numbers are rounded up or down at random, so that the mean of many roundings is the
 //! number itself.
 //!
-//! With rounding to nearest, an update far smaller than half a step of a bf16 is always lost. With stochastic rounding,
+//! With rounding to nearest, an update far smaller than half a bf16 step is always lost. With stochastic rounding,
 //! it is sometimes kept. The random bits are a function of a key and of the element's position, and never depend on
 //! rank, stage or thread.
 

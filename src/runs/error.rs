@@ -12,8 +12,8 @@ pub(super) const NAME_RULE: &str =
 pub enum RunError {
     /// The folder of runs does not exist.
     #[error(
-        "there is no folder of runs {}; run this where training was started, or name the folder with --runs DIR or \
-         CANDLE_ZERO_RUNS_DIR",
+        "there is no folder of runs {}; run the command where training was started, or name the folder with --runs DIR \
+         or CANDLE_ZERO_RUNS_DIR",
         folder.display()
     )]
     NoFolder {

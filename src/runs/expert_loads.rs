@@ -20,7 +20,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 pub struct RecordedLoads {
     /// The number of optimizer steps so far.
     pub step: u64,
-    /// When the loads were recorded, in seconds since 1970.
+    /// The time at which the loads were recorded, in seconds since 1970.
     pub time: f64,
     /// The number of the process that recorded them, counted from 1.
     pub session: u64,
@@ -51,7 +51,7 @@ impl RecordedLoads {
     }
 }
 
-/// The file, as its writer sees it.
+/// The state of the file's writer.
 #[derive(Debug, Default)]
 pub(super) struct ExpertLoadsFile {
     written: Option<Instant>,
@@ -72,7 +72,7 @@ impl ExpertLoadsFile {
         self.written = Some(Instant::now());
         let bytes = serde_json::to_vec(&loads).expect("numbers are JSON");
         let path = folder.join(EXPERTS);
-        // It is not synced to disk, as the next loads replace it.
+        // The file is not synced to disk, because the next loads replace it.
         files::replace_unsynced(&path, WRITING, &bytes).map_err(|source| Error::Io { action: "write", path, source })
     }
 }

@@ -18,7 +18,7 @@ pub struct RunsFolder {
     folder: PathBuf,
 }
 
-/// A run in a folder, or why it cannot be read.
+/// A run in a folder, or the reason why it cannot be read.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct ListedRun {
@@ -161,8 +161,8 @@ impl RunsFolder {
     }
 }
 
-/// Returns whether a folder contains a run, even a damaged one. A folder without these files, such as one whose process
-/// was killed immediately after it had created the folder, is not a run.
+/// Returns whether a folder contains a run, even a damaged one. A folder without the files of a run, such as one whose
+/// process was killed immediately after it had created the folder, is not a run.
 fn is_run(folder: &Path) -> bool {
     [INFO, EVENTS, METRICS].iter().any(|name| folder.join(name).symlink_metadata().is_ok_and(|found| found.is_file()))
 }

@@ -4,7 +4,7 @@ use crate::files;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// The maximum number of bytes of a file of git that is read.
+/// The maximum size in bytes of a git file that is read.
 const MAX_GIT_FILE: u64 = 16 << 20;
 
 /// The revision that is checked out.
@@ -41,7 +41,7 @@ impl GitRevision {
     }
 }
 
-/// Returns git's folder of a working tree whose top is `folder`.
+/// Returns the git folder of the working tree whose top is `folder`.
 fn git_folder(folder: &Path) -> Option<PathBuf> {
     let git = folder.join(".git");
     if git.is_dir() {

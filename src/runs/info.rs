@@ -1,4 +1,4 @@
-//! `run.json`: what is known when a run begins.
+//! `run.json`: the facts that are known when a run begins.
 
 use super::{FORMAT, GitRevision, INFO, MAX_FILE_BYTES, RunMachine, WRITING, lines};
 use crate::error::{Error, Result, RunError};
@@ -13,13 +13,13 @@ use std::path::Path;
 pub struct RunInfo {
     /// The version of the format.
     pub format: u64,
-    /// The name that the program or the user has given. The folder's name is this name with the time at which the job
-    /// began.
+    /// The name that the program or the user has given. The folder's name is this name, followed by the time at which
+    /// the job began.
     pub name: String,
     /// The id of the job. It stays the same when the job restarts.
     #[serde(default)]
     pub job: String,
-    /// When the run began, in seconds since 1970.
+    /// The time at which the run began, in seconds since 1970.
     #[serde(default)]
     pub created: f64,
     /// The command line, without secrets.
@@ -43,7 +43,7 @@ pub struct RunInfo {
     /// The number of steps of the complete run, if it is known in advance.
     #[serde(default)]
     pub total_steps: Option<u64>,
-    /// The settings of the program: those that are not part of the configuration.
+    /// The settings of the program that are not part of the configuration.
     #[serde(default)]
     pub settings: Value,
     /// The resolved configuration.

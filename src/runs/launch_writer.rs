@@ -1,4 +1,4 @@
-//! The launcher's part of the record of a run: the output of the ranks, and how each of them has ended.
+//! The launcher's part of the record of a run: the output of the ranks, and how each rank ended.
 
 use super::line_file::LineFile;
 use super::secrets::without_secrets;
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
-/// The maximum number of bytes of `log.txt`. When it is full, it replaces `log.1.txt`, and a new file begins.
+/// The maximum number of bytes of `log.txt`. When the file is full, it replaces `log.1.txt`, and a new file begins.
 const MAX_LOG: u64 = 4 << 20;
 /// The maximum number of bytes of a line of the log.
 const MAX_LOG_LINE: usize = 8 << 10;
@@ -44,7 +44,7 @@ impl LaunchWriter {
     pub fn line(&mut self, time: f64, prefix: &str, text: &[u8]) -> Result<()> {
         let is_cut = text.len() > MAX_LOG_LINE;
         let text = String::from_utf8_lossy(&text[..text.len().min(MAX_LOG_LINE)]);
-        // Colors and other commands to a terminal mean nothing in a file.
+        // Colours and other terminal commands mean nothing in a file.
         let text = without_secrets(&plain(&text));
         let line = format!("{} {prefix}{text}{}", utc(time), if is_cut { " ..." } else { "" });
         if self.log.len > 0 && self.log.len + line.len() as u64 >= self.max_log {

@@ -45,7 +45,7 @@ pub(super) fn complete_lines(
             return Ok(at);
         }
         if is_too_long {
-            each(Err(format!("the line at byte {at} has more than {MAX_LINE} bytes")));
+            each(Err(format!("the line at byte {at} is longer than {MAX_LINE} bytes")));
         } else {
             each(serde_json::from_slice(&line).map_err(|_| format!("the line at byte {at} is not a JSON object")));
         }
@@ -107,7 +107,7 @@ mod tests {
         let mut long = vec![b'x'; MAX_LINE as usize + 10];
         long.extend(b"\n{\"d\":4}\n");
         let (all, end) = lines(&long, 0);
-        assert_eq!(all, ["the line at byte 0 has more than 4194304 bytes", "{\"d\":4}"]);
+        assert_eq!(all, ["the line at byte 0 is longer than 4194304 bytes", "{\"d\":4}"]);
         assert_eq!(end, long.len() as u64);
         assert_eq!(lines(&long[..MAX_LINE as usize - 1], 0), (vec![], 0));
     }

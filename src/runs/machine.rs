@@ -17,7 +17,7 @@ pub struct RunMachine {
     pub simd: String,
     /// The number of cores that the process may use.
     pub cores: usize,
-    /// The bytes of memory.
+    /// The size of the memory in bytes.
     pub memory_bytes: u64,
     /// The kernel of the operating system.
     pub system: String,

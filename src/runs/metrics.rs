@@ -25,7 +25,7 @@ pub(super) const LOSS: &str = "loss";
 pub struct MetricsRow {
     /// The number of optimizer steps so far.
     pub step: u64,
-    /// When the step ended, in seconds since 1970.
+    /// The time at which the step ended, in seconds since 1970.
     pub time: f64,
     /// The values by name. Numbers that are not finite are NaN or infinite.
     pub values: BTreeMap<String, f64>,
@@ -47,13 +47,13 @@ pub struct RunMetrics {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum MetricsLine {
-    /// A process begins or continues the run after a step: what was recorded for later steps is dropped.
+    /// A process begins or continues the run after a step: the records of later steps are dropped.
     Session {
         /// The number of the process, counted from 1.
         number: u64,
         /// The step.
         from_step: u64,
-        /// When it began, in seconds since 1970.
+        /// The time at which the process began, in seconds since 1970.
         time: f64,
     },
     /// Values of a step. The values of all its lines belong to the step, except that a line with the value `loss`
@@ -100,7 +100,7 @@ pub fn json_number(number: f64) -> Value {
     }
 }
 
-/// A reading of the complete file: its rows, and the times in the order of the lines.
+/// The contents of the complete file: its rows, and the times in the order of the lines.
 #[derive(Default)]
 pub(super) struct WholeMetrics {
     pub rows: BTreeMap<u64, MetricsRow>,
@@ -158,7 +158,7 @@ impl WholeMetrics {
         }
     }
 
-    /// Drops what was recorded for later steps, which are about to be repeated.
+    /// Drops the records of later steps, which are about to be repeated.
     fn forget_after(&mut self, step: u64) {
         if let Some(after) = step.checked_add(1) {
             self.rows.split_off(&after);

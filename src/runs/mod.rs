@@ -12,8 +12,8 @@
 //! `samples.jsonl` only grow: they are JSON lines, and an incomplete last line is ignored. `summary.json` is an
 //! index: it summarizes the first bytes of the other files and contains the number of those bytes, so listing many runs
 //! does not require reading their metrics. `ranks.json` is the last report of all ranks, and `experts.json` has the newest
-//! loads of the experts of a mixture. The launcher writes `launch.jsonl` and `log.txt` (launch_writer.rs). Requests of the
-//! user are files, too (requests.rs). docs/runs.md describes the format.
+//! loads of the experts of a mixture. The launcher writes `launch.jsonl` and `log.txt` (launch_writer.rs). Requests
+//! from the user are files, too (requests.rs). docs/runs.md describes the format.
 
 pub(crate) mod error;
 mod expert_loads;
@@ -68,7 +68,7 @@ pub const RUN_FOLDERS: &str = "CANDLE_ZERO_RUN_FOLDERS";
 /// The default folder of runs.
 pub const DEFAULT_FOLDER: &str = "runs";
 
-/// The version of the format that this version writes; it reads this version and earlier ones.
+/// The version of the format that this library writes. The library reads this version and earlier ones.
 const FORMAT: u64 = 1;
 
 /// The files of a run.

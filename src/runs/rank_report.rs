@@ -1,4 +1,4 @@
-//! The report of a rank about itself, about once a second: its memory by kind, and the times of its last step.
+//! The report that each rank sends about once a second: its memory by kind, and the times of its last step.
 
 use crate::memory::{MemoryKind, MemoryReport, MemoryRow};
 use crate::monitor::{rss_bytes, rss_peak_bytes};
@@ -24,7 +24,7 @@ pub(crate) struct RankReport {
     memory: Vec<KindBytes>,
 }
 
-/// The bytes of one kind: currently in memory, the maximum in memory, and in files.
+/// The bytes of one memory kind: currently in memory, the maximum in memory, and in files.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct KindBytes {
     kind: MemoryKind,

@@ -1,4 +1,4 @@
-//! A recorded run, as a reader sees it.
+//! A recorded run, as read from its folder.
 
 use super::lines;
 use super::requests::leave_request;
@@ -21,15 +21,15 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum RecordedState {
-    /// A process is recording it.
+    /// A process is recording the run.
     Running,
-    /// It ended as planned.
+    /// The run ended as planned.
     Finished,
-    /// A signal asked it to end, and it ended after a step.
+    /// A signal asked the run to end, and it ended after a step.
     Stopped,
-    /// An error ended it.
+    /// An error ended the run.
     Failed,
-    /// Its process ended without recording how: the process was killed, or the machine was switched off.
+    /// The process ended without recording how: the process was killed, or the machine was switched off.
     Killed,
 }
 
@@ -139,7 +139,7 @@ impl RecordedRun {
         self.lines(SAMPLES)
     }
 
-    /// Reads what the launcher has recorded, oldest first: starts, and how ranks have ended. Damaged lines are left out.
+    /// Reads the launcher's records, oldest first: starts, and how ranks ended. Damaged lines are left out.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -179,7 +179,7 @@ impl RecordedRun {
         leave_request(&self.folder, request)
     }
 
-    /// Returns what a list of runs shows about it.
+    /// Returns the facts that a list of runs shows about this run.
     pub fn to_json(&self) -> Value {
         let (info, summary) = (&self.info, &self.summary);
         json!({
@@ -246,7 +246,7 @@ impl LockSeen {
             Err(_) => return Self::Unknown,
             Ok(file) => file,
         };
-        // A writer that begins in this instant waits for the lock.
+        // A writer that begins at this instant waits for the lock.
         match flock(&file, FlockOperation::NonBlockingLockShared) {
             Err(Errno::WOULDBLOCK) => Self::Held,
             Err(_) => Self::Unknown,

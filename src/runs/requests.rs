@@ -1,4 +1,4 @@
-//! Requests of the user to a running program: files in the folder of the run, which rank 0 looks for about once a
+//! Requests from the user to a running program: files in the folder of the run, which rank 0 looks for about once a
 //! second.
 
 use crate::error::{Error, Result};
@@ -46,7 +46,7 @@ pub(super) fn leave_request(folder: &Path, request: RunRequest) -> Result<()> {
 }
 
 /// Removes the requests in the folder of a run and returns them. A request that cannot be removed is ignored, because
-/// it would be answered repeatedly.
+/// it would otherwise be answered repeatedly.
 pub(super) fn take_requests(folder: &Path) -> Vec<RunRequest> {
     let is_taken = |request: &RunRequest| std::fs::remove_file(folder.join(request.file_name())).is_ok();
     RunRequest::ALL.into_iter().filter(is_taken).collect()

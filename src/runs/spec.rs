@@ -9,13 +9,13 @@ use serde_json::Value;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// The words that switch recording off in the place of a folder.
+/// The words that, in place of a folder, switch recording off.
 const OFF: [&str; 4] = ["off", "none", "false", "0"];
 
 /// The maximum number of bytes of a run's name.
 const MAX_NAME: usize = 100;
 
-/// A program's request that its run is recorded, for [`EngineBuilder::run`](crate::EngineBuilder::run).
+/// A program's request that its run be recorded, for [`EngineBuilder::run`](crate::EngineBuilder::run).
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunSpec {
     name: String,
@@ -27,7 +27,7 @@ pub struct RunSpec {
 }
 
 impl RunSpec {
-    /// Requests a record with this name. Its folder is named after it and the time at which the job began.
+    /// Requests a record with this name. Its folder is named after the run and the time at which the job began.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -134,7 +134,7 @@ pub(crate) struct RecordPlan {
     pub settings: Value,
     pub total_steps: Option<u64>,
     pub command: Option<Vec<String>>,
-    /// Whether the user has requested it. A folder that cannot be written is then an error.
+    /// Whether the user has requested the record. A folder that cannot be written is then an error.
     pub is_required: bool,
 }
 
@@ -230,7 +230,7 @@ mod tests {
     fn nothing_is_recorded_unless_something_asks_for_it_and_off_has_the_last_word() {
         let spec = || Some(RunSpec::new("a"));
         assert_eq!(shown(plan(None, None, &[])), "off");
-        assert_eq!(shown(plan(None, None, &[(RUNS_DIR, "x")])), "off", "a folder alone does not ask");
+        assert_eq!(shown(plan(None, None, &[(RUNS_DIR, "x")])), "off", "a folder by itself requests no record");
         assert_eq!(shown(plan(spec(), None, &[(RUNS_DIR, "OFF")])), "off");
         assert_eq!(shown(plan(spec(), Some(config(false, "", "")), &[])), "off");
         assert_eq!(shown(plan(None, Some(config(true, "", "")), &[(RUNS_DIR, "0"), (RUN, "x")])), "off");

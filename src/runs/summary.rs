@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 use std::io::ErrorKind;
 use std::path::Path;
 
-/// The names of the loss on validation data: the one that `zerorun finetune` records, and usual ones.
+/// The names of the loss on validation data: the one that `zerorun finetune` records, and common ones.
 const VALIDATION_LOSS: [&str; 5] = ["val_loss", "validation_loss", "eval_loss", "Validation/loss", "eval/loss"];
 
 /// A value and its step.
@@ -55,15 +55,15 @@ pub struct RunSummary {
     pub best_validation: Option<ValueAtStep>,
     /// The duration of all sessions but the last one, in seconds.
     pub earlier_seconds: f64,
-    /// When the last session began, in seconds since 1970.
+    /// The time at which the last session began, in seconds since 1970.
     pub session_started: f64,
-    /// When something was last recorded, in seconds since 1970.
+    /// The time of the last record, in seconds since 1970.
     pub last_time: f64,
     /// The number of processes that have recorded the run, one after the other.
     pub sessions: u64,
     /// The number of times that the launcher had restarted the job when the last session began.
     pub restart: u64,
-    /// How the run has ended, unless it is running or was killed.
+    /// The outcome of the run, unless the run has not ended or was killed.
     pub outcome: Option<RunEnding>,
     /// The last error of the last session.
     pub error: Option<String>,
@@ -79,7 +79,7 @@ pub struct RunSummary {
     pub problem: Option<String>,
 }
 
-/// Steps were repeated, so the summary, which includes their earlier records, is invalid.
+/// The error for repeated steps: the summary includes their earlier records, and is therefore invalid.
 #[derive(Debug, PartialEq)]
 pub(super) struct StepsRepeated;
 
@@ -179,7 +179,7 @@ impl RunSummary {
         end.map_err(wrong)
     }
 
-    /// Begins the time of another session.
+    /// Begins another session at `time`.
     pub(super) fn begin_session(&mut self, time: f64) {
         if self.session_started > 0.0 {
             self.earlier_seconds += (self.last_time - self.session_started).max(0.0);
@@ -242,7 +242,7 @@ impl RunSummary {
         }
     }
 
-    /// Returns the time that all sessions have taken until something was last recorded, in seconds.
+    /// Returns the time that all sessions have taken up to the last record, in seconds.
     pub fn seconds(&self) -> f64 {
         self.earlier_seconds + (self.last_time - self.session_started).max(0.0)
     }
@@ -250,7 +250,7 @@ impl RunSummary {
     /// Replaces the summary in a folder.
     pub(super) fn store(&self, folder: &Path) -> std::io::Result<()> {
         let bytes = serde_json::to_vec(self).expect("text and numbers are JSON");
-        // It is not synced to disk: a reader notices if it is missing or does not belong to the other files.
+        // The file is not synced to disk: a reader notices if it is missing or does not belong to the other files.
         files::replace_unsynced(&folder.join(SUMMARY), WRITING, &bytes)
     }
 }

@@ -46,8 +46,8 @@ impl RunNews {
 }
 
 impl RunTail {
-    /// Begins at the given positions in `metrics.jsonl`, `events.jsonl`, `samples.jsonl`, `launch.jsonl` and `log.txt`,
-    /// in bytes.
+    /// Begins at the given byte positions in `metrics.jsonl`, `events.jsonl`, `samples.jsonl`, `launch.jsonl` and
+    /// `log.txt`.
     pub fn new(folder: impl Into<PathBuf>, positions: [u64; 5]) -> Self {
         Self { folder: folder.into(), positions }
     }
@@ -91,8 +91,8 @@ impl RunTail {
     }
 }
 
-/// Calls `each` with the lines after position `at`, and moves the position. Returns whether lines were skipped, or the
-/// file is shorter than it was.
+/// Calls `each` with the lines after position `at`, and moves the position. Returns whether lines were skipped, or
+/// whether the file is shorter than before.
 fn appended(path: &Path, at: &mut u64, each: &mut dyn FnMut(Map<String, Value>)) -> Result<bool> {
     let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
     let Some(len) = length(path).map_err(wrong)? else { return Ok(std::mem::take(at) > 0) };

@@ -46,7 +46,7 @@ const MAX_TEXT: usize = 1 << 18;
 pub(crate) struct RunStart {
     pub world_size: usize,
     pub configuration: Value,
-    /// When the engine was built, in seconds since 1970.
+    /// The time at which the engine was built, in seconds since 1970.
     pub time: f64,
     /// The checkpoint that was loaded, if there is one.
     pub loaded: Option<LoadedFrom>,
@@ -78,7 +78,7 @@ pub(crate) struct RunWriter {
 /// The outcome of an attempt to write into a folder.
 enum FolderAttempt {
     Opened(Box<RunWriter>),
-    /// The folder belongs to another run, or another process records it.
+    /// The folder belongs to another run, or another process is writing to it.
     Taken,
 }
 
@@ -159,8 +159,8 @@ impl RunWriter {
         )
     }
 
-    /// Continues the record in a folder if `is_continued` holds and no other process writes it. Returns `None` if there
-    /// is no record that can be continued.
+    /// Continues the record in a folder if `is_continued` holds and no other process writes to it. Returns `None` if
+    /// there is no record that can be continued.
     fn continue_in(
         folder: &Path,
         plan: &RecordPlan,
@@ -174,7 +174,7 @@ impl RunWriter {
             return Ok(Some(FolderAttempt::Taken));
         }
         let Some(lock) = lock(folder, LOCK_RELEASE_TIMEOUT)? else { return Ok(Some(FolderAttempt::Taken)) };
-        // Another process may have continued it in the meantime.
+        // Another process may have continued the record in the meantime.
         if !fits(&info) {
             return Ok(Some(FolderAttempt::Taken));
         }
@@ -332,7 +332,7 @@ impl RunWriter {
             "ranks": ranks.iter().enumerate().map(|(rank, report)| report.to_json(rank)).collect::<Vec<_>>(),
         });
         let path = self.folder.join(RANKS);
-        // It is not synced to disk, as the next report replaces it.
+        // The file is not synced to disk, because the next report replaces it.
         files::replace_unsynced(&path, WRITING, report.to_string().as_bytes()).map_err(|source| Error::Io {
             action: "write",
             path,
@@ -379,7 +379,7 @@ impl RunWriter {
         self.events.push(&event);
     }
 
-    /// Passes everything to the system.
+    /// Passes all collected lines to the system.
     pub fn flush(&mut self) -> Result<()> {
         self.flushed = Instant::now();
         self.metrics.flush()?;
@@ -410,7 +410,7 @@ fn create_folder(folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(|source| Error::Io { action: "create", path: folder.to_owned(), source })
 }
 
-/// Locks the folder of a run; `None` if another process has it.
+/// Locks the folder of a run; `None` if another process has locked it.
 fn lock(folder: &Path, patience: Duration) -> Result<Option<FolderLock>> {
     match FolderLock::ask(folder, patience) {
         Ok(FolderLockOutcome::Held(lock)) => Ok(Some(lock)),
@@ -457,7 +457,7 @@ fn is_of_job(folder: &Path, job: &str) -> bool {
 }
 
 /// Returns the folders of the runs, newest first, that have this name and save their checkpoints in the folder from
-/// which one was loaded.
+/// which a checkpoint was loaded.
 fn runs_that_saved(plan: &RecordPlan, loaded: &LoadedFrom) -> Vec<PathBuf> {
     let from = without_secrets(&absolute(&loaded.folder).to_string_lossy());
     let entries = std::fs::read_dir(&plan.folder).into_iter().flatten().flatten();
@@ -472,7 +472,7 @@ fn runs_that_saved(plan: &RecordPlan, loaded: &LoadedFrom) -> Vec<PathBuf> {
     found.into_iter().map(|(_, folder)| folder).collect()
 }
 
-/// Returns a folder's path without links, or the address of an object store as it is.
+/// Returns a folder's path without links, or the address of an object store unchanged.
 fn absolute(folder: &Path) -> PathBuf {
     folder.canonicalize().unwrap_or_else(|_| folder.to_owned())
 }
@@ -498,7 +498,7 @@ fn object(value: Value) -> Map<String, Value> {
     }
 }
 
-/// Returns the beginning of a text that is longer than a record keeps.
+/// Returns at most the first [`MAX_TEXT`] bytes of a text.
 fn shortened(text: &str) -> &str {
     let mut end = text.len().min(MAX_TEXT);
     while !text.is_char_boundary(end) {
@@ -705,7 +705,7 @@ mod tests {
         assert_eq!((run.summary().steps, run.summary().best_loss.unwrap().step), (501, 501));
         let (files, read) = lines::cost::take();
         assert!(files == 3 && read < bytes / 20 + 100, "{files} files, {read} bytes");
-        // A summary of something else: everything is read.
+        // A summary that belongs to other contents: everything is read.
         std::fs::write(of_first.join(METRICS), "{\"step\":7,\"loss\":1}\n").unwrap();
         assert_eq!(RecordedRun::open(&of_first).unwrap().summary().steps, 7);
     }

@@ -13,8 +13,8 @@
 //! trains them in processes, several at a time.
 //!
 //! A paused trial must continue exactly where it has paused, for example from a checkpoint. It is trained with the
-//! schedule of a complete trial from its first step, so a trial that is promoted to its last step is the same as one
-//! that never paused.
+//! schedule of a complete trial from its first step, so a trial that is promoted to its last step gives the same result
+//! as one that never paused.
 //!
 //! ```
 //! use candle_zero::sweep::{ParameterDomain, Sweep, SweepSearcher, SweepSettings, SweepSpace, TrialScheduler};

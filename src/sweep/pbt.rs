@@ -1,4 +1,4 @@
-//! Population based training (Jaderberg et al. 2017), in generations: when all trials have reached a generation's last
+//! Population-based training (Jaderberg et al. 2017), in generations: when all trials have reached a generation's last
 //! step, branches of the best take the places of the worst.
 
 use super::random::RandomStream;
@@ -17,7 +17,8 @@ pub(super) fn generation_end(reached: u64, every: u64, steps: u64) -> u64 {
 }
 
 /// Returns the numbers of the trials to replace, and those of the trials to branch from, once all members have reached
-/// the end of a generation or have failed. A failed trial is the worst. Both are empty if all have failed.
+/// the end of a generation or have failed. A failed trial ranks last. Both lists are empty if all trials
+/// have failed.
 pub(super) fn quantiles(trials: &[SweepTrial], quantile: f64, goal: SweepGoal) -> (Vec<usize>, Vec<usize>) {
     let has_failed = |trial: &SweepTrial| matches!(trial.state, TrialState::Failed(_));
     let mut ranked: Vec<&SweepTrial> = members(trials).collect();

@@ -1,4 +1,4 @@
-//! The settings of a sweep, and what is allowed.
+//! The settings of a sweep, and their allowed values.
 
 use super::domain::ParameterDomain;
 use super::error::SweepError;
@@ -34,7 +34,7 @@ impl SweepGoal {
     }
 }
 
-/// How the parameters of trials are chosen.
+/// The method by which the parameters of trials are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SweepSearcher {
     /// Every combination once; in random order if the scheduler compares trials before all have begun.
@@ -46,7 +46,7 @@ pub enum SweepSearcher {
     Tpe,
 }
 
-/// Which trials continue, and up to which step.
+/// The rule that determines which trials continue, and up to which step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[non_exhaustive]
 pub enum TrialScheduler {
@@ -69,7 +69,7 @@ pub enum TrialScheduler {
         /// One in this many trials of a rung continues, and each rung has this many times the steps of the one before.
         eta: u64,
     },
-    /// Population based training: at regular steps, the worst trials are replaced by branches of the best.
+    /// Population-based training: at regular steps, the worst trials are replaced by branches of the best.
     Pbt {
         /// The number of steps between replacements.
         every: u64,
@@ -86,12 +86,12 @@ impl TrialScheduler {
         Self::Asha { min_steps, eta: 4 }
     }
 
-    /// Returns a stop at the median with the usual minimum of trials.
+    /// Returns the rule that stops trials at the median, with the usual minimum number of trials.
     pub fn median_stop(every: u64) -> Self {
         Self::MedianStop { every, grace: every, min_trials: 3 }
     }
 
-    /// Returns population based training that replaces a quarter of the trials.
+    /// Returns population-based training that replaces a quarter of the trials.
     pub fn pbt(every: u64) -> Self {
         Self::Pbt { every, quantile: 0.25, resample: 0.25 }
     }
@@ -125,7 +125,7 @@ pub struct SweepSettings {
     pub scheduler: TrialScheduler,
     /// The seed of all random choices.
     pub seed: u64,
-    /// The number of failed trials after which the sweep ends.
+    /// The maximum number of failed trials; the sweep ends if more fail.
     pub max_failures: usize,
 }
 

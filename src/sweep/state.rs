@@ -14,9 +14,9 @@ use super::{asha, median_stop};
 pub struct SweepJob {
     /// The number of the trial.
     pub trial: usize,
-    /// The step that it has reached.
+    /// The step that the trial has reached.
     pub from: u64,
-    /// The step after which it pauses or is complete.
+    /// The step after which the trial pauses or is complete.
     pub to: u64,
 }
 
@@ -31,13 +31,13 @@ pub enum SweepTask {
     End,
 }
 
-/// A sweep: hands out jobs and learns from their results.
+/// A sweep, which hands out jobs and chooses further jobs based on their results.
 ///
 /// It is deterministic: the same settings, and the same calls with the same results, give the same jobs.
 #[derive(Debug, Clone)]
 pub struct Sweep {
     settings: SweepSettings,
-    /// The number of trials, without the branches of population based training.
+    /// The number of trials, without the branches of population-based training.
     count: usize,
     /// The rungs of successive halving.
     rungs: Vec<u64>,
@@ -63,12 +63,12 @@ impl Sweep {
         &self.settings
     }
 
-    /// Changes the number of failed trials after which the sweep ends.
+    /// Changes the maximum number of failed trials; the sweep ends if more fail.
     pub fn set_max_failures(&mut self, most: usize) {
         self.settings.max_failures = most;
     }
 
-    /// Returns the number of trials of the complete sweep, without the branches of population based training.
+    /// Returns the number of trials of the complete sweep, without the branches of population-based training.
     pub fn trial_count(&self) -> usize {
         self.count
     }
@@ -109,7 +109,7 @@ impl Sweep {
         self.trials.iter().filter(usable).min_by(order)
     }
 
-    /// Returns what to do next. A job that is returned counts as running until [`tell`](Self::tell) is called for its
+    /// Returns the next task. A job that is returned counts as running until [`tell`](Self::tell) is called for its
     /// trial.
     ///
     /// A branch is returned before the trial from which it branches is trained further, so that the checkpoint of that

@@ -174,7 +174,7 @@ fn any_settings() -> impl Strategy<Value = SweepSettings> {
     )
 }
 
-/// A call of a sweep and its answer.
+/// A call to a sweep, and its answer.
 #[derive(Debug, Clone, PartialEq)]
 enum SweepCall {
     Asked(SweepTask),

@@ -8,23 +8,23 @@ use serde_json::Value;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TrialState {
-    /// It waits at the step that it has reached.
+    /// The trial waits at the step that it has reached.
     Paused,
-    /// It is being trained up to this step.
+    /// The trial is being trained up to this step.
     Running {
         /// The step.
         to: u64,
     },
-    /// It has reached its last step.
+    /// The trial has reached its last step.
     Complete,
-    /// The scheduler has ended it early.
+    /// The scheduler has ended the trial early.
     Stopped,
-    /// A branch of a better trial has taken its place.
+    /// A branch of a better trial has taken the place of this one.
     Replaced {
         /// The number of the branch.
         by: usize,
     },
-    /// It has failed.
+    /// The trial has failed.
     Failed(String),
 }
 
@@ -45,14 +45,14 @@ impl TrialState {
 /// The beginning of a trial that does not begin at step 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrialBranch {
-    /// The trial that it continues, with other parameters.
+    /// The trial that the branch continues, with other parameters.
     pub trial: usize,
-    /// The step after which it begins.
+    /// The step after which the branch begins.
     pub step: u64,
 }
 
-/// A trial: one combination of parameters. The parameters never change; population based training replaces a trial by
-/// another.
+/// A trial: one combination of parameters. The parameters never change; population-based training replaces one trial
+/// with another.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct SweepTrial {
@@ -78,13 +78,13 @@ impl SweepTrial {
         self.parameters.iter().find(|(own, _)| own == name).map(|(_, value)| value)
     }
 
-    /// Returns the step that it has reached.
+    /// Returns the step that the trial has reached.
     pub fn reached(&self) -> u64 {
         let begin = self.branch.map_or(0, |branch| branch.step);
         self.results.last().map_or(begin, |(step, _)| *step)
     }
 
-    /// Returns the number of steps that were trained for it.
+    /// Returns the number of steps trained in this trial, without those of the trial from which it branches.
     pub fn steps_done(&self) -> u64 {
         self.reached() - self.branch.map_or(0, |branch| branch.step)
     }

@@ -169,7 +169,12 @@ pub(crate) fn of_bytes(dtype: DType, bytes: &[u8]) -> Result<CpuStorage> {
 /// tensor.
 pub(crate) fn set_bytes(tensor: &Tensor, bytes: &[u8]) -> Result<()> {
     if bytes.len() != tensor.elem_count() * tensor.dtype().size_in_bytes() {
-        bail!("{} bytes for a tensor of shape {:?} and {:?}", bytes.len(), tensor.shape(), tensor.dtype())
+        bail!(
+            "{} bytes were given for a tensor of shape {:?} and dtype {:?}",
+            bytes.len(),
+            tensor.shape(),
+            tensor.dtype()
+        )
     }
     swap(tensor, of_bytes(tensor.dtype(), bytes)?).map(drop)
 }
@@ -228,7 +233,7 @@ mod tests {
         let tensor = variable(&Device::Cpu, DType::I64, 3.into(), &bytes).unwrap();
         assert_eq!(tensor.to_vec1::<i64>().unwrap(), [7, -1, 1 << 60]);
         assert_eq!(to_bytes(&tensor).unwrap(), bytes);
-        // A variable made of the tensor shares its memory.
+        // A variable created from the tensor shares its memory.
         let var = Var::from_tensor(&tensor).unwrap();
         var.set(&Tensor::new(&[1i64, 2, 3], &Device::Cpu).unwrap()).unwrap();
         assert_eq!(tensor.to_vec1::<i64>().unwrap(), [1, 2, 3]);

@@ -47,7 +47,7 @@ pub(crate) fn with_arrays<R, const N: usize>(
     run(arrays.each_ref().map(Option::as_ref))
 }
 
-/// Does the same as [`with_arrays`], for tensors that all exist.
+/// Does the same as [`with_arrays`], for tensors that are all present.
 pub(crate) fn with_each<R, const N: usize>(
     tensors: [&Tensor; N],
     op: &'static str,

@@ -47,9 +47,9 @@ pub(crate) enum FlatBuffer {
 }
 
 #[cfg(feature = "cuda")]
-const NEEDS_HOST_BUFFERS: &str = "work on the host takes buffers on the host";
+const NEEDS_HOST_BUFFERS: &str = "work on the host requires buffers on the host";
 #[cfg(feature = "cuda")]
-const NEEDS_GPU_BUFFERS: &str = "work on a GPU takes buffers on the GPU";
+const NEEDS_GPU_BUFFERS: &str = "work on a GPU requires buffers on the GPU";
 #[cfg(feature = "cuda")]
 const NEEDS_ONE_PLACE: &str = "all buffers of an engine are in one place";
 

@@ -98,7 +98,7 @@ fn from_storage(storage: CpuStorage) -> Result<Flat> {
     }
 }
 
-/// Swaps a tensor's storage, on any device, for one on the host.
+/// The operation that swaps a tensor's storage, on any device, for one on the host.
 struct SwapStorage(Mutex<CpuStorage>);
 
 impl InplaceOp1 for SwapStorage {

@@ -74,7 +74,7 @@ pub(crate) enum TimelineLane {
     /// The thread of a delayed update.
     #[cfg(feature = "cuda")]
     DelayedUpdate,
-    /// Collectives between GPUs, while they run there.
+    /// Collectives between GPUs, while the GPUs run them.
     #[cfg(feature = "cuda")]
     BetweenGpus,
     /// The model's work on a GPU.

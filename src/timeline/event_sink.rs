@@ -17,7 +17,7 @@ use std::time::Duration;
 
 /// The interval between writes: a killed process loses at most the events of one interval.
 const WRITE_INTERVAL: Duration = Duration::from_millis(250);
-/// The maximum number of events in memory; the thread that reaches it writes them to the file.
+/// The maximum number of events in memory; the thread that reaches this number writes the events to the file.
 const MAX_BUFFERED_EVENTS: usize = 1 << 14;
 /// The maximum number of events of a process: no viewer opens a trace of more than a few hundred MB.
 const MAX_EVENTS: usize = 1 << 20;

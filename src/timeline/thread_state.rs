@@ -220,7 +220,7 @@ pub(crate) fn carry() -> CarriedContext {
 }
 
 impl CarriedContext {
-    /// Begins an event of the work, with the microseconds that the work has waited.
+    /// Begins an event of the work, with the number of microseconds for which the work has waited.
     pub fn span(&self, lane: TimelineLane, kind: EventCategory, name: &'static str) -> TimelineSpan {
         let Some(load) = &self.0 else { return TimelineSpan::default() };
         let mut span = TimelineSpan::begin((load.track.clone(), lane), kind, name).of_carried(self);

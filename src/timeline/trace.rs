@@ -28,7 +28,7 @@ impl fmt::Display for TraceSummary {
         write!(f, "{events} events of {ranks} rank{plural} are in {}", file.display())?;
         match dropped {
             0 => Ok(()),
-            dropped => write!(f, "; {dropped} later ones were dropped; record fewer steps"),
+            dropped => write!(f, "; {dropped} later events were dropped; record fewer steps"),
         }
     }
 }

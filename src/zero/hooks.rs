@@ -84,7 +84,7 @@ impl RankCore {
         })
     }
 
-    /// Runs a model without a graph. Afterwards nothing is gathered.
+    /// Runs a model without a graph. Afterwards, nothing is gathered.
     pub fn evaluate(self: &Arc<Self>, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.evaluating.store(true, Ordering::Relaxed);
         let output = without_gradients(|| self.forward(run));
@@ -94,7 +94,7 @@ impl RankCore {
         Ok(output?.detach())
     }
 
-    /// Differentiates `loss`. When this returns, all gradients are reduced and added to this rank's share, and no
+    /// Differentiates `loss`. On return, all gradients are reduced and added to this rank's share, and no
     /// parameter is gathered. Returns the gradients of variables that are not parameters. A pipeline stage, unlike a
     /// complete model (`is_complete`), may have no parameters.
     pub fn backward(&self, loss: &Tensor, is_complete: bool) -> Result<GradStore> {

@@ -223,7 +223,7 @@ impl GradientSink for EngineLink {
     }
 }
 
-/// Returns the error, or, if a GPU has run out of memory, an error that lists the parts of the model that occupy it.
+/// Returns the error, or, if a GPU has run out of memory, an error that lists the parts of the model in its memory.
 pub(crate) fn naming_what_is_held(error: Error, ledger: &MemoryLedger, rank: usize) -> Error {
     match error {
         Error::Candle(error) if residency::is_out_of_memory(&error) => {
@@ -494,7 +494,7 @@ impl RankCore {
         self.naming_what_is_held(self.cause_of(error))
     }
 
-    /// Returns the error, or, if a GPU has run out of memory, an error that lists what occupies it.
+    /// Returns the error, or, if a GPU has run out of memory, an error that lists what occupies its memory.
     pub(super) fn naming_what_is_held(&self, error: Error) -> Error {
         naming_what_is_held(error, &self.ledger, self.comm.rank())
     }

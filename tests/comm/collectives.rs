@@ -135,7 +135,7 @@ fn results_lie_in_the_memory_of_the_arguments_where_that_has_room() {
 
 #[test]
 fn sums_of_bf16_are_formed_in_f32_and_rounded_once() {
-    // 256 + 1 + 1 + 1: in bf16 every partial sum would fall back to 256.
+    // 256 + 1 + 1 + 1: in bf16, every partial sum would fall back to 256.
     let parts = [256.0, 1.0, 1.0, 1.0];
     for sum in all(4, |comm| comm.all_reduce(Flat::BF16(vec![bf16::from_f32(parts[comm.rank()]); 9]), 0).wait()) {
         assert_eq!(sum, Flat::BF16(vec![bf16::from_f32(259.0); 9]));

@@ -363,7 +363,7 @@ fn a_growing_loss_scale_does_not_change_the_update() {
 
 #[test]
 fn the_traces_of_all_stages_agree() {
-    // trace-eq-stages allows 2e-4; in this engine every bit agrees, in bf16 too.
+    // trace-eq-stages allows 2e-4; in this engine, every bit agrees, in bf16 too.
     assert_eq!(case("trace-eq-stages")["expect"]["max_relative_difference"], 2e-4);
     let mut seen = vec![];
     for case in cases("train-trace").iter().filter(|c| c["input"].get("layers").is_some()) {

@@ -481,7 +481,7 @@ fn parameters_are_whole_inside_of_gathered_and_released_after_it() {
             assert_eq!(bits(&seen.1), bits(&engine.safe_get_full_fp32_param("b.bias")?));
             assert_eq!(engine.memory_report().row(MemoryKind::Gathered).bytes.held, held);
             assert!(engine.model()[0].weight().sum_all().is_err(), "released again");
-            // An error of the closure also releases the parameters.
+            // An error in the closure also releases the parameters.
             let error = engine.gathered(&["a.weight"], |_| -> candle_core::Result<()> { candle_core::bail!("mine") });
             assert!(error.unwrap_err().to_string().contains("mine"));
             assert!(engine.model()[0].weight().sum_all().is_err());

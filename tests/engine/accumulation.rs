@@ -277,7 +277,8 @@ fn the_batch_size_of_a_running_engine_changes_the_accumulation_at_its_boundary()
         };
         accumulate(&mut engine, 3)?;
         assert_eq!((engine.global_steps(), engine.global_samples()), (1, 12));
-        // Four micro steps come after three: DeepSpeed's remainder of all micro steps would end this one too early.
+        // Four micro steps come after three: DeepSpeed's remainder of all micro steps would end this
+        // accumulation too early.
         engine.set_train_batch_size(16)?;
         accumulate(&mut engine, 4)?;
         assert_eq!((engine.global_steps(), engine.global_samples()), (2, 28));

@@ -1,4 +1,4 @@
-//! Token files, folders of text, and the batches made from them.
+//! Token files, folders of text, and the batches built from them.
 
 use candle_core::Device;
 use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenBatch, TokenData};

@@ -104,8 +104,8 @@ fn the_first_forward_of_every_micro_step_draws_what_it_always_drew() {
     }
 }
 
-/// The mask of 64 elements on two ranks in four micro steps. Recorded at commit 2e2aa0b, before later forward passes of
-/// a micro step drew their own masks.
+/// The mask of 64 elements on two ranks in four micro steps, recorded from a version in which all forward passes of a
+/// micro step drew the same masks.
 const RECORDED: [[u64; 4]; 2] = [
     [17099315733248842395, 9484908114270979124, 2232646871490022952, 8751769305986403341],
     [13666296784663215539, 2918627930665486332, 10080520908486775434, 5828145642783806463],

@@ -177,7 +177,7 @@ fn penalty(vb: VarBuilder<'_>) -> Result<Loss> {
     penalized(linear(8, 8, vb.pp("a"))?, linear(8, 1, vb.pp("b"))?)
 }
 
-/// Returns a loss with a gradient penalty, of candle-zero's layers in units.
+/// Returns a loss with a gradient penalty, computed by candle-zero's layers in units.
 fn penalty_of_units(vb: VarBuilder<'_>) -> Result<Loss> {
     let layer = |name: &str, width| unit(vb.pp(name), |vb| candle_zero::nn::Conv1D::new(8, width, 0.4, vb));
     penalized(layer("a", 8)?, layer("b", 1)?)
@@ -397,7 +397,7 @@ fn forward_runs_three_times_in_the_first_micro_step_and_once_afterwards() {
             Ok(loss)
         });
         let loss = loss.unwrap();
-        assert_eq!(left.get(), loss.to_scalar::<f32>().unwrap(), "the forward that counts is the last");
+        assert_eq!(left.get(), loss.to_scalar::<f32>().unwrap(), "the forward pass that counts is the last one");
         engine.backward(&loss).unwrap();
         engine.step().unwrap();
         by_step.push(calls.get());

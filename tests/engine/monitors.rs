@@ -100,7 +100,7 @@ fn every_optimizer_step_is_written_once_with_losses_of_all_ranks_and_the_coming_
     {
         assert!(inner.1 > 0.0 && reduce.1 >= 0.0 && (inner.1 + reduce.1 - whole.1).abs() < 1e-9);
     }
-    // Without fp16 there is no loss scale; rank 1 has written nothing.
+    // Without fp16, there is no loss scale; rank 1 has written nothing.
     assert!(!dir.path().join("job/Train_Samples_loss_scale.csv").exists());
     assert_eq!(csv(&dir.path().join("job/Own_value.csv")).1, [(samples(steps - 1), 0.5)]);
     assert_eq!(std::fs::read_dir(dir.path().join("tb")).unwrap().count(), 1);

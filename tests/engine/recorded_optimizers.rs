@@ -80,7 +80,7 @@ fn follows(recorded: &Value, case: &Value, world: usize, stage: u8) {
         let last: i64 = steps.keys().map(|step| step.parse().unwrap()).max().unwrap();
         for step in 1..=last + 1 {
             let mut trained = Vec::new();
-            // The gradient of this loss is the one that is wanted.
+            // The gradient of this loss is the required one.
             let loss = engine.forward(|params| {
                 trained = params
                     .iter()

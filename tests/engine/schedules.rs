@@ -89,7 +89,7 @@ fn adam_takes_the_betas_that_deepspeed_recorded() {
             assert!(off < 2e-6, "{off}");
         }
     }
-    // With the optimizer's own betas the result differs.
+    // With the optimizer's own betas, the result differs.
     let own: Vec<_> = steps.iter().map(|(lr, ..)| (*lr, 0.9, 0.999)).collect();
     let other: Vec<f32> = reference(&own).into_iter().map(|w| w as f32).collect();
     assert!(distance(&other, &expected) > 1e-3);

@@ -149,7 +149,7 @@ fn a_limit_of_memory_is_named_where_it_is_too_low() {
     std::fs::copy(weights, desk.path().join("model/model.safetensors")).unwrap();
     let chat = std::fs::read_to_string(desk.path().join("chats.jsonl")).unwrap();
     std::fs::write(desk.path().join("chats.jsonl"), format!("{chat}\n").repeat(4)).unwrap();
-    // Kilobytes of address space and of data. Even the lowest limit allows the program to be mapped.
+    // Limits of address space and of data, in kilobytes. Even the lowest limit allows the program to be mapped.
     let limits = ["-v 90000", "-v 150000", "-v 300000", "-v 600000", "-d 5000", "-d 10000", "-d 40000", "-d 80000"];
     for limit in limits {
         let mut command = zerorun_within(limit);

@@ -228,7 +228,7 @@ fn runs_are_filtered_sorted_and_compared_and_a_damaged_one_is_named() {
 fn wrong_words_are_refused_with_what_is_allowed() {
     let dir = tempfile::tempdir().unwrap();
     let none = printed(&dir.path().join("none"), &[]).replace(dir.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(none.trim_end(), @"zerorun: there is no folder of runs RUNS; run this where training was started, or name the folder with --runs DIR or CANDLE_ZERO_RUNS_DIR");
+    insta::assert_snapshot!(none.trim_end(), @"zerorun: there is no folder of runs RUNS; run the command where training was started, or name the folder with --runs DIR or CANDLE_ZERO_RUNS_DIR");
     insta::assert_snapshot!(printed(dir.path(), &[]).trim_end(), @"there are no runs in RUNS");
     for name in ["a", "ab"] {
         train(dir.path(), &[(STEPS, "1"), (RUN, name)]);

@@ -395,7 +395,7 @@ fn a_buffer_whose_shape_changes_is_an_error_before_a_save_writes_and_a_load_puts
         let whole = (rank == 0).then(|| swap(&ids, CpuStorage::U32(vec![1, 2, 3, 4])));
         let error = engine.save_checkpoint(&refused, None, json!({})).unwrap_err();
         if rank == 0 {
-            insta::assert_snapshot!(error, @"buffer rows.ids of shape [3] holds 4 elements of type U32 instead of 3 elements of type U32; a buffer keeps the shape and type that it was created with; change its values with Var::set");
+            insta::assert_snapshot!(error, @"buffer rows.ids of shape [3] holds 4 elements of type U32 instead of 3 elements of type U32; a buffer keeps its original shape and type; change its values with Var::set");
         }
         assert!(!refused.exists());
         // Once the buffer is repaired, the run continues. Loading a checkpoint also repairs it.

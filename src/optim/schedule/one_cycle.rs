@@ -9,7 +9,7 @@ const BETA2: f64 = 0.99;
 enum OneCyclePhase {
     /// The height in the cycle: 0 at its ends, 1 at its top.
     Cycle(f64),
-    /// The steps of the decay after the cycle, in units of `decay_step_size`.
+    /// The number of steps since the end of the cycle, in units of `decay_step_size`.
     Decay(f64),
 }
 

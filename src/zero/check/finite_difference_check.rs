@@ -33,8 +33,8 @@ impl RankCore {
         self.check.armed.store(true, Ordering::Relaxed);
     }
 
-    /// Returns whether a forward pass is running for a check: it does the same as a training forward pass, but without
-    /// lasting effects.
+    /// Returns whether a forward pass is running for a check. Such a pass does the same as a training forward pass, but
+    /// without lasting effects.
     pub fn is_checking(&self) -> bool {
         self.check.shifts.load(Ordering::Relaxed)
     }

@@ -25,7 +25,7 @@ pub(in crate::zero) fn count_collective_step() {
     PASSES_TOGETHER.set(PASSES_TOGETHER.get() + 1);
 }
 
-/// The perturbation that a forward pass runs with.
+/// The perturbation with which a forward pass runs.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Perturbation<'a> {
     /// The direction: 1 is up, -1 is down, 0 is unchanged.
@@ -37,7 +37,7 @@ pub(crate) struct Perturbation<'a> {
 }
 
 impl Perturbation<'_> {
-    /// No perturbation: everything stays where it is.
+    /// No perturbation: all parameters stay unchanged.
     pub const NONE: Self = Self { sign: 0.0, size: 0.0, only: None };
 
     /// Returns the same perturbation in the downward direction.
@@ -72,7 +72,7 @@ pub(super) struct GradientCheckState {
     pub(super) only: Option<Vec<ParamId>>,
     /// The direction of each parameter that has been moved.
     pub(super) directions: Vec<Option<PerturbationDirection>>,
-    /// The parameters that are moved now, with their original values.
+    /// The parameters that are currently moved, with their original values.
     pub(super) kept: Vec<(ParamId, Flat, MemoryLedgerEntry)>,
     /// The measured gradients of parameters, by parameter.
     pub(super) along: Vec<DirectionalGradient>,

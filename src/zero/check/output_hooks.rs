@@ -1,5 +1,5 @@
-//! Hooks on the outputs of forward passes: a backward pass uses them to see whether its loss belongs to this step, and
-//! a check gets the output's gradient from them.
+//! Hooks on the outputs of forward passes: a backward pass uses them to determine whether its loss belongs to this
+//! step, and a check gets the output's gradient from them.
 //!
 //! An output runs a hook when its gradient is complete. If the operation that computed the output is one of
 //! candle-zero's, the hook belongs to that operation. Otherwise it belongs to a separate operation, which copies the
@@ -99,7 +99,7 @@ impl RankCore {
         lock(&self.outputs.0).reached += 1;
     }
 
-    /// Checks what the finished backward pass of `loss` has reached.
+    /// Checks that the finished backward pass of `loss` has reached a parameter, and an output of this step.
     ///
     /// # Errors
     /// [`EngineError::LossReachesNothing`]; [`EngineError::OldLoss`].

@@ -28,7 +28,7 @@ impl WeightSamples {
     pub(super) fn compare(&mut self, params: &[Param], which: impl Fn(&Param) -> bool) -> Result<()> {
         self.0.resize(params.len(), None);
         for (param, known) in params.iter().zip(&mut self.0).filter(|(param, _)| which(param)) {
-            // Values on a GPU are not read back for this.
+            // Values on a GPU are not read back for this comparison.
             if param.numel == 0 || !matches!(param.tensor.device(), Device::Cpu) || !param.is_whole() {
                 continue;
             }

@@ -72,8 +72,8 @@ impl LeafUnits {
         layers.into_values().map(|units| units.into_iter().collect()).collect()
     }
 
-    /// Returns the unit whose layer runs each unit: for a routed unit the one around it, for any other the unit itself.
-    /// Units in leaves are run by the leaf.
+    /// Returns the unit whose layer runs each unit: for a routed unit, the unit around it; for any other unit, the unit
+    /// itself. Units in leaves are run by the leaf.
     pub fn run_by(&self) -> Vec<UnitId> {
         let outermost = self.outermost();
         let by = |(unit, outer): (UnitId, &UnitId)| match self.routed[unit].is_some() {
@@ -117,7 +117,7 @@ impl LeafUnits {
         self.outermost().into_iter().enumerate().map(place).collect()
     }
 
-    /// Returns for each parameter whether its gradient may be missing on some ranks in a backward pass.
+    /// Returns, for each parameter, whether its gradient may be missing on some ranks in a backward pass.
     pub fn optional(&self, params: &[Param], zero: &ZeroConfig) -> Vec<bool> {
         let places = self.places();
         let is_optional = |param: &Param| zero.ignore_unused_parameters || places[param.unit] != LeafPosition::Outside;

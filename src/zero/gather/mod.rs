@@ -8,7 +8,7 @@
 //! | `routed_units.rs`, `param_gatherer/routed.rs` | units of which a layer runs only those that its input chose |
 //! | `unit_trace.rs` | the order in which units are needed |
 //! | `gather_group.rs` | parameters that are gathered together |
-//! | `coalesced_layout.rs` | their layout in a collective's buffer |
+//! | `coalesced_layout.rs` | the layout of such parameters in a collective's buffer |
 //! | `recompute_input.rs` | the input that recomputation keeps, and its storage |
 //! | `recompute_check.rs` | checks that recomputation reproduces the output |
 //! | `eval_var_builder_backend.rs` | the `VarBuilder` backend of a second instance of the model, for evaluation |

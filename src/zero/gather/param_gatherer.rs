@@ -329,12 +329,12 @@ impl<R: StepExecutor> ParamGatherer<R> {
         if stays { Ok(()) } else { self.release_unit(core, unit) }
     }
 
-    /// Takes note that a parameter's gradient has arrived: the backward pass that computed it no longer needs the
+    /// Reports that a parameter's gradient has arrived: the backward pass that computed it no longer needs the
     /// values.
     ///
     /// Another backward pass may need them. A parameter that is used inside and outside a recomputing unit has a
-    /// gradient from each use. Therefore a parameter of a unit that an outer backward pass has entered stays, and the
-    /// root's parameters also stay while units will recompute.
+    /// gradient from each use. Therefore a parameter of a unit that an outer backward pass has entered stays in memory,
+    /// and the root's parameters also stay while units will recompute.
     pub fn release_param(&mut self, core: &R, param: ParamId) -> Result<()> {
         let params = core.params();
         let id = self.outermost[params[param].unit];

@@ -39,7 +39,7 @@ impl OutputDigest {
         Ok(Self { shape: output.shape().clone(), values })
     }
 
-    /// Returns whether `output` is the same.
+    /// Returns whether `output` has the same digest.
     pub fn is_again(&self, output: &Tensor) -> Result<bool> {
         if *output.shape() != self.shape {
             return Ok(false);

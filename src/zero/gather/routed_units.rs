@@ -220,7 +220,7 @@ impl RankCore {
         units.iter().any(|unit| gather.has_params(*unit))
     }
 
-    /// Collective: returns for each flag whether it is set on any rank.
+    /// Collective: returns, for each flag, whether it is set on any rank.
     fn on_any_rank(&self, own: &[bool]) -> Result<Vec<bool>> {
         count_collective_step();
         let mut words = vec![0u64; own.len().div_ceil(FLAGS_PER_WORD)];

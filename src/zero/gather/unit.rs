@@ -120,7 +120,7 @@ pub fn unit<M>(vb: VarBuilder<'_>, build: impl FnOnce(VarBuilder<'_>) -> Result<
 impl<M> Unit<M> {
     /// Sets whether the unit recomputes. With `true`, the backward pass runs the unit's forward pass again instead of
     /// keeping its activations: only the unit's input stays in memory, and a step takes about a third longer. Without
-    /// an engine this has no effect.
+    /// an engine, this has no effect.
     ///
     /// Losses keep the same bits, and so do gradients, with one exception: a sum of gradients that has terms from
     /// inside and from outside the unit. The exception concerns an input that the unit uses several times and that
@@ -140,7 +140,7 @@ impl<M> Unit<M> {
     /// Makes this unit a leaf: it is gathered together with all units inside. Use it for modules of which ranks run
     /// different parts, such as the experts of a mixture. All ranks must run the leaf itself. Parameters that a rank's
     /// run does not use get a gradient of zeros. [`EngineBuilder::leaf_units`](crate::EngineBuilder::leaf_units) and
-    /// `zero_optimization.leaf_module` do the same. Call this while the model is being built; without an engine it has
+    /// `zero_optimization.leaf_module` do the same. Call this while the model is being built; without an engine, it has
     /// no effect.
     ///
     /// The gradients of a leaf are held until the backward pass ends. At stage 3, the values that a rank has not used
@@ -203,7 +203,7 @@ impl<M: Send + Sync + 'static> Unit<M> {
         }
         // If every unit recomputes, a leaf recomputes as one unit.
         let recomputes = self.recompute || (hook.core.recomputation.every_unit && hook.place() != LeafPosition::Inside);
-        // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph. An
+        // Recomputation delivers the parameters' gradients to an engine; without one, they belong in Candle's graph. An
         // untracked input would keep the operation's backward pass from ever being called.
         if recomputes && x.track_op() {
             return self.forward_to_recompute(&hook, x, run);

@@ -19,8 +19,8 @@ impl UnitEvent {
     }
 }
 
-/// A recording of unit events; once it is complete, a position in it. A micro step that differs from the recording
-/// replaces it.
+/// A recording of unit events and, once the recording is complete, a position in it. A micro step that differs from
+/// the recording replaces it.
 #[derive(Debug, Default)]
 pub(crate) struct UnitTrace {
     events: Vec<UnitEvent>,

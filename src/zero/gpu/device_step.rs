@@ -38,7 +38,7 @@ pub(in crate::zero) fn update(
                 Some(master) => (master, Some(weights)),
                 None => (weights, None),
             };
-            // SAFETY: the steps run below. Until then this function owns the buffers, and the core owns the tensors of
+            // SAFETY: the steps run below. Until then, this function owns the buffers, and the core owns the tensors of
             // parameters, whose memory only this engine replaces. Slots share no elements. All this memory is used on
             // Candle's stream, or by collectives, which wait for that stream and for which that stream waits. Use of a
             // tensor on another stream is announced below.

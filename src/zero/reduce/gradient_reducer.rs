@@ -250,7 +250,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let layout = CoalescedLayout::new(params, core.params(), core.mesh().pieces(), wire);
         let _span = timeline::span(timeline::EventCategory::Reduce, "pack").of(|| core.names(&layout.params));
-        // On a GPU, a bucket exists in addition to the gradients that it is packed from. On the host, a large gradient
+        // On a GPU, a bucket exists in addition to the gradients from which it is packed. On the host, a large gradient
         // becomes the bucket.
         let packed = layout.chunk * core.world_size() * self.plan.dtype.size_in_bytes();
         let is_copied = C::Buffer::is_device(core.model_place());

@@ -27,7 +27,7 @@ use std::slice::IterMut;
 /// One state of the parameters of a sub-group.
 pub(crate) struct OptimState<R: ShareStorage> {
     pub format: StateFormat,
-    /// The elements, or their codes: in memory two codes in each 16-bit number, in a file one 8-bit number per code.
+    /// The elements, or their codes: in memory, two codes per 16-bit number; in a file, one 8-bit number per code.
     pub storage: StateStorage<R>,
     /// The scales of codes.
     scales: Option<TrackedBuffer<R::Buffer>>,

@@ -24,7 +24,7 @@ pub(in crate::zero) fn pack(packing: WeightPacking, values: FlatRef<'_>, shard_l
     packed
 }
 
-/// Writes the values of a packed shard from element `from` on, which must begin a unit.
+/// Unpacks a shard into `values`, starting at element `from`, which must be the first element of a unit.
 pub(in crate::zero) fn unpack(packing: WeightPacking, words: FlatRef<'_>, from: usize, values: FlatMut<'_>) {
     let start = packing.packed_len(from);
     let bytes = packing.packed_len(values.len());

@@ -26,7 +26,7 @@ impl RankCore {
     /// final name only once it is complete and on disk.
     ///
     /// # Errors
-    /// A communication error; a write error of rank 0, which leaves the ranks in step: the model must not be lost
+    /// A communication error; a write error on rank 0, which leaves the ranks in step: the model must not be lost
     /// because of a full disk or a wrong path.
     pub fn export(&self, path: &Path, dtype: DType) -> Result<(), CollectiveFailure> {
         let model = self.model_parameters()?;

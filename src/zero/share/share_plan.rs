@@ -27,11 +27,11 @@ pub(crate) struct SharePlan {
     pub placement: Placement,
     pub dtype: DType,
     pub sub_group_size: usize,
-    /// The dtype that gradients are accumulated in.
+    /// The dtype in which gradients are accumulated.
     pub grad_dtype: DType,
     /// The rules that decide which states a parameter has.
     pub grouping: Arc<ParameterGrouping>,
-    /// The dtype that float buffers are cast to (`data_types.buffer_dtype`). `None`: no cast.
+    /// The dtype to which float buffers are cast (`data_types.buffer_dtype`). `None`: no cast.
     pub buffer_dtype: Option<DType>,
     /// The number of elements of weights that stay in memory (`max_in_cpu`) if the others are in files.
     pub weights_in_memory: Option<usize>,
@@ -71,7 +71,7 @@ fn outer_states(config: Option<&LocalStepsConfig>) -> &'static [&'static str] {
 }
 
 impl SharePlan {
-    /// Creates the plan that `config` asks for, for gradients that are accumulated in `grad_dtype`.
+    /// Creates the plan that `config` requests, for gradients that are accumulated in `grad_dtype`.
     pub fn new(config: &Config, grad_dtype: DType, rank: usize, grouping: Arc<ParameterGrouping>) -> Self {
         let zero = &config.zero;
         Self {

@@ -295,7 +295,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
                 }
                 let moments = states.map(|(_, format)| OptimState::in_memory(ledger, &devices.states, format, len));
                 group.moments = moments.collect::<Result<_>>()?;
-                // Between two exchanges nothing reads the outer states, so they need no room on a GPU.
+                // Between two exchanges, nothing reads the outer states, so they need no room on a GPU.
                 let host = || R::Buffer::zeros(&R::Buffer::host(), DType::F32, len);
                 let outer = plan
                     .outer_states

@@ -126,8 +126,8 @@ impl RankCore {
         ready.collect()
     }
 
-    /// Waits for the update that has begun, if one has, before states are read or changed. Afterwards the states are in
-    /// their sub-groups. The guard gives access to the new weights that the model does not have yet.
+    /// Waits for the update that has begun, if one has, before states are read or changed. Afterwards, the states are
+    /// in their sub-groups. The guard gives access to the new weights that the model does not have yet.
     pub(in crate::zero) fn wait_for_update(&self) -> Result<MutexGuard<'_, DelayedUpdate>> {
         let delayed = self.join_update();
         match &*delayed {

@@ -5,7 +5,7 @@
 //! | `sharded_step.rs` | the vote and the update |
 //! | `outer_step.rs` | the outer step of local steps, between islands |
 //! | `stage_vote.rs` | the vote of the stages of a pipeline |
-//! | `step_requests.rs` | requests of rank 0 to all ranks in a vote |
+//! | `step_requests.rs` | requests from rank 0 to all ranks in a vote |
 //! | `hyperparameters.rs` | the optimizer's settings for each parameter |
 //! | `state_sweep.rs` | a sweep through the share, in memory and in files |
 //! | `stored_states.rs` | states in formats other than f32, and their conversion to f32 and back |

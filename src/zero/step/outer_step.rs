@@ -42,7 +42,7 @@ pub(crate) fn encoding(wire: IslandWire) -> (DType, WireFormat) {
 pub(crate) enum MeanChange {
     /// The change of this rank's pieces, as it was received.
     Received(Vec<f32>),
-    /// The change is among this rank's states, for everything that it owns.
+    /// The change is among this rank's states, for all elements that the rank owns.
     Stored,
 }
 

@@ -41,7 +41,7 @@ pub(crate) struct Vote {
     pub overflowed: Vec<usize>,
     /// The mean of the losses.
     pub loss: f64,
-    /// The requests of rank 0 to all ranks.
+    /// The requests from rank 0 to all ranks.
     pub requests: StepRequests,
 }
 
@@ -176,7 +176,7 @@ impl RankCore {
         }
     }
 
-    /// Returns why updates cannot be delayed (`offload_optimizer.delayed_update`), or `None` if they can.
+    /// Returns the reason why updates cannot be delayed (`offload_optimizer.delayed_update`), or `None` if they can.
     pub fn hindrance_to_delay(&self) -> Option<&'static str> {
         if matches!(self.model_place, BufferDevice::Host) {
             Some("no GPU runs the model")

@@ -21,7 +21,7 @@ pub(crate) struct StageVote {
     /// The loss, which only the last stage computes.
     pub loss: f64,
     pub loss_is_finite: bool,
-    /// The requests of rank 0 to all ranks.
+    /// The requests from rank 0 to all ranks.
     pub requests: StepRequests,
 }
 

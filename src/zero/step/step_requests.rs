@@ -1,11 +1,11 @@
-//! Requests of rank 0 to all ranks in a vote, in the same message as the flag for overflow.
+//! Requests from rank 0 to all ranks in a vote, in the same message as the flag for overflow.
 
 /// The requests of a step. They are the same on all ranks after the vote.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct StepRequests {
-    /// After the step, all ranks report their memory and their times for the record of the run.
+    /// Whether all ranks report their memory and their times for the record of the run after the step.
     pub report: bool,
-    /// The user has asked for a checkpoint.
+    /// Whether the user has asked for a checkpoint.
     pub save: bool,
 }
 

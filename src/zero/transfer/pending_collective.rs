@@ -3,7 +3,7 @@
 //! ```text
 //!   on the host    the communicator holds the buffer until the collective is waited for
 //!   on a GPU       NCCL moves it from GPU to GPU; if that is not possible, a copy on the host is sent, and the result
-//!                  is copied into the buffer's memory; with one rank nothing moves
+//!                  is copied into the buffer's memory; with one rank, nothing moves
 //! ```
 
 use crate::comm::{Communicator, Pending, WireFormat};
