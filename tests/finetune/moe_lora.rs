@@ -108,7 +108,8 @@ fn check_adapter(adapter: &Adapter, recorded: &Value, what: &str) {
     }
 }
 
-/// Checks the result of an adapter that PEFT has trained or begun with: applied to the base, merged into it, and written.
+/// Checks an adapter that PEFT has trained or has begun training with: applied to the base, merged into the base, and
+/// written again.
 fn check_result(case: &str, stage: &str, want: f64) {
     let base = base_of(case);
     let folder = MOE.path(format!("lora/{case}/{stage}"));

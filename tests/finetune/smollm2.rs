@@ -70,7 +70,7 @@ fn uniform(seed: u64, i: u64) -> f32 {
     ((z >> 40) as f64 / f64::from(1 << 23) - 1.0) as f32
 }
 
-/// Returns the adapter that the record starts with: A from [`uniform`], B zero.
+/// Returns the adapter with which the recorded training begins: A from [`uniform`], and B with zeros.
 fn initial(config: &DecoderConfig, lora: &LoraConfig) -> Adapter {
     const ORDER: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
     let tensor = |(name, shape): (String, Vec<usize>)| {

@@ -31,7 +31,7 @@ pub struct Case {
     shapes: Vec<Vec<usize>>,
     op: Function,
     composed: Function,
-    /// Whether 16-bit numbers are also rounded on the way, as products of 16-bit operands require: probabilities in
+    /// Whether intermediate 16-bit numbers are also rounded, as products of 16-bit operands require: probabilities in
     /// attention, logits before a softmax, the value before an activation.
     rounds_on_the_way: bool,
 }

@@ -1,5 +1,5 @@
-//! Frozen parameters: the same bits at every stage and wherever states are stored; no gradient, master weights, moments
-//! or reduction for them; and freezing and thawing between steps.
+//! Frozen parameters: the same bits at every stage and wherever states are stored; no gradients, master weights,
+//! moments or reductions for them; and freezing and thawing between steps.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_with};
 use candle_core::{DType, Device, Tensor};

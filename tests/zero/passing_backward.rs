@@ -94,7 +94,8 @@ fn bits(tensor: &Tensor) -> Result<Vec<u32>> {
     Ok(tensor.flatten_all()?.to_vec1::<f32>()?.iter().map(|v| v.to_bits()).collect())
 }
 
-/// Returns the gradient of the mean square of the model's output with respect to the input, by Candle alone.
+/// Returns the gradient of the mean square of the model's output with respect to the input, computed by Candle's own
+/// backward pass.
 fn saliency(engine: &mut Engine<Model>, x: &Tensor) -> candle_zero::Result<Vec<u32>> {
     let x = Var::from_tensor(x)?;
     let y = engine.forward(|model| model(&x))?;
@@ -339,7 +340,7 @@ fn gan(world: usize, build: Build, config: &Value, with_generator: bool) -> (Vec
                 generator.step()?;
             }
             let of_real = discriminator.forward(|d| d(&real))?;
-            // The fake samples are the same in both runs, so the discriminator learns the same.
+            // The fake samples are the same in both runs, so the discriminator is trained in the same way.
             let of_fake = discriminator.forward(|d| d(&fake))?;
             discriminator.backward(&(of_fake.sqr()?.mean_all()? - of_real.mean_all()?)?)?;
             discriminator.step()?;
