@@ -90,7 +90,7 @@ fn qlora_gives_the_same_bits_at_every_stage() {
             assert_same(&whole, &run, &format!("stage {number}, {world} ranks"));
         }
         let plain = train(&Case { packing: None, config: stage(3), ..case });
-        assert!(plain.losses != whole.losses, "a 4-bit base must have losses of its own");
+        assert!(plain.losses != whole.losses, "the losses of a 4-bit base must differ from those in f32");
     }
 }
 

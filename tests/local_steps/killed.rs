@@ -188,7 +188,7 @@ fn two_islands_that_are_killed_and_one_that_comes_later_join_without_stopping_th
     server.wait_for("island 3 waits to join", 1);
     open(dir, 12);
     let victims = [at(dir, 32, 0), at(dir, 32, 1), at(dir, 32, 2), at(dir, 32, 3)];
-    // The donor dies, and so does the island that was killed before.
+    // The donor dies, and the island that was killed before dies again.
     victims[..2].iter().for_each(|victim| kill_process(*victim, Signal::KILL).unwrap());
     server.wait_for("island 0 waits to join", 1);
     server.wait_for("island 1 waits to join", 2);

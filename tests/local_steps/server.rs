@@ -278,7 +278,7 @@ fn islands_die_and_join_while_the_others_train_and_end_with_the_same_weights() {
     }
     islands.iter().for_each(|island| _ = island.trained());
     train_all(&islands, 4);
-    // The next donor dies, and so does another island.
+    // The next donor and another island die.
     islands.remove(0).die();
     islands.remove(1).die();
     train_all(&islands, 5);
