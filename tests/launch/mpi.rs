@@ -891,7 +891,7 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
     });
 }
 
-/// Returns the message that a rank received, from the complete output.
+/// Returns the error message that a rank reports in the complete output.
 fn told_to(rank: usize, output: &Output) -> String {
     let said = stdout(output);
     let begin = format!("rank {rank} reports: ");

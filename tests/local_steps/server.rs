@@ -52,7 +52,7 @@ fn well<T>(island: JoinHandle<Vec<candle_zero::Result<T>>>) -> Vec<T> {
     island.join().unwrap().into_iter().map(|rank| rank.unwrap()).collect()
 }
 
-/// Returns the error of an island's first rank.
+/// Returns the first error of an island's ranks.
 fn error<T>(island: JoinHandle<Vec<candle_zero::Result<T>>>) -> String {
     island.join().unwrap().into_iter().find_map(Result::err).unwrap().to_string()
 }

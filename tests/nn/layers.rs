@@ -187,8 +187,8 @@ fn cases() -> Vec<Case> {
     all
 }
 
-/// Returns cases for the features that decoders of published checkpoints add: capped scores and logits, windows, packed
-/// rows, norms of heads.
+/// Returns cases for additional features of published decoders: capped scores and logits, windows, packed rows, and
+/// norms of heads.
 fn cases_of_fine_tuning() -> Vec<Case> {
     let mut all = Vec::new();
     let usual = AttentionOptions::default();

@@ -183,7 +183,7 @@ fn finished_after_kills(folder: &Folder, kills: &[(usize, bool)]) {
         let reached = || lines() >= *at || sweep_has_ended(pid);
         wait_for("a line of the journal", || reached().then_some(()));
         if *kills_trial {
-            // This is the launcher of a trial, or its rank.
+            // The last descendant is the launcher of a trial, or the rank that this launcher has started.
             if let Some(pid) = descendants(pid).last().and_then(|pid| Pid::from_raw(*pid)) {
                 _ = kill_process(pid, Signal::KILL);
             }

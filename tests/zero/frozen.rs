@@ -16,7 +16,8 @@ use std::path::Path;
 
 const STEPS: usize = 6;
 
-/// Freezes half of the model: the embedding, one complete block, and the qkv product of another.
+/// Returns whether a parameter is trained. Half of the model is frozen: the embedding, one complete block, and the qkv
+/// product of another.
 fn trains(name: &str, _: &[usize]) -> bool {
     !(name.starts_with("embed") || name.starts_with("layer.0") || name.starts_with("layer.1.qkv"))
 }

@@ -120,7 +120,8 @@ fn of_stage(stage: u8) -> Vec<Value> {
 /// between.
 type Seen = (Vec<u32>, Vec<u64>, Vec<Vec<u32>>);
 
-/// Trains. If `disturbed`, plain backward passes run through the model at many points of a micro step.
+/// Trains, and returns the results of all ranks and the exported file. If `disturbed`, plain backward passes run
+/// through the model at many points of a micro step.
 fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<Seen>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
