@@ -1,5 +1,5 @@
 //! Compares a real model, SmolLM2-135M-Instruct, with records of transformers and PEFT. The variable
-//! `CANDLE_ZERO_SMOLLM2` names its folder. scripts/check_finetune.sh sets it.
+//! `CANDLE_ZERO_SMOLLM2`, which scripts/check_finetune.sh sets, names the model's folder.
 
 use crate::fixtures::{far, json as record, numbers};
 use crate::support::skips::skipped;

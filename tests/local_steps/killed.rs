@@ -1,4 +1,4 @@
-//! Islands that `zerorun` starts and `kill -9` ends: the others continue, and the islands join again.
+//! Islands that `zerorun` starts and `kill -9` ends: the others continue, and the killed islands join again.
 
 use super::support::processes::{as_program, runs, start, stderr, wait_up_to, zerorun};
 use candle_core::{Device, Tensor};

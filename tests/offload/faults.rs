@@ -2,7 +2,7 @@
 //!
 //! A limit on file sizes (`RLIMIT_FSIZE`) simulates a failing disk: it is lowered from outside in the middle of
 //! training, and every write beyond it is refused, even into reserved space. The limit does not apply to writes through
-//! a mapping, which reserved space makes safe.
+//! a mapping, which cannot fail because their space is reserved.
 
 use crate::support::processes::{
     self, as_program, descendants, example, repository, runs, start, stderr, wait_for, zerorun,
