@@ -1,1 +1,1 @@
-//! The integration tests of candle-zero and candle-zero-finetune: README.md lists them.
+//! The integration tests of candle-zero and candle-zero-finetune, which README.md lists.

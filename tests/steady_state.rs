@@ -54,8 +54,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Counts are for the whole process, so one test runs at a time. Ranks compute on their own threads: a thread of a pool
-/// allocates its buffers when it first gets work, in whatever step that is.
+/// Counts are for the whole process, so one test runs at a time. Ranks compute on their own threads, because a pool
+/// thread would allocate its buffers in whichever step it first gets work.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     // The second test finds the pool already initialized.

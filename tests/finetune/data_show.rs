@@ -20,7 +20,7 @@ impl Desk {
         path
     }
 
-    /// Returns the command for files of this folder, with the tiny tokenizer.
+    /// Returns the command for files in this folder, with the tiny tokenizer.
     fn show(&self, words: &[&str]) -> Command {
         let model = repository().join("tests/fixtures/finetune/models/llama");
         let mut command = zerorun();

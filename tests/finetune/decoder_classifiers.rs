@@ -22,7 +22,8 @@ fn weights(model: &str) -> (HashMap<String, Tensor>, Tensor) {
     (weights, output)
 }
 
-/// Writes `weights` into a copy of a model's folder, with a score of three classes: rows of the output projection.
+/// Writes `weights` into a copy of a model's folder, with a score for three classes that consists of rows of the output
+/// projection.
 fn with_score(model: &str) -> tempfile::TempDir {
     let folder = copy(model);
     let (mut weights, output) = weights(model);
@@ -40,8 +41,8 @@ fn change_config(folder: &Path, change: impl FnOnce(&mut Value)) {
     std::fs::write(file, config.to_string()).unwrap();
 }
 
-/// The logits of a language model, which are compared with those of transformers, are the product of its states with the
-/// output projection. A classifier whose score has rows of that projection must have the same logits.
+/// The logits of a language model, which other tests compare with those of transformers, are the product of its states
+/// and the output projection. A classifier whose score has rows of that projection must have the same logits.
 #[test]
 fn logits_are_those_of_the_last_token_that_is_not_padding() {
     for name in ["llama", "mistral", "qwen2", "phi3", "gpt2"] {

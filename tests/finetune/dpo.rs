@@ -1,4 +1,4 @@
-//! Preference optimization matches PyTorch step by step. The reference is the model without its adapters.
+//! Preference optimization matches PyTorch step by step. The reference model is the model without its adapters.
 
 use crate::fixtures::{base, json as record, numbers, path};
 use candle_core::{Device, Tensor};

@@ -36,7 +36,7 @@ fn model(encoder: &str) -> Encoder {
     Encoder::new(&config(encoder), VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu)).unwrap()
 }
 
-/// Returns the ids of the recorded forward, and the types of tokens if there are any.
+/// Returns the token ids of the recorded forward pass, and the token types if there are any.
 fn inputs(record: &HashMap<String, Tensor>) -> (Tensor, Option<Tensor>) {
     let ids = |name: &str| record.get(name).map(|ids| ids.to_dtype(DType::U32).unwrap());
     (ids("input_ids").unwrap(), ids("token_type_ids"))

@@ -34,7 +34,7 @@ const MODELS: [&str; 18] = [
     "starcoder2",
 ];
 
-/// The tolerances from the records' README. The probes are elements of final weights.
+/// The tolerances from the records' README. `WEIGHTS` is for the recorded elements of the final weights.
 const LOGITS: f32 = 1e-4;
 const LOSS: f64 = 2e-5;
 const LOSS_AFTER_STEPS: f64 = 5e-5;

@@ -1,5 +1,5 @@
-//! The models and records in tests/fixtures, which were created with transformers, and what tests that compare with them
-//! have in common.
+//! The models and records in tests/fixtures, which were created with transformers, and the code that tests share to
+//! compare with them.
 
 use crate::support::processes::repository;
 use candle_core::{DType, Device, Tensor};
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// All models.
 pub const MODELS: [&str; 9] = ["gpt2", "llama", "llama32", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
 
-/// A folder in tests/fixtures with models and what was recorded about them.
+/// A folder in tests/fixtures with models and the values that were recorded for them.
 #[derive(Clone, Copy)]
 pub struct Records(pub &'static str);
 
@@ -162,15 +162,15 @@ pub fn check_session(name: &str, model: &Decoder, text: &[u32], tolerance: f32) 
 
 /// The tolerances of recorded elements of weights.
 pub struct ProbeTolerances {
-    /// At most one element in 200 may be above this.
+    /// The tolerance that at most one element in 200 may exceed.
     pub usual: f64,
     pub outlier: f64,
-    /// The gradients of keys' biases are only rounding errors.
+    /// The tolerance for biases of keys, whose gradients are only rounding errors.
     pub key_biases: f64,
 }
 
 /// Compares the recorded elements of every tensor with those of exported weights. `name_of` returns the name of a
-/// recorded tensor in these weights, or `None` if it is not compared.
+/// recorded tensor in these weights, or `None` if the tensor is not compared.
 pub fn check_probes(
     what: &str,
     recorded: &Value,
@@ -200,7 +200,8 @@ pub fn check_probes(
     assert!(is_near, "{what}: {outliers} of {count} differ, by up to {worst}");
 }
 
-/// Returns the elements of a tensor that are recorded. Halves are rounded to even numbers.
+/// Returns the elements of a tensor that are recorded. A position halfway between two elements is rounded to the even
+/// one.
 pub fn probed(values: &[f32]) -> [f32; 8] {
     let last = (values.len() - 1) as f64;
     [0, 1, 2, 3, 4, 5, 6, 7].map(|i| values[(f64::from(i) * last / 7.0).round_ties_even() as usize])

@@ -35,7 +35,7 @@ fn description(kind: &str) -> Value {
     config
 }
 
-/// Returns values that f16 represents exactly, which differ between tensors and positions.
+/// Returns values that f16 represents exactly and that differ between tensors and positions.
 fn weights(config: &DecoderConfig) -> BTreeMap<String, Tensor> {
     let tensor = |(seed, (name, shape)): (usize, (String, Vec<usize>))| {
         let value = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1024.0 - 1.0;

@@ -167,8 +167,7 @@ fn sentence_piece_file(path: &Path, space: bool) {
 }
 
 /// Encodes by SentencePiece's rule: of all adjacent pairs that form a piece, the one with the highest score is merged,
-/// or the first of them if several have that score. Characters that are not pieces are replaced by
-/// their bytes.
+/// or the first such pair if several have that score. Characters that are not pieces are replaced by their bytes.
 fn sentence_piece(text: &str, space: bool) -> Vec<u32> {
     let pieces = pieces();
     let ids: HashMap<&str, usize> = pieces.iter().enumerate().map(|(id, (text, ..))| (text.as_str(), id)).collect();

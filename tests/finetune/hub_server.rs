@@ -82,7 +82,7 @@ impl Server {
         format!("http://{}", self.address)
     }
 
-    /// Sets the faults from now on, and forgets earlier requests.
+    /// Sets the faults of later responses, and forgets earlier requests.
     pub fn set(&self, faults: Faults) {
         *self.hub.faults.lock().unwrap() = faults;
         self.hub.requests.lock().unwrap().clear();

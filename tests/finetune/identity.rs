@@ -110,7 +110,7 @@ fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
     let text = desk.refused(&["--steps", "3", "--resume_anyway"]);
     assert!(text.contains("is at step 4, but this run ends at step 3"), "{text}");
 
-    // Explicitly allowed: the run reports the differences and continues.
+    // With --resume_anyway, the run reports the differences and continues.
     let words = ["--save", "saves", "--resume", "--steps", "8", "--lr", "1e-3", "--resume_anyway"];
     let said = desk.trained("anyway", &words);
     assert!(said.contains("this run continues from it as requested: lr: 0.01 -> 0.001; steps: 4 -> 8"), "{said}");

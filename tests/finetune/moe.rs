@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 const MODELS: [&str; 8] =
     ["gpt_oss", "gpt_oss_mxfp4", "mixtral", "olmoe", "olmoe_clip", "qwen2_moe", "qwen3_moe", "qwen3_moe_step2"];
 
-/// The tolerances from the records' README. The probes are elements of final weights.
+/// The tolerances from the records' README. `WEIGHTS` is for the recorded elements of the final weights.
 const LOGITS: f32 = 1e-4;
 const LOSS: f64 = 2e-5;
 const LOSS_AFTER_STEPS: f64 = 5e-5;
@@ -233,7 +233,8 @@ fn train(name: &str, run: &Value, batches: &[Tensor], how: Training) -> Run {
                 None => 0.0,
             });
         }
-        // Moved parameters change no choices of experts, so the first gradient can be compared with differences.
+        // Moving the parameters changes no choices of experts, so the gradient check can compare the first gradient
+        // with finite differences.
         let report = engine.gradient_report().expect("a gradient report");
         assert!(report.rows.iter().all(|row| row.verdict == GradientCheckVerdict::Right), "{report}");
         engine.export_safetensors(&file)?;
@@ -255,8 +256,8 @@ fn follow(name: &str, kind: &str) {
         for step in 0..20 {
             worst[0] = worst[0].max((first.losses[step] - losses[step]).abs());
             let norm = (first.norms[step] / norms[step] - 1.0).abs();
-            // A number that is close to the limit of gpt-oss' activation may be on the other side of the limit, where
-            // it has no gradient.
+            // A number close to the limit of gpt-oss' activation may have been rounded to the other side of the limit,
+            // where its gradient is zero.
             if norm > NORM && norm <= KINK && name == "gpt_oss" {
                 kinks += 1;
                 continue;

@@ -1,5 +1,5 @@
-//! Folders of mixtures: MXFP4 is read, merged models are written, and invalid files and descriptions are refused by
-//! file, tensor and key.
+//! Folders of mixtures: MXFP4 is read, merged models are written, and errors about invalid files and descriptions name
+//! the file, tensor and key.
 
 use crate::fixtures::ids;
 use crate::moe::MOE;

@@ -108,7 +108,8 @@ fn check_adapter(adapter: &Adapter, recorded: &Value, what: &str) {
     }
 }
 
-/// Checks the result of an adapter that PEFT has trained or begun with: applied to the base, merged into it, and written.
+/// Checks an adapter that PEFT has trained or has begun training with: applied to the base, merged into the base, and
+/// written again.
 fn check_result(case: &str, stage: &str, want: f64) {
     let base = base_of(case);
     let folder = MOE.path(format!("lora/{case}/{stage}"));
@@ -175,7 +176,7 @@ fn every_recorded_adapter_of_a_mixture_is_followed() {
 #[test]
 fn adapters_of_experts_are_read_written_applied_and_merged_as_peft_does() {
     for case in CASES {
-        // A fresh adapter of attention changes nothing.
+        // A fresh adapter of attention has no effect, so only fresh adapters of experts are checked.
         let want = MOE.json(format!("lora/{case}/run.json"))["loss_logits_inputs"].clone();
         if case.contains("experts") {
             check_result(case, "initial", want["initial_adapter"].as_f64().unwrap());

@@ -62,7 +62,7 @@ fn samples_are_those_of_the_same_rows_as_json_lines() {
 fn a_row_is_named_by_its_number() {
     let desk = Desk::new();
     let file = source(fixture("label_with_gaps.parquet"));
-    // A record with a text and no label counts as text to be continued.
+    // A record with a text and no label is a text to be continued, which classification cannot use.
     let dataset = desk.prepare(std::slice::from_ref(&file), TrainingTask::Classify);
     let (_, report) = dataset.reports().next().unwrap();
     insta::assert_snapshot!(report.notes().join("\n"), @"1 record (row 3) could not be used (row 3: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");

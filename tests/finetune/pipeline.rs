@@ -1,5 +1,5 @@
-//! Fine-tuning in a pipeline: the same bits as on one rank, checkpoints for any number of ranks, the same results, and
-//! refusals.
+//! Fine-tuning in a pipeline: the same bits as on one rank, checkpoints for any number of ranks, the same files as
+//! results, and refusals.
 
 use crate::fixtures::{MODELS, path};
 use crate::runs::{chats, finetune, write};
@@ -136,7 +136,8 @@ fn two_pipelines_have_the_bits_of_two_ranks_and_padded_rows_too() {
         let divided = in_pipeline(&whole, 2, &format!("{at}-divided"));
         assert_eq!(train(&divided, 4), steps, "packing {packing}");
         assert!(weights(&divided) == weights(&whole), "packing {packing}");
-        // The same from a configuration, with a different schedule and sharded optimizer states.
+        // The results are the same with a pipeline from a configuration, with a different schedule and sharded
+        // optimizer states.
         let section = json!({"stages": 2, "schedule": "zero_bubble"});
         let ds_config =
             config(folder.path(), "pipeline.json", &json!({"pipeline": section, "zero_optimization": {"stage": 1}}));

@@ -25,7 +25,7 @@ struct Case {
     config: Value,
 }
 
-/// Takes three steps of four rows.
+/// Takes three steps on four rows.
 fn train(case: &Case) -> Run {
     let base = base(case.model);
     let sizes = DecoderConfig { lora: Some(case.lora.parse().unwrap()), ..base.config().clone() };
@@ -90,7 +90,7 @@ fn qlora_gives_the_same_bits_at_every_stage() {
             assert_same(&whole, &run, &format!("stage {number}, {world} ranks"));
         }
         let plain = train(&Case { packing: None, config: stage(3), ..case });
-        assert!(plain.losses != whole.losses, "the losses of a 4-bit base must differ");
+        assert!(plain.losses != whole.losses, "the losses of a 4-bit base must differ from those in f32");
     }
 }
 

@@ -178,7 +178,8 @@ fn all_stages_end_with_the_same_adapter_to_the_bit() {
 #[test]
 fn the_loss_is_that_of_the_global_batch_however_it_is_split() {
     let folder = tempfile::tempdir().unwrap();
-    // Answers of very different lengths: a mean of the micro batches' means would differ.
+    // Answers of very different lengths: a mean of the micro batches' means would differ from the mean over all
+    // targets.
     let chat = |i: usize| {
         let answer = "yes ".repeat(1 + i * i % 17);
         json!({"messages": [{"role": "user", "content": "so?"}, {"role": "assistant", "content": answer}]})

@@ -1,5 +1,5 @@
 //! Compares a real model, SmolLM2-135M-Instruct, with records of transformers and PEFT. The variable
-//! `CANDLE_ZERO_SMOLLM2` names its folder. scripts/check_finetune.sh sets it.
+//! `CANDLE_ZERO_SMOLLM2`, which scripts/check_finetune.sh sets, names the model's folder.
 
 use crate::fixtures::{far, json as record, numbers};
 use crate::support::skips::skipped;
@@ -70,7 +70,7 @@ fn uniform(seed: u64, i: u64) -> f32 {
     ((z >> 40) as f64 / f64::from(1 << 23) - 1.0) as f32
 }
 
-/// Returns the adapter that the record starts with: A from [`uniform`], B zero.
+/// Returns the adapter with which the recorded training begins: A from [`uniform`], and B with zeros.
 fn initial(config: &DecoderConfig, lora: &LoraConfig) -> Adapter {
     const ORDER: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
     let tensor = |(name, shape): (String, Vec<usize>)| {

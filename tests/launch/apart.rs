@@ -1,4 +1,4 @@
-//! Ranks of one host that are started one by one with torchrun's variables: they give the same bits as under `zerorun`,
+//! Ranks on one host that are started one by one with torchrun's variables: they give the same bits as under `zerorun`,
 //! and errors name the rank.
 
 use crate::mpi::steps;

@@ -40,7 +40,7 @@ struct Fault {
 enum Deed {
     /// Reports that it has reached the place.
     GoOn,
-    /// Reports that it has reached the place, and lets the others wait for half a second.
+    /// Reports that it has reached the place, and makes the others wait for half a second.
     Pause,
     /// Reports that it has reached the place, and stays there forever.
     Stay,

@@ -1,5 +1,5 @@
-//! `zerorun finetune` on two hosts: the adapter's bytes are those of a run on one host, and the choice and its
-//! reason are printed.
+//! `zerorun finetune` on two hosts: the adapter's bytes are those of a run on one host, and the chosen distribution
+//! over the hosts and its reason are printed.
 
 use crate::mpi::{hosts, with_each};
 use crate::nodes::cluster;

@@ -1,4 +1,4 @@
-//! Ranks that an MPI launcher starts, on this host and on two: they give the same bits as on one machine, and
+//! Ranks that an MPI launcher starts, on this host and on two hosts: they give the same bits as on one machine, and
 //! problems lead to an error instead of a hang.
 
 use crate::support::cluster::{Hosts, Mpi, debian_mpich, mpirun};
@@ -109,7 +109,7 @@ fn shards_of_each_host_change_no_bit_and_only_sums_of_gradients_cross() {
             assert_eq!(steps, expected, "{mpi:?}, groups of {ranks}");
             let [reduced, bytes] = between_hosts(&metrics, "reduce_scatter");
             // Two remote ranks send their parts of one of the four pieces in f32. Ranks with the same shard also send each
-            // other the sums of their pieces: one sum from each group of the other host, which one rank of this host
+            // other the sums of their pieces: one sum from each group on the other host, which one rank on this host
             // receives for its complete group.
             assert_eq!(bytes, (2 + 1) * (reduced / 4 * 4), "{mpi:?}, groups of {ranks}");
             assert_eq!(between_hosts(&metrics, "all_gather")[1], 0, "{mpi:?}, groups of {ranks}");
@@ -133,7 +133,7 @@ fn bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backward
         let (same_steps, same_reduced, [in_all, from_hosts]) = run(&with_copy, "with");
         // Two remote ranks send their parts of one of the four chunks in f32.
         assert_eq!(reduced_bytes, 2 * reduced / 4 * 4, "{mpi:?}");
-        // Two shards of the other host arrive in two lanes.
+        // Two shards from the other host arrive in two lanes.
         assert_eq!(gathered_bytes, 2 * gathered / 2 * 4, "{mpi:?}");
         assert_eq!((same_steps, same_reduced), (steps, [reduced, reduced_bytes]), "{mpi:?}");
         // The backward pass gathers from the copy, in parts that are twice as large as shards.
@@ -259,7 +259,7 @@ fn weights_compressed_between_hosts_alone_cross_as_int8_and_on_one_host_nothing_
         };
         let (coded, [gathered, bytes]) = run(&key, "both");
         assert_ne!(coded, exact, "{mpi:?}");
-        // A byte per element and four bytes per block, of one shard per lane. In f32 there would be four bytes per
+        // One byte per element and four bytes per block, for one shard per lane. In f32, there would be four bytes per
         // element.
         let least = gathered + gathered / 32;
         assert!((least..least + gathered / 100).contains(&bytes), "{mpi:?}: {bytes} of {gathered}");
@@ -485,7 +485,7 @@ fn collectives(comm: &dyn Communicator, n: usize, dtype: DType, wire: WireFormat
     Ok(vec![reduced.wait()?, whole.wait()?, gathered.wait()?])
 }
 
-/// Returns the values, in f32, that arrive on another host for `values`.
+/// Returns `values` as they arrive on another host, in f32.
 fn crossed(code: InterHostFormat, values: &Flat) -> Flat {
     let mut arrived = Flat::zeros(DType::F32, values.len());
     let rounded = |dtype: DType| {
@@ -891,7 +891,7 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
     });
 }
 
-/// Returns the message that a rank received, from the complete output.
+/// Returns the error message that a rank reports in the complete output.
 fn told_to(rank: usize, output: &Output) -> String {
     let said = stdout(output);
     let begin = format!("rank {rank} reports: ");
@@ -1021,8 +1021,8 @@ fn mpich_is_found_under_the_name_that_debian_gives_it() {
         None => skipped_in_part(test, "no MPICH; scripts/fetch_mpi.sh fetches it"),
     }
     match debian_mpich() {
-        // The ranks are not run: in one of three runs, those of Debian's MPICH 4.0.2 waited for each other indefinitely
-        // in MPI_Finalize.
+        // No ranks are started: in one of three runs, ranks with Debian's MPICH 4.0.2 waited for each other
+        // indefinitely in MPI_Finalize.
         Some(folder) => is_reported(&folder),
         None => skipped_in_part(test, "no MPICH from Debian; scripts/fetch_mpi.sh fetches it if apt-get is available"),
     }

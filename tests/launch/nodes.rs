@@ -77,7 +77,7 @@ pub fn ended(child: Child) -> Output {
     child.wait_with_output().unwrap()
 }
 
-/// Kills the remaining processes of a failed test.
+/// The processes that are killed when a test ends, even if it fails.
 struct Kills(Vec<i32>);
 
 impl Drop for Kills {

@@ -31,7 +31,7 @@ fn train(mut command: Command, dir: &Path, pipeline: &Value) -> Command {
     command
 }
 
-/// Returns the weights of the last checkpoint, whatever ranks saved it.
+/// Returns the weights of the last checkpoint, regardless of which ranks saved it.
 fn weights(dir: &Path) -> Vec<u8> {
     let output = zerorun().arg("consolidate").args(["saved", "weights"].map(|name| dir.join(name))).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));

@@ -1,4 +1,5 @@
-//! Jobs that are asked to end while they cannot continue, because no one reads their output or their start takes long.
+//! Jobs that are asked to end while they cannot continue, because no one reads their output or because starting them
+//! takes long.
 
 use std::process::{Child, ExitStatus};
 use std::time::Duration;

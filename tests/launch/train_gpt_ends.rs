@@ -80,7 +80,7 @@ fn a_signal_ends_training_after_a_checkpoint_of_one_step_on_all_ranks() {
         assert_eq!(latest.trim(), format!("global_step{step}"), "{text}");
         assert_eq!(folder.losses().len() as u64, step, "no step is lost or repeated");
     }
-    // The second run has continued where the first one ended.
+    // Each run has continued where the previous one ended.
     assert!(std::fs::read_dir(folder.path("saved")).unwrap().count() >= 3);
 }
 

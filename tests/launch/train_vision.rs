@@ -14,7 +14,7 @@ fn train_vision() -> &'static Path {
 const SMALL: [&str; 6] = ["--width", "2", "--validation", "20", "--epochs", "2"];
 const MADE: [&str; 4] = ["--image", "8", "--images", "32"];
 
-/// Runs the example in `folder` with a configuration that has a batch of 16.
+/// Runs the example in `folder` with a configuration that has a batch size of 16.
 fn run(folder: &Path, ranks: usize, stage: u8, args: &[&str]) -> Output {
     let config = json!({
         "train_batch_size": 16,

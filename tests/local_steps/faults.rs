@@ -1,4 +1,5 @@
-//! Islands that overflow, cannot save, or were saved at different times: nothing hangs, and nothing is mixed.
+//! Islands that overflow, cannot save, or were saved at different times: nothing hangs, and parts of different saves
+//! are not mixed.
 
 use super::{Model, batch, config, engine, on_ranks, train, weights};
 use candle_core::{DType, Device, Tensor};

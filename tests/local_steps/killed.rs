@@ -1,4 +1,4 @@
-//! Islands that `zerorun` starts and `kill -9` ends: the others continue, and the islands join again.
+//! Islands that `zerorun` starts and `kill -9` ends: the others continue, and the killed islands join again.
 
 use super::support::processes::{as_program, runs, start, stderr, wait_up_to, zerorun};
 use candle_core::{Device, Tensor};
@@ -19,7 +19,7 @@ const STEPS: u64 = 60;
 const BATCH: usize = 4;
 const LENGTH: usize = 16;
 const VOCABULARY: usize = 17;
-/// The time limit for everything that processes do. Machines that run many tests at a time are slow.
+/// The limit for every wait for a process. It is long because a machine that runs many tests at a time is slow.
 const LIMIT: Duration = Duration::from_secs(300);
 
 fn config(section: Value) -> Value {
@@ -127,7 +127,7 @@ impl Server {
         Self { process, address, told }
     }
 
-    /// Waits until the server has told `text` for the `count`th time.
+    /// Waits until the server has printed `text` for the `count`th time.
     fn wait_for(&self, text: &str, count: usize) {
         wait_up_to(LIMIT, text, || {
             let told = self.told.lock().unwrap();
@@ -188,7 +188,7 @@ fn two_islands_that_are_killed_and_one_that_comes_later_join_without_stopping_th
     server.wait_for("island 3 waits to join", 1);
     open(dir, 12);
     let victims = [at(dir, 32, 0), at(dir, 32, 1), at(dir, 32, 2), at(dir, 32, 3)];
-    // The donor dies, and the island that was killed before.
+    // The donor dies, and the island that was killed before dies again.
     victims[..2].iter().for_each(|victim| kill_process(*victim, Signal::KILL).unwrap());
     server.wait_for("island 0 waits to join", 1);
     server.wait_for("island 1 waits to join", 2);

@@ -52,7 +52,7 @@ fn well<T>(island: JoinHandle<Vec<candle_zero::Result<T>>>) -> Vec<T> {
     island.join().unwrap().into_iter().map(|rank| rank.unwrap()).collect()
 }
 
-/// Returns the error of an island's first rank.
+/// Returns the first error of an island's ranks.
 fn error<T>(island: JoinHandle<Vec<candle_zero::Result<T>>>) -> String {
     island.join().unwrap().into_iter().find_map(Result::err).unwrap().to_string()
 }
@@ -233,7 +233,7 @@ fn direct(
                 tell(ready(&engine));
             }
             Order::Die => {
-                // A rank that is out of step does not announce its end.
+                // After an error that leaves it out of step, a rank does not announce its end.
                 let bad = candle_core::Tensor::new(f32::NAN, &Device::Cpu)?;
                 let loss = engine.forward(|model| model.loss(&batch(1, slot, (0, 1)))?.add(&bad))?;
                 assert!(engine.backward(&loss).is_err());
@@ -249,9 +249,9 @@ fn train_all(islands: &[Directed], steps: usize) -> Vec<Weights> {
     islands.iter().map(|island| island.trained().0).collect()
 }
 
-/// Waits until the server has these members, and these islands wait to join.
+/// Waits until the server has these members and these islands are waiting to join.
 fn wait_until(server: &IslandServer, members: &[usize], waiting: &[usize]) {
-    wait_up_to(Duration::from_secs(60), "the server to know the islands", || {
+    wait_up_to(Duration::from_secs(60), "the expected members and waiting islands", || {
         let status = server.status();
         (status.members == members && status.waiting == waiting).then_some(())
     });
@@ -278,7 +278,7 @@ fn islands_die_and_join_while_the_others_train_and_end_with_the_same_weights() {
     }
     islands.iter().for_each(|island| _ = island.trained());
     train_all(&islands, 4);
-    // The next donor dies, and another island.
+    // The next donor and another island die.
     islands.remove(0).die();
     islands.remove(1).die();
     train_all(&islands, 5);
@@ -408,7 +408,7 @@ fn an_island_that_is_behind_is_told_to_start_again_and_one_that_loads_keeps_the_
     assert!(train_all(&islands, 4) == expected);
     islands.into_iter().for_each(Directed::die);
     wait_until(&server, &[], &[]);
-    // One of them resumes, and the other begins.
+    // One of them resumes from its checkpoint, and the other begins at step 0.
     let islands = start();
     islands.iter().for_each(|island| _ = island.ready());
     islands[0].order(Order::Load(dir.path().to_owned()));
@@ -419,7 +419,7 @@ fn an_island_that_is_behind_is_told_to_start_again_and_one_that_loads_keeps_the_
     let [first, second] = islands.try_into().unwrap_or_else(|_| panic!("two islands"));
     let why = second.failed().replace(&server.address().to_string(), "ADDRESS");
     insta::assert_snapshot!(why, @"the island server at ADDRESS refuses this island: it is behind: the first exchange of the others is after step 8; start it again, and it joins them (zerorun --max_restarts does so)");
-    // It joins when it is started again, and its checkpoint is not loaded.
+    // The second island joins when it is started again, and its checkpoint is not loaded.
     let again = Directed::start(config.clone(), 1);
     wait_until(&server, &[0], &[1]);
     first.order(Order::Train(4));
@@ -469,7 +469,7 @@ fn islands_that_do_not_fit_are_refused_and_the_others_continue() {
     let mut stream = std::net::TcpStream::connect(&address).unwrap();
     stream.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
     let mut answer = Vec::new();
-    // The end may also be a reset.
+    // The server may also reset the connection.
     _ = stream.read_to_end(&mut answer);
     first.order(Order::Train(5));
     first.trained();
@@ -496,7 +496,7 @@ fn all_slots_taken_and_servers_that_are_not_there_are_named() {
     }
     let why = Directed::start(config, 0).failed().replace(&address, "ADDRESS");
     insta::assert_snapshot!(why, @"cannot reach the island server at ADDRESS: Connection refused (os error 111); start it with `zerorun island-server`, or correct local_steps.server (zerorun --island_server)");
-    // Another program listens.
+    // Another program listens at the address.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
     std::thread::spawn(move || {

@@ -1,4 +1,5 @@
-//! Every stage, with and without files, gives the same bits; bytes in memory and on the wire match the formula.
+//! Every stage, with and without offload to files, gives the same bits; bytes in memory and on the wire match the
+//! formula.
 
 use super::{SIZES, config, engine, on_ranks, train, weights};
 use candle_zero::memory::MemoryKind;

@@ -189,7 +189,7 @@ fn a_rank_that_leaves_too_early_is_blamed() {
     );
 }
 
-/// Rank 0 fails while ranks 1 and 2 wait; each gives up in turn, and is not mistaken for the cause.
+/// Rank 0 fails while ranks 1 and 2 wait; each of them gives up in turn, and is not mistaken for the cause.
 #[test]
 fn every_rank_is_told_the_failure_that_came_first() {
     in_every_order(
@@ -256,7 +256,7 @@ fn loom_finds_a_text_that_is_read_while_it_is_written() {
     }
 }
 
-/// Sends three packets through a mailbox of two.
+/// Sends three packets through a mailbox with room for two.
 fn messages(switches: Option<usize>, sleep: Sleep, plant: Plant) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = switches;

@@ -61,7 +61,7 @@ fn planted(plant: PoolPlant) -> bool {
     SETTINGS.get().plant == plant
 }
 
-/// Returns this ordering, or Relaxed if this deviation is switched on.
+/// Returns `ordering`, or Relaxed if the test plants this deviation.
 fn unless(plant: PoolPlant, ordering: Ordering) -> Ordering {
     if planted(plant) { Ordering::Relaxed } else { ordering }
 }
@@ -158,14 +158,14 @@ impl<T: Copy> JobCell<T> {
     }
 
     /// # Safety
-    /// None is needed: loom reports a race.
+    /// The caller need not ensure anything, because loom reports races.
     pub unsafe fn get(&self) -> T {
         // SAFETY: loom runs one thread at a time.
         self.0.with(|value| unsafe { *value })
     }
 
     /// # Safety
-    /// None is needed: loom reports a race.
+    /// The caller need not ensure anything, because loom reports races.
     pub unsafe fn set(&self, value: T) {
         // SAFETY: loom runs one thread at a time.
         self.0.with_mut(|place| unsafe { *place = value });
@@ -190,7 +190,7 @@ impl Condvar {
     }
 }
 
-/// A lock that is never waited for. A panic of its holder does not poison it.
+/// A lock for which no thread ever waits. A panic in its holder does not poison it.
 pub struct CallerMutex<T> {
     locked: atomic::AtomicBool,
     value: std::cell::UnsafeCell<T>,

@@ -71,7 +71,7 @@ loom::thread_local! {
 /// An atomic number and the queue of the threads that sleep on it.
 pub struct Word<A> {
     value: A,
-    /// The ordering of loads in place of Acquire; `store` is that of stores in place of Release.
+    /// The ordering of loads in place of Acquire; `store` is the ordering of stores in place of Release.
     load: Ordering,
     store: Ordering,
     fences: bool,
@@ -97,7 +97,7 @@ macro_rules! word {
                 }
             }
 
-            /// Lets this word deviate as `plant` requires.
+            /// Makes this word deviate as `plant` requires.
             #[allow(dead_code)]
             pub fn plant(&mut self, plant: Plant) {
                 match plant {
@@ -190,7 +190,7 @@ pub fn wake(word: &Word32) {
     }
 }
 
-/// Sleeps until `word` is no longer `seen`, or until the nap is over.
+/// Sleeps until `word` differs from `seen`, or until the nap is over.
 pub fn sleep_on(word: &Word32, seen: u32, _millis: u32) {
     match word.sleep {
         Sleep::Never => panic!("a thread falls asleep"),
@@ -221,7 +221,7 @@ struct Block {
     text_lens: [Word32; 2],
 }
 
-/// A text of a rank's control block.
+/// A text in a rank's control block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailureText {
     /// The rank's reason for giving up.
@@ -273,7 +273,7 @@ impl SharedMemoryRegion {
         self.blocks.len()
     }
 
-    /// Returns the seat of a rank: there is one channel here.
+    /// Returns the seat of a rank. There is only one channel here.
     pub fn seat(&self, _channel: usize, rank: usize) -> usize {
         rank
     }
@@ -294,7 +294,7 @@ impl SharedMemoryRegion {
         &self.first_failure
     }
 
-    /// Returns the header word; headers have one word here.
+    /// Returns the header word. Headers have only one word here.
     pub fn header_word(&self, rank: usize, parity: usize, word: usize) -> &Word64 {
         assert_eq!(word, 0);
         &self.blocks[rank].headers[parity]

@@ -122,7 +122,7 @@ impl Job {
         Arc::new(Self { open: UnsafeCell::new(true), next: atomic::AtomicUsize::new(0), parts, value })
     }
 
-    /// Runs one part after another.
+    /// Takes parts and runs them, one after another, until none is left.
     fn work(&self) {
         // SAFETY: see `Sync`.
         self.open.with(|open| assert!(unsafe { *open }, "a job that has returned"));

@@ -105,13 +105,13 @@ impl Device {
     /// Returns the values when all of the stream's work is done.
     pub fn read(&self, stream: CUstream, p: CUdeviceptr, floats: usize) -> Vec<f32> {
         let mut values = vec![0f32; floats];
-        // SAFETY: as many bytes as there are.
+        // SAFETY: `p` and `values` have this number of bytes.
         unsafe { result::memcpy_dtoh_async(&mut values, p, stream) }.unwrap();
         values
     }
 
     pub fn copy(&self, stream: CUstream, to: CUdeviceptr, from: CUdeviceptr, floats: usize) {
-        // SAFETY: as many bytes as both have.
+        // SAFETY: both allocations have this number of bytes.
         unsafe { result::memcpy_dtod_async(to, from, floats * 4, stream) }.unwrap();
     }
 

@@ -1,8 +1,9 @@
-//! The mock of CUDA (tools/mock_cuda) finds faults that a GPU tolerates: each test plants a fault in a child process, and
-//! also runs the same program without it. On a machine with a real driver, or without any, the tests are skipped.
+//! The mock of CUDA (tools/mock_cuda) finds faults that a GPU tolerates: each test plants a fault in a child process,
+//! and also runs the same program without the fault. On a machine with a real driver, or without any, the tests are
+//! skipped.
 #![allow(clippy::unwrap_used)]
 
-#[allow(dead_code, reason = "a part of it is used")]
+#[allow(dead_code, reason = "only a part of it is used")]
 #[path = "../support/skips.rs"]
 mod skips;
 

@@ -28,7 +28,8 @@ fn far(got: &[f32], want: &[f32]) -> f32 {
     largest(&mut got.iter().zip(want).map(|(a, b)| a - b)) / largest(&mut want.iter().copied())
 }
 
-/// Continues greedily by `n` tokens, beyond the context; each row of logits is compared with that of the whole text.
+/// Continues a text greedily by `n` tokens, beyond the context, and compares each row of logits with that of the whole
+/// text.
 fn continues_as_without_a_cache<A: Architecture>(model: &LanguageModel<A>, n: usize, accuracy: f32) {
     let mut session = Session::new();
     let mut text = prompt(5);

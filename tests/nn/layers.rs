@@ -31,7 +31,7 @@ pub struct Case {
     shapes: Vec<Vec<usize>>,
     op: Function,
     composed: Function,
-    /// Whether 16-bit numbers are also rounded on the way, as products of 16-bit operands require: probabilities in
+    /// Whether intermediate 16-bit numbers are also rounded, as products of 16-bit operands require: probabilities in
     /// attention, logits before a softmax, the value before an activation.
     rounds_on_the_way: bool,
 }
@@ -187,8 +187,8 @@ fn cases() -> Vec<Case> {
     all
 }
 
-/// Returns cases for the features that decoders of published checkpoints add: capped scores and logits, windows, packed
-/// rows, norms of heads.
+/// Returns cases for additional features of published decoders: capped scores and logits, windows, packed rows, and
+/// norms of heads.
 fn cases_of_fine_tuning() -> Vec<Case> {
     let mut all = Vec::new();
     let usual = AttentionOptions::default();

@@ -1,7 +1,7 @@
 //! Folders that cannot be offloaded to, folders in use, and disks that are too small or full: the error of each rank.
 //!
 //! Small and read-only file systems are mounted in a mount namespace of a child process: this test binary (`program`
-//! below). If the system does not allow that, the test is skipped.
+//! below). If the system does not allow mounting, the test is skipped.
 
 use crate::support::processes::as_program;
 use crate::support::skips::skipped;

@@ -1,8 +1,8 @@
 //! Disks that fail and jobs that are killed while their state is in files.
 //!
-//! A failing disk is one to which a process may not write any further: the limit on file sizes (`RLIMIT_FSIZE`) is
-//! lowered from outside in the middle of training, and every write beyond it is refused, even into reserved space. The
-//! limit does not apply to writes through a mapping, which reserved space makes safe.
+//! A limit on file sizes (`RLIMIT_FSIZE`) simulates a failing disk: it is lowered from outside in the middle of
+//! training, and every write beyond it is refused, even into reserved space. The limit does not apply to writes through
+//! a mapping, which cannot fail because their space is reserved.
 
 use crate::support::processes::{
     self, as_program, descendants, example, repository, runs, start, stderr, wait_for, zerorun,

@@ -11,10 +11,10 @@ use candle_zero::models::{DecoderConfig, decoder_pipeline};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Returns the bytes that each kind of state occupies between steps, and those that it occupies at most.
+/// Returns, for each kind of state, the number of bytes that it occupies between steps and the maximum.
 fn bytes(report: &MemoryReport) -> Vec<(MemoryKind, [usize; 2])> {
     let of = |row: &MemoryRow| (row.kind, [row.host.held, row.host.peak]);
-    // The estimate does not know the size of a micro batch.
+    // The estimate does not include state that depends on the size of a micro batch.
     let is_estimated = |kind: MemoryKind| !matches!(kind, MemoryKind::StageActivations | MemoryKind::StageMessages);
     report.rows.iter().map(of).filter(|(kind, [held, peak])| held + peak > 0 && is_estimated(*kind)).collect()
 }

@@ -1,4 +1,5 @@
-//! The activations that each rank of a pipeline holds are in the ledger, and are no more than the schedule's rule says.
+//! The activations that each rank of a pipeline holds are in the ledger, and are no more than the schedule's rule
+//! allows.
 
 use super::models::{self, gpt2};
 use super::same_bits::{WIDTH, batch, config, module};
@@ -90,8 +91,9 @@ fn a_rank_holds_the_activations_of_as_many_micro_batches_as_the_schedule_says() 
             if kind == PipelineScheduleKind::OneForwardOneBackward {
                 assert_eq!(counts[rank], ranks - rank, "{about}");
             }
-            // The number of messages on their way does not depend on the number of micro batches: activations that this rank holds,
-            // gradients of those that the previous rank holds, and messages that have arrived early.
+            // The number of messages in transit does not depend on the number of micro batches. The messages are
+            // activations that this rank holds, gradients of the activations that the previous rank holds, and messages
+            // that have arrived early.
             let (before, after) = (counts[(rank + ranks - 1) % ranks], counts[(rank + 1) % ranks]);
             assert_eq!(messages.held, 0, "{about}");
             assert!(messages.peak <= (2 * counts[rank] + before + after + 2) * CROSSING, "{about}: {messages:?}");

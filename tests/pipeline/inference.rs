@@ -21,7 +21,7 @@ fn values(tensor: &Tensor) -> (Vec<usize>, Vec<f32>) {
     (tensor.dims().to_vec(), values)
 }
 
-/// Returns the sections `pipeline` of the configurations under test, each with the number of ranks.
+/// Returns the `pipeline` sections of the configurations under test, each with the number of ranks.
 fn pipelines() -> [(usize, Value); 5] {
     [
         (1, json!({})),
@@ -167,7 +167,7 @@ fn a_text_that_cannot_be_continued_is_refused_in_words_and_the_ranks_remain_in_s
     insta::assert_snapshot!(error, @"cannot run inference in a pipeline: the model's context length is unknown; build the layers with models::decoder_pipeline");
 }
 
-/// Returns the index of the largest element of each row.
+/// A layer that returns the index of the largest element of each row.
 struct Largest;
 
 impl Module for Largest {

@@ -247,7 +247,7 @@ fn a_model_of_ones_own_is_divided_by_measured_time_and_has_the_same_bits() {
     ] {
         let mut config = config(4, 0);
         config["pipeline"] = section;
-        // A rank whose stages had no common cut with the others would refuse to start.
+        // The ranks would refuse to start if they did not all divide the layers at the same places.
         assert!(piped(ranks, with_example, &config, |builder| builder) == expected, "{ranks} ranks, {config}");
     }
 }

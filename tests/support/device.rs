@@ -32,7 +32,7 @@ pub fn counted_bytes(gpu: i32) -> Option<usize> {
     count(c"mock_cuda_live_bytes", gpu)
 }
 
-/// Returns the peak of these bytes since the process began.
+/// Returns the peak number of bytes in use on a rank's GPU since the process began, counted in the same way.
 #[cfg(feature = "cuda")]
 pub fn peak_bytes(gpu: i32) -> Option<usize> {
     count(c"mock_cuda_peak_bytes", gpu)

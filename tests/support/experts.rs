@@ -40,7 +40,7 @@ pub fn allow(experts: impl IntoIterator<Item = usize>) {
     ROUTES.replace(Routes::Among(experts.into_iter().collect()));
 }
 
-/// Lets each row of this rank choose the next experts in turn from now on.
+/// Makes each row of this rank choose the next experts in turn from now on.
 pub fn choose_in_turn() {
     ROUTES.replace(Routes::InTurn);
 }

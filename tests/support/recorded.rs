@@ -3,7 +3,7 @@
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// Returns the reason why each omitted case is left out, by its id.
+/// Returns the reason for leaving out each omitted case, by the id of the case.
 pub fn left_out() -> BTreeMap<String, String> {
     serde_json::from_str(include_str!("../fixtures/left_out.json")).unwrap()
 }

@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// The seconds after which the daemons end by themselves if the test process is gone.
+/// The number of seconds after which the daemons end by themselves if the test process is gone.
 const LIFE: u32 = 600;
 
-/// Two nodes, which are the hosts and have their names. Dropping this value ends the daemons and all processes that
-/// they have started.
+/// Two nodes, which are the hosts and have the hosts' names. Dropping this value ends the daemons and all processes
+/// that they have started.
 pub struct Slurm {
     // Dropped in this order: dropping the hosts ends all processes that run there.
     hosts: Hosts,

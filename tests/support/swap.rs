@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor};
 use std::sync::Mutex;
 
-/// Exchanges a tensor's storage.
+/// An operation that exchanges a tensor's storage.
 struct Swap(Mutex<CpuStorage>);
 
 impl InplaceOp1 for Swap {

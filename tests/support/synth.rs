@@ -1,4 +1,5 @@
-//! Initial weights and tokens from integer arithmetic only, the same in any language: the inputs of the recorded runs.
+//! Initial weights and tokens from integer arithmetic only, which are therefore the same in any programming language:
+//! the inputs of the recorded runs.
 
 /// The sizes of a GPT-2.
 #[derive(Debug, Clone, Copy)]

@@ -1,4 +1,4 @@
-//! `zerorun check` and `zerorun schema`: what a user learns about a configuration without a job.
+//! `zerorun check` and `zerorun schema`: what a user learns about a configuration without starting a job.
 
 use crate::support::processes::{stderr, stdout, zerorun};
 use serde_json::{Value, json};

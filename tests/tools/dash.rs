@@ -31,7 +31,7 @@ fn trains_until_it_is_asked_to_stop() {
             engine.save_checkpoint(std::env::var("TEST_SAVE").unwrap(), None, Value::Null).unwrap();
         }
     }
-    // Both ranks have stopped after the same step: otherwise this would wait until the timeout.
+    // Both ranks have stopped after the same step. Otherwise, the gather would wait until the timeout.
     let steps = engine.gather_f64(&[engine.global_steps() as f64]).unwrap();
     assert_eq!(steps[0], steps[1]);
 }
@@ -120,7 +120,7 @@ fn the_record_says_which_rank_was_killed_and_the_others_were_stopped() {
     assert_ne!(RecordedRun::open(run.folder()).unwrap().state(), RecordedState::Finished);
 }
 
-/// Returns the link that a process prints, the address in it, and what it prints later.
+/// Returns the link that a process prints, the address in the link, and a reader for the process's later output.
 fn link(from: impl std::io::Read) -> (String, String, impl BufRead) {
     let mut lines = BufReader::new(from);
     loop {

@@ -194,7 +194,7 @@ fn hosts_add_their_bytes_a_step_and_a_table() {
         "{text}"
     );
 
-    // The metrics of a run on four ranks, in which each step except the first takes 100 ms.
+    // The metrics of a run on two ranks, in which each step except the first takes 100 ms.
     let metrics = file.with_file_name("metrics.jsonl");
     let step = |n: u64| json!({"step": n, "forward_ms": if n == 0 { 900.0 } else { 30.0 }, "backward_ms": 60.0, "step_ms": 10.0});
     let lines = (0..9).map(step).chain([json!({"summary": true, "world_size": 2})]);

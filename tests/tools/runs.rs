@@ -56,7 +56,7 @@ fn trains() {
     engine.record_sample("2 + 2 =", "4\u{1b}[31m");
 }
 
-/// Returns the program that trains, in a separate process.
+/// Returns a command that trains in a separate process.
 fn program(runs: &Path, variables: &[(&str, &str)]) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(as_program(module_path!(), "trains")).env(RUNS_DIR, runs).env_remove(RUN);
@@ -91,7 +91,7 @@ fn runs_tool(runs: &Path, words: &[&str]) -> Output {
     command.output().unwrap()
 }
 
-/// Returns the output of the tool, in which the folder is replaced.
+/// Returns the output of the tool, with a placeholder for the folder.
 fn printed(runs: &Path, words: &[&str]) -> String {
     let output = runs_tool(runs, words);
     format!("{}{}", stdout(&output), stderr(&output)).replace(runs.to_str().unwrap(), "RUNS")

@@ -170,11 +170,11 @@ fn paused_trials_continue_to_the_bit_and_the_best_is_found_with_few_steps() {
     // The records of the trials are runs.
     let runs = zerorun().args(["runs", "--runs"]).arg(folder.path("halved/runs")).arg("--json").output().unwrap();
     let runs: Vec<Value> = serde_json::from_slice(&runs.stdout).unwrap();
-    assert_eq!(runs.len(), 16, "a trial that continues continues its record");
+    assert_eq!(runs.len(), 16, "a trial that continues adds to its own record");
 }
 
-/// Kills the sweep when its journal has reached certain numbers of lines and, if a number comes with `true`, a trial
-/// before that. Then runs the sweep to its end.
+/// Kills the sweep each time its journal has reached one of these numbers of lines. If the number comes with `true`,
+/// kills a trial first. Finally, runs the sweep to the end.
 fn finished_after_kills(folder: &Folder, kills: &[(usize, bool)]) {
     let lines = || std::fs::read_to_string(folder.path("killed/journal.jsonl")).map_or(0, |text| text.lines().count());
     for (at, kills_trial) in kills {
@@ -183,7 +183,7 @@ fn finished_after_kills(folder: &Folder, kills: &[(usize, bool)]) {
         let reached = || lines() >= *at || sweep_has_ended(pid);
         wait_for("a line of the journal", || reached().then_some(()));
         if *kills_trial {
-            // This is the launcher of a trial, or its rank.
+            // The last descendant is the launcher of a trial, or the rank that this launcher has started.
             if let Some(pid) = descendants(pid).last().and_then(|pid| Pid::from_raw(*pid)) {
                 _ = kill_process(pid, Signal::KILL);
             }

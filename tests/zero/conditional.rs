@@ -264,7 +264,7 @@ fn a_gradient_that_never_comes_is_zeros() {
     }
 }
 
-/// Records the messages of its thread.
+/// A subscriber that records the messages of its thread.
 struct Heard(Arc<Mutex<Vec<String>>>);
 
 impl tracing::Subscriber for Heard {

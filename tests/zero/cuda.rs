@@ -1,6 +1,6 @@
-//! The engine on GPUs: stages 0 to 3 give the same bits as each other, and the CPU's losses within rounding. Ranks are
-//! threads, each with its own GPU if there are enough. Without a GPU, each test is skipped; scripts/gpu_check.sh counts
-//! that as "no GPU". CI runs the tests on the mock in tools/mock_cuda.
+//! The engine on GPUs: stages 0 to 3 give the same bits, and their losses match those on the CPU within rounding. Ranks
+//! are threads, each with its own GPU if there are enough. Without a GPU, each test is skipped; scripts/gpu_check.sh
+//! counts that as "no GPU". CI runs the tests on the mock in tools/mock_cuda.
 
 use crate::support::device::{counted_bytes, gpu, peak_bytes};
 use crate::support::processes::{as_program, zerorun};

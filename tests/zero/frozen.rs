@@ -1,5 +1,5 @@
-//! Frozen parameters: the same bits at every stage and wherever states are stored; no gradient, master weights, moments
-//! or reduction for them; and freezing and thawing between steps.
+//! Frozen parameters: the same bits at every stage and wherever states are stored; no gradients, master weights,
+//! moments or reductions for them; and freezing and thawing between steps.
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_with};
 use candle_core::{DType, Device, Tensor};
@@ -16,7 +16,8 @@ use std::path::Path;
 
 const STEPS: usize = 6;
 
-/// Freezes half of the model: the embedding, one complete block, and the qkv product of another.
+/// Returns whether a parameter is trained. Half of the model is frozen: the embedding, one complete block, and the qkv
+/// product of another.
 fn trains(name: &str, _: &[usize]) -> bool {
     !(name.starts_with("embed") || name.starts_with("layer.0") || name.starts_with("layer.1.qkv"))
 }

@@ -211,7 +211,7 @@ fn a_checkpoint_with_modules_in_f32_goes_on_at_another_stage_and_number_of_ranks
         values(&mut engine)
     });
     let saved = saved.unwrap().into_iter().map(candle_zero::Result::unwrap).next().unwrap();
-    // The values are the same even if the new run keeps nothing in f32, because master weights have all digits.
+    // The values are the same even if the new run keeps nothing in f32, because master weights have full precision.
     for (stage, modules) in [(0, json!(KEPT)), (2, json!(KEPT)), (1, json!("auto"))] {
         let mut engine = Engine::builder()
             .device(Device::Cpu)

@@ -91,7 +91,7 @@ struct Build {
 
 const LEAF: Build = Build { leaf: true, recompute: false, residual: true };
 
-/// A layer, two mixtures, a layer.
+/// A layer, two mixtures and another layer.
 struct Model {
     first: Linear,
     mixtures: Vec<Unit<Mixture>>,

@@ -33,7 +33,7 @@ fn optimizers() -> [Value; 8] {
 /// number of ranks.
 fn with(optimizer: &Value, more: Value) -> Value {
     let schedule = json!({"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_min_lr": 1e-3}});
-    // These determine their rate themselves.
+    // These optimizers determine their rate themselves.
     let is_relative = optimizer["type"] == "Adafactor" && optimizer["params"]["lr"].is_null();
     let has_own_rate = is_relative || optimizer["type"] == "AdamWScheduleFree";
     let schedule = if has_own_rate { Value::Null } else { schedule };

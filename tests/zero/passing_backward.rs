@@ -94,7 +94,8 @@ fn bits(tensor: &Tensor) -> Result<Vec<u32>> {
     Ok(tensor.flatten_all()?.to_vec1::<f32>()?.iter().map(|v| v.to_bits()).collect())
 }
 
-/// Returns the gradient of the mean square of the model's output with respect to the input, by Candle alone.
+/// Returns the gradient of the mean square of the model's output with respect to the input, computed by Candle's own
+/// backward pass.
 fn saliency(engine: &mut Engine<Model>, x: &Tensor) -> candle_zero::Result<Vec<u32>> {
     let x = Var::from_tensor(x)?;
     let y = engine.forward(|model| model(&x))?;
@@ -119,7 +120,8 @@ fn of_stage(stage: u8) -> Vec<Value> {
 /// between.
 type Seen = (Vec<u32>, Vec<u64>, Vec<Vec<u32>>);
 
-/// Trains. If `disturbed`, plain backward passes run through the model at many points of a micro step.
+/// Trains, and returns the results of all ranks and the exported file. If `disturbed`, plain backward passes run
+/// through the model at many points of a micro step.
 fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<Seen>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -339,7 +341,7 @@ fn gan(world: usize, build: Build, config: &Value, with_generator: bool) -> (Vec
                 generator.step()?;
             }
             let of_real = discriminator.forward(|d| d(&real))?;
-            // The fake samples are the same in both runs, so the discriminator learns the same.
+            // The fake samples are the same in both runs, so the discriminator is trained in the same way.
             let of_fake = discriminator.forward(|d| d(&fake))?;
             discriminator.backward(&(of_fake.sqr()?.mean_all()? - of_real.mean_all()?)?)?;
             discriminator.step()?;

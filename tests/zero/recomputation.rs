@@ -10,7 +10,7 @@ use candle_zero::{Engine, nn};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// x * w, and then something random.
+/// A product `x * w`, to which something random is then applied.
 struct Noisy {
     w: Tensor,
     noise: fn(&Tensor) -> Result<Tensor>,

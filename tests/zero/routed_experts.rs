@@ -22,14 +22,14 @@ use std::path::Path;
 
 const STEPS: usize = 3;
 
-/// The number of each rank's rows, and the experts among which their routers choose.
+/// A function that returns, for a micro step and a rank, the number of the rank's rows and the experts among which its
+/// routers choose.
 type Routes = dyn Fn(usize, usize) -> (usize, Vec<usize>) + Sync;
 
 /// The bits of the losses and gradient norms of every rank, and the exported model.
 type Trained = (Vec<(Vec<u32>, Vec<u64>)>, Vec<u8>);
 
-/// Trains with `routes`, which returns the number of rows and the experts of a micro step (the first argument) on a rank
-/// (the second one).
+/// Trains with `routes`.
 fn train_with(
     world: usize,
     shape: Shape,
@@ -76,7 +76,8 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Returns routes with which each rank chooses among three separate experts, and each rank in turn has no rows.
+/// Returns the number of rows and the experts of a micro step on a rank. Each rank chooses among three separate
+/// experts, and each rank in turn has no rows.
 fn disjoint(micro: usize, rank: usize) -> (usize, Vec<usize>) {
     let count = if (micro + rank).is_multiple_of(4) { 0 } else { 5 + rank };
     (count, (0..3).map(|i| (3 * rank + i + micro) % SHAPE.experts).collect())

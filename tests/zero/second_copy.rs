@@ -151,7 +151,7 @@ fn each_parameter_comes_from_all_hosts_once_per_step_and_takes_one_copy_per_grou
             let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), stage_3(ranks, accumulation, &json!({})))?;
             for step in 0..2 * accumulation {
                 if step == accumulation {
-                    // Only the second step is counted; the first step is like the second.
+                    // Only the second step is counted.
                     [&gathered.from_all, &gathered.within].iter().for_each(|count| count.store(0, Ordering::Relaxed));
                 }
                 let (ids, targets) = batch(step);

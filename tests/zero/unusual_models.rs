@@ -14,7 +14,7 @@ const WIDTH: usize = 6;
 
 /// A model, represented by its loss as a function of the input.
 type Model = Box<dyn Fn(&Tensor) -> Result<Tensor>>;
-/// Runs one micro step up to and including the backward pass, and returns the loss.
+/// A function that runs one micro step up to and including the backward pass, and returns the loss.
 type MicroStep = fn(&mut Engine<Model>, &Tensor, usize) -> candle_zero::Result<Tensor>;
 
 fn plain(engine: &mut Engine<Model>, x: &Tensor, _: usize) -> candle_zero::Result<Tensor> {

@@ -4,7 +4,7 @@
 //! hang or a large amount of memory is a bug. Some targets also compare two ways to get the same result.
 
 mod error;
-#[allow(dead_code, reason = "parts of zerorun, of which the targets call some functions")]
+#[allow(dead_code, reason = "the targets call only some functions of these parts of zerorun")]
 mod launch;
 pub mod mutator;
 pub mod planted;

@@ -40,7 +40,7 @@ const MOST_TIME: Duration = Duration::from_secs(10);
 const MOST_WAITING: Duration = Duration::from_secs(60);
 /// The maximum resident memory of a process.
 const MOST_MEMORY: u64 = 1 << 30;
-/// The maximum address space. An allocation beyond it fails, as a larger one would on any machine.
+/// The maximum address space. An allocation beyond this limit fails, as a much larger allocation would on any machine.
 const MOST_ADDRESSES: u64 = 16 << 30;
 /// The time available for reducing a failing input.
 const MINIMIZING: Duration = Duration::from_secs(15);
@@ -50,8 +50,9 @@ const MOST_FAILURES: usize = 8;
 /// The maximum length of the messages that are printed about a failure.
 const LONGEST_TEXT: usize = 3000;
 
-/// The exit codes of a process that runs cases.
+/// The exit code of a process after a panic.
 const EXIT_PANIC: i32 = 101;
+/// The exit code of a process that has used too much memory.
 const EXIT_MEMORY: i32 = 102;
 /// The exit code of a process that candle-zero's sandbox ends after an error message.
 const EXIT_SANDBOX: i32 = 1;
@@ -93,7 +94,7 @@ impl Options {
                 continue;
             }
             let value = words.next().ok_or_else(|| format!("{word} needs a value"))?;
-            let wrong = || format!("{word} {value} is not understood");
+            let wrong = || format!("{value} is not a valid value of {word}");
             match word.as_str() {
                 "--target" => {
                     let names: Vec<&str> = TARGETS.iter().map(|target| target.name).collect();
@@ -204,7 +205,7 @@ impl Progress {
     }
 }
 
-/// Limits this process, and makes every panic end the process, even a panic that is caught.
+/// Limits the resources of this process, and makes every panic end it, even where candle-zero would catch the panic.
 fn prepare_worker() {
     let limit = libc::rlimit { rlim_cur: MOST_ADDRESSES, rlim_max: MOST_ADDRESSES };
     let no_core = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
@@ -276,7 +277,7 @@ fn run_cases(options: &Options) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Runs cases on a thread's default stack, the smallest on which candle-zero runs.
+/// Runs `work` on a thread with a stack of the default size, the smallest with which candle-zero runs.
 fn on_usual_stack<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     std::thread::spawn(work).join().unwrap_or_else(|_| std::process::exit(EXIT_PANIC))
 }
@@ -365,7 +366,7 @@ impl Worker {
         }
     }
 
-    /// Returns the last part of what the process has written.
+    /// Returns the end of the process's standard error.
     fn messages(&self) -> String {
         let Ok(mut file) = File::open(self.folder.path().join("stderr")) else { return String::new() };
         let length = file.metadata().map_or(0, |metadata| metadata.len());
@@ -393,7 +394,7 @@ impl Worker {
     }
 }
 
-/// Runs one input, and returns how it fails.
+/// Runs a target on one input, and returns the failure if there is one.
 fn try_input(target: &Target, data: &[u8]) -> Option<Failure> {
     let folder = scratch::create().expect("a temporary folder");
     let input = folder.path().join("input");

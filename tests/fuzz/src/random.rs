@@ -24,7 +24,7 @@ impl Random {
         (self.next() % (end.max(1) as u64)) as usize
     }
 
-    /// Returns one of these values.
+    /// Returns one of the values in `of`.
     pub fn one<'a, T: ?Sized>(&mut self, of: &[&'a T]) -> &'a T {
         of[self.below(of.len())]
     }

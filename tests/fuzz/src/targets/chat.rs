@@ -170,7 +170,7 @@ fn render(text: &str, kind: &DataKind) -> bool {
     true
 }
 
-/// Returns records of all formats.
+/// Returns records in all formats.
 pub fn seeds() -> Vec<Vec<u8>> {
     let seed = |task: u8, template: u8, format: u8, text: &[u8]| join(task + 3 * template, &join(format, text));
     let mut seeds = Vec::new();

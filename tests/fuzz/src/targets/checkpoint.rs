@@ -113,7 +113,7 @@ fn read(manifest: &[u8], file: &[u8]) -> bool {
     let examined = examine(&folder, TAG, Some(&mut |_, _| {}));
     let _ = (list_checkpoints(&folder).choose(None), split_tag(&folder.join(TAG), None));
     let Ok(Some(checkpoint)) = Checkpoint::open(&folder, None) else {
-        assert!(!examined.problems.is_empty(), "a checkpoint without problems is not opened");
+        assert!(!examined.problems.is_empty(), "a checkpoint in which no problem was found cannot be opened");
         return false;
     };
     let Manifest { states, parameters, .. } = checkpoint.manifest();

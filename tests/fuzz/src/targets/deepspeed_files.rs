@@ -18,7 +18,7 @@ pub(super) struct DeepSpeedFile {
     pub bytes: Vec<u8>,
 }
 
-/// Returns the files of two checkpoints, of stages 2 and 3, which are also written to the folder of this process.
+/// Returns the files of two checkpoints, at stages 2 and 3, and also writes these files to the folder of this process.
 pub(super) fn files() -> &'static [DeepSpeedFile] {
     static FILES: OnceLock<Vec<DeepSpeedFile>> = OnceLock::new();
     FILES.get_or_init(|| {

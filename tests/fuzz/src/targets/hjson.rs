@@ -78,7 +78,7 @@ pub fn run(data: &[u8]) -> bool {
     is_valid
 }
 
-/// Returns the configurations of ds_configs, and one that uses all features of Hjson.
+/// Returns the configurations in ds_configs, one that uses all features of Hjson, and one with many sections.
 pub fn seeds() -> Vec<Vec<u8>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ds_configs");
     let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));

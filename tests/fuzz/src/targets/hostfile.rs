@@ -1,5 +1,5 @@
 //! Texts about hosts: hostfiles and the selection among their hosts, encoded world info (the slots of each host), lists
-//! of cores, and files of variables. The first byte selects one.
+//! of cores, and files with variables. The first byte selects the kind of text.
 
 use super::{join, split};
 use crate::launch::hosts::core_list::{CoreList, ranges};
@@ -44,7 +44,7 @@ pub fn run(data: &[u8]) -> bool {
     }
 }
 
-/// Reads a filter in the first line, and a hostfile.
+/// Reads a filter from the first line, and a hostfile from the rest.
 fn hostfile(text: &str) -> bool {
     let path = Path::new("hostfile");
     let (filter, text) = text.split_once('\n').unwrap_or_default();

@@ -1,4 +1,4 @@
-//! A file of a DeepSpeed checkpoint, which is a zip archive. The first byte selects the file.
+//! One of the zip archives of a DeepSpeed checkpoint. The first byte selects the file.
 
 use super::deepspeed_files::files;
 use super::{join, split};
