@@ -81,7 +81,7 @@ pub fn open(path: impl AsRef<Path>) -> Result<File> {
     Ok(file)
 }
 
-/// Reads the complete file at `path`, which may have at most `most` bytes.
+/// Reads the complete file at `path`, which may be at most `most` bytes long.
 pub fn read(path: impl AsRef<Path>, most: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
@@ -111,8 +111,8 @@ pub fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()> {
         true => Ok(()),
         false => {
             let text = format!(
-                "a file of that name exists that is not a {what}, so it is not replaced; give another name, or remove \
-                 it"
+                "a file with that name exists, but is not a {what}, so it is not replaced; give another name, or \
+                 remove it"
             );
             Err(Error::new(ErrorKind::AlreadyExists, text))
         }
@@ -146,7 +146,7 @@ pub fn tighten(path: &Path) {
     }
 }
 
-/// Returns an error that describes anything that is not a regular file.
+/// Returns an error that names the kind of `found`, unless it is a regular file.
 pub(crate) fn only_a_file(found: &Metadata) -> Result<()> {
     let kind = found.file_type();
     let what = match () {

@@ -116,9 +116,9 @@ impl<M> Engine<M> {
             let is_same_count = count.parse() == Ok(islands.ranks.count());
             if on_each_host && !is_same_count {
                 return Err(refused(format!(
-                    "checkpoint {found} of {} is from {count} islands, but this job has {}, and with \
-                     checkpoint.use_node_local_storage each host has only its island's part; start as many islands as \
-                     saved it, or copy the first island's checkpoint to all hosts and remove the key",
+                    "checkpoint {found} in {} is from {count} islands, but this job has {}, and with \
+                     checkpoint.use_node_local_storage each host has only its island's part; start {count} islands, or \
+                     copy the first island's checkpoint to all hosts and remove that key",
                     dir.display(),
                     islands.ranks.count()
                 )));
@@ -137,8 +137,8 @@ impl<M> Engine<M> {
                     _ => format!("the part of rank {other}'s island is from a different save"),
                 };
                 return Err(refused(format!(
-                    "checkpoint {found} of {} is not complete: {why}; load another tag, or remove the island_* folders and \
-                     start a different number of islands, which all begin with the first island's part",
+                    "checkpoint {found} in {} is not complete: {why}; load another tag, or remove the island_* folders \
+                     and start a different number of islands, which all begin with the first island's part",
                     dir.display()
                 )));
             }

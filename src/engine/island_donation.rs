@@ -1,4 +1,4 @@
-//! The transfer of an island's state to one that joins: the donor's side, and the side of the island that joins.
+//! The transfer of a donor's state to an island that joins: the donor's side, and the side of the island that joins.
 //!
 //! ```text
 //!   donor     head: its progress, as in a checkpoint | optimizer and outer states, piece by piece | buffers | end
@@ -108,7 +108,7 @@ impl<M> Engine<M> {
         failure: &dyn Fn() -> Option<Error>,
         head: DonationHead,
     ) -> Result<JoinProgress> {
-        // Returns the next part, or what has happened instead. Parts of a donor that died may still arrive.
+        // Returns the next part, or the event that took its place. Parts of a donor that died may still arrive.
         let next = || loop {
             match link.received(failure)? {
                 Received::Part(donation, part) if donation == head.donation => {
@@ -183,8 +183,8 @@ impl<M> Engine<M> {
         self.islands.as_ref().is_some_and(|islands| islands.joined_at == Some(self.global_steps))
     }
 
-    /// Returns what the program gets in place of the checkpoint in `dir`, if this island has joined others and has not
-    /// trained since: its state is newer.
+    /// Returns the result of loading the checkpoint in `dir` if this island has joined others and has not trained
+    /// since: the state that it received is newer, and is kept.
     pub(super) fn joined_instead_of(&self, dir: &Path, tag: Option<&str>) -> Option<LoadedCheckpoint> {
         let islands = self.islands.as_ref().filter(|_| self.has_just_joined())?;
         if self.core.comm().rank() == 0 {
@@ -237,14 +237,14 @@ impl JoinProgress {
     }
 }
 
-/// Elements of a state of a parameter.
+/// Some elements of a parameter's state.
 struct DonatedPiece {
     kind: ParamStateKind,
     param: usize,
     range: Range<usize>,
 }
 
-/// Returns what a donation contains, in order. It is the same for ranks at the same position.
+/// Returns the pieces of a donation, in order. They are the same for ranks at the same position.
 fn pieces_of(core: &RankCore, trainer: &GroupedOptimizer) -> Vec<DonatedPiece> {
     let of_param = |(number, param)| {
         let names = core.state_names(param, trainer);

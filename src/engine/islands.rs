@@ -8,7 +8,7 @@
 //!
 //! An island is a group of consecutive ranks that train as one data-parallel job, under any ZeRO stage. A rank exchanges
 //! its pieces of the parameters with the ranks at the same position on the other islands: it sends its change, weighted
-//! by the samples of its island, and receives the sum. `island_crossing.rs` contains the path of these messages: a
+//! by the samples of its island, and receives the sum. `island_crossing.rs` implements the path of these messages: a
 //! communicator of all islands, or a server that islands join and leave.
 
 use super::island_crossing::{IslandCrossing, IslandRanks, ServerCrossing};
@@ -44,7 +44,7 @@ pub(super) struct Islands {
     in_flight: VecDeque<FragmentExchange>,
     /// The number of `synchronize` calls since the last step.
     calls: u64,
-    /// The islands of the last exchange, with a server.
+    /// The islands that took part in the last exchange, if there is a server.
     members: Vec<usize>,
     /// The donation that this island must make to islands that join.
     donation: Option<u64>,
@@ -101,7 +101,7 @@ impl Islands {
         let (params, elements): (Vec<_>, Vec<_>) = core.trained_params().map(|(id, param)| (id, param.numel)).unzip();
         if schedule.fragments() > params.len() {
             let why = format!(
-                "local_steps.fragments is {}, but the model has {}; use at most as many fragments",
+                "local_steps.fragments is {}, but the model has {}; use at most that many fragments",
                 config.fragments,
                 counted(params.len(), "trained parameter")
             );
@@ -188,7 +188,7 @@ impl Islands {
         let own = std::mem::take(&mut self.samples[fragment]) as f64;
         let all: f64 = across.gather_f64(vec![own]).wait()?.iter().flatten().sum();
         if all == 0.0 {
-            // Nothing has changed, and the momentum alone must not change weights.
+            // Nothing has changed, and momentum by itself must not change weights.
             return Ok(());
         }
         let weight = own / all;
@@ -274,7 +274,8 @@ impl Islands {
             let text = |members: &[usize]| list(&members.iter().map(usize::to_string).collect::<Vec<_>>());
             let (now, before) = (text(&mean.members), text(&self.members));
             emit(&format!(
-                "local_steps: after step {}, islands {now} have exchanged; before, it was {before}",
+                "local_steps: islands {now} took part in the exchange after step {}; in the exchange before, islands \
+                 {before}",
                 key.step
             ));
         }

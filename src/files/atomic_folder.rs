@@ -43,7 +43,7 @@ impl AtomicFolder {
     /// already be synced.
     ///
     /// # Errors
-    /// The target exists by now; a write error.
+    /// The target was created in the meantime; a write error.
     pub fn finish(&self) -> Result<()> {
         sync_folder(&self.new)?;
         if self.is_inside {

@@ -332,7 +332,7 @@ impl BlockAttention {
         }
     }
 
-    /// Limits the elements of queries, keys or values, if they are limited.
+    /// Limits the elements of queries, keys or values if a limit is configured.
     fn clipped(&self, x: Tensor) -> Result<Tensor> {
         self.clip.map_or(Ok(x.clone()), |limit| clamped(&x, limit))
     }

@@ -262,7 +262,7 @@ impl DecoderConfig {
         if !heads.is_multiple_of(kv_heads) {
             let allowed = format!(
                 "a divisor of num_attention_heads ({heads}), so that each key and value head serves the same number of \
-                 them"
+                 query heads"
             );
             return Err(refused("num_key_value_heads", kv_heads, &allowed));
         }

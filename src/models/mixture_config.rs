@@ -21,7 +21,7 @@ pub struct MixtureConfig {
     /// The width of the intermediate layer of an MLP through which every token passes, if there is one (Qwen2-MoE). Its
     /// output is multiplied by a gate of one logit per token.
     pub shared_width: Option<usize>,
-    /// The factor of the load-balancing loss in the loss that is trained on, or `None` if only the other loss is.
+    /// The factor of the load-balancing loss in the training loss, or `None` if the training loss does not contain it.
     pub balance_coefficient: Option<f64>,
 }
 

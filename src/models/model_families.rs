@@ -130,7 +130,7 @@ const LLAMA: ModelFamily = ModelFamily {
     refused: &[],
 };
 
-/// A model whose projections never have biases. Its class in transformers does not read these keys.
+/// A model whose projections never have biases. Its class in transformers does not read the keys for biases.
 const WITHOUT_BIAS: ModelFamily =
     ModelFamily { qkv_bias: BiasRule::Never, output_bias: BiasRule::Never, mlp_bias: BiasRule::Never, ..LLAMA };
 
@@ -459,7 +459,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
     },
 ];
 
-/// The models of images and text whose text part is read, and the family of a text part that has no `model_type`.
+/// The models for images and text whose text part is read, and the family of a text part that has no `model_type`.
 pub(super) const WITH_TEXT_PART: [(&str, &str); 2] = [("gemma3", "gemma3_text"), ("mistral3", "mistral")];
 
 impl ModelFamily {

@@ -254,7 +254,7 @@ fn cap(soft_cap: Option<f64>) -> Result<Option<f32>> {
     }
 }
 
-/// The output projection and the rows that count in one application.
+/// The sizes of the output projection, and the rows that count in one call.
 struct LossHead {
     counting: NonIgnoredRows,
     cap: Option<f32>,

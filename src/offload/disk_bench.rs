@@ -331,7 +331,7 @@ impl DiskBenchRun<'_> {
         }
         let mut windows = self.files.windows(WindowSettings::default().at_a_time());
         for _ in 0..ROUNDS {
-            updates.push(self.time("the update alone", |files| {
+            updates.push(self.time("the update without file access", |files| {
                 for (i, range) in files.ranges().enumerate() {
                     let n = windows.len();
                     adam.update(windows[i % n].iter_mut().zip(STREAMS).map(|(b, s)| b.elements(s.2, 0..range.len())));

@@ -64,8 +64,8 @@ pub(super) struct SpaceDemand {
 }
 
 impl OffloadFolder {
-    /// Checks `path`, and creates the folder if its location is unambiguous. The first rank of a job locks it for all
-    /// ranks. Files have no names, so several engines of a process need no separate folders.
+    /// Checks `path`, and creates the folder if its parent exists or it is below the home folder. The first rank of a
+    /// job locks it for all ranks. Files have no names, so several engines of a process need no separate folders.
     pub fn open(path: &Path, is_first: bool) -> Result<Arc<Self>> {
         let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
         let found = match std::fs::metadata(path) {

@@ -13,7 +13,7 @@ use crate::zero::step::stage_vote::PipelinePosition;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// This rank among those of a pipeline.
+/// The communicators of a rank in a pipeline, and the division of the model.
 pub(in crate::engine) struct PipelineSetup {
     /// The ranks along the pipeline. This rank's number among them is its position.
     pub(super) along: Arc<dyn Communicator>,

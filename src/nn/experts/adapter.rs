@@ -268,7 +268,7 @@ impl AdapterSizes {
 }
 
 /// Computes a product for each piece in one pass. The results are rows of `width` elements in `y`, which has those of all
-/// slots. `operands` receives the expert and the rows, counted from the first piece on.
+/// slots. `operands` receives the expert and the rows, counted from the first piece.
 fn grouped<'a, C: TensorElement>(
     pieces: &[Piece],
     y: &'a mut [C],

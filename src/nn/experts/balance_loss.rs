@@ -69,8 +69,8 @@ fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) ->
         let sizes = [layer.assignment().rows(), layer.assignment().experts(), layer.experts_per_row()];
         if sizes != [rows, experts, k] || layer.logits().dtype() != first.logits().dtype() {
             bail!(
-                "{NAME}: layer {i} has {} rows, {} experts, {} of them for each row, and logits in {:?}; the first has {rows}, \
-                 {experts}, {k} and {:?}, and all must be equal",
+                "{NAME}: layer {i} has {} rows, {} experts, {} of them for each row, and logits in {:?}; layer 0 has \
+                 {rows} rows, {experts} experts, {k} of them for each row, and logits in {:?}; all must be equal",
                 sizes[0],
                 sizes[1],
                 sizes[2],

@@ -36,7 +36,7 @@ struct RecordedAdapter {
 
 /// Consecutive experts whose rows are computed together.
 pub(super) struct ExpertSlots {
-    /// The experts' rows, counted from the first one on.
+    /// The experts' rows, counted from the first expert.
     pub assignment: Arc<ExpertAssignment>,
     /// The experts' slots among those of all experts.
     pub slots: Range<usize>,
