@@ -1,5 +1,5 @@
-//! Helpers for files: atomic writes (a temporary file next to the target is written, synced and renamed, and the folder
-//! is synced), and reads that refuse anything that is not a regular file.
+//! Helpers for files: atomic writes (a temporary file next to the target is written and then renamed), and reads that
+//! refuse anything that is not a regular file.
 
 mod atomic_folder;
 pub(crate) mod error;
@@ -119,8 +119,8 @@ pub fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()> {
     }
 }
 
-/// Creates the folder `path` and its parents with access only for this user. An existing folder that this user
-/// owns is restricted, too.
+/// Creates the folder `path`, which only this user can access, and its parents. An existing folder that this user owns
+/// is restricted, too.
 pub fn private_folder(path: &Path) -> Result<()> {
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         std::fs::create_dir_all(parent)?;

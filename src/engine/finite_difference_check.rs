@@ -427,7 +427,7 @@ impl<M> Engine<M> {
             by_difference: first.by_difference,
         });
         if self.job().rank() == 0 {
-            // In 16 bits, a single check can show no more than a small difference.
+            // In 16 bits, a single check cannot rule out small differences, so only large ones are reported.
             let cannot_tell = |row: &GradientRow| {
                 let difference = (row.by_difference - row.by_gradient).abs();
                 row.verdict == GradientCheckVerdict::CannotTell && difference > 0.25 * row.expected

@@ -32,7 +32,7 @@ fn link(islands: &Islands) -> Result<Option<&IslandLink>> {
 }
 
 impl<M> Engine<M> {
-    /// Gives this island's state to those that join, if the server has requested it.
+    /// Gives this island's state to the islands that join, if the server has requested it.
     pub(super) fn donate(&mut self) -> Result<()> {
         let Some(islands) = &mut self.islands else { return Ok(()) };
         let Some(donation) = islands.take_donation() else { return Ok(()) };

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   rank 0      about once a second: a report is due, requests are read -> in the vote of the step
-//!   all ranks   after the vote: agree whether this step ends with a report, and whether a checkpoint is requested
+//!   all ranks   after the vote: agree on whether this step ends with a report, and whether a checkpoint is requested
 //!   all ranks   at the end of such a step: gather the reports on rank 0, which replaces `ranks.json`
 //! ```
 //!

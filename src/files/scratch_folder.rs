@@ -2,7 +2,7 @@
 //!
 //! Such a folder is locked as long as its job lives, and contains a marker file. A marked folder without a lock is left
 //! over from a killed job, and the next job that writes to the same parent folder removes it. Any other folder with a
-//! similar name stays.
+//! similar name stays, unless it is empty.
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use std::fs::{File, Permissions};
