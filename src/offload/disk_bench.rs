@@ -420,8 +420,8 @@ impl BenchFiles {
         let per_element: usize = STREAMS.iter().map(|s| s.2.size_in_bytes()).sum();
         let per_step = (per_element * STEP) as u64;
         let steps = (bytes / per_step).max(1);
-        // Checked before the space is reserved: a file system may hand out all of its space before it reports that
-        // there is not enough.
+        // The available space is checked before any is reserved: a file system may hand out all of its space before it
+        // reports that there is not enough.
         if folder.available() < steps.saturating_mul(per_step) {
             folder.ask_for(bytes);
             return Err(folder.refused());

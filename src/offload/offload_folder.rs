@@ -271,7 +271,7 @@ mod tests {
         let error = arena.reserve(1 << 20).unwrap_err();
         assert!(matches!(error, Error::Offload(OffloadError::Memory { needed: 0x18_0000, available: 0x10_0000, .. })));
         let text = error.to_string().replace(dir.path().to_str().unwrap(), "FOLDER");
-        insta::assert_snapshot!(text, @"cannot offload to FOLDER: it is on tmpfs, so files there stay in memory: they need 1572864 bytes or more, but 1048576 were free; set nvme_path to a folder on a disk");
+        insta::assert_snapshot!(text, @"cannot offload to FOLDER: it is on tmpfs, so files there stay in memory, and they need 1572864 bytes or more, but 1048576 were free; set nvme_path to a folder on a disk");
     }
 
     #[test]
