@@ -392,7 +392,7 @@ enum SecondMoments<'a> {
         batch: FactoredShape,
         rows: &'a [f32],
         cols: &'a [f32],
-        /// The mean of the rows of each matrix.
+        /// The mean of the row moments of each matrix.
         means: Vec<f64>,
     },
     /// Moments of elements are updated with a step's squared gradients by these factors.
