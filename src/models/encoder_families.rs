@@ -54,7 +54,8 @@ impl EncoderConfig {
     /// Reads the shape from the `config.json` of a Hugging Face model.
     ///
     /// # Errors
-    /// A file that cannot be read; a model other than these encoders; a value that this library does not support.
+    /// A file that cannot be read; a model whose type is not one of [`ENCODER_TYPES`]; a value that this library does
+    /// not support.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_parsed(&DecoderConfig::parse(path)?, path)
@@ -374,7 +375,7 @@ impl EncoderKeys<'_> {
         let global = global.unwrap_or(160_000.0);
         // In the format of transformers 4, null means the same base everywhere.
         let local = local.unwrap_or(if self.0.is_null("local_rope_theta") { global } else { 1e4 });
-        // A position sees the positions up to half this number away.
+        // A position sees the positions up to half of `local_attention` away.
         let window = self.size("local_attention", 128)? / 2 + 1;
         let block = |is_full: &bool| match is_full {
             true => EncoderBlockConfig { window: None, theta: global },

@@ -97,8 +97,8 @@ impl LlamaConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0, numbers of heads that do not divide the sizes that they must divide, heads of an odd width, or an
-    /// eps or theta that is not positive and finite.
+    /// A size of 0 or beyond the limits, numbers of heads that do not divide the sizes that they must divide, heads of
+    /// an odd width, or an eps or theta that is not positive and finite.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("hidden_size", self.hidden_size),

@@ -20,9 +20,10 @@ pub(in crate::engine) struct PipelineSetup {
     /// The ranks that train the same stages on different data.
     pub(super) data: Arc<dyn Communicator>,
     pub(super) division: Arc<PipelineDivision>,
-    /// The complete job, and the ranks in it that hold the first stage and the last one of this pipeline.
+    /// The complete job.
     pub(super) job: Arc<dyn Communicator>,
     mesh: RankMesh,
+    /// The ranks of the job that hold the first stage and the last one of this pipeline.
     pub(super) ends: [usize; 2],
 }
 

@@ -21,7 +21,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaDevice, DType, Result, Tensor, bail};
 use std::sync::Mutex;
 
-/// The number of bytes of logits that exist at a time. Tests use several chunks of few rows.
+/// The approximate maximum number of bytes of logits that exist at a time. Tests use several chunks of few rows.
 const CHUNK: usize = if cfg!(test) { 1 } else { 256 << 20 };
 
 /// Allocates room for losses: for at least one, because some drivers refuse to allocate zero bytes.
