@@ -126,8 +126,8 @@ impl WorkerPool {
         }
     }
 
-    /// Waits for a job with a number above `last`, and works on it unless it closes first. Returns its number. A helper
-    /// calls this indefinitely.
+    /// Waits for a job with a number other than `last`, and works on it unless it closes first. Returns its number. A
+    /// helper calls this indefinitely.
     #[inline]
     pub(super) fn help(&self, last: u64) -> u64 {
         let state = self.next(last);
