@@ -48,8 +48,8 @@ pub fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
     Ok(file.persist(path)?)
 }
 
-/// Replaces the file at `path` in one step: a reader sees either the old or the new content. Nothing is synced to disk, so a
-/// loss of power may lose both. Until the file is complete, its name begins with `prefix`.
+/// Replaces the file at `path` in one step: a reader sees either the old or the new content. Nothing is synced to disk,
+/// so a loss of power may lose both. Until the file is complete, its name begins with `prefix`.
 pub fn replace_unsynced(path: &Path, prefix: &str, bytes: &[u8]) -> Result<()> {
     let mut file = new_beside(folder_of(path), prefix)?;
     file.write_all(bytes)?;

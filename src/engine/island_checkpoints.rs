@@ -1,5 +1,5 @@
-//! Checkpoints of islands: each island saves its own, the first one in the folder itself and the others in folders below
-//! it.
+//! Checkpoints of islands: each island saves its own, the first one in the folder itself and the others in folders
+//! below it.
 //!
 //! ```text
 //!   DIR/latest, DIR/TAG/...                        island 0: loads like any other checkpoint
@@ -7,8 +7,8 @@
 //! ```
 //!
 //! With an island server, each island saves when its program requests it, independently of the others. Otherwise,
-//! island 0 publishes its checkpoint last, and only if all others have published theirs. The checkpoints of one save have a
-//! random number in common.
+//! island 0 publishes its checkpoint last, and only if all others have published theirs. The checkpoints of one save
+//! have a random number in common.
 
 use super::Engine;
 use super::island_crossing::random;
@@ -71,8 +71,8 @@ impl<M> Engine<M> {
         Some(IslandOfJob { number: ranks.number(), job: job.clone() })
     }
 
-    /// Collective if ranks take local steps: completes the manifest, and stores the exchanges in flight among the optimizer
-    /// states.
+    /// Collective if ranks take local steps: completes the manifest, and stores the exchanges in flight among the
+    /// optimizer states.
     pub(super) fn manifest_of_island(&mut self, manifest: Manifest) -> Result<Manifest> {
         self.attempt(|engine| {
             let Some(islands) = &mut engine.islands else { return Ok::<_, CollectiveFailure>(manifest) };

@@ -45,8 +45,8 @@ pub(super) struct ServerCrossing {
 }
 
 impl IslandRanks {
-    /// Collective: divides the ranks of a job into islands. With a server, all ranks are one island. `slot` is the slot to
-    /// request from the server.
+    /// Collective: divides the ranks of a job into islands. With a server, all ranks are one island. `slot` is the slot
+    /// to request from the server.
     ///
     /// # Errors
     /// The ranks cannot be divided into that many islands of equal size, or hosts have different numbers of ranks.

@@ -5,8 +5,8 @@
 //!   joiner    the same in the same order; then weights = outer weights, and no samples since the last exchange
 //! ```
 //!
-//! Each rank of the donor sends to the rank at the same position of the island that joins, which has the same share of the
-//! model. The changes in the donor's weights since the last exchange are not sent; the joiner starts with the outer
+//! Each rank of the donor sends to the rank at the same position of the island that joins, which has the same share of
+//! the model. The changes in the donor's weights since the last exchange are not sent; the joiner starts with the outer
 //! weights.
 
 use super::Engine;
@@ -76,8 +76,8 @@ impl<M> Engine<M> {
         self.settled(|engine| engine.take_donated(&manifest))
     }
 
-    /// Receives a donation into the states of this rank and returns the donor's manifest, or `None` if no island is left
-    /// to join. If a donor dies, a different donor begins anew.
+    /// Receives a donation into the states of this rank and returns the donor's manifest, or `None` if no island is
+    /// left to join. If a donor dies, a different donor begins anew.
     fn receive_donation(&mut self) -> Result<Option<Manifest>> {
         let Some(islands) = &self.islands else { return Ok(None) };
         let (Some(link), island) = (link(islands)?, islands.ranks.island.clone()) else { return Ok(None) };

@@ -6,10 +6,10 @@
 //!                   H steps           delay steps
 //! ```
 //!
-//! An island is a group of consecutive ranks that train as one data-parallel job, under any ZeRO stage. A rank exchanges
-//! its pieces of the parameters with the ranks at the same position on the other islands: it sends its change, weighted
-//! by the samples of its island, and receives the sum. `island_crossing.rs` implements the path of these messages: a
-//! communicator of all islands, or a server that islands join and leave.
+//! An island is a group of consecutive ranks that train as one data-parallel job, under any ZeRO stage. A rank
+//! exchanges its pieces of the parameters with the ranks at the same position on the other islands: it sends its
+//! change, weighted by the samples of its island, and receives the sum. `island_crossing.rs` implements the path of
+//! these messages: a communicator of all islands, or a server that islands join and leave.
 
 use super::island_crossing::{IslandCrossing, IslandRanks, ServerCrossing};
 use crate::checkpoint::IslandProgress;
@@ -89,8 +89,8 @@ enum ExchangeResult {
 }
 
 impl Islands {
-    /// Begins local steps with the weights of `core`, which are the same on all islands. With a server, this rank connects
-    /// to it; `fingerprint` is what all islands must have in common.
+    /// Begins local steps with the weights of `core`, which are the same on all islands. With a server, this rank
+    /// connects to it; `fingerprint` is what all islands must have in common.
     pub fn begin(
         ranks: IslandRanks,
         config: &LocalStepsConfig,
@@ -132,9 +132,9 @@ impl Islands {
         })
     }
 
-    /// Collective among all ranks of the job if a fragment is sent or arrives after this step: counts the samples of step
-    /// `step`, sends the fragment whose turn it is, and takes the outer step on the one that arrives. Returns whether
-    /// weights have changed.
+    /// Collective among all ranks of the job if a fragment is sent or arrives after this step: counts the samples of
+    /// step `step`, sends the fragment whose turn it is, and takes the outer step on the one that arrives. Returns
+    /// whether weights have changed.
     pub fn after_step(&mut self, core: &RankCore, step: u64, samples: u64) -> Result<bool> {
         self.samples.iter_mut().for_each(|sum| *sum = sum.saturating_add(samples));
         self.calls = 0;
@@ -158,8 +158,8 @@ impl Islands {
         Ok(settled || received)
     }
 
-    /// Ends all exchanges: those in flight take effect now, and then every fragment is exchanged. Afterwards all islands
-    /// have the same weights. `step` is the last step.
+    /// Ends all exchanges: those in flight take effect now, and then every fragment is exchanged. Afterwards all
+    /// islands have the same weights. `step` is the last step.
     pub fn synchronize(&mut self, core: &RankCore, step: u64) -> Result<()> {
         self.calls += 1;
         let alpha = self.config.fragment_alpha as f32;
@@ -234,8 +234,8 @@ impl Islands {
         }
     }
 
-    /// Waits for a fragment that was sent, and takes the outer step on it. `alpha` is the share of its own weights that an
-    /// island keeps.
+    /// Waits for a fragment that was sent, and takes the outer step on it. `alpha` is the share of its own weights that
+    /// an island keeps.
     fn receive(&mut self, core: &RankCore, fragment: usize, alpha: f32) -> Result<bool> {
         // A run that has just begun, or resumed, may not have sent it.
         let Some(at) = self.in_flight.iter().position(|exchange| exchange.fragment == fragment) else {
@@ -296,8 +296,8 @@ impl Islands {
         Ok(ExchangeResult::Mean(own))
     }
 
-    /// Collective among all ranks that exchange with each other: waits for the fragments in flight and stores their sums
-    /// among the optimizer states, so that checkpoints contain them. The sums take effect when they are due.
+    /// Collective among all ranks that exchange with each other: waits for the fragments in flight and stores their
+    /// sums among the optimizer states, so that checkpoints contain them. The sums take effect when they are due.
     pub fn store_exchanges(&mut self, core: &RankCore) -> Result<()> {
         for mut exchange in std::mem::take(&mut self.in_flight) {
             match self.result(&mut exchange)? {
@@ -399,8 +399,8 @@ impl FragmentExchange {
         Ok(())
     }
 
-    /// Waits for the sum of all islands, unless it is already stored among the optimizer states. Afterwards the exchange
-    /// counts as stored.
+    /// Waits for the sum of all islands, unless it is already stored among the optimizer states. Afterwards the
+    /// exchange counts as stored.
     fn sum(&mut self, across: &dyn Communicator, wire: WireFormat) -> Result<ExchangeResult> {
         self.gather(across, wire)?;
         let ExchangeProgress::Gathering(pending) = std::mem::replace(&mut self.progress, ExchangeProgress::Stored)

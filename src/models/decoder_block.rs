@@ -143,8 +143,8 @@ impl DecoderConfig {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))
     }
 
-    /// Returns the standard deviation of the initial weights of a projection in a block. `is_residual` states whether its
-    /// output is added to the residual stream.
+    /// Returns the standard deviation of the initial weights of a projection in a block. `is_residual` states whether
+    /// its output is added to the residual stream.
     pub(super) fn initial_std(&self, is_residual: bool) -> f64 {
         if is_residual { INITIAL_STD / (2.0 * self.blocks.len() as f64).sqrt() } else { INITIAL_STD }
     }

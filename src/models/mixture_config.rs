@@ -63,8 +63,8 @@ impl MixtureNaming {
         self == Self::GptOss
     }
 
-    /// Returns the names of an expert's projections to gate and up, and from their product to the output, if each expert
-    /// has its own tensors.
+    /// Returns the names of an expert's projections to gate and up, and from their product to the output, if each
+    /// expert has its own tensors.
     pub(super) fn of_expert(self) -> Option<[&'static str; 3]> {
         match self {
             Self::Mixtral => Some(["w1", "w3", "w2"]),

@@ -1,4 +1,5 @@
-//! The division of a model among the ranks of a pipeline: which rank holds which layers, and the parameters of each layer.
+//! The division of a model among the ranks of a pipeline: which rank holds which layers, and the parameters of each
+//! layer.
 //!
 //! The division depends only on the model and the configuration, and is therefore the same on every rank.
 
@@ -50,9 +51,9 @@ impl PipelineDivision {
     /// layers, if there are any.
     ///
     /// # Errors
-    /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a buffer that two layers
-    /// share; a parameter that two layers share, unless it is the first layer's only parameter and the other layer is
-    /// the last one.
+    /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a buffer that two
+    /// layers share; a parameter that two layers share, unless it is the first layer's only parameter and the other
+    /// layer is the last one.
     pub fn new<B>(
         module: &PipelineModule<B>,
         config: &PipelineConfig,

@@ -139,8 +139,8 @@ impl<B> PipelineEngine<B> {
         Ok(outputs)
     }
 
-    /// Runs a micro batch through this rank's stages, and passes the output of each stage on. `apply` computes the output
-    /// of a stage from its input. Returns the output of the last stage on the rank that has it.
+    /// Runs a micro batch through this rank's stages, and passes the output of each stage on. `apply` computes the
+    /// output of a stage from its input. Returns the output of the last stage on the rank that has it.
     pub(super) fn pass_through(
         &mut self,
         micro_batch: usize,

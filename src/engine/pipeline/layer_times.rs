@@ -75,7 +75,8 @@ impl LayerTimes {
         Ok(Self { reports: job.rank() == 0, ..Self::of_ranks(&all, bytes, mesh) })
     }
 
-    /// Returns the measurements, given the times of each rank of the job, each list followed by the rank's memory limit.
+    /// Returns the measurements, given the times of each rank of the job, each list followed by the rank's memory
+    /// limit.
     fn of_ranks(all: &[Vec<f64>], bytes: Vec<u64>, mesh: &RankMesh) -> Self {
         let (positions, layers) = (mesh.len(MeshAxis::Pipeline), bytes.len());
         let (mut seconds, mut limits) = (vec![vec![0f64; layers]; positions], vec![u64::MAX; positions]);
@@ -199,8 +200,8 @@ fn training_bytes([trained, frozen]: [u64; 2], config: &Config, pipelines: usize
     (trained + frozen) * dtype + trained * F32 + (trained * of_optimizer).div_ceil(shared)
 }
 
-/// Returns the bytes that this rank may use: its part of the memory that the host has available, within the limits of the
-/// process. The memory of a GPU is not limited here.
+/// Returns the bytes that this rank may use: its part of the memory that the host has available, within the limits of
+/// the process. The memory of a GPU is not limited here.
 fn memory_limit(device: &Device, job: &dyn Communicator) -> u64 {
     if !device.is_cpu() {
         return u64::MAX;

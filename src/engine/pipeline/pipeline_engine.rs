@@ -167,8 +167,8 @@ impl<B> PipelineEngine<B> {
         self.train_batch_telling(next, &mut |_| ())
     }
 
-    /// Runs one optimizer step as [`train_batch`](Self::train_batch) does. Calls `tell` with the number of micro batches
-    /// that have passed through this rank's stages, each time this number grows.
+    /// Runs one optimizer step as [`train_batch`](Self::train_batch) does. Calls `tell` with the number of micro
+    /// batches that have passed through this rank's stages, each time this number grows.
     ///
     /// # Errors
     /// The same as [`train_batch`](Self::train_batch).

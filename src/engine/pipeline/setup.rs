@@ -28,8 +28,8 @@ pub(in crate::engine) struct PipelineSetup {
 }
 
 impl PipelineSetup {
-    /// Collective: divides the ranks of a job into pipelines, and the model's layers among their ranks. `measure` returns
-    /// the times of the layers, if they are measured.
+    /// Collective: divides the ranks of a job into pipelines, and the model's layers among their ranks. `measure`
+    /// returns the times of the layers, if they are measured.
     ///
     /// # Errors
     /// A number of stages that does not divide the number of ranks; the errors of [`PipelineDivision::new`].

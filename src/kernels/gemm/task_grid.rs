@@ -71,8 +71,8 @@ impl TaskGrid {
     }
 
     /// Chooses the tasks of one of several products that are computed together: about `wanted`, or more if the columns
-    /// of fewer tasks do not fit the caches. Rows are divided only if there are too few columns, because every task packs
-    /// its columns.
+    /// of fewer tasks do not fit the caches. Rows are divided only if there are too few columns, because every task
+    /// packs its columns.
     pub(super) fn among<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, wanted: usize) -> Self {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / steps).max(at_least);

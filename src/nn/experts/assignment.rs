@@ -38,8 +38,8 @@ impl ExpertAssignment {
         Self::of_range(choices, k, experts, 0..experts)
     }
 
-    /// Does the same as [`ExpertAssignment::new`], but keeps only the experts in `range`, such as those of one rank. They
-    /// are numbered from 0.
+    /// Does the same as [`ExpertAssignment::new`], but keeps only the experts in `range`, such as those of one rank.
+    /// They are numbered from 0.
     ///
     /// # Errors
     /// The errors of [`ExpertAssignment::new`]; a range that ends after the last expert.
@@ -123,8 +123,8 @@ impl ExpertAssignment {
         if experts.is_empty() { 0..0 } else { self.starts[experts.start]..self.starts[experts.end] }
     }
 
-    /// Returns the part that concerns consecutive experts. All experts keep their numbers, but the others have no slots,
-    /// and slots are numbered from 0. Rows and choices are still those of the whole batch.
+    /// Returns the part that concerns consecutive experts. All experts keep their numbers, but the others have no
+    /// slots, and slots are numbered from 0. Rows and choices are still those of the whole batch.
     pub(super) fn narrowed(&self, experts: Range<usize>) -> Self {
         let slots = self.slots_of_range(&experts);
         let starts = self.starts.iter().map(|start| start.clamp(&slots.start, &slots.end) - slots.start).collect();

@@ -174,8 +174,8 @@ impl ProjectionBackward {
         Ok(ProjectionPass { of: self, sorted, of_sorted, dh: Vec::new() })
     }
 
-    /// Delivers the gradients of the parameters. `g` is the gradient of the result, whose parts have all been computed in
-    /// `pass`.
+    /// Delivers the gradients of the parameters. `g` is the gradient of the result, whose parts have all been computed
+    /// in `pass`.
     pub fn deliver<E: TensorElement>(self: &Arc<Self>, g: &[E], pass: ProjectionPass<'_>) -> Result<()> {
         for (part, sinks) in self.projection.of_biases.iter().enumerate() {
             self.deliver_bias_gradients(g, part, sinks)?;
