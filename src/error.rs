@@ -86,7 +86,7 @@ pub enum Error {
     /// Training.
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// The connection of an island with its server.
+    /// The connection of an island to its server.
     #[error(transparent)]
     Island(#[from] IslandError),
     /// An estimate for several hosts.
@@ -110,14 +110,14 @@ pub enum Error {
     /// The settings of a sweep.
     #[error(transparent)]
     Sweep(#[from] SweepError),
-    /// An error of a package or program that builds on this one, such as that of a custom communicator or custom
-    /// initial values. [`Error::other`] creates it, and [`Error::downcast_ref`] returns the original error.
+    /// An error from a package or program that builds on this one, such as one from a custom communicator or from
+    /// custom initial values. [`Error::other`] creates it, and [`Error::downcast_ref`] returns the original error.
     #[error(transparent)]
     Other(Box<dyn std::error::Error + Send + Sync>),
 }
 
 impl Error {
-    /// Wraps an error of a package or program that builds on this one.
+    /// Wraps an error from a package or program that builds on this one.
     pub fn other(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Self::Other(error.into())
     }

@@ -1,5 +1,5 @@
-//! Helpers for files: atomic writes (a temporary file next to the target is written, synced and renamed, and the folder
-//! is synced), and reads that refuse anything that is not a regular file.
+//! Helpers for files: atomic writes (a temporary file next to the target is written and then renamed), and reads that
+//! refuse anything that is not a regular file.
 
 mod atomic_folder;
 pub(crate) mod error;
@@ -48,8 +48,8 @@ pub fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
     Ok(file.persist(path)?)
 }
 
-/// Replaces the file at `path` in one step: a reader sees either the old or the new content. Nothing is synced to disk, so a
-/// loss of power may lose both. Until the file is complete, its name begins with `prefix`.
+/// Replaces the file at `path` in one step: a reader sees either the old or the new content. Nothing is synced to disk,
+/// so a loss of power may lose both. Until the file is complete, its name begins with `prefix`.
 pub fn replace_unsynced(path: &Path, prefix: &str, bytes: &[u8]) -> Result<()> {
     let mut file = new_beside(folder_of(path), prefix)?;
     file.write_all(bytes)?;
@@ -81,7 +81,7 @@ pub fn open(path: impl AsRef<Path>) -> Result<File> {
     Ok(file)
 }
 
-/// Reads the complete file at `path`, which may have at most `most` bytes.
+/// Reads the complete file at `path`, which may be at most `most` bytes long.
 pub fn read(path: impl AsRef<Path>, most: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
@@ -111,16 +111,16 @@ pub fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()> {
         true => Ok(()),
         false => {
             let text = format!(
-                "a file of that name exists that is not a {what}, so it is not replaced; give another name, or remove \
-                 it"
+                "a file with that name exists, but is not a {what}, so it is not replaced; give another name, or \
+                 remove it"
             );
             Err(Error::new(ErrorKind::AlreadyExists, text))
         }
     }
 }
 
-/// Creates the folder `path` and its parents with access only for this user. An existing folder that this user
-/// owns is restricted, too.
+/// Creates the folder `path`, which only this user can access, and its parents. An existing folder that this user owns
+/// is restricted, too.
 pub fn private_folder(path: &Path) -> Result<()> {
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         std::fs::create_dir_all(parent)?;
@@ -146,7 +146,7 @@ pub fn tighten(path: &Path) {
     }
 }
 
-/// Returns an error that describes anything that is not a regular file.
+/// Returns an error that names the kind of `found`, unless it is a regular file.
 pub(crate) fn only_a_file(found: &Metadata) -> Result<()> {
     let kind = found.file_type();
     let what = match () {

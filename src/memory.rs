@@ -213,7 +213,7 @@ impl MemoryLedgerEntry {
         self.bytes
     }
 
-    /// Records that the allocation now has `bytes` bytes.
+    /// Records that the size of the allocation is now `bytes` bytes.
     pub fn resize(&mut self, bytes: usize) {
         self.ledger.change(self.tier, self.kind, self.bytes, bytes);
         self.bytes = bytes;

@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 pub enum LogLevel {
     /// Everything.
     Debug,
-    /// Everything (default). Progress messages and notes about a configuration have this level.
+    /// Everything (default), because no message has a lower level. Progress messages and notes about a configuration
+    /// have this level.
     Info,
     /// Only problems that do not end the training.
     Warning,

@@ -77,9 +77,9 @@ struct PerturbedOutputs {
 impl<M> Engine<M> {
     /// Checks the gradient of every trained parameter in the next micro step. Each forward pass runs two more times
     /// per parameter, with that parameter moved slightly up and down, and the next optimizer step compares the change
-    /// in the loss with the gradients computed by backward. Parameters whose result is unclear are checked again in the
-    /// next steps, up to eight steps in total. Then [`gradient_report`](Self::gradient_report) returns the result. As
-    /// soon as a gradient is known to be wrong, the step ends with an error. Collective.
+    /// in the loss with the gradients that the backward pass computed. Parameters whose result is unclear are checked
+    /// again in the next steps, up to eight steps in total. Then [`gradient_report`](Self::gradient_report) returns the
+    /// result. As soon as a gradient is known to be wrong, the step ends with an error. Collective.
     ///
     /// The first step of a run does the same with all parameters together, for two extra forward passes, unless
     /// `gradient_check` in the configuration or [`EngineBuilder::gradient_check`](crate::EngineBuilder::gradient_check)
@@ -198,7 +198,7 @@ impl<M> Engine<M> {
             self.check.groups[number].step = Some(step);
             tried.moved.push((up, down));
         }
-        // Layers have kept the choices of a forward pass that moved parameters. This happens once for a model.
+        // Layers have kept the choices that they made with moved parameters. This happens only once for each model.
         if tried.unmoved.is_none() && self.core.holds_choices() {
             return self.try_moves(repeat);
         }
@@ -257,13 +257,13 @@ impl<M> Engine<M> {
     fn keep_probe(&mut self, PerturbedOutputs { moved, unmoved }: PerturbedOutputs, output: &Tensor) -> Result<()> {
         let about = self.core.last_output();
         if about.is_none() && output.track_op() {
-            self.check.why_not = Some(format!("forward gives {:?}", output.dtype()));
+            self.check.why_not = Some(format!("the forward pass returns a tensor of dtype {:?}", output.dtype()));
         }
         let value = values(output)?;
         let mut probe = OutputProbe { groups: Vec::new(), rounding: self.rounding_of(output, &value) };
         for (up, down) in &moved {
             if up.dims() != output.dims() || down.dims() != output.dims() {
-                self.check.why_not = Some("the output has a different shape when forward runs again".into());
+                self.check.why_not = Some("the output has a different shape when the forward pass runs again".into());
                 continue;
             }
             probe.groups.push(PerturbedOutputChange::between(&value, &values(up)?, &values(down)?));
@@ -272,8 +272,8 @@ impl<M> Engine<M> {
             let differs = norm(&values(&unmoved)?.iter().zip(&value).map(|(a, b)| a - b).collect::<Vec<_>>());
             if differs > probe.rounding * (value.len() as f64).sqrt() * 4.0 {
                 self.check.why_not = Some(
-                    "the loss differs when it is computed twice: it contains random draws without a seed of the engine \
-                     (candle_nn::Dropout, Tensor::rand; candle_zero::nn::Dropout repeats its draws)"
+                    "the loss differs when it is computed twice: it contains random draws that do not use the engine's \
+                     seed (candle_nn::Dropout, Tensor::rand; candle_zero::nn::Dropout repeats its draws)"
                         .into(),
                 );
             }
@@ -339,7 +339,7 @@ impl<M> Engine<M> {
         let compared = compared.collect();
         if unprobed {
             self.check.why_not.get_or_insert_with(|| {
-                "a part of the loss was computed in a forward pass that ran inside that of another engine".into()
+                "a part of the loss was computed in a forward pass that ran inside another engine's forward pass".into()
             });
         }
         let factor = self.scaler.scale() / self.config.batch.gradient_accumulation_steps as f64;
@@ -386,9 +386,9 @@ impl<M> Engine<M> {
         }
         self.check.looks += 1;
         let not_judged = match all.iter().position(|rank| rank.first() != Some(&0.0)) {
-            Some(rank) => {
-                Some(self.check.why_not.take().unwrap_or_else(|| format!("rank {rank} could not run forward again")))
-            }
+            Some(rank) => Some(
+                self.check.why_not.take().unwrap_or_else(|| format!("rank {rank} could not repeat the forward pass")),
+            ),
             None if !is_finite => Some("the loss or a gradient is not finite near these weights".into()),
             None => None,
         };
@@ -427,7 +427,7 @@ impl<M> Engine<M> {
             by_difference: first.by_difference,
         });
         if self.job().rank() == 0 {
-            // In 16 bits, a single check can show no more than a small difference.
+            // In 16 bits, a single check cannot rule out small differences, so only large ones are reported.
             let cannot_tell = |row: &GradientRow| {
                 let difference = (row.by_difference - row.by_gradient).abs();
                 row.verdict == GradientCheckVerdict::CannotTell && difference > 0.25 * row.expected
@@ -436,8 +436,8 @@ impl<M> Engine<M> {
                 Some(why) => emit(&format!("the gradient of {steps} was not checked: {why}")),
                 None if !self.check.of_each && report.rows.iter().any(cannot_tell) => emit(&format!(
                     "the gradient of {steps} could not be checked: rounding, kinks of the loss (ReLU, max pooling) or \
-                     draws without a seed (candle_nn::Dropout) change the loss as much as a small change in the \
-                     weights does"
+                     draws that do not use the engine's seed (candle_nn::Dropout) change the loss as much as a small \
+                     change in the weights does"
                 )),
                 None => {}
             }
@@ -453,7 +453,7 @@ impl<M> Engine<M> {
     fn or_give_up<T: Default>(&mut self, probed: Result<T>) -> Result<T> {
         let Err(Error::Candle(error)) = probed else { return probed };
         let why = without_backtrace(&error.to_string());
-        self.check.why_not = Some(format!("forward could not run again: {why}"));
+        self.check.why_not = Some(format!("the forward pass could not be repeated: {why}"));
         Ok(T::default())
     }
 }

@@ -111,7 +111,8 @@ impl FiniteDifferenceChecker {
         GradientReport { step, rows: rows.collect(), not_judged }
     }
 
-    /// Returns the check of a first step.
+    /// Returns the state before the first step, in which the gradients are checked if `is_wanted` or the environment
+    /// requests it.
     pub(super) fn of_first_step(is_wanted: bool) -> Self {
         let ends_run = std::env::var_os(CHECK_GRADIENTS).map(PathBuf::from);
         let of_each = ends_run.is_some();

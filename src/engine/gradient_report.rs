@@ -16,12 +16,13 @@ use std::fmt;
 
 /// The maximum number of directions; after that many, the loss counts as one that cannot be judged.
 const MAX_DIRECTIONS: u32 = 8;
-/// The probability limit: a gap counts as a mistake if such a gap, given the bends, is less likely by chance.
+/// The limit of probability: a gap counts as a mistake if chance causes such a gap, given the bends, with a lower
+/// probability.
 const MAX_FALSE_ALARM_PROBABILITY: f64 = 1e-4;
-/// The largest relative gap that a missing part of the gradient explains; above it, a verdict needs more directions.
+/// The largest relative gap that a missing part of the gradient can explain; above it, a verdict needs more directions.
 const MAX_EXPLAINED_GAP: f64 = 4.0;
 
-/// The tolerances of a comparison for a format.
+/// The tolerances of a comparison, for one floating-point format.
 pub(super) struct GradientTolerance {
     /// The perturbation, relative to a parameter's values.
     pub step: f64,
@@ -242,7 +243,7 @@ mod tests {
         }
     }
 
-    /// Returns the verdict, and the number of samples needed, for losses whose kinks make gaps and bends of `kinks`
+    /// Returns the verdict, and the number of samples needed, for losses whose kinks cause gaps and bends of `kinks`
     /// times the expected change, and whose gradient lacks a share `missing` of that change.
     fn judged(
         numbers: &mut Normal,

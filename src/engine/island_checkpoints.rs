@@ -1,5 +1,5 @@
-//! Checkpoints of islands: each island saves its own, the first one in the folder itself and the others in folders below
-//! it.
+//! Checkpoints of islands: each island saves its own, the first one in the folder itself and the others in folders
+//! below it.
 //!
 //! ```text
 //!   DIR/latest, DIR/TAG/...                        island 0: loads like any other checkpoint
@@ -7,8 +7,8 @@
 //! ```
 //!
 //! With an island server, each island saves when its program requests it, independently of the others. Otherwise,
-//! island 0 publishes its checkpoint last, and only if all others have published theirs. The checkpoints of one save have a
-//! random number in common.
+//! island 0 publishes its checkpoint last, and only if all others have published theirs. The checkpoints of one save
+//! have a random number in common.
 
 use super::Engine;
 use super::island_crossing::random;
@@ -71,8 +71,8 @@ impl<M> Engine<M> {
         Some(IslandOfJob { number: ranks.number(), job: job.clone() })
     }
 
-    /// Collective if ranks take local steps: completes the manifest, and stores the exchanges in flight among the optimizer
-    /// states.
+    /// Collective if ranks take local steps: completes the manifest, and stores the exchanges in flight among the
+    /// optimizer states.
     pub(super) fn manifest_of_island(&mut self, manifest: Manifest) -> Result<Manifest> {
         self.attempt(|engine| {
             let Some(islands) = &mut engine.islands else { return Ok::<_, CollectiveFailure>(manifest) };
@@ -116,9 +116,9 @@ impl<M> Engine<M> {
             let is_same_count = count.parse() == Ok(islands.ranks.count());
             if on_each_host && !is_same_count {
                 return Err(refused(format!(
-                    "checkpoint {found} of {} is from {count} islands, but this job has {}, and with \
-                     checkpoint.use_node_local_storage each host has only its island's part; start as many islands as \
-                     saved it, or copy the first island's checkpoint to all hosts and remove the key",
+                    "checkpoint {found} in {} is from {count} islands, but this job has {}, and with \
+                     checkpoint.use_node_local_storage each host has only its island's part; start {count} islands, or \
+                     copy the first island's checkpoint to all hosts and remove that key",
                     dir.display(),
                     islands.ranks.count()
                 )));
@@ -137,8 +137,8 @@ impl<M> Engine<M> {
                     _ => format!("the part of rank {other}'s island is from a different save"),
                 };
                 return Err(refused(format!(
-                    "checkpoint {found} of {} is not complete: {why}; load another tag, or remove the island_* folders and \
-                     start a different number of islands, which all begin with the first island's part",
+                    "checkpoint {found} in {} is not complete: {why}; load another tag, or remove the island_* folders \
+                     and start a different number of islands, which all begin with the first island's part",
                     dir.display()
                 )));
             }

@@ -38,15 +38,15 @@ pub(super) enum IslandCrossing {
 pub(super) struct ServerCrossing {
     address: String,
     slots: usize,
-    /// The slot to request. `None`: that of the environment, if any.
+    /// The slot to request. `None`: the slot that the environment specifies, if any.
     asked: Option<usize>,
     /// The connection, once the model has been built.
     link: OnceLock<IslandLink>,
 }
 
 impl IslandRanks {
-    /// Collective: divides the ranks of a job into islands. With a server, all ranks are one island. `slot` is the slot to
-    /// request from the server.
+    /// Collective: divides the ranks of a job into islands. With a server, all ranks are one island. `slot` is the slot
+    /// to request from the server.
     ///
     /// # Errors
     /// The ranks cannot be divided into that many islands of equal size, or hosts have different numbers of ranks.
@@ -90,7 +90,7 @@ impl IslandRanks {
         }
     }
 
-    /// Returns the number of islands, or of slots.
+    /// Returns the number of islands or, with a server, of slots.
     pub fn count(&self) -> usize {
         match &self.crossing {
             IslandCrossing::Communicator { across, .. } => across.size(),
@@ -98,7 +98,7 @@ impl IslandRanks {
         }
     }
 
-    /// Returns the number of this rank's island, which is its slot.
+    /// Returns the number of this rank's island: with a server, its slot.
     pub fn number(&self) -> usize {
         match &self.crossing {
             IslandCrossing::Communicator { across, .. } => across.rank(),
@@ -148,7 +148,7 @@ impl ServerCrossing {
             Some(launcher) => launcher,
             None => random(),
         };
-        // All ranks use the numbers of the first one.
+        // All ranks use the numbers of the first rank.
         let all = gather_u64(island, &[random(), launcher, slot.unwrap_or(ANY)])?;
         let (start, launcher, slot) = (all[0][0], all[0][1], all[0][2]);
         let slot = (slot != ANY).then(|| usize::try_from(slot).unwrap_or(usize::MAX));

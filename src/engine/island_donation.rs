@@ -1,12 +1,12 @@
-//! The transfer of an island's state to one that joins: the donor's side, and the side of the island that joins.
+//! The transfer of a donor's state to an island that joins: the donor's side, and the side of the island that joins.
 //!
 //! ```text
 //!   donor     head: its progress, as in a checkpoint | optimizer and outer states, piece by piece | buffers | end
 //!   joiner    the same in the same order; then weights = outer weights, and no samples since the last exchange
 //! ```
 //!
-//! Each rank of the donor sends to the rank at the same position of the island that joins, which has the same share of the
-//! model. The changes in the donor's weights since the last exchange are not sent; the joiner starts with the outer
+//! Each rank of the donor sends to the rank at the same position of the island that joins, which has the same share of
+//! the model. The changes in the donor's weights since the last exchange are not sent; the joiner starts with the outer
 //! weights.
 
 use super::Engine;
@@ -32,7 +32,7 @@ fn link(islands: &Islands) -> Result<Option<&IslandLink>> {
 }
 
 impl<M> Engine<M> {
-    /// Gives this island's state to those that join, if the server has requested it.
+    /// Gives this island's state to the islands that join, if the server has requested it.
     pub(super) fn donate(&mut self) -> Result<()> {
         let Some(islands) = &mut self.islands else { return Ok(()) };
         let Some(donation) = islands.take_donation() else { return Ok(()) };
@@ -76,8 +76,8 @@ impl<M> Engine<M> {
         self.settled(|engine| engine.take_donated(&manifest))
     }
 
-    /// Receives a donation into the states of this rank and returns the donor's manifest, or `None` if no island is left
-    /// to join. If a donor dies, a different donor begins anew.
+    /// Receives a donation into the states of this rank and returns the donor's manifest, or `None` if no island is
+    /// left to join. If a donor dies, a different donor begins anew.
     fn receive_donation(&mut self) -> Result<Option<Manifest>> {
         let Some(islands) = &self.islands else { return Ok(None) };
         let (Some(link), island) = (link(islands)?, islands.ranks.island.clone()) else { return Ok(None) };
@@ -108,7 +108,7 @@ impl<M> Engine<M> {
         failure: &dyn Fn() -> Option<Error>,
         head: DonationHead,
     ) -> Result<JoinProgress> {
-        // Returns the next part, or what has happened instead. Parts of a donor that died may still arrive.
+        // Returns the next part, or the event that took its place. Parts of a donor that died may still arrive.
         let next = || loop {
             match link.received(failure)? {
                 Received::Part(donation, part) if donation == head.donation => {
@@ -183,8 +183,8 @@ impl<M> Engine<M> {
         self.islands.as_ref().is_some_and(|islands| islands.joined_at == Some(self.global_steps))
     }
 
-    /// Returns what the program gets in place of the checkpoint in `dir`, if this island has joined others and has not
-    /// trained since: its state is newer.
+    /// Returns the result of loading the checkpoint in `dir` if this island has joined others and has not trained
+    /// since: the state that it received is newer, and is kept.
     pub(super) fn joined_instead_of(&self, dir: &Path, tag: Option<&str>) -> Option<LoadedCheckpoint> {
         let islands = self.islands.as_ref().filter(|_| self.has_just_joined())?;
         if self.core.comm().rank() == 0 {
@@ -237,14 +237,14 @@ impl JoinProgress {
     }
 }
 
-/// Elements of a state of a parameter.
+/// Some elements of a parameter's state.
 struct DonatedPiece {
     kind: ParamStateKind,
     param: usize,
     range: Range<usize>,
 }
 
-/// Returns what a donation contains, in order. It is the same for ranks at the same position.
+/// Returns the pieces of a donation, in order. They are the same for ranks at the same position.
 fn pieces_of(core: &RankCore, trainer: &GroupedOptimizer) -> Vec<DonatedPiece> {
     let of_param = |(number, param)| {
         let names = core.state_names(param, trainer);

@@ -6,10 +6,10 @@
 //!                   H steps           delay steps
 //! ```
 //!
-//! An island is a group of consecutive ranks that train as one data-parallel job, under any ZeRO stage. A rank exchanges
-//! its pieces of the parameters with the ranks at the same position on the other islands: it sends its change, weighted
-//! by the samples of its island, and receives the sum. `island_crossing.rs` contains the path of these messages: a
-//! communicator of all islands, or a server that islands join and leave.
+//! An island is a group of consecutive ranks that train as one data-parallel job, under any ZeRO stage. A rank
+//! exchanges its pieces of the parameters with the ranks at the same position on the other islands: it sends its
+//! change, weighted by the samples of its island, and receives the sum. `island_crossing.rs` implements the path of
+//! these messages: a communicator of all islands, or a server that islands join and leave.
 
 use super::island_crossing::{IslandCrossing, IslandRanks, ServerCrossing};
 use crate::checkpoint::IslandProgress;
@@ -44,7 +44,7 @@ pub(super) struct Islands {
     in_flight: VecDeque<FragmentExchange>,
     /// The number of `synchronize` calls since the last step.
     calls: u64,
-    /// The islands of the last exchange, with a server.
+    /// The islands that took part in the last exchange, if there is a server.
     members: Vec<usize>,
     /// The donation that this island must make to islands that join.
     donation: Option<u64>,
@@ -89,8 +89,8 @@ enum ExchangeResult {
 }
 
 impl Islands {
-    /// Begins local steps with the weights of `core`, which are the same on all islands. With a server, this rank connects
-    /// to it; `fingerprint` is what all islands must have in common.
+    /// Begins local steps with the weights of `core`, which are the same on all islands. With a server, this rank
+    /// connects to it; `fingerprint` is what all islands must have in common.
     pub fn begin(
         ranks: IslandRanks,
         config: &LocalStepsConfig,
@@ -101,7 +101,7 @@ impl Islands {
         let (params, elements): (Vec<_>, Vec<_>) = core.trained_params().map(|(id, param)| (id, param.numel)).unzip();
         if schedule.fragments() > params.len() {
             let why = format!(
-                "local_steps.fragments is {}, but the model has {}; use at most as many fragments",
+                "local_steps.fragments is {}, but the model has {}; use at most that many fragments",
                 config.fragments,
                 counted(params.len(), "trained parameter")
             );
@@ -132,9 +132,9 @@ impl Islands {
         })
     }
 
-    /// Collective among all ranks of the job if a fragment is sent or arrives after this step: counts the samples of step
-    /// `step`, sends the fragment whose turn it is, and takes the outer step on the one that arrives. Returns whether
-    /// weights have changed.
+    /// Collective among all ranks of the job if a fragment is sent or arrives after this step: counts the samples of
+    /// step `step`, sends the fragment whose turn it is, and takes the outer step on the one that arrives. Returns
+    /// whether weights have changed.
     pub fn after_step(&mut self, core: &RankCore, step: u64, samples: u64) -> Result<bool> {
         self.samples.iter_mut().for_each(|sum| *sum = sum.saturating_add(samples));
         self.calls = 0;
@@ -158,8 +158,8 @@ impl Islands {
         Ok(settled || received)
     }
 
-    /// Ends all exchanges: those in flight take effect now, and then every fragment is exchanged. Afterwards all islands
-    /// have the same weights. `step` is the last step.
+    /// Ends all exchanges: those in flight take effect now, and then every fragment is exchanged. Afterwards all
+    /// islands have the same weights. `step` is the last step.
     pub fn synchronize(&mut self, core: &RankCore, step: u64) -> Result<()> {
         self.calls += 1;
         let alpha = self.config.fragment_alpha as f32;
@@ -188,7 +188,7 @@ impl Islands {
         let own = std::mem::take(&mut self.samples[fragment]) as f64;
         let all: f64 = across.gather_f64(vec![own]).wait()?.iter().flatten().sum();
         if all == 0.0 {
-            // Nothing has changed, and the momentum alone must not change weights.
+            // Nothing has changed, and momentum by itself must not change weights.
             return Ok(());
         }
         let weight = own / all;
@@ -234,8 +234,8 @@ impl Islands {
         }
     }
 
-    /// Waits for a fragment that was sent, and takes the outer step on it. `alpha` is the share of its own weights that an
-    /// island keeps.
+    /// Waits for a fragment that was sent, and takes the outer step on it. `alpha` is the share of its own weights that
+    /// an island keeps.
     fn receive(&mut self, core: &RankCore, fragment: usize, alpha: f32) -> Result<bool> {
         // A run that has just begun, or resumed, may not have sent it.
         let Some(at) = self.in_flight.iter().position(|exchange| exchange.fragment == fragment) else {
@@ -274,7 +274,8 @@ impl Islands {
             let text = |members: &[usize]| list(&members.iter().map(usize::to_string).collect::<Vec<_>>());
             let (now, before) = (text(&mean.members), text(&self.members));
             emit(&format!(
-                "local_steps: after step {}, islands {now} have exchanged; before, it was {before}",
+                "local_steps: islands {now} took part in the exchange after step {}; in the exchange before, islands \
+                 {before}",
                 key.step
             ));
         }
@@ -295,8 +296,8 @@ impl Islands {
         Ok(ExchangeResult::Mean(own))
     }
 
-    /// Collective among all ranks that exchange with each other: waits for the fragments in flight and stores their sums
-    /// among the optimizer states, so that checkpoints contain them. The sums take effect when they are due.
+    /// Collective among all ranks that exchange with each other: waits for the fragments in flight and stores their
+    /// sums among the optimizer states, so that checkpoints contain them. The sums take effect when they are due.
     pub fn store_exchanges(&mut self, core: &RankCore) -> Result<()> {
         for mut exchange in std::mem::take(&mut self.in_flight) {
             match self.result(&mut exchange)? {
@@ -398,8 +399,8 @@ impl FragmentExchange {
         Ok(())
     }
 
-    /// Waits for the sum of all islands, unless it is already stored among the optimizer states. Afterwards the exchange
-    /// counts as stored.
+    /// Waits for the sum of all islands, unless it is already stored among the optimizer states. Afterwards the
+    /// exchange counts as stored.
     fn sum(&mut self, across: &dyn Communicator, wire: WireFormat) -> Result<ExchangeResult> {
         self.gather(across, wire)?;
         let ExchangeProgress::Gathering(pending) = std::mem::replace(&mut self.progress, ExchangeProgress::Stored)

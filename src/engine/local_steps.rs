@@ -7,8 +7,8 @@ use crate::comm::engine_call::during;
 use crate::error::{EngineError, Error, Result};
 
 impl<M> Engine<M> {
-    /// Collective among all ranks of the job: ends the current window of local steps early, so that all islands have the
-    /// same weights. With an island server, all islands that train must call it after the same step. Without
+    /// Collective among all ranks of the job: ends the current window of local steps early, so that all islands have
+    /// the same weights. With an island server, all islands that train must call it after the same step. Without
     /// `local_steps`, it does nothing.
     ///
     /// Call it after the last step, before weights are evaluated or exported, unless the last step ended a window.
@@ -43,8 +43,8 @@ impl<M> Engine<M> {
         Err(EngineError::LocalSteps { why }.into())
     }
 
-    /// Returns the number of this rank's island and the number of islands, if the ranks take local steps. With an island
-    /// server, these are the slot and the number of slots.
+    /// Returns the number of this rank's island and the number of islands, if the ranks take local steps. With an
+    /// island server, these are the slot and the number of slots.
     pub fn island(&self) -> Option<(usize, usize)> {
         self.islands.as_ref().map(|islands| (islands.ranks.number(), islands.ranks.count()))
     }

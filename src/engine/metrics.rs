@@ -136,7 +136,7 @@ impl<M> Engine<M> {
         self.islands.as_ref().map_or_else(|| self.job().rank(), |islands| islands.ranks.rank())
     }
 
-    /// Returns the number of ranks. With an island server, it is that of all slots, including empty ones.
+    /// Returns the number of ranks. With an island server, the ranks of all slots are counted, including empty slots.
     pub fn world_size(&self) -> usize {
         self.islands.as_ref().map_or_else(|| self.job().size(), |islands| islands.ranks.world_size())
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   rank 0      about once a second: a report is due, requests are read -> in the vote of the step
-//!   all ranks   after the vote: agree whether this step ends with a report, and whether a checkpoint is requested
+//!   all ranks   after the vote: agree on whether this step ends with a report, and whether a checkpoint is requested
 //!   all ranks   at the end of such a step: gather the reports on rank 0, which replaces `ranks.json`
 //! ```
 //!
@@ -34,8 +34,8 @@ impl<M> Engine<M> {
         self.reporter.save_requested.swap(false, Ordering::Relaxed)
     }
 
-    /// Returns what this rank requests of all ranks in the vote of this step. Only the rank that writes the record
-    /// makes requests, at most once a second.
+    /// Returns the requests that this rank makes to all ranks in the vote of this step. Only the rank that writes the
+    /// record makes requests, at most once a second.
     pub(super) fn due_requests(&mut self) -> StepRequests {
         let step = self.global_steps;
         let RunRecorder::Open(open) = &mut self.reporter.run else { return StepRequests::default() };
@@ -53,7 +53,7 @@ impl<M> Engine<M> {
         StepRequests { report: true, save }
     }
 
-    /// Remembers what was requested in the vote.
+    /// Keeps the requests that were made in the vote.
     pub(super) fn note_requests(&mut self, requests: StepRequests) {
         self.reporter.requests = requests;
         self.reporter.save_requested.fetch_or(requests.save, Ordering::Relaxed);

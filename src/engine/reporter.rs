@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-/// The requests of the user to which the program responds: those for which it has checked.
+/// The user's requests to which the program responds: those for which it has checked.
 #[derive(Debug, Default)]
 pub(super) struct AnsweredRequests {
     pub stop: AtomicBool,

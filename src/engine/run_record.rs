@@ -13,8 +13,8 @@ use std::sync::atomic::Ordering;
 
 impl<M> Engine<M> {
     /// Records values of the current step in the record of the run ([`EngineBuilder::run`](super::EngineBuilder::run)),
-    /// such as `val_loss`, the loss on validation data, which `zerorun runs` lists. Monitors get them, too, with the names
-    /// as tags. On ranks other than 0, it does nothing.
+    /// such as `val_loss`, the loss on validation data, which `zerorun runs` lists. Monitors get them, too, with the
+    /// names as tags. On ranks other than 0, it does nothing.
     pub fn record_metrics(&mut self, values: &[(&str, f64)]) {
         if !self.reporter.monitors.is_empty() {
             let event = |(name, value): &(&str, f64)| MonitorEvent::new(*name, *value, self.global_samples);

@@ -48,8 +48,8 @@ impl OpenRecord {
 }
 
 impl RunRecorder {
-    /// Decides whether the run is recorded, and checks that its folder can be written. `ranks` is the number of ranks of
-    /// the job.
+    /// Decides whether the run is recorded, and checks that its folder can be written. `ranks` is the number of ranks
+    /// of the job.
     ///
     /// # Errors
     /// A name that cannot be used; a folder that cannot be written, if the record is required.

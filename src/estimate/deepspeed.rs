@@ -73,7 +73,7 @@ pub fn zero3(
 ) -> MemoryNeeds {
     let (p, layer, all) = (parameters as f64, largest_layer as f64, machines.gpus());
     let here = 1.0 / machines.nodes as f64;
-    // Every process of a machine creates the full model first.
+    // Every process of a machine first creates the full model or, with `zero_init`, its largest layer.
     let copies = 4.0 * machines.gpus_per_node as f64;
     let held = |bytes: f64| if zero_init { bytes * here } else { f64::max(copies, bytes * here) };
     let (cpu, gpu) = match offloaded {

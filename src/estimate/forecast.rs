@@ -71,8 +71,8 @@ pub struct ScalingRow {
 }
 
 impl Estimate {
-    /// Predicts a step on `hosts` hosts with the same number of ranks each, given that a step on a single host with that
-    /// many ranks takes as long as `measured`.
+    /// Predicts a step on `hosts` hosts with the same number of ranks each, given that a step on a single host with
+    /// that many ranks takes as long as `measured`.
     ///
     /// # Errors
     /// [`EstimateError::Hosts`] if the ranks cannot be divided evenly.

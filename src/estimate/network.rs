@@ -29,7 +29,7 @@ pub struct Network {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RateUnit {
     name: &'static str,
-    /// The bytes per second that one unit represents: of frames, or of data only.
+    /// The bits on the wire or the bytes of data that one unit represents, per second.
     bytes: u64,
     /// The number of bits in a byte, if the unit counts bits on the wire.
     bits: Option<u64>,
@@ -68,7 +68,7 @@ pub(super) struct TransferTime {
     pub processors: f64,
 }
 
-/// The allowed form of each part.
+/// The allowed form of a description and of its parts.
 const ALLOWED_FORM: &str = "separate them with a comma";
 const BUSY_FORM: &str = "the third part is the share of a host's processors that is busy while its link is: a number \
                     up to 100 followed by %";

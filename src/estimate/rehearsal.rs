@@ -146,8 +146,8 @@ impl<'a> Rehearsal<'a> {
             && !share_plan.has_files()
             && grouping.updates_by_elements()
         {
-            // A delayed update needs space for the new weights until the next step, and for gradients, which may still be
-            // in use when those of the next step arrive.
+            // A delayed update needs space for the new weights until the next step, and for gradients, which may still
+            // be in use when those of the next step arrive.
             for group in groups.iter().filter(|group| group.class.is_trained()) {
                 let weights = group.class.weights.dtype(dtype);
                 whole.push(ledger.hold(MemoryKind::Staging, group.len * weights.size_in_bytes()));
@@ -195,8 +195,8 @@ impl<'a> Rehearsal<'a> {
         self
     }
 
-    /// Counts the memory of the exchanges between islands, and returns the entries of those that are in flight while the
-    /// model trains.
+    /// Counts the memory of the exchanges between islands, and returns the entries of those that are in flight while
+    /// the model trains.
     pub fn exchange(&self, islands: usize) -> Result<Vec<MemoryLedgerEntry>> {
         let Some(config) = &self.config.local_steps else { return Ok(Vec::new()) };
         let schedule = FragmentSchedule::new(config.steps, config.fragments, config.fragment_delay);

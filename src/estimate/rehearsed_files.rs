@@ -30,7 +30,7 @@ pub(super) struct RehearsedFiles {
     traffic: Rc<RefCell<Traffic>>,
     /// The bytes of the copies that direct access may need: each thread keeps a block for data that is not aligned.
     copies: usize,
-    /// The gradients being written, each with its number, as if no write finished before it is waited for.
+    /// The gradients being written, each with its number, as if no write finished before it was waited for.
     unwritten: RefCell<VecDeque<(u64, TrackedBuffer<MetaBuffer>)>>,
     /// The number of gradients stored so far.
     stored: Cell<u64>,

@@ -21,8 +21,8 @@ use std::sync::atomic::Ordering;
 pub struct Shapes {
     name: String,
     registered: RegisteredModel,
-    /// The storage format of packed parameters, and the rule that selects these among the frozen ones; without a rule,
-    /// matrices are packed.
+    /// The storage format of packed parameters, and the rule that selects them among the frozen parameters; without a
+    /// rule, matrices are packed.
     packing: Option<(WeightPacking, Option<ParameterFilter>)>,
     /// The rule that selects the parameters that are kept in f32 in a 16-bit model.
     kept_f32: Option<ParameterFilter>,

@@ -22,7 +22,7 @@ pub struct AtomicFolder {
 }
 
 impl AtomicFolder {
-    /// Creates a folder that becomes `out`, with the permissions of any new folder. The path must contain no links. It
+    /// Creates a folder that becomes `out`, with the permissions of any new folder. The path must contain no links, and
     /// must be [free](free_folder) or belong to the caller.
     pub fn beside(out: &Path) -> Result<Self> {
         let parent = folder_of(out);
@@ -43,7 +43,7 @@ impl AtomicFolder {
     /// already be synced.
     ///
     /// # Errors
-    /// The target exists by now; a write error.
+    /// The target was created in the meantime; a write error.
     pub fn finish(&self) -> Result<()> {
         sync_folder(&self.new)?;
         if self.is_inside {
@@ -166,10 +166,10 @@ impl AtomicFile {
     }
 }
 
-/// Returns the folder that `out` refers to, if it does not exist or is empty; otherwise returns, as an inner error, why
-/// it cannot be written to.
+/// Returns the folder that `out` refers to, if that folder does not exist or is empty; otherwise returns, as an inner
+/// error, why the folder cannot be written to.
 pub fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static str>> {
-    // If it is a link, its target is replaced, not the link.
+    // If `out` is a link, its target is replaced, not the link.
     let out = match out.symlink_metadata() {
         Ok(_) => match out.canonicalize() {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Err("it is a broken link")),

@@ -20,7 +20,7 @@ pub(crate) const LOCK: &str = ".candle-zero.lock";
 /// The folders that this process has locked with [`FolderLock::share`], so that its engines share the locks.
 static SHARED: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
-/// A file that this process has locked. It is removed when this value is dropped.
+/// A file that this process has locked. It is removed when this value is dropped, if the file system supports locks.
 #[derive(Debug)]
 pub struct FileLock {
     file: File,
@@ -187,7 +187,8 @@ impl Drop for FileLock {
     /// Unlocks explicitly, because closing the file is not enough: a process that another thread is starting has a copy
     /// of the open file until it executes its program.
     fn drop(&mut self) {
-        // On errors, an unlocked file remains, and the lock lasts until the last copy is closed.
+        // If the file cannot be removed, it remains, unlocked. If it cannot be unlocked, the lock lasts until the last
+        // copy of the open file is closed.
         if self.holds {
             _ = std::fs::remove_file(&self.path);
         }

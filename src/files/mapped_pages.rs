@@ -6,11 +6,12 @@ use std::ops::Range;
 /// The number of bytes that Linux maps around an address at which a file is read for the first time.
 const FAULT_AROUND: usize = 64 << 10;
 
-/// Releases the memory of pages that were read, and of the pages that the system has mapped around them. Otherwise, the map keeps
-/// them until it is dropped. If they are read again, they come from the system's cache or from the file.
+/// Releases the memory of pages that were read, and of the pages that the system has mapped around them. Otherwise, the
+/// map keeps this memory until it is dropped. If they are read again, they come from the system's cache or from the
+/// file.
 ///
 /// # Panics
-/// If `bytes` does not lie inside the map.
+/// Panics if `bytes` does not lie inside the map.
 pub fn release_pages(map: &Mmap, bytes: Range<usize>) {
     assert!(bytes.start <= bytes.end && bytes.end <= map.len(), "bytes outside the map");
     let bytes = bytes.start.saturating_sub(FAULT_AROUND)..map.len().min(bytes.end.saturating_add(FAULT_AROUND));

@@ -68,7 +68,7 @@ impl OutputDigests {
         }
     }
 
-    /// Records that the files of `new` are about to replace those of the same part.
+    /// Records that the files in `new` are about to replace those of the same part.
     pub fn begin(&mut self, part: &str, new: &Path) -> Result<()> {
         let known = self.of.entry(part.into()).or_default();
         for entry in std::fs::read_dir(new)? {

@@ -2,7 +2,7 @@
 //!
 //! Such a folder is locked as long as its job lives, and contains a marker file. A marked folder without a lock is left
 //! over from a killed job, and the next job that writes to the same parent folder removes it. Any other folder with a
-//! similar name stays.
+//! similar name stays, unless it is empty.
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use std::fs::{File, Permissions};
@@ -74,7 +74,7 @@ impl ScratchFolder {
         &self.path
     }
 
-    /// Leaves the folder and its contents to the user: it is no longer removed.
+    /// Leaves the folder and its contents to the user: the folder is not removed on drop.
     pub fn keep(mut self) -> PathBuf {
         self.is_kept = true;
         _ = std::fs::remove_file(self.path.join(MARK));
@@ -155,7 +155,7 @@ mod tests {
         names
     }
 
-    /// Acts as if the process was killed: the lock is released, and the folder stays.
+    /// Acts as if the process were killed: the lock is released, and the folder stays.
     fn kill(scratch: ScratchFolder) -> PathBuf {
         flock(&scratch.folder, FlockOperation::Unlock).unwrap();
         let path = scratch.path.clone();

@@ -8,7 +8,7 @@ thread_local! {
     static DEFERRING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Sets a flag of this thread while `run` runs, and resets it even if `run` panics.
+/// Sets a flag of this thread while `run` runs, and restores its previous value afterwards, even if `run` panics.
 fn with_flag<T>(flag: &'static std::thread::LocalKey<Cell<bool>>, run: impl FnOnce() -> T) -> T {
     struct ThreadFlagGuard(&'static std::thread::LocalKey<Cell<bool>>, bool);
     impl Drop for ThreadFlagGuard {

@@ -18,8 +18,8 @@ impl Grad {
         self.into_tensor(&shape, &Device::Cuda(device.clone()))?.contiguous()
     }
 
-    /// Returns the same gradient in a GPU's memory, in a form that may be changed in place. A gradient that may be shared
-    /// is copied.
+    /// Returns the same gradient in a GPU's memory, in a form that may be changed in place. A gradient that may be
+    /// shared is copied.
     fn into_own_on(self, device: &CudaDevice) -> Result<Tensor> {
         match self {
             Self::OnDevice(tensor) if gpu_of(&tensor).is_some_and(|gpu| gpu.id() == device.id()) => Ok(tensor),

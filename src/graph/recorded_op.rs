@@ -21,7 +21,8 @@ impl InputGradSink {
         self.open().is_some()
     }
 
-    /// Returns whether a backward pass may want the gradient. While an operation is recorded, no backward pass runs yet.
+    /// Returns whether a backward pass may want the gradient. While an operation is recorded, no backward pass runs
+    /// yet.
     pub fn is_recorded(&self) -> bool {
         self.0.is_some()
     }

@@ -17,7 +17,7 @@ pub enum IslandError {
         /// The system's reason.
         why: String,
     },
-    /// The program at the server's address is something else.
+    /// The program at the server's address is not an island server.
     #[error(
         "the program at {address} is not an island server: {why}; correct local_steps.server (zerorun \
          --island_server)"

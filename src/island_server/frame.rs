@@ -37,7 +37,7 @@ pub(super) enum FrameKind {
     Begin = 9,
     /// From the server to an island that joins: the donor is gone; another one follows.
     DonationAborted = 10,
-    /// From the server to an island that joins: it is part of the run.
+    /// From the server to an island that joins: the island is part of the run.
     Joined = 11,
     /// From the server: the mean change of a fragment.
     Mean = 12,

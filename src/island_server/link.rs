@@ -41,13 +41,13 @@ pub(crate) enum Entrance {
 /// The result of an exchange.
 #[derive(Debug)]
 pub(crate) struct ExchangedMean {
-    /// The samples of all members; 0 if nothing was learned.
+    /// The samples of all members; 0 if no member has trained.
     pub samples: u64,
     /// The slots of the islands that took part.
     pub members: Vec<usize>,
     /// The donation to be made when the mean has taken effect.
     pub donation: Option<u64>,
-    /// The encoded mean; empty if nothing was learned.
+    /// The encoded mean; empty if no member has trained.
     pub bytes: Vec<u8>,
 }
 

@@ -51,7 +51,7 @@ struct Island {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum IslandState {
-    /// Takes part in the exchanges after `since`; `None`: in all.
+    /// Takes part in the exchanges after step `since`, or in all of them if it is `None`.
     Member { since: Option<u64> },
     /// Waits for a donor.
     Waiting,
@@ -79,7 +79,7 @@ struct RankChange {
     bytes: Vec<u8>,
 }
 
-/// The transfer of an island's state to those that join.
+/// The transfer of an island's state to the islands that join.
 #[derive(Debug)]
 struct Donation {
     number: u64,
@@ -215,7 +215,7 @@ impl Membership {
         }
         if let Some(slot) = slot.filter(|slot| *slot >= run.slots) {
             return Err(format!(
-                "it requests slot {slot}, but the run has {} (local_steps.islands); request 0 to {}",
+                "it requests slot {slot}, but the run has {} (local_steps.islands); request a slot from 0 to {}",
                 counted(run.slots, "slot"),
                 run.slots - 1
             ));
@@ -392,7 +392,7 @@ impl Membership {
     }
 
     /// Returns whether the first exchange can be closed. Islands that have taken fewer steps than the
-    /// furthest island are told to start again, because they then join.
+    /// furthest island are asked to start again; they then join.
     fn is_formed(&mut self) -> bool {
         let members = self.members();
         if self.is_replay && !self.replay.rounds.is_empty() {
@@ -444,7 +444,7 @@ impl Membership {
         }
     }
 
-    /// Returns whether a rank of an island has sent a later change but not that of an exchange.
+    /// Returns whether a rank of an island has sent a later change but not its change for this exchange.
     fn has_skipped(&self, key: RoundKey, slot: usize) -> bool {
         let changes = self.rounds.get(&key).and_then(|round| round.get(&slot));
         let has_sent = |position: usize| changes.is_some_and(|changes| changes[position].is_some());
@@ -508,8 +508,8 @@ impl Membership {
         let other = round.iter().find(|(_, changes)| Some(of(changes)) != first).map(|(slot, _)| *slot);
         let Some(slot) = other else { return Some(true) };
         let why = format!(
-            "its weights of the last exchange differ from those of the others before the exchange after step {}: it has \
-             loaded a checkpoint of a different run, or of a different state of this run; start it again without \
+            "its weights after the last exchange differ from those of the others before the exchange after step {}: it \
+             has loaded a checkpoint of a different run, or of a different state of this run; start it again without \
              that checkpoint, and it joins",
             key.step
         );
@@ -636,7 +636,7 @@ impl Membership {
         self.advance();
     }
 
-    /// Ends the part of an island whose program has ended.
+    /// Ends the participation of an island whose program has ended.
     pub fn goodbye(&mut self, connection: ConnectionId) {
         if let Some((slot, _)) = self.place_of(connection) {
             if matches!(self.islands[&slot].state, IslandState::Member { .. }) {
@@ -648,7 +648,7 @@ impl Membership {
         }
     }
 
-    /// Ends the part of an island that has lost a rank.
+    /// Ends the participation of an island that has lost a rank.
     pub fn lost(&mut self, connection: ConnectionId, why: &str) {
         if let Some((slot, position)) = self.place_of(connection) {
             let why = format!("the connection of rank {position} of this island has ended ({why})");

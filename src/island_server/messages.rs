@@ -13,7 +13,7 @@ pub(super) const MAX_SHORT: u64 = 1 << 20;
 pub(super) const MAX_MANIFEST: u64 = 256 << 20;
 pub(super) const MAX_PART: u64 = 16 << 20;
 
-/// An exchange of a fragment: the order of these values is that in which islands exchange.
+/// The key of a fragment's exchange. Keys are ordered as the exchanges follow one another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) struct RoundKey {
     /// The step after which the fragment is sent, counted from 1.
@@ -132,7 +132,7 @@ pub(crate) struct DonationHead {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct MeanHead {
-    /// The samples of all members; 0: nothing was learned, and there is no mean.
+    /// The samples of all members; 0: no member has trained, and there is no mean.
     pub samples: u64,
     /// The slots of the islands that took part.
     pub members: Vec<usize>,

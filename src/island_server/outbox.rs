@@ -41,8 +41,8 @@ impl Outbox {
         }
     }
 
-    /// Waits until there is room for a frame, and adds it. Memory is therefore bounded if the sender is faster than the
-    /// receiver.
+    /// Waits until there is room for a frame, and adds it. Memory is therefore bounded even if the sender is faster
+    /// than the receiver.
     pub fn push_when_there_is_room(&self, frame: Frame) {
         let mut state = lock(&self.state);
         while state.bytes > RELAY_BYTES && !state.closed && !state.broken {
@@ -88,7 +88,7 @@ impl Outbox {
     }
 }
 
-/// Starts the thread that sends the frames of `outbox`, and a ping whenever there is none for `beat`.
+/// Starts the thread that sends the frames of `outbox`, and a ping whenever no frame has been sent for `beat`.
 pub(super) fn start_writer(outbox: Arc<Outbox>, stream: TcpStream, beat: Duration) -> std::io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name("island-writer".into()).spawn(move || {
         let mut to = BufWriter::new(&stream);

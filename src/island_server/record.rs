@@ -128,7 +128,7 @@ impl Replay {
         match event {
             RunEvent::Start { version: VERSION, .. } | RunEvent::Leave { .. } => {}
             RunEvent::Start { version, .. } => {
-                return Err(format!("version {version} of the format; this program reads version {VERSION}"));
+                return Err(format!("it has format version {version}, but this program reads version {VERSION}"));
             }
             RunEvent::Begin { slot } if self.rounds.is_empty() => self.begins.push(slot),
             RunEvent::Begin { .. } => {
@@ -211,7 +211,7 @@ mod tests {
         };
         let line = |event: &RunEvent| format!("{}\n", serde_json::to_string(event).unwrap());
         insta::assert_snapshot!(refused("hello\n"), @"the record DIR/record cannot be used: line 1: expected value at line 1 column 1; give a file that `zerorun island-server --record` wrote");
-        insta::assert_snapshot!(refused(&line(&RunEvent::Start { version: 9, islands: 2, ranks: 1 })), @"the record DIR/record cannot be used: line 1: version 9 of the format; this program reads version 1; give a file that `zerorun island-server --record` wrote");
+        insta::assert_snapshot!(refused(&line(&RunEvent::Start { version: 9, islands: 2, ranks: 1 })), @"the record DIR/record cannot be used: line 1: it has format version 9, but this program reads version 1; give a file that `zerorun island-server --record` wrote");
         insta::assert_snapshot!(refused(&(line(&round(5)) + &line(&round(5)))), @"the record DIR/record cannot be used: line 2: an exchange that is out of order or has no members; give a file that `zerorun island-server --record` wrote");
         let join = RunEvent::Join { slot: 1, donor: 1, exchange: key(5) };
         insta::assert_snapshot!(refused(&(line(&round(5)) + &line(&join))), @"the record DIR/record cannot be used: line 2: an island joins without an exchange or a donor; give a file that `zerorun island-server --record` wrote");

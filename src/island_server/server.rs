@@ -267,7 +267,7 @@ impl SharedServer {
         }
     }
 
-    /// Passes a part of a donation on. If a receiver is slower than the donor, this waits.
+    /// Passes a part of a donation on. If a receiver is slower than the donor, this call waits.
     fn relay(&self, id: ConnectionId, kind: FrameKind, body: Vec<u8>) {
         let receivers: Vec<Arc<Outbox>> = {
             let mut state = lock(&self.state);

@@ -80,8 +80,8 @@ impl ChangeFormat {
         values
     }
 
-    /// Returns the encoded mean of encoded changes of `len` elements, each weighted by its samples: the sum in the order
-    /// of the changes, in f32. In fp32, it has the same bits as in an exchange without a server.
+    /// Returns the encoded mean of encoded changes of `len` elements, each weighted by its samples: the sum in the
+    /// order of the changes, in f32. In fp32, it has the same bits as in an exchange without a server.
     pub fn mean(self, changes: &[(u64, &[u8])], len: usize) -> Vec<u8> {
         let all: f64 = changes.iter().map(|(samples, _)| *samples as f64).sum();
         let mut sum: Option<Vec<f32>> = None;

@@ -1,5 +1,5 @@
-//! Activation functions over slices, computed in f32 and rounded once: GELU, its tanh approximation, SiLU and the square
-//! of ReLU, each with a gated form as well.
+//! Activation functions over slices, computed in f32 and rounded once: GELU, its tanh approximation, SiLU and the
+//! square of ReLU, each with a gated form as well.
 
 use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::f32_access::{self, get, put, vectorized};

@@ -188,7 +188,7 @@ impl ConvolutionSizes {
         sums[all..].chunks_exact(all).for_each(|part| add_into(dw, part));
     }
 
-    /// Adds the gradient of one group's weight over some images.
+    /// Writes the gradient of one group's weight, summed over some images, to `dw`.
     fn add_weight_gradient(self, x: &[f32], dy: &[f32], (images, group): (Range<usize>, usize), dw: &mut [f32]) {
         dw.fill(0.0);
         let mut patches = buffer::<f32>(self.patch() * self.l_out.min(COLUMNS));

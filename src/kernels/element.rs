@@ -11,14 +11,14 @@ pub trait Element: Copy + Default + Send + Sync + bytemuck::Pod + 'static {
     const KIND: ElementDtype;
 
     /// Widens `src` into `dst` of the same length. In a loop that is compiled for a SIMD level, use
-    /// [`wide::widen`](super::f32_access::widen).
+    /// [`f32_access::widen`](super::f32_access::widen).
     fn widen(src: &[Self], dst: &mut [f32]) {
         assert_eq!(src.len(), dst.len(), "the slice lengths differ");
         vectorized!(widen(src, dst));
     }
 
     /// Rounds `src` into `dst` of the same length, to nearest even. In a loop that is compiled for a SIMD level, use
-    /// [`wide::narrow`](super::f32_access::narrow).
+    /// [`f32_access::narrow`](super::f32_access::narrow).
     fn narrow(src: &[f32], dst: &mut [Self]) {
         assert_eq!(src.len(), dst.len(), "the slice lengths differ");
         vectorized!(narrow(src, dst));

@@ -1,6 +1,6 @@
 //! Conversions of 16-bit numbers to f32 and back, rounded to nearest even. Single numbers are converted without
-//! branches or calls, so that a loop over them vectorizes. Slices of f16 use the instructions that the levels above the
-//! portable one have for them. Both produce the same bits.
+//! branches or calls, so that a loop over them vectorizes. Slices of f16 use the instructions that the AVX2 and AVX-512
+//! levels have for them. Both produce the same bits.
 
 #[cfg(target_arch = "x86_64")]
 use super::simd::InstructionSet;

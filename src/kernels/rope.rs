@@ -16,8 +16,8 @@ pub enum RotaryPairs {
     Adjacent,
 }
 
-/// The layout of a head: its size, and the elements that form pairs. If there are fewer frequencies than pairs, only the
-/// first elements of a head are rotated.
+/// The layout of a head: its size, and the elements that form pairs. If there are fewer frequencies than pairs, only
+/// the first elements of a head are rotated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RotaryLayout {
     /// The number of elements of a head, which is even.
@@ -46,8 +46,8 @@ pub struct RotaryTable {
 }
 
 impl RotaryTable {
-    /// Computes the angles of positions 0 to time - 1, with as many pairs per head as there are frequencies. The cosines
-    /// and sines of position t are multiplied by `factor(t)`.
+    /// Computes the angles of positions 0 to time - 1, with as many pairs per head as there are frequencies. The
+    /// cosines and sines of position t are multiplied by `factor(t)`.
     ///
     /// Panics if a head has fewer elements than the pairs, or an odd number of elements.
     pub fn new(time: usize, layout: RotaryLayout, frequencies: &[f64], factor: impl Fn(usize) -> f64) -> Self {

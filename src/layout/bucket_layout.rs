@@ -12,8 +12,9 @@
 use super::shard::ShardCut;
 use super::shard_mesh::ShardMesh;
 
-/// The number of elements from which a parameter gets its own collective, whatever the bucket size. The full parameter
-/// already contains its shards rank by rank, so nothing needs to be packed, and a larger message would not be faster.
+/// The number of elements at or above which a parameter gets its own collective, whatever the bucket size. The full
+/// parameter already contains its shards rank by rank, so nothing needs to be packed, and a larger message would not be
+/// faster.
 pub const PACKED_BELOW: usize = 1 << 16;
 
 /// A rule that decides when a bucket is full: a gradient that would make it larger than the limit starts a new one. A

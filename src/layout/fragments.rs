@@ -21,8 +21,8 @@ impl FragmentSchedule {
     /// Creates the schedule of `fragments` fragments, each of which is exchanged once in `steps` steps.
     ///
     /// # Panics
-    /// Panics if two fragments would be sent after the same step, or if a fragment would be sent before its last
-    /// exchange has taken effect.
+    /// Panics if there are no fragments, if two fragments would be sent after the same step, or if a fragment would be
+    /// sent before its previous exchange has taken effect.
     pub fn new(steps: u64, fragments: u64, delay: u64) -> Self {
         assert!(
             0 < fragments && fragments <= steps && delay < steps,

@@ -128,7 +128,7 @@ impl RankMesh {
     /// ranks. The axes keep their usual order: islands outermost, tensor innermost.
     ///
     /// # Errors
-    /// [`MeshError`]: an axis has length 0 or is given twice, or the lengths do not divide the number of ranks.
+    /// [`MeshError`]: an axis has length 0 or is given twice, or the lengths do not match the number of ranks.
     ///
     /// ```
     /// use candle_zero::layout::{MeshAxis, RankMesh};

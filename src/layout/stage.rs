@@ -15,7 +15,7 @@ pub enum Sharding {
 /// The ZeRO stage, `zero_optimization.stage`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum ZeroStage {
-    /// Nothing is sharded: plain data parallel training.
+    /// Nothing is sharded: plain data-parallel training.
     #[default]
     Zero,
     /// Optimizer states are sharded.

@@ -66,7 +66,7 @@ pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
 pub(super) fn require_parameters(parameters: u128) -> Result<()> {
     if parameters > MAX_PARAMETERS {
         let allowed = format!("at most {MAX_PARAMETERS} elements; use smaller sizes");
-        return Err(refused("the sum of all parameters", parameters, &allowed));
+        return Err(refused("the number of parameters", parameters, &allowed));
     }
     Ok(())
 }

@@ -28,7 +28,7 @@ pub trait DecoderSizes: Clone {
     /// Invalid sizes.
     fn decoder(&self) -> crate::Result<DecoderConfig>;
 
-    /// Returns the longest input, in tokens.
+    /// Returns the maximum length of an input, in tokens.
     fn ctx(&self) -> usize;
 }
 

@@ -143,8 +143,8 @@ impl DecoderConfig {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))
     }
 
-    /// Returns the standard deviation of the initial weights of a projection in a block. `is_residual` states whether its
-    /// output is added to the residual stream.
+    /// Returns the standard deviation of the initial weights of a projection in a block. `is_residual` states whether
+    /// its output is added to the residual stream.
     pub(super) fn initial_std(&self, is_residual: bool) -> f64 {
         if is_residual { INITIAL_STD / (2.0 * self.blocks.len() as f64).sqrt() } else { INITIAL_STD }
     }
@@ -332,7 +332,7 @@ impl BlockAttention {
         }
     }
 
-    /// Limits the elements of queries, keys or values, if they are limited.
+    /// Limits the elements of queries, keys or values if a limit is configured.
     fn clipped(&self, x: Tensor) -> Result<Tensor> {
         self.clip.map_or(Ok(x.clone()), |limit| clamped(&x, limit))
     }

@@ -82,7 +82,7 @@ impl DecoderClassifier {
     }
 }
 
-/// Returns the place of the last token that is not padding, or 0 if there is none, as transformers does.
+/// Returns the position of the last token that is not padding, or 0 if there is none, as transformers does.
 fn last_token(ids: &[u32], padding: Option<u32>) -> usize {
     ids.iter().rposition(|id| Some(*id) != padding).unwrap_or(0)
 }

@@ -19,7 +19,7 @@ pub struct DecoderConfig {
     pub prefix: &'static str,
     /// The vocabulary size; token ids are 0 to `vocab - 1`.
     pub vocab: usize,
-    /// The longest input, in tokens.
+    /// The maximum length of an input, in tokens.
     pub ctx: usize,
     /// The width of the residual stream.
     pub hidden_size: usize,
@@ -241,8 +241,8 @@ impl DecoderConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0 or beyond the limits, numbers of heads that do not divide the sizes that they must divide, or a
-    /// number that is not positive and finite.
+    /// A size of 0 or beyond the limits, numbers of heads that do not divide the sizes that they must divide, a number
+    /// that is not positive and finite, or options that cannot be combined.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("vocab_size", self.vocab),
@@ -262,7 +262,7 @@ impl DecoderConfig {
         if !heads.is_multiple_of(kv_heads) {
             let allowed = format!(
                 "a divisor of num_attention_heads ({heads}), so that each key and value head serves the same number of \
-                 them"
+                 query heads"
             );
             return Err(refused("num_key_value_heads", kv_heads, &allowed));
         }

@@ -40,9 +40,9 @@ impl DecoderBatch {
     }
 }
 
-/// Returns a language model as layers of a pipeline, whose output is the loss: the mean cross entropy of the targets, as
-/// in [`LanguageModel::loss_packed`](super::LanguageModel::loss_packed). In inference, the output is the logits. Names
-/// and initial values of the parameters are those of the [`Decoder`](super::Decoder), [`Gpt`](super::Gpt) or
+/// Returns a language model as layers of a pipeline, whose output is the loss: the mean cross entropy of the targets,
+/// as in [`LanguageModel::loss_packed`](super::LanguageModel::loss_packed). In inference, the output is the logits.
+/// Names and initial values of the parameters are those of the [`Decoder`](super::Decoder), [`Gpt`](super::Gpt) or
 /// [`Llama`](super::Llama) with the same sizes.
 ///
 /// # Errors

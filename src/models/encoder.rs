@@ -266,7 +266,8 @@ impl Encoder {
     /// that do not count) divided by `divisor`, or by the number of labels that count.
     ///
     /// # Errors
-    /// The errors of [`Encoder::forward`]; labels that the model does not have; without a divisor, no label that counts.
+    /// The errors of [`Encoder::forward`]; labels that the model does not have; without a divisor, no label that
+    /// counts.
     pub fn loss(
         &self,
         ids: &Tensor,

@@ -63,8 +63,8 @@ pub struct EncoderConfig {
 /// The settings that differ between the blocks of an encoder.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EncoderBlockConfig {
-    /// The window: a position sees those whose distance is less than this number. Without a window, it sees all
-    /// positions.
+    /// The window: a position sees the positions whose distance from it is less than this number. Without a window, it
+    /// sees all positions.
     pub window: Option<usize>,
     /// The base of the wavelengths of rotary positions. It is not used with learned positions.
     pub theta: f64,
@@ -115,7 +115,7 @@ pub enum HeadActivation {
     Tanh,
     /// max(x, 0).
     Relu,
-    /// An activation that MLPs have too.
+    /// An activation that MLPs also use.
     OfMlp(Activation),
 }
 

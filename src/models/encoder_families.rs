@@ -1,4 +1,4 @@
-//! Reads the `config.json` of the known encoders, in the style of transformers 4 and of transformers 5.
+//! Reads the `config.json` of the known encoders, in the format of transformers 4 or 5.
 
 use super::DecoderConfig;
 use super::encoder_config::{
@@ -54,7 +54,8 @@ impl EncoderConfig {
     /// Reads the shape from the `config.json` of a Hugging Face model.
     ///
     /// # Errors
-    /// A file that cannot be read; a model other than these encoders; a value that this library does not support.
+    /// A file that cannot be read; a model whose type is not one of [`ENCODER_TYPES`]; a value that this library does
+    /// not support.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_parsed(&DecoderConfig::parse(path)?, path)
@@ -123,7 +124,7 @@ fn distilbert_key(key: &'static str) -> &'static str {
 /// Returns the names of the classes in `content`, the content of the `config.json` `file` of a model of any kind.
 ///
 /// # Errors
-/// Names that are not numbered from 0 on.
+/// Names that are not numbered from 0.
 #[doc(hidden)]
 pub fn class_names(content: &Value, file: &Path) -> Result<Vec<String>> {
     let empty = Map::new();
@@ -372,9 +373,9 @@ impl EncoderKeys<'_> {
         let global = self.theta("full_attention", "rope_parameters.full_attention.", "global_rope_theta")?;
         let local = self.theta("sliding_attention", "rope_parameters.sliding_attention.", "local_rope_theta")?;
         let global = global.unwrap_or(160_000.0);
-        // In the style of transformers 4, null means the same base everywhere.
+        // In the format of transformers 4, null means the same base everywhere.
         let local = local.unwrap_or(if self.0.is_null("local_rope_theta") { global } else { 1e4 });
-        // A position sees those up to half of this number away.
+        // A position sees the positions up to half of `local_attention` away.
         let window = self.size("local_attention", 128)? / 2 + 1;
         let block = |is_full: &bool| match is_full {
             true => EncoderBlockConfig { window: None, theta: global },
@@ -383,8 +384,8 @@ impl EncoderKeys<'_> {
         Ok(is_full.iter().map(block).collect())
     }
 
-    /// Returns the base of the wavelengths in blocks of a kind, if there is one: from `rope_parameters`, as transformers
-    /// 5 writes it, or from `old_key`.
+    /// Returns the base of the wavelengths in blocks of a kind, if there is one: from `rope_parameters`, as
+    /// transformers 5 writes it, or from `old_key`.
     fn theta(&self, kind: &str, prefix: &'static str, old_key: &str) -> Result<Option<f64>> {
         let of_kind = match self.0.object("rope_parameters", "rope_parameters.")? {
             Some(kinds) => {

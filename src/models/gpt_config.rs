@@ -61,8 +61,8 @@ impl GptConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0, a width that the heads do not divide, an eps that is not positive and finite, or a probability
-    /// outside [0, 1).
+    /// A size of 0 or beyond the limits, a width that the heads do not divide, an eps that is not positive and finite,
+    /// or a probability outside [0, 1).
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("n_layer", self.n_layer),
@@ -146,7 +146,7 @@ mod tests {
         insta::assert_snapshot!(text(GptConfig { vocab: 0, ..nano.clone() }), @"model configuration: vocab is 0, but must be at least 1");
         insta::assert_snapshot!(text(GptConfig { ctx: usize::MAX, ..nano.clone() }), @"model configuration: ctx is 18446744073709551615, but must be at most 4294967295");
         let huge = text(GptConfig { n_embd: u32::MAX as usize, n_head: 1, ..nano.clone() });
-        assert!(huge.starts_with("model configuration: the sum of all parameters is 8854437170"), "{huge}");
+        assert!(huge.starts_with("model configuration: the number of parameters is 8854437170"), "{huge}");
         insta::assert_snapshot!(text(GptConfig { eps: f64::NAN, ..nano.clone() }), @"model configuration: eps is NaN, but must be a positive finite number, such as 1e-5");
         insta::assert_snapshot!(text(GptConfig { dropout: 1.0, ..nano.clone() }), @"model configuration: dropout is 1, but must be at least 0 and below 1");
         insta::assert_snapshot!(text(GptConfig { dropout: f32::NAN, ..nano }), @"model configuration: dropout is NaN, but must be at least 0 and below 1");

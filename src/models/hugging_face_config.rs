@@ -114,7 +114,7 @@ fn check_quantization(keys: &JsonKeys<'_>) -> Result<()> {
     }
 }
 
-/// Reads the configuration of the text part of a model of images and text. `inner` is the family of a text part that
+/// Reads the configuration of the text part of a model for images and text. `inner` is the family of a text part that
 /// does not name its own.
 fn text_part(keys: &JsonKeys<'_>, inner: &str) -> Result<DecoderConfig> {
     let Some(text) = keys.object("text_config", "text_config.")? else {
@@ -225,7 +225,7 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
 }
 
 /// Returns the longest input of a model with this `max_position_embeddings`. With dynamic frequencies, the context is
-/// the factor times as long.
+/// longer by the scaling factor.
 fn longest_input(ctx: usize, rules: &[BlockConfig]) -> usize {
     let factor = |rule: &BlockConfig| match rule.rotary.as_ref()?.scaling {
         RotaryScaling::Dynamic { factor, .. } => Some(factor),
@@ -276,7 +276,7 @@ fn padding(keys: &JsonKeys<'_>, family: &ModelFamily, vocab: usize) -> Result<Op
     }
 }
 
-/// Reads the activation that `key` names, or returns the `default` without the key.
+/// Reads the activation that `key` names, or returns `default` if the key is absent.
 fn activation(keys: &JsonKeys<'_>, key: &str, default: Activation, is_gated: bool) -> Result<Activation> {
     match keys.text(key)? {
         None => Ok(default),

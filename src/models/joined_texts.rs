@@ -4,8 +4,8 @@ use crate::error::ModelError;
 use crate::nn::{Sequences, embedding, refuse};
 use candle_core::{Result, Tensor, bail};
 
-/// The texts of a batch, one after the other in a single row. Padding is left out: it costs no time, and does not change
-/// a single bit of a result or a gradient.
+/// The texts of a batch, one after the other in a single row. Padding is left out: it costs no time, and does not
+/// change a single bit of a result or a gradient.
 #[derive(Debug, Clone)]
 pub(super) struct JoinedTexts {
     /// The token ids, `[1, tokens]`.
@@ -18,8 +18,8 @@ pub(super) struct JoinedTexts {
 }
 
 impl JoinedTexts {
-    /// Joins the texts in ids `[batch, time]` (u32). The rows contain texts of the given lengths, each at least 1 and at
-    /// most `context`, followed by arbitrary ids.
+    /// Joins the texts in ids `[batch, time]` (u32). The rows contain texts of the given lengths, each at least 1 and
+    /// at most `context`, followed by arbitrary ids.
     ///
     /// # Errors
     /// A text that is too long, or lengths that do not match the tokens.

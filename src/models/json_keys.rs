@@ -81,7 +81,7 @@ impl<'a> JsonKeys<'a> {
         }
     }
 
-    /// Returns the boolean at `key`, or `default` if it is absent.
+    /// Returns the boolean at `key`, or `default` if it is null or absent.
     pub fn flag(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
             None => Ok(default),

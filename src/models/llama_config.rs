@@ -97,8 +97,8 @@ impl LlamaConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0, numbers of heads that do not divide the sizes that they must divide, heads of an odd width, or an
-    /// eps or theta that is not positive and finite.
+    /// A size of 0 or beyond the limits, numbers of heads that do not divide the sizes that they must divide, heads of
+    /// an odd width, or an eps or theta that is not positive and finite.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("hidden_size", self.hidden_size),
@@ -123,7 +123,7 @@ impl LlamaConfig {
         if !heads.is_multiple_of(kv_heads) {
             let allowed = format!(
                 "a divisor of num_attention_heads ({heads}), so that each key and value head serves the same number of \
-                 them"
+                 query heads"
             );
             return Err(refused("num_key_value_heads", kv_heads, &allowed));
         }
@@ -234,7 +234,7 @@ mod tests {
         let text = |config: LlamaConfig| config.validate().unwrap_err().to_string();
         insta::assert_snapshot!(text(LlamaConfig { num_attention_heads: 3, ..nano.clone() }), @"model configuration: hidden_size is 128, but must be a multiple of 2 num_attention_heads (6), so that every head has the same even width");
         insta::assert_snapshot!(text(LlamaConfig { num_attention_heads: 128, ..nano.clone() }), @"model configuration: hidden_size is 128, but must be a multiple of 2 num_attention_heads (256), so that every head has the same even width");
-        insta::assert_snapshot!(text(LlamaConfig { num_key_value_heads: 3, ..nano.clone() }), @"model configuration: num_key_value_heads is 3, but must be a divisor of num_attention_heads (4), so that each key and value head serves the same number of them");
+        insta::assert_snapshot!(text(LlamaConfig { num_key_value_heads: 3, ..nano.clone() }), @"model configuration: num_key_value_heads is 3, but must be a divisor of num_attention_heads (4), so that each key and value head serves the same number of query heads");
         insta::assert_snapshot!(text(LlamaConfig { intermediate_size: 0, ..nano.clone() }), @"model configuration: intermediate_size is 0, but must be at least 1");
         insta::assert_snapshot!(text(LlamaConfig { ctx: usize::MAX, ..nano.clone() }), @"model configuration: ctx is 18446744073709551615, but must be at most 4294967295");
         insta::assert_snapshot!(text(LlamaConfig { ctx: 1 << 30, ..nano.clone() }), @"model configuration: ctx is 1073741824, but must be at most 16777216: positions are counted in f32");

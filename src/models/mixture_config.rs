@@ -21,7 +21,7 @@ pub struct MixtureConfig {
     /// The width of the intermediate layer of an MLP through which every token passes, if there is one (Qwen2-MoE). Its
     /// output is multiplied by a gate of one logit per token.
     pub shared_width: Option<usize>,
-    /// The factor of the load-balancing loss in the loss that is trained on, or `None` if only the other loss is.
+    /// The factor of the load-balancing loss in the training loss, or `None` if the training loss does not contain it.
     pub balance_coefficient: Option<f64>,
 }
 
@@ -63,8 +63,8 @@ impl MixtureNaming {
         self == Self::GptOss
     }
 
-    /// Returns the names of an expert's projections to gate and up, and from their product to the output, if each expert
-    /// has its own tensors.
+    /// Returns the names of an expert's projections to gate and up, and from their product to the output, if each
+    /// expert has its own tensors.
     pub(super) fn of_expert(self) -> Option<[&'static str; 3]> {
         match self {
             Self::Mixtral => Some(["w1", "w3", "w2"]),

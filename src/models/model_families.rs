@@ -44,7 +44,7 @@ pub(super) struct ModelFamily {
     pub mlp_bias: BiasRule,
     /// The mixture of experts of sparse blocks, if the family has one.
     pub mixture: Option<MixtureFamily>,
-    /// The keys of options that the blocks here do not have, each with the only value that is allowed.
+    /// The keys of options that the blocks here do not have, each with the only value that is allowed and the reason.
     pub refused: &'static [(&'static str, bool, &'static str)],
 }
 
@@ -130,7 +130,7 @@ const LLAMA: ModelFamily = ModelFamily {
     refused: &[],
 };
 
-/// A model whose projections never have biases. Its class in transformers does not read these keys.
+/// A model whose projections never have biases. Its class in transformers does not read the keys for biases.
 const WITHOUT_BIAS: ModelFamily =
     ModelFamily { qkv_bias: BiasRule::Never, output_bias: BiasRule::Never, mlp_bias: BiasRule::Never, ..LLAMA };
 
@@ -459,7 +459,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
     },
 ];
 
-/// The models of images and text whose text part is read, and the family of a text part that has no `model_type`.
+/// The models for images and text whose text part is read, and the family of a text part that has no `model_type`.
 pub(super) const WITH_TEXT_PART: [(&str, &str); 2] = [("gemma3", "gemma3_text"), ("mistral3", "mistral")];
 
 impl ModelFamily {

@@ -54,8 +54,8 @@ impl EncoderConfig {
         Ok(asked.names())
     }
 
-    /// Returns the paths of the projections that can have an adapter: those of the blocks, and of BERT's pooler if it may
-    /// have one.
+    /// Returns the paths of the projections that can have an adapter: those of the blocks, and of BERT's pooler if it
+    /// may have one.
     ///
     /// # Errors
     /// Invalid sizes.

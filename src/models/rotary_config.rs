@@ -67,8 +67,8 @@ pub struct LongRopeScaling {
     pub attention_factor: f64,
 }
 
-/// The growth of queries with their position: those at position t are multiplied by 1 + beta ln(1 + floor(t / original))
-/// (Ministral 3).
+/// The growth of queries with their position: those at position t are multiplied by 1 + beta ln(1 + floor(t /
+/// original)) (Ministral 3).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QueryGrowth {
     /// The factor of the logarithm.

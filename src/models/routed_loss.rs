@@ -1,5 +1,5 @@
-//! The losses of language models with routers: cross entropy or log probabilities, together with the routers' choices and
-//! their load-balancing loss.
+//! The losses of language models with routers: cross entropy or log probabilities, together with the routers' choices
+//! and their load-balancing loss.
 
 use super::{Architecture, BalanceLossOptions, ExpertLoad, LanguageModel, RoutedStates, RouterReport};
 use crate::nn::{LossOptions, Routing, Sequences, WeightLayout, linear_cross_entropy_with, linear_log_probabilities};

@@ -17,7 +17,7 @@ pub struct RoutedStates {
 pub struct BalanceLossOptions<'a> {
     /// The loss.
     pub loss: &'a SyncBalanceLoss,
-    /// Its factor in the loss that is trained on.
+    /// Its factor in the training loss.
     pub coefficient: f64,
 }
 

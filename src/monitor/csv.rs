@@ -57,7 +57,7 @@ impl Monitor for CsvMonitor {
     }
 }
 
-/// Rejects a file that does not begin with the header line, or with the part of it that a killed run left behind.
+/// Rejects a file that begins neither with a header line nor with the part of one that a killed run left behind.
 fn only_values(file: &File, header: &str) -> std::io::Result<()> {
     let mut begin = vec![0; header.len()];
     let read = file.read_at(&mut begin, 0)?;

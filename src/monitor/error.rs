@@ -25,7 +25,7 @@ pub enum MonitorError {
         /// The value of the variable.
         value: String,
     },
-    /// The environment variable for the id of a Weights & Biases run contains characters that are not allowed.
+    /// The environment variable for the id of a Weights & Biases run does not contain a valid id.
     #[error(
         "environment variable WANDB_RUN_ID is `{value}`; give 1 to 64 letters (a to z), digits, `-` or `_`, or remove it"
     )]

@@ -85,7 +85,7 @@ pub struct RunDescription {
     pub settings: Value,
     /// The number of steps of the complete run, if the program knows it.
     pub total_steps: Option<u64>,
-    /// The folder of checkpoints from which one was loaded.
+    /// The folder of checkpoints from which a checkpoint was loaded, if any.
     pub loaded_from: Option<PathBuf>,
     /// The number of samples of all ranks before the first step.
     pub samples: u64,

@@ -47,9 +47,9 @@ const OUTPUT_KEYS: [&str; 14] = [
 const MAX_COUNT: usize = 1000;
 const MAX_CHARS: usize = 1000;
 
-/// Returns the hyperparameters of a run by name: the numbers of ranks and steps, the settings of the program, and the keys
-/// of the configuration that differ from their defaults or are always listed. If a setting has the name of a key of the
-/// configuration, its name is prefixed with `settings.`.
+/// Returns the hyperparameters of a run by name: the numbers of ranks and steps, the settings of the program, and the
+/// keys of the configuration that differ from their defaults or are always listed. If a setting has the name of a key
+/// of the configuration, its name is prefixed with `settings.`.
 pub(super) fn hyperparameters(run: &RunDescription) -> BTreeMap<String, Hyperparameter> {
     let defaults = leaves(defaults());
     let of_config = leaves(&run.configuration).into_iter().filter(|(name, value)| {

@@ -62,8 +62,9 @@ impl MetricsWriter {
         Ok(Self { file, path: path.into() })
     }
 
-    /// Continues the file of a stopped run, starting at step `step`. Lines of later steps and the run's summary are
-    /// removed, since they will be written again. If there is no file, it is created.
+    /// Continues the file of a stopped run, starting at step `step`. Lines of this and later steps, and lines without a
+    /// step such as the run's summary, are removed, since they will be written again. If there is no file, it is
+    /// created.
     ///
     /// # Errors
     /// [`Error::Io`]; [`MonitorError::MetricsBusy`] if another process is writing to the file.

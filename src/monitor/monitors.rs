@@ -21,7 +21,7 @@ pub(crate) struct Monitors {
 /// The progress of the run, for the monitors.
 #[derive(Default)]
 enum MonitoredRun {
-    /// The run has not begun: only then is it known whether a checkpoint was loaded.
+    /// The run has not begun. Whether a checkpoint was loaded is known only when it begins.
     Waiting(Box<RunDescription>),
     Begun,
     /// The run has ended, or there is none.

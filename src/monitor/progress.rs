@@ -132,7 +132,7 @@ impl Progress {
         }
     }
 
-    /// Leaves the bar as it is and moves to the line below it.
+    /// Leaves the bar on the screen, without a remaining time, and moves to the line below it.
     pub fn finish(&self) {
         #[cfg(feature = "cli")]
         if let ProgressDisplay::Bar(bar) = &self.display {

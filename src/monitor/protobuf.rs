@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_message_has_the_bytes_of_the_encoding() {
-        // 150 and `testing` are the examples of the encoding's documentation.
+        // 150 and `testing` are the examples in the encoding's documentation.
         assert_eq!(ProtobufMessage::default().varint(1, 150).0, [0x08, 0x96, 0x01]);
         assert_eq!(ProtobufMessage::default().text(2, "testing").0, b"\x12\x07testing");
         let long = ProtobufMessage::default().bytes(200, &[7; 300]).0;

@@ -88,7 +88,7 @@ impl Monitor for TensorBoard {
     }
 }
 
-/// Returns the event that says that the steps after `samples` samples come next.
+/// Returns the event that marks the position after `samples` samples, from which the run continues.
 fn session_start(samples: u64, now: f64) -> Vec<u8> {
     /// `SessionLog.START`.
     const START: u64 = 1;

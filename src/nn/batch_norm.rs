@@ -13,7 +13,8 @@ use candle_nn::{BatchNormConfig, Init, ModuleT, VarBuilder};
 const NAME: &str = "sync_batch_norm";
 
 /// Batch normalization (Ioffe and Szegedy 2015) over the batches of all ranks, like PyTorch's `SyncBatchNorm`: N ranks
-/// with parts of a batch compute the same as one rank with the full batch. Without an engine, it is plain batch norm.
+/// with parts of a batch compute the same result as one rank with the full batch. Without an engine, it is plain batch
+/// norm.
 ///
 /// x is `[batch, features, ..]` of f32, bf16 or f16. Arithmetic is in f32; sums are in f64, in rank order. Training
 /// uses one collective in the forward pass and one in the backward pass, each with two numbers per feature. The running

@@ -285,7 +285,7 @@ fn apply<E: TensorElement>(
 /// Builds a [`Conv1d`] with a bias, initialized as in [`candle_nn::conv1d()`].
 ///
 /// # Errors
-/// Settings that are 0 or groups that do not divide the channels; any error of the `VarBuilder`.
+/// A number of groups that is 0 or does not divide the number of channels; any error of the `VarBuilder`.
 pub fn conv1d(
     in_channels: usize,
     out_channels: usize,

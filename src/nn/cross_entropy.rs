@@ -91,7 +91,7 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOption
 
 const NAME: &str = "cross_entropy";
 
-/// The number of bytes of logits that exist at a time.
+/// The approximate maximum number of bytes of logits that exist at a time.
 const CHUNK: usize = 52 << 20;
 
 /// Computes [`cross_entropy`] for the logits h w of hidden states `h` `[.., width]`. The logits are never in memory all
@@ -254,7 +254,7 @@ fn cap(soft_cap: Option<f64>) -> Result<Option<f32>> {
     }
 }
 
-/// The output projection and the rows that count in one application.
+/// The sizes of the output projection, and the rows that count in one call.
 struct LossHead {
     counting: NonIgnoredRows,
     cap: Option<f32>,

@@ -18,8 +18,8 @@ use std::borrow::Cow;
 /// times, its gradients are summed in f32, in the order of their positions, and rounded once.
 ///
 /// # Errors
-/// Ids of a different dtype, or ids that are not below the number of rows. The message names the id, its position and the
-/// number of rows.
+/// Ids of a dtype other than u32; an id that is not below the number of rows, with a message that names the id, its
+/// position and the number of rows.
 pub fn embedding(ids: &Tensor, table: &Tensor) -> Result<Tensor> {
     embedding_in(ids, table, table.dtype())
 }

@@ -52,7 +52,7 @@ pub enum LoraError {
     NoSuchParameter {
         /// The requested target.
         target: String,
-        /// The parameters of experts that the model has.
+        /// The parameters of experts that the model has, as the end of the message.
         known: String,
     },
 }

@@ -7,9 +7,9 @@
 //!             one row per choice, sorted by expert: one grouped product for each projection
 //! ```
 //!
-//! [`ExpertMlp`] is the lower line. No choice is dropped, and no row is padded. Memory and time are proportional to the
-//! number of choices. Results have the same bits for any number of threads and in either form of the weights
-//! ([`ExpertTensors`]).
+//! [`ExpertMlp`] combines the steps in the lower line. No choice is dropped, and no row is padded. Memory and time are
+//! proportional to the number of choices. Results have the same bits for any number of threads and in either form of
+//! the weights ([`ExpertTensors`]).
 //!
 //! An expert whose tensors are separate may be a unit of its own ([`crate::zero::routed_units`],
 //! [`ExpertMlp::with_units`]), which is gathered at stage 3 only if a row on any rank chose it.

@@ -5,7 +5,7 @@ use crate::kernels::element::Element;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use candle_core::{Result, Shape, bail};
 
-/// The sizes of one application: `rows` rows of `inputs` elements become rows of `outputs` elements.
+/// The sizes of one use of a layer: `rows` rows of `inputs` elements become rows of `outputs` elements.
 #[derive(Clone, Copy)]
 pub(super) struct LinearSizes {
     pub rows: usize,

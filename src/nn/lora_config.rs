@@ -46,7 +46,7 @@ pub enum LoraTargets {
 }
 
 impl Default for LoraConfig {
-    /// Returns the settings with r 16 and alpha 32, for all projections except those of experts.
+    /// Returns the settings with r 16 and alpha 32, for [`LoraTargets::AllLinear`].
     fn default() -> Self {
         Self {
             r: 16,
@@ -92,8 +92,8 @@ impl LoraConfig {
     /// Checks that the values describe a valid adapter.
     ///
     /// # Errors
-    /// A rank of 0, an alpha that is not positive and finite in f32, a probability outside [0, 1), no targets, or
-    /// dropout or DoRA for experts.
+    /// A rank of 0 or above 1,048,576, an alpha that is not positive and finite in f32, a probability outside [0, 1),
+    /// no targets, an empty name, or dropout or DoRA for experts.
     pub fn validate(&self) -> Result<()> {
         if !(1..=MAX_RANK).contains(&self.r) {
             return Err(refused("r", self.r, &format!("from 1 to {MAX_RANK}")));

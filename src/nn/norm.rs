@@ -170,7 +170,7 @@ pub(super) fn check_format(op: &'static str, x: &Tensor, parameter: &Tensor) -> 
     if [lhs, DType::F32].contains(&rhs) { Ok(()) } else { Err(Error::DTypeMismatchBinaryOp { lhs, rhs, op }.bt()) }
 }
 
-/// Layer normalization with parameters "weight" (starts at 1) and "bias" (starts at 0).
+/// Layer normalization with parameters "weight" and, unless the options leave it out, "bias" (starts at 0).
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
     weight: Tensor,
@@ -185,7 +185,8 @@ impl LayerNorm {
         Self::with(width, LayerNormOptions { eps, ..LayerNormOptions::default() }, vb)
     }
 
-    /// Builds a layer with options over a last dimension of `width` elements. The weight starts as the identity.
+    /// Builds a layer with options over a last dimension of `width` elements. The weight starts at the value that makes
+    /// the factor 1.
     pub fn with(width: usize, options: LayerNormOptions, vb: VarBuilder<'_>) -> Result<Self> {
         let start = if options.plus_one { init::ZERO } else { init::ONE };
         let weight = vb.get_with_hints(width, "weight", start)?;
@@ -220,7 +221,7 @@ impl RmsNorm {
     }
 
     /// Builds a layer with options and a weight `[width]`, the length of the last dimension or of a head. The weight
-    /// starts as the identity.
+    /// starts at the value that makes the factor 1.
     pub fn with(width: usize, options: RmsNormOptions, vb: VarBuilder<'_>) -> Result<Self> {
         let start = if options.plus_one { init::ZERO } else { init::ONE };
         Ok(Self { weight: vb.get_with_hints(width, "weight", start)?, options })

@@ -24,8 +24,8 @@ impl Default for RmsNormOptions {
 pub struct LayerNormOptions {
     /// The number added to the variance.
     pub eps: f64,
-    /// Whether the factor is 1 + weight rather than weight, as in Nemotron's norms. The weight of a new layer then starts
-    /// at 0.
+    /// Whether the factor is 1 + weight rather than weight, as in Nemotron's norms. The weight of a new layer then
+    /// starts at 0.
     pub plus_one: bool,
     /// Whether there is a bias.
     pub bias: bool,

@@ -85,7 +85,7 @@ pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2) -> Result<Tensor> {
 /// Computes [`max_pool2d`] for windows that are `stride` apart, and may overlap or skip elements.
 ///
 /// # Errors
-/// The errors of [`max_pool2d`].
+/// The errors of [`max_pool2d`]; a stride of 0.
 pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl ToUsize2) -> Result<Tensor> {
     max_pool2d_with(x, Pooling::new(kernel).stride(stride))
 }
@@ -93,7 +93,7 @@ pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
 /// Computes [`max_pool2d`] for any windows.
 ///
 /// # Errors
-/// The errors of [`max_pool2d`]; a padding greater than half of the kernel.
+/// The errors of [`max_pool2d`]; a stride of 0; a padding greater than half of the kernel.
 pub fn max_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
     const NAME: &str = "max_pool2d";
     let (windows, [images, channels]) = pooling.over(NAME, x)?;
@@ -126,7 +126,7 @@ pub fn avg_pool2d(x: &Tensor, kernel: impl ToUsize2) -> Result<Tensor> {
 /// Computes [`avg_pool2d`] for windows that are `stride` apart, and may overlap or skip elements.
 ///
 /// # Errors
-/// The errors of [`max_pool2d`].
+/// The errors of [`max_pool2d`]; a stride of 0.
 pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl ToUsize2) -> Result<Tensor> {
     avg_pool2d_with(x, Pooling::new(kernel).stride(stride))
 }

@@ -91,8 +91,8 @@ impl Rotary {
     }
 
     /// Creates a rotation whose frequencies depend on the number of positions of the input, as in rope types "dynamic"
-    /// and "longrope". Otherwise it is that of [`Rotary::with`]. For an input of several rows or sequences, the longest
-    /// one counts.
+    /// and "longrope". In all other respects, it is the rotation of [`Rotary::with`]. For an input of several rows or
+    /// sequences, the longest one counts.
     ///
     /// # Errors
     /// The errors of [`Rotary::with`], for an input of one position.

@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn a_view_of_its_own_shows_the_group_at_the_mount_point() {
-        // The container's group is mounted as the root, while the process reads its path from outside.
+        // The container's group is mounted as the root, while the process sees its path as it is outside the container.
         for (own, root) in
             [("0::/", "/"), ("0::/docker/abc", "/docker/abc"), ("0::/../other", "/"), ("0::/x", "/docker/abc")]
         {

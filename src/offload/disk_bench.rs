@@ -331,7 +331,7 @@ impl DiskBenchRun<'_> {
         }
         let mut windows = self.files.windows(WindowSettings::default().at_a_time());
         for _ in 0..ROUNDS {
-            updates.push(self.time("the update alone", |files| {
+            updates.push(self.time("the update without file access", |files| {
                 for (i, range) in files.ranges().enumerate() {
                     let n = windows.len();
                     adam.update(windows[i % n].iter_mut().zip(STREAMS).map(|(b, s)| b.elements(s.2, 0..range.len())));
@@ -420,8 +420,8 @@ impl BenchFiles {
         let per_element: usize = STREAMS.iter().map(|s| s.2.size_in_bytes()).sum();
         let per_step = (per_element * STEP) as u64;
         let steps = (bytes / per_step).max(1);
-        // Checked before the space is reserved: a file system may hand out all of its space before it reports that
-        // there is not enough.
+        // The available space is checked before any is reserved: a file system may hand out all of its space before it
+        // reports that there is not enough.
         if folder.available() < steps.saturating_mul(per_step) {
             folder.ask_for(bytes);
             return Err(folder.refused());

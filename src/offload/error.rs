@@ -44,8 +44,8 @@ pub enum OffloadError {
     },
     /// A folder in memory, which cannot hold the offloaded state.
     #[error(
-        "cannot offload to {}: it is on tmpfs, so files there stay in memory: they need {needed} bytes or more, but \
-         {available} were free; set nvme_path to a folder on a disk",
+        "cannot offload to {}: it is on tmpfs, so files there stay in memory, and they need {needed} bytes or more, \
+         but {available} were free; set nvme_path to a folder on a disk",
         path.display()
     )]
     Memory {

@@ -150,7 +150,7 @@ impl FileIo {
     }
 
     pub fn choose(&self, access: DiskAccess) {
-        // Done under the lock, so that no thread is between its check of the access and its wait.
+        // The access is set under the lock, so that no thread is between its check of the access and its wait.
         let queue = self.shared.lock();
         self.shared.chosen.set(access);
         // Before idle threads receive further requests, they free the memory that the new access does not need.
@@ -255,8 +255,8 @@ impl FileIoShared {
         loop {
             let mut queue = self.lock();
             let request = loop {
-                // Done even if a request is already waiting: its memory must not be allocated in addition to the memory
-                // that this thread keeps.
+                // This happens even if a request is already waiting: memory for the request must not be allocated in
+                // addition to the memory that this thread keeps.
                 if !self.chosen.is_direct() {
                     bounce = BounceBuffer::default();
                 }

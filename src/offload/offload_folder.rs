@@ -64,8 +64,8 @@ pub(super) struct SpaceDemand {
 }
 
 impl OffloadFolder {
-    /// Checks `path`, and creates the folder if its location is unambiguous. The first rank of a job locks it for all
-    /// ranks. Files have no names, so several engines of a process need no separate folders.
+    /// Checks `path`, and creates the folder if its parent exists or it is below the home folder. The first rank of a
+    /// job locks it for all ranks. Files have no names, so several engines of a process need no separate folders.
     pub fn open(path: &Path, is_first: bool) -> Result<Arc<Self>> {
         let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
         let found = match std::fs::metadata(path) {
@@ -271,7 +271,7 @@ mod tests {
         let error = arena.reserve(1 << 20).unwrap_err();
         assert!(matches!(error, Error::Offload(OffloadError::Memory { needed: 0x18_0000, available: 0x10_0000, .. })));
         let text = error.to_string().replace(dir.path().to_str().unwrap(), "FOLDER");
-        insta::assert_snapshot!(text, @"cannot offload to FOLDER: it is on tmpfs, so files there stay in memory: they need 1572864 bytes or more, but 1048576 were free; set nvme_path to a folder on a disk");
+        insta::assert_snapshot!(text, @"cannot offload to FOLDER: it is on tmpfs, so files there stay in memory, and they need 1572864 bytes or more, but 1048576 were free; set nvme_path to a folder on a disk");
     }
 
     #[test]

@@ -25,8 +25,8 @@ use std::ops::Range;
 ///
 /// With relative steps, `lr` is the smaller of 1 / sqrt(t) and 0.01, or 1e-6 * t with `warmup_init`. `rms` is the root
 /// mean square over the whole parameter. A tensor with more than two dimensions is a batch of matrices in the last two,
-/// whose rows and columns are separate, but `rms` is common. A parameter with fewer dimensions has a second moment for
-/// each element, `v = b2 * v + (1 - b2) * (g^2 + eps_0)`, and `u = g / sqrt(v)`.
+/// whose rows and columns are separate, but which share one `rms`. A parameter with fewer dimensions has a second
+/// moment for each element, `v = b2 * v + (1 - b2) * (g^2 + eps_0)`, and `u = g / sqrt(v)`.
 ///
 /// torch.optim.Adafactor differs: its decay does not include the scale of the parameter, its learning rate is at most
 /// 1 / sqrt(t), and it has no `beta1` and no `eps_0`.
@@ -392,7 +392,7 @@ enum SecondMoments<'a> {
         batch: FactoredShape,
         rows: &'a [f32],
         cols: &'a [f32],
-        /// The mean of the rows of each matrix.
+        /// The mean of the row moments of each matrix.
         means: Vec<f64>,
     },
     /// Moments of elements are updated with a step's squared gradients by these factors.

@@ -106,7 +106,7 @@ fn descriptions_that_this_library_does_not_compute_with_are_refused() {
     insta::assert_snapshot!(with("llama", "hidden_size", json!("48")), @r#"DIR/config.json: hidden_size is "48", but must be a whole number from 1 to 4294967295"#);
     insta::assert_snapshot!(with("llama", "hidden_size", json!(0)), @"DIR/config.json: hidden_size is 0, but must be a whole number from 1 to 4294967295");
     insta::assert_snapshot!(with("llama", "num_hidden_layers", json!(4_000_000_000u32)), @"DIR/config.json: num_hidden_layers is 4000000000, but must be at most 16384");
-    insta::assert_snapshot!(with("llama", "num_key_value_heads", json!(3)), @"DIR/config.json: num_key_value_heads is 3, but must be a divisor of num_attention_heads (4), so that each key and value head serves the same number of them");
+    insta::assert_snapshot!(with("llama", "num_key_value_heads", json!(3)), @"DIR/config.json: num_key_value_heads is 3, but must be a divisor of num_attention_heads (4), so that each key and value head serves the same number of query heads");
     insta::assert_snapshot!(with("llama", "rms_norm_eps", json!(-1e-5)), @"DIR/config.json: rms_norm_eps is -0.00001, but must be a positive number");
     insta::assert_snapshot!(with("llama", "head_dim", json!(1 << 28)), @"DIR/config.json: head_dim is 268435456, but must be at most 16384");
     insta::assert_snapshot!(with("llama", "head_dim", json!(13)), @"DIR/config.json: head_dim is 13, but must be even: rotary positions rotate pairs of elements");

@@ -57,7 +57,7 @@ fn ranks_that_cannot_be_divided_into_islands_are_named() {
 fn more_fragments_than_parameters_are_refused() {
     let section = json!({"steps": 1_000_000_000_000u64, "fragments": 1_000_000_000_000u64});
     let refused = error(2, |comm| engine(comm, config(&section, 1, 2)));
-    insta::assert_snapshot!(refused, @"cannot take local steps: local_steps.fragments is 1000000000000, but the model has 4 trained parameters; use at most as many fragments");
+    insta::assert_snapshot!(refused, @"cannot take local steps: local_steps.fragments is 1000000000000, but the model has 4 trained parameters; use at most that many fragments");
 }
 
 #[test]

@@ -246,5 +246,5 @@ fn wrong_inputs_are_refused_by_name() {
     insta::assert_snapshot!(text(llama.forward(&ids(1, 9, 1000, 80))), @"token id 80 at position 0 (counted over the flattened ids) is outside the embedding's table of 77 rows; ids must be below 77: the tokenizer and the model's vocabulary must agree");
     let built =
         Llama::new(&LlamaConfig { num_key_value_heads: 4, ..odd() }, VarBuilder::zeros(DType::F32, &Device::Cpu));
-    insta::assert_snapshot!(built.unwrap_err().to_string(), @"model configuration: num_key_value_heads is 4, but must be a divisor of num_attention_heads (6), so that each key and value head serves the same number of them");
+    insta::assert_snapshot!(built.unwrap_err().to_string(), @"model configuration: num_key_value_heads is 4, but must be a divisor of num_attention_heads (6), so that each key and value head serves the same number of query heads");
 }

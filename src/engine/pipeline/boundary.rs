@@ -160,7 +160,7 @@ impl StageBoundaries {
         self.receive_next(from, wanted)
     }
 
-    /// Receives the next message from rank `from`, which must have this tag.
+    /// Receives the next message from rank `from`. The message must have the tag `tag`.
     fn receive_next(&self, from: usize, tag: u64) -> Result<BoundaryTensor> {
         let words = words_of(&self.comm.receive(from, DType::F32, WORDS * PARTS, tag).wait()?);
         let dims: Vec<usize> = words[3..][..words[0] as usize].iter().map(|dim| *dim as usize).collect();

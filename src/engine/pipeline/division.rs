@@ -1,4 +1,5 @@
-//! The division of a model among the ranks of a pipeline: which rank holds which layers, and the parameters of each layer.
+//! The division of a model among the ranks of a pipeline: which rank holds which layers, and the parameters of each
+//! layer.
 //!
 //! The division depends only on the model and the configuration, and is therefore the same on every rank.
 
@@ -46,13 +47,13 @@ pub(crate) struct PipelineDivision {
 }
 
 impl PipelineDivision {
-    /// Divides the layers of `module` among `ranks` ranks along a pipeline. `times` are those that the layers take, if
-    /// they have been measured.
+    /// Divides the layers of `module` among `ranks` ranks along a pipeline. `times` are the measured times of the
+    /// layers, if there are any.
     ///
     /// # Errors
-    /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a buffer that two layers
-    /// share; a parameter that two layers share, unless it is the only one of the first layer and the other layer is the
-    /// last.
+    /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a buffer that two
+    /// layers share; a parameter that two layers share, unless it is the first layer's only parameter and the other
+    /// layer is the last one.
     pub fn new<B>(
         module: &PipelineModule<B>,
         config: &PipelineConfig,
@@ -82,8 +83,8 @@ impl PipelineDivision {
                     let kinds: BTreeSet<&str> = (0..module.len()).map(|layer| module.kind(layer)).collect();
                     let kinds = kinds.into_iter().collect::<Vec<_>>().join(", ");
                     let why = format!(
-                        "pipeline.partition is type:{expression}, and {} must have at least one layer each with a \
-                         type name that matches, but only {} {} one; the types are {kinds}",
+                        "pipeline.partition is type:{expression}, and each of {} must have a layer whose type name \
+                         matches, but only {} {} such a name; the types are {kinds}",
                         counted(stages.stages(), "stage"),
                         counted(found, "layer"),
                         if found == 1 { "has" } else { "have" }
@@ -169,7 +170,8 @@ fn check_number_of_stages(config: &PipelineConfig, (ranks, layers): (usize, usiz
         chunks => format!(" with {} each (pipeline.chunks)", counted(chunks, "chunk")),
     };
     let why = format!(
-        "{} along the pipeline (pipeline.stages; auto: all ranks){chunks} {} more stages than the model's {}; use fewer",
+        "{} along the pipeline (pipeline.stages; auto: all ranks){chunks} {} more stages than the model's {} can fill; \
+         use fewer ranks or chunks",
         counted(ranks, "rank"),
         if ranks == 1 { "needs" } else { "need" },
         counted(layers, "layer")

@@ -18,10 +18,10 @@ type KeptStates = BTreeMap<(usize, usize), InferenceState>;
 
 impl PipelineEngine<DecoderBatch> {
     /// Returns `n` tokens that continue `prompt`: the most likely ones at temperature 0, otherwise sampled with `seed`.
-    /// They are the tokens that [`LanguageModel::generate`](crate::models::LanguageModel::generate) returns for the same
-    /// weights on one rank. Until this call returns, each rank keeps the keys and values of its own blocks. If the text
-    /// is longer than the model's context, only the last tokens count, and each new one requires a pass of the full
-    /// context. Collective along the pipeline, whose ranks pass the same arguments.
+    /// They are the tokens that [`LanguageModel::generate`](crate::models::LanguageModel::generate) returns for the
+    /// same weights on one rank. Until this call returns, each rank keeps the keys and values of its own blocks. If the
+    /// text is longer than the model's context, only the last tokens count, and each new one requires a pass over the
+    /// full context. Collective along the pipeline, whose ranks pass the same arguments.
     ///
     /// # Errors
     /// No tokens; a model that was not built by [`decoder_pipeline`](crate::models::decoder_pipeline); a token outside
@@ -74,8 +74,8 @@ impl PipelineEngine<DecoderBatch> {
         Ok(text.split_off(prompt.len()))
     }
 
-    /// Runs new tokens of a text through the stages of this rank. Returns the logits of the token after them on the rank
-    /// of the last stage.
+    /// Runs new tokens of a text through the stages of this rank. Returns the logits of the token after them on the
+    /// rank of the last stage.
     fn logits_after(&mut self, tokens: &[u32], kept: &mut KeptStates) -> Result<Option<Tensor>> {
         let batch = DecoderBatch::for_inference(Tensor::new(tokens, self.engine.device())?.unsqueeze(0)?);
         let apply = |stage: usize, layers: &StageLayers<DecoderBatch>, x: Tensor| {

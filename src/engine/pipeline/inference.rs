@@ -83,7 +83,7 @@ impl<B> PipelineEngine<B> {
         self.schedule.rank_of(self.schedule.stages() - 1)
     }
 
-    /// Returns the mean loss of micro batches on the rank of the last stage.
+    /// Returns the sum of the losses of micro batches on the rank of the last stage, and 0 on the others.
     fn sum_of_losses(&mut self, micro_batches: usize, mut next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
         let mut sum = 0.0;
         for micro_batch in 0..micro_batches {
@@ -139,8 +139,8 @@ impl<B> PipelineEngine<B> {
         Ok(outputs)
     }
 
-    /// Runs a micro batch through this rank's stages, and passes the output of each stage on. `apply` computes the output
-    /// of a stage from its input. Returns the output of the last stage on the rank that has it.
+    /// Runs a micro batch through this rank's stages, and passes the output of each stage on. `apply` computes the
+    /// output of a stage from its input. Returns the output of the last stage on the rank that has it.
     pub(super) fn pass_through(
         &mut self,
         micro_batch: usize,

@@ -1,7 +1,7 @@
 //! The time that each layer takes on each rank, and the memory that it needs: `pipeline.partition` `time`.
 //!
 //! ```text
-//!   every rank    builds each kind of layer separately, and takes the shortest of several forward and backward passes
+//!   every rank    builds each kind of layer separately, and takes the time of the shortest of several passes
 //!   all ranks     times of all ranks, and their memory limits ----> the same cuts on all ranks
 //! ```
 //!
@@ -25,7 +25,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// How often a layer is measured, after a first run that does not count.
+/// The number of runs in which a layer is measured, after a first run that does not count.
 const RUNS: usize = 3;
 
 /// The measurements of all ranks of a job.
@@ -35,9 +35,9 @@ pub(crate) struct LayerTimes {
     seconds: Vec<Vec<f64>>,
     /// The bytes of each layer's training state on a rank.
     bytes: Vec<u64>,
-    /// The bytes that the ranks at each position may use: those of the rank there that has the fewest.
+    /// The bytes that the ranks at each position may use: the lowest limit among these ranks.
     limits: Vec<u64>,
-    /// Whether this rank reports for all of them.
+    /// Whether this rank reports for all ranks.
     reports: bool,
 }
 
@@ -75,7 +75,8 @@ impl LayerTimes {
         Ok(Self { reports: job.rank() == 0, ..Self::of_ranks(&all, bytes, mesh) })
     }
 
-    /// Returns the measurements, given the times of each rank of the job, each list followed by the rank's memory limit.
+    /// Returns the measurements, given the times of each rank of the job, each list followed by the rank's memory
+    /// limit.
     fn of_ranks(all: &[Vec<f64>], bytes: Vec<u64>, mesh: &RankMesh) -> Self {
         let (positions, layers) = (mesh.len(MeshAxis::Pipeline), bytes.len());
         let (mut seconds, mut limits) = (vec![vec![0f64; layers]; positions], vec![u64::MAX; positions]);
@@ -188,8 +189,9 @@ fn without_number(name: &str) -> String {
     name.split('.').filter(|part| part.parse::<usize>().is_err()).collect::<Vec<_>>().join(".")
 }
 
-/// Returns the largest number of bytes of the training state: weights, and for each trained element its gradient, its f32
-/// weight behind a 16-bit one, and two optimizer states in f32, which at stage 1 are divided among the pipelines.
+/// Returns the largest number of bytes of the training state: weights, and for each trained element its gradient, its
+/// f32 master weight if the weight has 16 bits, and two optimizer states in f32, which at stage 1 are divided among the
+/// pipelines.
 fn training_bytes([trained, frozen]: [u64; 2], config: &Config, pipelines: usize) -> u64 {
     const F32: u64 = 4;
     let dtype = config.precision.dtype().size_in_bytes() as u64;
@@ -198,8 +200,8 @@ fn training_bytes([trained, frozen]: [u64; 2], config: &Config, pipelines: usize
     (trained + frozen) * dtype + trained * F32 + (trained * of_optimizer).div_ceil(shared)
 }
 
-/// Returns the bytes that this rank may use: its part of the memory that the host has available, within the limits of the
-/// process. The memory of a GPU is not limited here.
+/// Returns the bytes that this rank may use: its part of the memory that the host has available, within the limits of
+/// the process. The memory of a GPU is not limited here.
 fn memory_limit(device: &Device, job: &dyn Communicator) -> u64 {
     if !device.is_cpu() {
         return u64::MAX;
@@ -245,7 +247,7 @@ mod tests {
         let mesh = RankMesh::new(4, &[(MeshAxis::Pipeline, 2)]).unwrap();
         let rank = |seconds: f64, limit: u64| [vec![seconds; LAYERS], vec![limit as f64]].concat();
         let times = |slow: f64, limit: u64| {
-            // Each position has a rank of its own speed and memory in both pipelines.
+            // At each position, each of the two pipelines has a rank with its own speed and memory.
             let of_rank =
                 |number| match (mesh.coordinate(number, MeshAxis::Pipeline), mesh.coordinate(number, MeshAxis::Data)) {
                     (0, _) => rank(1.0, u64::MAX),

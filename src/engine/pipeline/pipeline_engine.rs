@@ -62,7 +62,7 @@ pub struct PipelineEngine<B> {
     /// The messages between the first stage and the last one, which have their own order.
     pub(super) tied_messages: StageBoundaries,
     pub(super) schedule: PipelineSchedule,
-    /// The number of pipelines, and the one that this rank is in.
+    /// The number of pipelines, and the index of this rank's pipeline.
     pub(super) pipelines: usize,
     pub(super) pipeline: usize,
     /// This rank's position along the pipeline.
@@ -167,8 +167,8 @@ impl<B> PipelineEngine<B> {
         self.train_batch_telling(next, &mut |_| ())
     }
 
-    /// Runs one optimizer step as [`train_batch`](Self::train_batch) does. Calls `tell` with the number of micro batches
-    /// that have passed through this rank's stages, each time it grows.
+    /// Runs one optimizer step as [`train_batch`](Self::train_batch) does. Calls `tell` with the number of micro
+    /// batches that have passed through this rank's stages, each time this number grows.
     ///
     /// # Errors
     /// The same as [`train_batch`](Self::train_batch).
@@ -302,7 +302,7 @@ impl<B> PipelineEngine<B> {
         self.engine.global_grad_norm()
     }
 
-    /// Returns the learning rate of each param group.
+    /// Returns the learning rate of each parameter group.
     pub fn lr(&self) -> Vec<f64> {
         self.engine.lr()
     }
@@ -312,8 +312,8 @@ impl<B> PipelineEngine<B> {
         self.engine.memory_report()
     }
 
-    /// Returns which of the pipelines this rank is in, counted from 0, and how many there are. The ranks of a pipeline
-    /// train on the same micro batches, and different pipelines on different micro batches (DeepSpeed's data parallel
+    /// Returns the index of this rank's pipeline, counted from 0, and the number of pipelines. The ranks of a pipeline
+    /// train on the same micro batches, and different pipelines on different micro batches (DeepSpeed's data-parallel
     /// rank and size).
     pub fn data_position(&self) -> (usize, usize) {
         (self.pipeline, self.pipelines)
@@ -462,8 +462,8 @@ impl<B> PipelineEngine<B> {
         Ok(())
     }
 
-    /// Completes gradients of the tied weight, and accumulates them: after operation `done` of this rank, those whose
-    /// other part arrives without any further operation of this rank; if `done` is `None`, all of them.
+    /// Completes gradients of the tied weight, and accumulates them: all of them if `done` is `None`; otherwise, after
+    /// operation `done` of this rank, only those whose other part arrives without any further operation of this rank.
     fn accumulate_tied(&mut self, step: &PipelineStep<B>, done: Option<usize>) -> Result<()> {
         let Some(tied) = self.tied.as_mut().filter(|tied| tied.is_last) else { return Ok(()) };
         // The first stage's part of the newest gradients is still on its way, and this rank does not wait for it.

@@ -1,4 +1,4 @@
-//! The calls of a training program to the engine of a pipeline besides steps: ranks and times, checkpoints with options,
+//! The calls of a training program to a pipeline's engine other than steps: ranks and times, checkpoints with options,
 //! and the parameters of the complete model.
 
 use super::PipelineEngine;
@@ -128,8 +128,8 @@ impl<B> PipelineEngine<B> {
         Ok(model.into_iter().map(|about| (about.name, about.is_trained)).collect())
     }
 
-    /// Returns the parameters of all stages whose names are `chosen`, in f32, on rank 0 of the job, and nothing on the
-    /// other ranks. Collective: all ranks must choose the same names.
+    /// Returns the parameters of all stages for whose names `chosen` returns true, in f32, on rank 0 of the job, and
+    /// nothing on the other ranks. Collective: all ranks must choose the same names.
     ///
     /// # Errors
     /// A failed collective.

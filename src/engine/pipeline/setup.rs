@@ -13,22 +13,23 @@ use crate::zero::step::stage_vote::PipelinePosition;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// This rank among those of a pipeline.
+/// The communicators of a rank in a pipeline, and the division of the model.
 pub(in crate::engine) struct PipelineSetup {
     /// The ranks along the pipeline. This rank's number among them is its position.
     pub(super) along: Arc<dyn Communicator>,
     /// The ranks that train the same stages on different data.
     pub(super) data: Arc<dyn Communicator>,
     pub(super) division: Arc<PipelineDivision>,
-    /// The complete job, and the ranks in it that hold the first stage and the last one of this pipeline.
+    /// The complete job.
     pub(super) job: Arc<dyn Communicator>,
     mesh: RankMesh,
+    /// The ranks of the job that hold the first stage and the last one of this pipeline.
     pub(super) ends: [usize; 2],
 }
 
 impl PipelineSetup {
-    /// Collective: divides the ranks of a job into pipelines, and the model's layers among their ranks. `measure` returns
-    /// the times of the layers, if they are measured.
+    /// Collective: divides the ranks of a job into pipelines, and the model's layers among their ranks. `measure`
+    /// returns the times of the layers, if they are measured.
     ///
     /// # Errors
     /// A number of stages that does not divide the number of ranks; the errors of [`PipelineDivision::new`].

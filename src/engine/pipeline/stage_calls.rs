@@ -210,7 +210,7 @@ impl<M> Engine<M> {
     }
 }
 
-/// The problem of a tied weight that has no gradient.
+/// The message about a tied weight that has no gradient.
 const NOT_USED: &str = "the last layer shares a parameter with the first one, but the loss does not depend on it; use the \
                         parameter in the last layer, or give that layer its own";
 

@@ -158,7 +158,7 @@ fn the_last_members_leave_and_an_island_that_waits_begins() {
     server.membership.goodbye(connection(1, 1));
     server.work();
     assert_eq!(server.kinds(2, 1), [FrameKind::Welcome, FrameKind::Begin]);
-    // It need not wait for others, because they have ended well.
+    // It need not wait for others, because they have ended normally.
     server.change(2, 5, 4.0);
     assert_eq!(server.means(2, 0), [(4.0, vec![2], None)]);
 }

@@ -216,8 +216,8 @@ fn one_key_head<'a, E: Element>(
 #[inline(always)]
 fn products<E: Element>(query: &[f32], keys: &[E]) -> [f32; BLOCK] {
     let [mut s0, mut s1, mut s2, mut s3] = [[0f32; BLOCK]; CHAINS];
-    // Keys are widened in a separate loop, because the compiler does not vectorize the conversion of a few elements at a
-    // time.
+    // Keys are widened in a separate loop, because the compiler does not vectorize the conversion of a few elements at
+    // a time.
     let mut wide = [0f32; CHAINS * BLOCK];
     let (mut q, mut k) = (query.chunks_exact(CHAINS), keys.chunks_exact(CHAINS * BLOCK));
     for (q, k) in q.by_ref().zip(k.by_ref()) {

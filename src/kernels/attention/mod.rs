@@ -106,7 +106,8 @@ pub fn sink_gradients<E: Element>(
             let at = (row * h.heads + head) * h.head;
             let along = out[at..at + h.head].iter().zip(&dout[at..at + h.head]);
             let along = along.map(|(y, dy)| f64::from(get(*y)) * f64::from(get(*dy))).sum::<f64>();
-            // The sink's value is 0, so its probability's gradient is 0, from which the mean over all keys is subtracted.
+            // The sink's value is 0, so its probability's gradient is 0, from which the mean over all keys is
+            // subtracted.
             total -= f64::from(sinks[head] - lse[row * h.heads + head]).exp() * along;
         }
         sum[0] = total as f32;

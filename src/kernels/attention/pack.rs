@@ -18,7 +18,7 @@ fn prefetch<E: Element>(src: HeadRows<'_, E>, t: usize, end: usize) {
     }
 }
 
-/// The bytes of a cache line.
+/// The size of a cache line in bytes.
 const LINE: usize = 64;
 
 /// Returns the words of a row from word `w` on.

@@ -90,8 +90,8 @@ impl AttentionRule<'_> {
         assert!(self.sinks.is_none_or(|sinks| sinks.len() == h.heads), "{h:?}: wrong number of sinks");
     }
 
-    /// Returns the factor that converts the numbers of a tile to base-2 exponents, and the cap that is applied before it,
-    /// if any.
+    /// Returns the factor that converts the numbers of a tile to base-2 exponents, and the cap that is applied before
+    /// it, if any.
     pub fn to_powers(self) -> (f32, Option<SoftCap>) {
         match self.soft_cap {
             Some(cap) => (1.0, Some(SoftCap { inner: self.scale / cap, outer: cap * LOG2_E })),

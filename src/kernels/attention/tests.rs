@@ -184,7 +184,8 @@ fn rules(h: &AttentionShape) -> Vec<(AttentionRule<'static>, Option<Vec<Vec<usiz
     alone.map(|rule| (rule, None)).chain(packs).collect()
 }
 
-/// Returns the distance between the rules that are tried. An emulated processor takes minutes for all pairs of a size and a rule.
+/// Returns the distance between the rules that are tried. An emulated processor takes minutes for all pairs of a size
+/// and a rule.
 fn step() -> usize {
     match std::env::var_os("CANDLE_ZERO_TEST_EMULATED") {
         _ if cfg!(miri) => 13,

@@ -75,8 +75,8 @@ impl ProductInit<'_> {
 
 /// Computes c = initial value + a b.
 ///
-/// The sizes are the numbers of rows, of columns, and of words along the summed dimension. The first two are multiples of
-/// [`BAND`]. `c` and `b` are (words, distance between rows in words).
+/// The sizes are the numbers of rows, of columns, and of words along the summed dimension. The first two are multiples
+/// of [`BAND`]. `c` and `b` are (words, distance between rows in words).
 ///
 /// # Safety
 /// The processor must have the instructions of `T`.

@@ -54,7 +54,7 @@ impl Activation {
     }
 }
 
-/// The bytes of a cache line.
+/// The size of a cache line in bytes.
 const LINE: usize = 64;
 
 /// The result of a product and its [`Epilogue`], shared by threads that each write different elements.

@@ -21,8 +21,8 @@ use super::task_grid::TaskGrid;
 use crate::kernels::element::Element;
 use crate::kernels::parallel;
 
-/// The number of tasks per thread into which all products together are divided, so that threads of unequal speed end
-/// together.
+/// The number of tasks per thread into which all products together are divided, so that threads of unequal speed finish
+/// at about the same time.
 const TASKS_PER_THREAD: usize = 8;
 /// The number of 32-bit words of a cache line.
 const LINE: usize = 16;

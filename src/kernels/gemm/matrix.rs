@@ -98,8 +98,8 @@ impl<'a, E> MatrixMut<'a, E> {
         Self { data: data.as_mut_ptr(), rows, cols, row_stride, slice: PhantomData }
     }
 
-    /// Divides the matrix into its first `col` columns and the others. Both lie in the same slice, but have no element in
-    /// common.
+    /// Divides the matrix into its first `col` columns and the others. Both lie in the same slice, but have no element
+    /// in common.
     ///
     /// # Panics
     /// Panics if there are fewer columns.

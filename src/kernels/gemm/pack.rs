@@ -13,7 +13,7 @@ const PREFETCH_NEIGHBORS: usize = 96;
 /// The prefetch distance in bytes, for elements that are adjacent along the inner dimension.
 const PREFETCH_BYTES: usize = 256;
 
-/// The bytes of a cache line.
+/// The size of a cache line in bytes.
 const LINE: usize = 64;
 
 /// An operand: `outer` rows of `a` or columns of `b`, with `inner` elements each.

@@ -47,7 +47,8 @@ pub(super) struct TaskGrid {
 }
 
 impl TaskGrid {
-    /// Chooses as few tasks as fit the caches, but several per thread, so that threads of unequal speed end together.
+    /// Chooses as few tasks as fit the caches, but several per thread, so that threads of unequal speed finish at about
+    /// the same time.
     pub(super) fn new<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / steps).max(at_least);
@@ -55,7 +56,7 @@ impl TaskGrid {
             return Self { rows: EvenSplit::into(rows, 1, A::ROWS), cols: EvenSplit::new(cols, widest, A::COLS) };
         }
         let cols = if rows >= 4 * threads * MANY_ROWS {
-            // The rows provide enough tasks, and it is better to write full rows of the result at once.
+            // The rows provide enough tasks, and it is better to write full rows of the result.
             EvenSplit::new(cols, widest, A::COLS)
         } else {
             let few = EvenSplit::new(cols, widest.min((cols / (2 * threads)).max(at_least)), A::COLS).count;
@@ -70,8 +71,8 @@ impl TaskGrid {
     }
 
     /// Chooses the tasks of one of several products that are computed together: about `wanted`, or more if the columns
-    /// of fewer tasks do not fit the caches. Rows are divided only if there are too few columns, because every task packs
-    /// its columns.
+    /// of fewer tasks do not fit the caches. Rows are divided only if there are too few columns, because every task
+    /// packs its columns.
     pub(super) fn among<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, wanted: usize) -> Self {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / steps).max(at_least);

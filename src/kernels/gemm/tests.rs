@@ -387,7 +387,7 @@ fn grouped<E: Element, C: Element>(
 
 fn check_grouped<E: Element, C: Element>(layouts: &[usize]) {
     let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
-    // The one with an inner dimension of 2300 has several spans.
+    // The shape with an inner dimension of 2300 has several spans.
     let shapes = if cfg!(miri) { vec![(2, 3)] } else { vec![(1, 1), (65, 40), (130, 70), (9, 2300), (5, 0)] };
     for method in SimdMethod::available::<E>() {
         for (n, k) in shapes.clone() {

@@ -54,7 +54,7 @@ impl Avx512Bf16 {
             lanes
         }
         const LANES: [u16; 32] = lanes();
-        // SAFETY: the caller is inside `with`; the array has a vector's bits.
+        // SAFETY: the caller is inside `with`; the array is as large as a vector.
         unsafe {
             let both = std::mem::transmute::<__m512, __m512i>(Self::row(low, high).0);
             Self::of_bits(_mm512_permutexvar_epi16(_mm512_loadu_si512(LANES.as_ptr().cast()), both))
@@ -68,7 +68,7 @@ impl Avx512Bf16 {
         unsafe { Self(std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second.0, first.0))) }
     }
 
-    /// Returns the sums plus the products of both bf16 numbers of each word of `a` and those of `b`.
+    /// Adds to each lane of `self` the products of the two bf16 numbers in that lane of `a` with those of `b`.
     #[inline(always)]
     pub(crate) unsafe fn add_products_of_pairs(self, a: Self, b: Self) -> Self {
         // SAFETY: the caller is inside `with`; types of the same 64 bytes.
@@ -79,7 +79,8 @@ impl Avx512Bf16 {
     }
 }
 
-// In this file, the instructions are those of `with`, and elements that a mask excludes are neither read nor written.
+// In this file, only instructions that `with` enables are used, and elements that a mask excludes are neither read nor
+// written.
 impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
     const LANES: usize = 16;
 

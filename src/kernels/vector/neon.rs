@@ -106,7 +106,7 @@ impl SimdVector for Neon {
     #[inline(always)]
     unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
         const LANE: [u32; LANES] = [0, 1, 2, 3];
-        // SAFETY: as the caller promises; the array has a vector's numbers.
+        // SAFETY: as the caller promises; the array has as many elements as a vector.
         unsafe {
             let before = vcltq_u32(vld1q_u32(LANE.as_ptr()), vdupq_n_u32(lane.min(LANES) as u32));
             Self(vbslq_f32(before, other.0, self.0))

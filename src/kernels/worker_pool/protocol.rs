@@ -6,7 +6,8 @@
 //! helper leaves with Release, and the caller checks with Acquire whether all have left, so it sees what they wrote,
 //! and may write `job` again. All changes to `state` between opening and that check are read-modify-write operations,
 //! which continue the release sequence of the helpers that left earlier. Between `state` and `asleep`, SeqCst keeps a
-//! helper from falling asleep just as a job opens; the lock `sleeping` does so between a helper's last look and its wait.
+//! helper from falling asleep just as a job opens; the lock `sleeping` does so between a helper's last look and its
+//! wait.
 //!
 //! # Checked with loom
 //!
@@ -126,8 +127,8 @@ impl WorkerPool {
         }
     }
 
-    /// Waits for a job with a number above `last`, and works on it unless it closes first. Returns its number. A helper
-    /// calls this indefinitely.
+    /// Waits for a job with a number other than `last`, and works on it unless it closes first. Returns its number. A
+    /// helper calls this indefinitely.
     #[inline]
     pub(super) fn help(&self, last: u64) -> u64 {
         let state = self.next(last);

@@ -60,8 +60,8 @@ impl WandbMonitor {
     /// missing: `wandb` in the working directory, or in the folder that `WANDB_DIR` names.
     ///
     /// # Errors
-    /// [`Error::Io`] if the folder, or a folder in it, cannot be created; [`MonitorError::WandbRunId`] if `WANDB_RUN_ID`
-    /// cannot be part of a name.
+    /// [`Error::Io`] if the folder, or a folder in it, cannot be created; [`MonitorError::WandbRunId`] if
+    /// `WANDB_RUN_ID` cannot be part of a name.
     pub fn create(config: &WandbConfig) -> Result<Option<Self>> {
         Self::of_environment(config, |name| std::env::var_os(name))
     }
@@ -156,7 +156,8 @@ impl OpenWandbRun {
 }
 
 impl Monitor for WandbMonitor {
-    /// Writes one row for all events of a step. Events before the beginning or after the end of the run are not written.
+    /// Writes one row for all events of a step. Events before the beginning or after the end of the run are not
+    /// written.
     fn write(&mut self, events: &[MonitorEvent]) -> Result<()> {
         let Some(run) = &mut self.run else { return Ok(()) };
         let (time, start) = (now(), run.identity.start);

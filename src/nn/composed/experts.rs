@@ -5,8 +5,8 @@ use crate::nn::WeightLayout;
 use crate::nn::experts::{ExpertAssignment, ExpertGate, ExpertTensors, GateUpOrder, RouterOrder};
 use candle_core::{D, DType, Result, Tensor};
 
-/// Returns the weights of the chosen experts, as [`crate::nn::route`] computes them before it rounds them, from `logits`
-/// `[rows, experts]`.
+/// Returns the weights of the chosen experts, as [`crate::nn::route`] computes them before it rounds them, from
+/// `logits` `[rows, experts]`.
 pub fn routing_weights(logits: &Tensor, choices: &[u32], k: usize, order: RouterOrder) -> Result<Tensor> {
     let chosen = Tensor::new(choices, logits.device())?.reshape(((), k))?;
     let logits = wide(logits)?;

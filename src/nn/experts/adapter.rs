@@ -227,8 +227,8 @@ impl AdapterSizes {
         da
     }
 
-    /// Adds `scale thin^T wide` of each expert's rows to its matrix `[r, width]`. `thin` has the rows of all slots, `wide`
-    /// those of the pieces.
+    /// Adds `scale thin^T wide` of each expert's rows to its matrix `[r, width]`. `thin` has the rows of all slots,
+    /// `wide` those of the pieces.
     fn add_to_matrices(
         &self,
         pieces: &[Piece],
@@ -267,8 +267,8 @@ impl AdapterSizes {
     }
 }
 
-/// Computes a product for each piece in one pass. The results are rows of `width` elements in `y`, which has those of all
-/// slots. `operands` receives the expert and the rows, counted from the first piece on.
+/// Computes a product for each piece in one pass. The results are rows of `width` elements in `y`, which has those of
+/// all slots. `operands` receives the expert and the rows, counted from the first piece.
 fn grouped<'a, C: TensorElement>(
     pieces: &[Piece],
     y: &'a mut [C],

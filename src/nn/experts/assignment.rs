@@ -4,7 +4,7 @@ use crate::kernels::experts::RowSlots;
 use candle_core::{Result, bail};
 use std::ops::Range;
 
-/// Which rows go to which expert, after a router has chosen `k` experts for each row.
+/// The assignment of rows to experts, after a router has chosen `k` experts for each row.
 ///
 /// A slot is one row's copy for one of its experts. Slots are sorted by expert and, within an expert, by row:
 ///
@@ -38,19 +38,19 @@ impl ExpertAssignment {
         Self::of_range(choices, k, experts, 0..experts)
     }
 
-    /// Does the same as [`ExpertAssignment::new`], but keeps only the experts in `range`, such as those of one rank. They
-    /// are numbered from 0 on.
+    /// Does the same as [`ExpertAssignment::new`], but keeps only the experts in `range`, such as those of one rank.
+    /// They are numbered from 0.
     ///
     /// # Errors
     /// The errors of [`ExpertAssignment::new`]; a range that ends after the last expert.
     pub fn of_range(choices: &[u32], k: usize, experts: usize, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > experts {
-            bail!("experts: the range {range:?} is not one of the {experts} experts")
+            bail!("experts: the range {range:?} is not within the {experts} experts")
         }
         if k == 0 || !choices.len().is_multiple_of(k) || u32::try_from(choices.len()).is_err() {
             bail!(
-                "experts: {} choices of {k} experts per row; the number of choices must be a multiple of the number of \
-                 experts per row, and at most {}",
+                "experts: {} choices for {k} experts per row; the number of choices must be a multiple of the number \
+                 of experts per row, and at most {}",
                 choices.len(),
                 u32::MAX
             )
@@ -59,7 +59,7 @@ impl ExpertAssignment {
         for (i, expert) in choices.iter().enumerate() {
             let expert = *expert as usize;
             if expert >= experts {
-                bail!("experts: row {} chooses expert {expert}; there are only {experts}, numbered from 0 on", i / k)
+                bail!("experts: row {} chooses expert {expert}; there are only {experts}, numbered from 0", i / k)
             }
             if range.contains(&expert) {
                 starts[expert - range.start + 1] += 1;
@@ -123,8 +123,8 @@ impl ExpertAssignment {
         if experts.is_empty() { 0..0 } else { self.starts[experts.start]..self.starts[experts.end] }
     }
 
-    /// Returns the part that concerns consecutive experts. All experts keep their numbers, but the others have no slots,
-    /// and slots are numbered from 0 on. Rows and choices are still those of the whole batch.
+    /// Returns the part that concerns consecutive experts. All experts keep their numbers, but the others have no
+    /// slots, and slots are numbered from 0. Rows and choices are still those of the whole batch.
     pub(super) fn narrowed(&self, experts: Range<usize>) -> Self {
         let slots = self.slots_of_range(&experts);
         let starts = self.starts.iter().map(|start| start.clamp(&slots.start, &slots.end) - slots.start).collect();
@@ -243,10 +243,10 @@ mod tests {
             let error = ExpertAssignment::of_range(choices, k, experts, range).unwrap_err().to_string();
             without_backtrace(&error).to_string()
         };
-        insta::assert_snapshot!(refusal(&[0, 1, 1, 4], 2, 4, 0..4), @"experts: row 1 chooses expert 4; there are only 4, numbered from 0 on");
+        insta::assert_snapshot!(refusal(&[0, 1, 1, 4], 2, 4, 0..4), @"experts: row 1 chooses expert 4; there are only 4, numbered from 0");
         insta::assert_snapshot!(refusal(&[0, 1, 3, 3], 2, 4, 0..4), @"experts: row 1 chooses expert 3 twice; the experts of a row must differ");
-        insta::assert_snapshot!(refusal(&[0, 1, 2], 2, 4, 0..4), @"experts: 3 choices of 2 experts per row; the number of choices must be a multiple of the number of experts per row, and at most 4294967295");
-        insta::assert_snapshot!(refusal(&[0, 1], 2, 4, 2..5), @"experts: the range 2..5 is not one of the 4 experts");
+        insta::assert_snapshot!(refusal(&[0, 1, 2], 2, 4, 0..4), @"experts: 3 choices for 2 experts per row; the number of choices must be a multiple of the number of experts per row, and at most 4294967295");
+        insta::assert_snapshot!(refusal(&[0, 1], 2, 4, 2..5), @"experts: the range 2..5 is not within the 4 experts");
     }
 
     #[test]

@@ -12,17 +12,17 @@ use crate::zero::gather::unit::link_under_construction;
 use crate::zero::rank_core::EngineLink;
 use candle_core::{CpuStorage, Result, Tensor, bail};
 
-/// Returns the load-balancing loss of a whole model (Fedus et al. 2021), a scalar in f32, from the routings of its sparse
-/// layers:
+/// Returns the load-balancing loss of a whole model (Fedus et al. 2021), a scalar in f32, from the routings of its
+/// sparse layers:
 ///
 /// ```text
 ///   loss = E sum over e of (T_e / R) (S_e / R)
 /// ```
 ///
-/// T_e is the number of rows that chose expert e, S_e the sum of its probabilities (a softmax over all experts, whatever
-/// the router's order of operations), both over the rows of all layers; R is the number of rows times the number of
-/// layers. This is one loss for the model, not the mean of the layers' losses. With perfect balance, it is the number of
-/// experts per row. T_e is a constant for the gradient.
+/// T_e is the number of rows that chose expert e, S_e the sum of its probabilities (a softmax over all experts,
+/// whatever the router's order of operations), both over the rows of all layers; R is the number of rows times the
+/// number of layers. This is one loss for the model, not the mean of the layers' losses. With perfect balance, it is
+/// the number of experts per row. T_e is a constant for the gradient.
 ///
 /// `counts`, if given, has one element for each row of a layer. Rows with `false` (padding) do not count.
 ///
@@ -69,8 +69,8 @@ fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) ->
         let sizes = [layer.assignment().rows(), layer.assignment().experts(), layer.experts_per_row()];
         if sizes != [rows, experts, k] || layer.logits().dtype() != first.logits().dtype() {
             bail!(
-                "{NAME}: layer {i} has {} rows, {} experts, {} of them for each row, and logits in {:?}; the first has {rows}, \
-                 {experts}, {k} and {:?}, and all must be equal",
+                "{NAME}: layer {i} has {} rows, {} experts, {} of them for each row, and logits in {:?}; layer 0 has \
+                 {rows} rows, {experts} experts, {k} of them for each row, and logits in {:?}; all must be equal",
                 sizes[0],
                 sizes[1],
                 sizes[2],

@@ -42,7 +42,7 @@ impl ExpertMlp {
     /// (the projection from the activation to the output) and the activation `gate`.
     ///
     /// # Errors
-    /// Projections of different numbers of experts, or whose sizes do not match.
+    /// Projections whose numbers of experts differ, or whose sizes do not match.
     pub fn new(
         gate_up: ExpertProjection,
         down: ExpertProjection,

@@ -65,8 +65,8 @@ impl ExpertProjection {
         }
         if weights.is_empty() || (!biases.is_empty() && biases.len() != weights.len()) {
             bail!(
-                "experts: a projection of {} weights with {} biases; there must be at least one weight, and a bias for each \
-                 or none",
+                "experts: a projection of {} weights with {} biases; there must be at least one weight, and either a \
+                 bias for each weight or no bias",
                 weights.len(),
                 biases.len()
             )
@@ -117,8 +117,8 @@ impl ExpertProjection {
     pub fn forward(&self, x: &Tensor, assignment: &Arc<ExpertAssignment>) -> Result<Tensor> {
         if x.dims() != [assignment.slots(), self.sizes.inputs] || assignment.experts() != self.sizes.experts {
             bail!(
-                "experts: the input has shape {:?} and the assignment has {} experts; {} slots of a projection of {} \
-                 experts need [{}, {}]",
+                "experts: the input has shape {:?} and the assignment has {} experts; for {} slots, a projection of {} \
+                 experts needs an input of shape [{}, {}] and an assignment of as many experts",
                 x.dims(),
                 assignment.experts(),
                 assignment.slots(),

@@ -36,7 +36,7 @@ struct RecordedAdapter {
 
 /// Consecutive experts whose rows are computed together.
 pub(super) struct ExpertSlots {
-    /// The experts' rows, counted from the first one on.
+    /// The experts' rows, counted from the first expert.
     pub assignment: Arc<ExpertAssignment>,
     /// The experts' slots among those of all experts.
     pub slots: Range<usize>,
@@ -174,8 +174,8 @@ impl ProjectionBackward {
         Ok(ProjectionPass { of: self, sorted, of_sorted, dh: Vec::new() })
     }
 
-    /// Delivers the gradients of the parameters. `g` is the gradient of the result, whose parts have all been computed in
-    /// `pass`.
+    /// Delivers the gradients of the parameters. `g` is the gradient of the result, whose parts have all been computed
+    /// in `pass`.
     pub fn deliver<E: TensorElement>(self: &Arc<Self>, g: &[E], pass: ProjectionPass<'_>) -> Result<()> {
         for (part, sinks) in self.projection.of_biases.iter().enumerate() {
             self.deliver_bias_gradients(g, part, sinks)?;

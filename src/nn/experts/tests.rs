@@ -246,7 +246,7 @@ fn auxiliary_losses_that_cannot_be_are_refused() {
         without_backtrace(&load_balancing_loss(layers, mask).unwrap_err().to_string()).to_string()
     };
     insta::assert_snapshot!(refusal(&[], None), @"load_balancing_loss: there is no layer with experts; compute the loss only for models that have one");
-    insta::assert_snapshot!(refusal(&[routing(5, 4), routing(5, 3)], None), @"load_balancing_loss: layer 1 has 5 rows, 3 experts, 2 of them for each row, and logits in F32; the first has 5, 4, 2 and F32, and all must be equal");
+    insta::assert_snapshot!(refusal(&[routing(5, 4), routing(5, 3)], None), @"load_balancing_loss: layer 1 has 5 rows, 3 experts, 2 of them for each row, and logits in F32; layer 0 has 5 rows, 4 experts, 2 of them for each row, and logits in F32; all must be equal");
     insta::assert_snapshot!(refusal(&[routing(2, 4)], Some(&[true; 3])), @"load_balancing_loss: the mask has 3 elements; there are 2 rows");
     insta::assert_snapshot!(refusal(&[routing(2, 4)], Some(&[false; 2])), @"load_balancing_loss: none of the 2 rows counts; leave out micro batches that contain only padding");
 }
@@ -583,7 +583,7 @@ fn projections_that_do_not_fit_are_refused() {
     let of = |dims: &[usize]| ExpertTensors::Fused(tensor(dims, 1, DType::F32));
     let new = |weights, biases| ExpertProjection::new(weights, biases, WeightLayout::OutIn);
     insta::assert_snapshot!(refusal(new(vec![of(&[4, 6])], vec![])), @"experts: the weight of each of 4 experts has shape [6]; there must be at least one expert, and a matrix for each");
-    insta::assert_snapshot!(refusal(new(vec![], vec![])), @"experts: a projection of 0 weights with 0 biases; there must be at least one weight, and a bias for each or none");
+    insta::assert_snapshot!(refusal(new(vec![], vec![])), @"experts: a projection of 0 weights with 0 biases; there must be at least one weight, and either a bias for each weight or no bias");
     insta::assert_snapshot!(refusal(new(vec![of(&[4, 6, 9]), of(&[3, 6, 9])], vec![])), @"experts: a weight of 3 experts with 9 inputs and dtype F32 is joined to one of 4 experts with 9 inputs and dtype F32; these must be equal");
     insta::assert_snapshot!(refusal(new(vec![of(&[4, 6, 9])], vec![of(&[4, 9])])), @"experts: the biases of 4 experts have shape [9]; the weights of 4 experts require [6]");
     let uneven = [4, 5].map(|outputs| tensor(&[outputs, 9], 1, DType::F32));
@@ -592,7 +592,7 @@ fn projections_that_do_not_fit_are_refused() {
     insta::assert_snapshot!(refusal(new(vec![of(&[4, 6, 9])], vec![]).unwrap().with_adapter(adapter)), @"experts: the adapter's matrices have shapes [8, 9] and [6, 7]; 4 experts of 9 inputs and 6 outputs need [4 r, 9] and [6, 4 r]");
     let projection = new(vec![of(&[4, 6, 9])], vec![]).unwrap();
     let error = projection.forward(&tensor(&[3, 9], 1, DType::F32), &assignment()).unwrap_err().to_string();
-    insta::assert_snapshot!(without_backtrace(&error), @"experts: the input has shape [3, 9] and the assignment has 7 experts; 82 slots of a projection of 4 experts need [82, 9]");
+    insta::assert_snapshot!(without_backtrace(&error), @"experts: the input has shape [3, 9] and the assignment has 7 experts; for 82 slots, a projection of 4 experts needs an input of shape [82, 9] and an assignment of as many experts");
     let down = new(vec![of(&[4, 9, 5])], vec![]).unwrap();
     let error = ExpertMlp::new(projection, down, ExpertGate::Silu, GateUpOrder::Halves).unwrap_err().to_string();
     insta::assert_snapshot!(without_backtrace(&error), @"experts: gate and up of 4 experts have 6 outputs, and down of 4 experts has 5 inputs; the numbers of experts must be equal, and there must be 10 outputs");

@@ -21,7 +21,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaDevice, DType, Result, Tensor, bail};
 use std::sync::Mutex;
 
-/// The number of bytes of logits that exist at a time. Tests use several chunks of few rows.
+/// The approximate maximum number of bytes of logits that exist at a time. Tests use several chunks of few rows.
 const CHUNK: usize = if cfg!(test) { 1 } else { 256 << 20 };
 
 /// Allocates room for losses: for at least one, because some drivers refuse to allocate zero bytes.
@@ -138,7 +138,7 @@ impl GpuLossHead {
         sign: f32,
         scale: &LossGradientScale<'_>,
     ) -> Result<LossAndGradients> {
-        // If the weight is absent, this returns an error with its name.
+        // If the weight is absent, this call returns an error with its name.
         with_each([weight], op, |_| Ok(()))?;
         let weight = weight.detach();
         let to_classes = if self.layout == WeightLayout::OutIn { weight.t()? } else { weight.clone() };

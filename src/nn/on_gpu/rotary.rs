@@ -13,8 +13,9 @@ use std::sync::{Arc, Mutex};
 
 const NAME: &str = "rotary";
 
-/// The angles of the positions used so far, on the GPU that used them last. Earlier tables are kept, because a kernel
-/// of another thread may still read them. Each table has twice as many positions as the previous one.
+/// The angles of the positions used so far, on the GPUs that use them. Earlier tables are kept, because a kernel of
+/// another thread may still read them. The number of positions of a table is rounded up to a power of two, so there are
+/// few tables.
 #[derive(Debug, Default)]
 pub(in crate::nn) struct AngleTables(Mutex<Vec<Arc<RotaryAngles>>>);
 
