@@ -16,10 +16,10 @@ use super::*;
 use crate::kernels::attention::{AttentionRule, AttentionShape};
 use crate::kernels::gemm::Activation;
 use crate::kernels::rope::RotaryLayout;
+use crate::precision::Flat;
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
-use crate::precision::Flat;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Tensor};
 
 /// The minimum share of the copy's bandwidth for kernels that process arrays element by element.
@@ -274,8 +274,7 @@ fn attentions(bench: &KernelBench) {
         }
         let rule =
             AttentionRule { scale: 0.1, soft_cap: None, window: None, bidirectional: false, starts: None, sinks: None };
-        let [qkv, dout] =
-            [3, 1].map(|parts| bench.numbers(DType::BF16, parts * batch * time * heads * head, true));
+        let [qkv, dout] = [3, 1].map(|parts| bench.numbers(DType::BF16, parts * batch * time * heads * head, true));
         let (qkv, dout) = ([&all(&qkv)], &all(&dout));
         let forward = || attention::forward(device, (&h, &rule), qkv).unwrap();
         let (out, lse) = forward();
