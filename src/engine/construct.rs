@@ -23,11 +23,12 @@ use crate::memory::MemoryLedger;
 use crate::monitor::RunDescription;
 use crate::notice::{emit, suppress_below};
 use crate::offload::{DiskAccess, OffloadStore};
-use crate::optim::{self, GroupedOptimizer, LrSchedule, Optimizer, ParameterGroup, ParameterGrouping, TrainableFilter};
+use crate::optim::{self, GroupedOptimizer, LrSchedule, Optimizer, OptimizerRole, ParameterGroup, ParameterGrouping, TrainableFilter};
 use crate::param::WeightSource;
 use crate::precision::{LossScaler, WeightPacking};
 use crate::runs::{RunSpec, job, restart, run_name, settings_without_secrets};
 use crate::util::list;
+use crate::zero::expert_ranks::ExpertRanks;
 use crate::zero::gather::unit::building;
 use crate::zero::rank_core::{
     EngineLink, RankCore, RankCoreParts, RecomputeSettings, RegisteredModel, naming_what_is_held,
@@ -94,6 +95,7 @@ impl<M> Engine<M> {
         };
         let offload = open_offload(&config, &*job, disk_access, &ledger)?;
         check_groups(&config, &*comm)?;
+        check_experts(&config, &grouping, &device, (pipeline.is_some(), offload.is_some()))?;
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
@@ -107,6 +109,7 @@ impl<M> Engine<M> {
                        trained; use an optimizer without averaging, such as AdamW";
             return Err(EngineError::Pipeline { why: why.into() }.into());
         }
+        let experts = ExpertRanks::new(&*comm, config.expert_parallel_size)?;
         let registry = VarBuilderBackend::new(
             share_plan.clone(),
             device.clone(),
@@ -141,6 +144,7 @@ impl<M> Engine<M> {
         let core = Arc::new(RankCore::new(RankCoreParts {
             comm,
             pipeline,
+            experts,
             second_group,
             zero: config.zero.clone(),
             reduce_plan,
@@ -346,6 +350,43 @@ fn check_groups(config: &Config, comm: &dyn Communicator) -> Result<()> {
     match mesh.copies() == 1 || lie_on_one_host(mesh.shards(), &here) {
         true => Ok(()),
         false => Err(not_on_one_host("mics_shard_size", mesh.shards(), here)),
+    }
+}
+
+/// Returns an error if experts cannot be divided among ranks in the way in which the engine trains.
+fn check_experts(
+    config: &Config,
+    grouping: &ParameterGrouping,
+    device: &Device,
+    (has_pipeline, has_files): (bool, bool),
+) -> Result<()> {
+    if config.expert_parallel_size == 1 {
+        return Ok(());
+    }
+    let leaves = &config.zero.leaf_module;
+    let conflicts = [
+        (has_pipeline, "the model is a pipeline, whose stages hold complete blocks; remove one of the two"),
+        (has_files, "states are offloaded to files; use the device cpu, or remove one of the two"),
+        (!device.is_cpu(), "the model is on a GPU, but rows are exchanged only between CPUs"),
+        (
+            !grouping.updates_by_elements(),
+            "the optimizer needs complete parameters, or their norms over all ranks; use an optimizer such as AdamW",
+        ),
+        (
+            OptimizerRole::ALL.into_iter().any(|role| grouping.averaging(role).is_some()),
+            "the optimizer averages weights; use an optimizer such as AdamW",
+        ),
+        (
+            config.zero.ignore_unused_parameters || !leaves.names.is_empty() || !leaves.name_suffixes.is_empty(),
+            "zero_optimization.ignore_unused_parameters or leaf_module is set, for experts that are gathered together;              remove it",
+        ),
+    ];
+    match conflicts.into_iter().find(|(is_so, _)| *is_so) {
+        Some((_, why)) => {
+            let why = format!("expert_parallel.autoep_size is {}, but {why}", config.expert_parallel_size);
+            Err(EngineError::ExpertParallel { why }.into())
+        }
+        None => Ok(()),
     }
 }
 

@@ -75,8 +75,9 @@ pub fn routed_units<T>(
             continue;
         };
         let (unit, of_engine) = registrar.open_unit(vb.prefix())?;
-        registrar.mark_routed(unit, units.first().copied().unwrap_or(unit));
-        let result = build(number, vb);
+        let first = units.first().copied().unwrap_or(unit);
+        let marked = registrar.mark_routed(unit, first, (number, count));
+        let result = marked.and_then(|()| build(number, vb));
         registrar.close_unit();
         built.push(result?);
         units.push(unit);

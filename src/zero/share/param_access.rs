@@ -47,7 +47,19 @@ impl RankCore {
 
     /// Collective: gathers a whole gradient, in f32.
     pub fn whole_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
-        self.own_gradient(param)?.map(|own| self.gather_whole(param, own)).transpose()
+        let own = self.own_gradient(param)?;
+        let own = match self.params[param].expert {
+            // Only the ranks that hold an expert know whether it has a gradient.
+            Some(_) => {
+                let is_known = |own: &Option<Flat>| f64::from(u8::from(own.is_some()));
+                let own_flag = if self.holds(param) { is_known(&own) } else { 0.0 };
+                let known = self.comm.gather_f64(vec![own_flag]).wait()?;
+                let is_known = known.iter().any(|flag| flag[0] != 0.0);
+                is_known.then(|| own.unwrap_or_else(|| Flat::F32(Vec::new())))
+            }
+            None => own,
+        };
+        own.map(|own| self.gather_whole(param, own)).transpose()
     }
 
     /// Sets a state on every rank that has a part of it. Weights are also written to their full or 16-bit copies, if
@@ -93,7 +105,7 @@ impl RankCore {
     pub fn whole_of_one(&self, param: ParamId, values: Option<Vec<f32>>) -> Result<Vec<f32>> {
         // A negative zero added to any number gives that number, including a zero with its sign.
         let values = values.unwrap_or_else(|| vec![-0.0; self.params[param].numel]);
-        Ok(f32_values(self.comm().all_reduce(Flat::F32(values), self.tag(&[param])).wait()?))
+        Ok(f32_values(self.comm.all_reduce(Flat::F32(values), self.tag(&[param])).wait()?))
     }
 
     /// Collective if parameters are sharded: while `run` runs, those of the parameters that are not yet in memory are
@@ -128,7 +140,8 @@ impl RankCore {
     }
 }
 
-fn f32_values(values: Flat) -> Vec<f32> {
+/// Returns the values of a buffer that is f32.
+pub(super) fn f32_values(values: Flat) -> Vec<f32> {
     let Flat::F32(values) = values else { unreachable!("these collectives carry f32") };
     values
 }
