@@ -1,16 +1,20 @@
 //! Experts that are divided among ranks: rows travel to them. Results have the same bits at every stage, and are those
 //! of a job whose ranks all hold all experts, except for rounding.
 
-use crate::support::experts::{EXPERT, Mixture, PER_ROW, SHAPE, Shape, allow, rows};
+use crate::support::experts::{EXPERT, Mixture, SHAPE, Shape, WIDTH, allow, rows, take_chosen};
+use crate::support::processes::{as_program, descendants, start, stderr, wait_for, zerorun};
 use crate::support::tiny::config;
-use candle_zero::checkpoint::{LoadOptions, SaveOptions};
+use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::threads;
+use candle_zero::error::Error;
 use candle_zero::memory::MemoryKind;
 use candle_zero::precision::{Nf4Scales, WeightPacking};
 use candle_zero::{Engine, EngineBuilder};
 use proptest::prelude::*;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 
 const STEPS: usize = 3;
@@ -162,4 +166,382 @@ fn divided_experts_train_as_if_every_rank_held_all_of_them() {
             }
         }
     }
+}
+
+#[test]
+fn divided_experts_that_are_frozen_or_packed_or_recompute_have_the_same_bits_at_every_stage() {
+    let adapted = Shape { adapter: true, ..SHAPE };
+    let trained = |builder: EngineBuilder| builder;
+    let frozen = |builder: EngineBuilder| builder.trainable(|name, _| !name.contains("experts"));
+    let packed = |builder: EngineBuilder| {
+        let frozen = builder.trainable(|name, _| !name.contains("experts"));
+        frozen.quantized(WeightPacking::Nf4(Nf4Scales::Bf16), |name, dims| name.contains("experts") && dims.len() == 2)
+    };
+    // Only one expert, which is on one rank, is trained, and no other parameter before it.
+    let one = |builder: EngineBuilder| {
+        builder.trainable(|name, _| name.starts_with("layer.1.mlp.experts.6.") || name.starts_with("last"))
+    };
+    let cases: [(&str, Shape, Value, &(dyn Fn(EngineBuilder) -> EngineBuilder + Sync)); 7] = [
+        ("frozen", adapted, json!({}), &frozen),
+        ("packed", adapted, json!({}), &packed),
+        ("packed in bf16", adapted, json!({"bf16": {"enabled": true}}), &packed),
+        ("adapted", adapted, json!({}), &trained),
+        ("bf16", SHAPE, json!({"bf16": {"enabled": true}}), &trained),
+        ("recomputed in fp16", Shape { checkpointed: true, ..SHAPE }, json!({"fp16": {"enabled": true}}), &trained),
+        ("one", SHAPE, json!({}), &one),
+    ];
+    for (name, shape, more, builder) in cases {
+        for job in [job(2, 2), job(4, 2)] {
+            let reference = train_with(job, shape, &config(0, 1, json!({}), more.clone()), &disjoint, builder);
+            let got = train_with(job, shape, &config(1, 1, json!({}), more.clone()), &disjoint, builder);
+            assert!(bits(&got) == bits(&reference) && got.1 == reference.1, "{name}, {job:?}");
+            for zero in &group_sizes()[1..] {
+                let got = train_with(job, shape, &config(3, 1, zero.clone(), more.clone()), &disjoint, builder);
+                assert_eq!(bits(&got), bits(&reference), "{name}, {job:?}, {zero}");
+                assert!(got.1 == reference.1, "{name}, {job:?}, {zero}");
+            }
+            if !more.as_object().unwrap().is_empty() {
+                continue;
+            }
+            let sgd = json!({"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": true});
+            let sgd = config(0, 1, json!({}), sgd);
+            let whole = train_with(self::job(job.world, 1), shape, &sgd, &disjoint, builder);
+            assert_close(&train_with(job, shape, &sgd, &disjoint, builder), &whole, 1e-6);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+
+    #[test]
+    fn random_routes_on_any_ranks_never_hang_and_have_the_gradients_of_one_rank(
+        world in 1usize..=4, divisor in 0usize..3, seed in any::<u32>(), stage in 0u8..4, bucket in 0usize..5,
+        checkpointed in any::<bool>(),
+    ) {
+        let sizes: Vec<usize> = [1, 2, 4].into_iter().filter(|size| world % size == 0).collect();
+        let job = job(world, sizes[divisor.min(sizes.len() - 1)]);
+        let shape = Shape { checkpointed, ..SHAPE };
+        let routes = move |micro: usize, rank: usize| {
+            let random = |i: usize| {
+                let mixed = (seed as u64 ^ (micro * 8 + rank) as u64 ^ (i as u64) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                (mixed >> 40) as usize
+            };
+            // At least as many experts as each row needs; no rows in one in three micro steps.
+            let first = random(0) % SHAPE.experts;
+            let allowed = (0..2 + random(1) % 4).map(|i| (first + i * (1 + random(2) % 3)) % SHAPE.experts);
+            let mut allowed: Vec<usize> = allowed.collect();
+            allowed.extend([first, (first + 1) % SHAPE.experts]);
+            (if random(3) % 3 == 0 { 0 } else { 1 + random(4) % 7 }, allowed)
+        };
+        let sgd = json!({"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": true});
+        let zero = json!({"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket * EXPERT});
+        let zero = if stage == 3 { zero } else { json!({}) };
+        let got = train(job, shape, &config(stage, 1, zero.clone(), sgd.clone()), &routes);
+        // One rank takes the rows of all ranks in turn.
+        let in_turn = move |micro: usize, _: usize| routes(micro / world, micro % world);
+        let one = train(self::job(1, 1), shape, &config(0, world, json!({}), sgd), &in_turn);
+        let of_one = (0..world).map(|rank| (one.0[0].0.iter().skip(rank).step_by(world).copied().collect(), one.0[0].1.clone()));
+        assert_close(&got, &(of_one.collect(), one.1.clone()), 3e-6);
+    }
+}
+
+// ---- memory --------------------------------------------------------------------------------------------------------
+
+#[test]
+fn a_rank_holds_only_the_states_of_its_experts() {
+    // The router, the norm, and the layers outside the blocks.
+    let dense = SHAPE.layers * (SHAPE.experts * WIDTH + WIDTH) + 5 * WIDTH;
+    let experts = SHAPE.layers * SHAPE.experts * EXPERT;
+    for (stage, bf16) in [(0u8, false), (1, true), (2, false), (3, true), (3, false)] {
+        for job in [job(2, 2), job(4, 2), job(4, 4), job(4, 1)] {
+            let precision = json!({"bf16": {"enabled": bf16}});
+            let zero = if stage == 3 { group_sizes()[1].clone() } else { json!({}) };
+            let config = divided(config(stage, 1, zero, precision), job.size);
+            let reports = threads::run(job.world, |comm| {
+                let rank = comm.rank();
+                let mut engine =
+                    Engine::builder().communicator(comm).initialize(|vb| Mixture::new(SHAPE, vb), config.clone())?;
+                for step in 0..2 {
+                    allow([]);
+                    let loss = engine.forward(|model| model.loss(&rows(step * 4 + rank, 8)))?;
+                    engine.backward(&loss)?;
+                    engine.step()?;
+                }
+                Ok(engine.memory_report())
+            });
+            let holders = job.world / job.size;
+            for report in reports.unwrap() {
+                let report = report.unwrap();
+                // All tensors are divisible, so there is no padding.
+                let elements = |sharded: bool| match sharded {
+                    true => dense / job.world + experts / job.size / holders,
+                    false => dense + experts / job.size,
+                };
+                let size = if bf16 { 2 } else { 4 };
+                let expected = [
+                    (MemoryKind::Parameters, elements(stage == 3) * size),
+                    (MemoryKind::MasterWeights, if bf16 { elements(stage > 0) * 4 } else { 0 }),
+                    (MemoryKind::Moments, elements(stage > 0) * 8),
+                ];
+                for (kind, bytes) in expected {
+                    let row = report.row(kind);
+                    assert_eq!(row.bytes.held, bytes, "{job:?}, stage {stage}, {}\n{report}", kind.name());
+                    assert_eq!(row.formula.unwrap() + row.padding, bytes as f64, "{}\n{report}", kind.name());
+                }
+                let gradients = report.row(MemoryKind::Gradients);
+                assert_eq!(gradients.formula.unwrap() as usize, elements(stage >= 2) * size, "{report}");
+                if stage != 1 {
+                    assert_eq!(gradients.bytes.peak, elements(stage >= 2) * size, "{job:?}, stage {stage}\n{report}");
+                }
+            }
+        }
+    }
+}
+
+// ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// Loads the checkpoint in `from`, if there is one, trains for `steps` steps, and saves to `to`. Returns the exported
+/// model.
+fn go_on(job: Job, stage: u8, from: Option<&Path>, to: &Path, steps: usize) -> Vec<u8> {
+    let config = divided(config(stage, 1, json!({}), json!({"bf16": {"enabled": true}})), job.size);
+    let file = to.join("model.safetensors");
+    std::fs::create_dir_all(to).unwrap();
+    let ranks = threads::run(job.world, |comm| {
+        let rank = comm.rank();
+        let mut engine =
+            Engine::builder().communicator(comm).initialize(|vb| Mixture::new(SHAPE, vb), config.clone())?;
+        if let Some(from) = from {
+            engine.load_checkpoint(from, None, &LoadOptions::default())?.unwrap();
+        }
+        for step in 0..steps {
+            allow([]);
+            let loss = engine.forward(|model| model.loss(&rows(step * 4 + rank, 8)))?;
+            engine.backward(&loss)?;
+            engine.step()?;
+        }
+        engine.save_checkpoint(to, None, Value::Null)?;
+        engine.export_safetensors(&file)?;
+        Ok(())
+    });
+    ranks.unwrap().into_iter().for_each(|rank| rank.unwrap());
+    std::fs::read(&file).unwrap()
+}
+
+/// Returns the names and contents of the rank files of a checkpoint after `steps` steps.
+fn rank_files(dir: &Path, steps: usize) -> BTreeMap<String, Vec<u8>> {
+    let entries = std::fs::read_dir(dir.join(format!("global_step{steps}"))).unwrap().map(|entry| entry.unwrap());
+    let files = entries.map(|entry| (entry.file_name().into_string().unwrap(), std::fs::read(entry.path()).unwrap()));
+    files.filter(|(name, _)| name.starts_with("rank_")).collect()
+}
+
+#[test]
+fn checkpoints_of_divided_experts_load_with_any_division_and_any_number_of_ranks() {
+    let dir = folder();
+    let to = |name: &str| dir.path().join(name);
+    let first = go_on(job(2, 2), 1, None, &to("a"), 2);
+    assert!(go_on(job(1, 1), 3, Some(&to("a")), &to("b"), 0) == first);
+    assert!(go_on(job(4, 4), 0, Some(&to("b")), &to("c"), 0) == first);
+    assert!(go_on(job(4, 2), 3, Some(&to("c")), &to("d"), 0) == first);
+    assert!(go_on(job(2, 1), 2, Some(&to("d")), &to("e"), 0) == first);
+    assert!(go_on(job(2, 2), 3, Some(&to("e")), &to("f"), 0) == first);
+    // Weights and optimizer states of all parameters are the same, to the byte.
+    let saved = rank_files(&to("a"), 2);
+    assert!(saved.len() == 2 && saved == rank_files(&to("f"), 2));
+    assert!(rank_files(&to("c"), 2).len() == 4);
+    // Training goes on with the same bits.
+    let once = go_on(job(2, 2), 2, None, &to("g"), 2);
+    assert!(once == first);
+    let ends = ["a", "f", "g"].map(|from| go_on(job(2, 2), 3, Some(&to(from)), &to(&format!("{from}2")), 2));
+    assert!(ends.windows(2).all(|pair| pair[0] == pair[1]) && ends[0] != first);
+}
+
+// ---- access --------------------------------------------------------------------------------------------------------
+
+#[test]
+fn every_rank_can_read_and_set_the_parameters_of_all_experts() {
+    for (job, stage) in [(job(2, 2), 0), (job(4, 2), 1), (job(4, 2), 3), (job(4, 4), 3)] {
+        let config = divided(config(stage, 1, json!({}), json!({})), job.size);
+        let ranks = threads::run(job.world, |comm| {
+            let rank = comm.rank();
+            let mut engine =
+                Engine::builder().communicator(comm).initialize(|vb| Mixture::new(SHAPE, vb), config.clone())?;
+            let name = "layer.1.mlp.experts.5.up.weight";
+            let before = engine.safe_get_full_fp32_param(name)?;
+            engine.safe_set_full_fp32_param(name, &(&before * 2.0)?)?;
+            let after = engine.safe_get_full_fp32_param(name)?;
+            assert!(engine.safe_get_full_grad(name)?.is_none());
+            assert_eq!((&before * 2.0)?.to_vec2::<f32>()?, after.to_vec2::<f32>()?);
+            allow([4, 5, 6]);
+            let loss = engine.forward(|model| model.loss(&rows(rank, 6)))?;
+            engine.backward(&loss)?;
+            let gradient = engine.safe_get_full_grad(name)?.unwrap();
+            engine.safe_set_full_grad(name, &(&gradient * 0.5)?)?;
+            let gradient = gradient.to_vec2::<f32>()?;
+            engine.step()?;
+            let moment = engine.safe_get_full_optimizer_state(name, "exp_avg")?.to_vec2::<f32>()?;
+            assert!(engine.check_gradients().is_err());
+            let evaluated = engine.eval(|model| model.loss(&rows(9, 6)))?.to_scalar::<f32>()?;
+            Ok((gradient, moment, evaluated))
+        });
+        let ranks = ranks.unwrap().into_iter().collect::<candle_zero::Result<Vec<_>>>().unwrap();
+        assert!(ranks.windows(2).all(|pair| pair[0] == pair[1]));
+        assert!(ranks[0].0.iter().flatten().any(|value| *value != 0.0));
+    }
+}
+
+#[test]
+fn loads_count_each_row_once_over_the_job() {
+    let config = divided(config(2, 1, json!({}), json!({})), 2);
+    let ranks = threads::run(2, |comm| {
+        let rank = comm.rank();
+        let mut engine =
+            Engine::builder().communicator(comm).initialize(|vb| Mixture::new(SHAPE, vb), config.clone())?;
+        take_chosen();
+        allow((0..3).map(|i| 3 * rank + i));
+        let loss = engine.forward(|model| model.loss(&rows(rank, 5)))?;
+        engine.backward(&loss)?;
+        engine.step()?;
+        Ok(take_chosen())
+    });
+    for (rank, chosen) in ranks.unwrap().into_iter().enumerate() {
+        // A rank's routers see its own rows only.
+        let own: Vec<usize> = (0..3).map(|i| 3 * rank + i).collect();
+        assert!(chosen.unwrap().iter().flatten().all(|expert| own.contains(expert)));
+    }
+}
+
+// ---- errors --------------------------------------------------------------------------------------------------------
+
+/// Returns the error with which an engine is refused on `world` ranks, without the backtrace.
+fn refusal(world: usize, shape: Shape, config: &Value) -> String {
+    let ranks = threads::run(world, |comm| {
+        Engine::builder().communicator(comm).initialize(|vb| Mixture::new(shape, vb), config.clone()).map(drop)
+    });
+    let errors: Vec<Error> = ranks.unwrap().into_iter().map(|rank| rank.unwrap_err()).collect();
+    candle_zero::error::without_backtrace(&errors[0].to_string()).to_string()
+}
+
+#[test]
+fn divisions_that_cannot_be_are_refused() {
+    let with = |size: i64, zero: Value, more: Value| {
+        let mut config = config(3, 1, zero, more);
+        config["expert_parallel"] = json!({"enabled": true, "autoep_size": size});
+        config
+    };
+    let refused = |world, size, more: Value| refusal(world, SHAPE, &with(size, json!({}), more));
+    insta::assert_snapshot!(refused(4, 3, json!({})), @"");
+    insta::assert_snapshot!(refused(2, 0, json!({})), @"");
+    insta::assert_snapshot!(refusal(2, Shape { experts: 7, ..SHAPE }, &with(2, json!({}), json!({}))), @"");
+    insta::assert_snapshot!(refusal(2, Shape { units: false, ..SHAPE }, &with(2, json!({}), json!({}))), @"");
+    insta::assert_snapshot!(refused(2, 2, json!({"optimizer": {"type": "Muon"}})), @"");
+    insta::assert_snapshot!(refused(2, 2, json!({"torch_autocast": {"enabled": true, "dtype": "bfloat16"}})), @"");
+    insta::assert_snapshot!(refusal(2, SHAPE, &with(2, json!({"mics_shard_size": 2}), json!({}))), @"");
+    insta::assert_snapshot!(refusal(2, SHAPE, &with(2, json!({"leaf_module": {"names": ["layer.0"]}}), json!({}))), @"");
+    let folder = folder();
+    let files = json!({"offload_param": {"device": "nvme", "nvme_path": folder.path()}});
+    insta::assert_snapshot!(refusal(2, SHAPE, &with(2, files, json!({}))), @"");
+}
+
+#[test]
+fn a_rank_that_does_not_run_a_layer_with_divided_experts_is_told_so() {
+    let config = divided(config(0, 1, json!({}), json!({})), 2);
+    let ranks = threads::run(2, |comm| {
+        let mut engine =
+            Engine::builder().communicator(comm).initialize(|vb| Mixture::new(SHAPE, vb), config.clone())?;
+        let (x, skips) = (rows(0, 4), engine.rank() == 1);
+        let loss = engine.forward(|model| if skips { model.loss_without_blocks(&x) } else { model.loss(&x) });
+        Ok(loss.and_then(|loss| engine.backward(&loss)).unwrap_err())
+    });
+    let errors: Vec<Error> = ranks.unwrap().into_iter().map(|error| error.unwrap()).collect();
+    assert!(errors.iter().any(|error| error.to_string().contains("every rank must")), "{errors:?}");
+}
+
+// ---- killed jobs ---------------------------------------------------------------------------------------------------
+
+#[test]
+#[ignore = "the next tests start it on each rank"]
+fn training_program() {
+    let Some(folder) = std::env::var_os("TEST_FOLDER") else { return };
+    let folder = Path::new(&folder);
+    let config = divided(config(3, 1, group_sizes()[3].clone(), json!({"bf16": {"enabled": true}})), 2);
+    let shape = Shape { checkpointed: true, ..SHAPE };
+    let mut engine = Engine::initialize(|vb| Mixture::new(shape, vb), config).unwrap();
+    let dir = folder.join("checkpoints");
+    engine.load_checkpoint(&dir, None, &LoadOptions::default()).unwrap();
+    let die_at: Option<usize> = std::env::var("TEST_DIES_AT").ok().map(|step| step.parse().unwrap());
+    while engine.global_steps() < 10 {
+        let step = engine.global_steps() as usize;
+        if die_at == Some(step) && engine.rank() == 1 {
+            // The other ranks are in the exchange of the first layer, or will be.
+            kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
+        }
+        let (count, allowed) = disjoint(step, engine.rank());
+        allow(allowed);
+        let x = rows(step * 4 + engine.rank(), count);
+        let loss = engine.forward(|model| model.loss(&x)).unwrap();
+        engine.backward(&loss).unwrap();
+        engine.step().unwrap();
+        engine.save_checkpoint(&dir, None, Value::Null).unwrap();
+        println!("step {step}");
+        std::io::stdout().flush().unwrap();
+    }
+    engine.export_safetensors(folder.join("model.safetensors")).unwrap();
+}
+
+/// Returns a command that runs the program on 4 ranks in `folder`.
+fn program(folder: &Path) -> std::process::Command {
+    let mut command = zerorun();
+    command.args(["--num_ranks", "4", "--timeout", "60s"]).arg(std::env::current_exe().unwrap());
+    command.args(as_program(module_path!(), "training_program")).env("TEST_FOLDER", folder);
+    command.env("RAYON_NUM_THREADS", "1");
+    command
+}
+
+/// Runs the program, and kills all its processes when rank 0 has reported `kill_after` steps.
+fn run_program(folder: &Path, kill_after: Option<usize>) {
+    let mut job = start(&mut program(folder));
+    let launcher = i32::try_from(job.id()).unwrap();
+    let lines = BufReader::new(job.stdout.take().unwrap()).lines().map(|line| line.unwrap());
+    let steps = lines.filter(|line| line.starts_with("[rank 0] step")).take(kill_after.unwrap_or(usize::MAX)).count();
+    if let Some(kill_after) = kill_after {
+        assert_eq!(steps, kill_after);
+        let ranks = wait_for("the ranks", || Some(descendants(launcher)).filter(|ranks| ranks.len() >= 4));
+        for pid in [launcher].iter().chain(&ranks) {
+            let _ = kill_process(Pid::from_raw(*pid).unwrap(), Signal::KILL);
+        }
+        job.wait().unwrap();
+        wait_for("the processes to end", || {
+            ranks.iter().all(|pid| !crate::support::processes::runs(*pid)).then_some(())
+        });
+        return;
+    }
+    let output = job.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+}
+
+#[test]
+fn a_killed_job_with_divided_experts_ends_with_the_bytes_of_one_that_never_was() {
+    let (calm, killed) = (folder(), folder());
+    run_program(calm.path(), None);
+    for kill_after in [2, 3] {
+        run_program(killed.path(), Some(kill_after));
+    }
+    run_program(killed.path(), None);
+    let model = |folder: &Path| std::fs::read(folder.join("model.safetensors")).unwrap();
+    assert!(model(calm.path()) == model(killed.path()));
+}
+
+#[test]
+fn a_rank_that_dies_while_rows_travel_is_named_and_nobody_hangs() {
+    let folder = folder();
+    let output = program(folder.path()).env("TEST_DIES_AT", "3").output().unwrap();
+    assert!(!output.status.success());
+    let text = stderr(&output);
+    assert!(text.contains("rank 1 died (its process was killed by SIGKILL (9))"), "{text}");
+    assert!(!folder.path().join("model.safetensors").exists());
 }

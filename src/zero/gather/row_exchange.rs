@@ -77,17 +77,19 @@ impl RowExchange {
     }
 
     /// Tells each rank the number of rows that it will receive from this one, and returns the number of rows that come
-    /// from each rank. A row has `choices` experts and at most `width` elements in a message.
+    /// from each rank. A row has `choices` experts and at most `width` elements in a message. Collective among all ranks of
+    /// the job, so that a rank that does not run the layer is noticed, whatever it does instead.
     ///
     /// # Errors
     /// A failed collective; numbers that cannot be.
     pub fn counts(&self, sent: &[usize], (choices, width): (usize, usize)) -> candle_core::Result<Vec<usize>> {
-        self.with_group(|group| {
+        self.with_ranks(|comm, group| {
             let mut own = vec![choices as f64, width as f64];
             own.extend(sent.iter().map(|rows| *rows as f64));
-            let all = group.gather_f64(own).wait()?;
-            let rows = all.iter().enumerate().map(|(from, numbers)| {
-                let rank = group.in_job(from);
+            let all = comm.gather_f64(own).wait()?;
+            let in_group = comm.rank() - self.rank..comm.rank() - self.rank + self.ranks;
+            let rows = in_group.map(|rank| {
+                let numbers = &all[rank];
                 if numbers[..2] != [choices as f64, width as f64] {
                     return Err(CommError::other(format!(
                         "rank {rank} sends rows of {} elements with {} experts each, but this rank has rows of {width} \
@@ -119,7 +121,7 @@ impl RowExchange {
         })
     }
 
-    /// Sends each rank its part of `values`: `sent[r]` rows of `width` elements to rank r. Returns the rows from all
+    /// Sends each rank of the exchange its part of `values`: `sent[r]` rows of `width` elements to rank r. Returns the rows from all
     /// ranks, in rank order, of which there are `received[r]` from rank r.
     ///
     /// # Errors
@@ -133,26 +135,28 @@ impl RowExchange {
     ) -> candle_core::Result<Flat> {
         let elements = |rows: &[usize]| rows.iter().map(|rows| rows * width).collect::<Vec<_>>();
         let tag = self.layer.wrapping_add(content as u64);
-        self.with_group(|group| group.all_to_all(values, &elements(sent), &elements(received), tag).wait())
+        self.with_ranks(|_, group| group.all_to_all(values, &elements(sent), &elements(received), tag).wait())
     }
 
     /// Returns an error that names the rank of the job from which values came that cannot be.
     pub fn refuse(&self, from: usize, why: &str) -> candle_core::Error {
         let error = |group: &dyn Communicator| {
-            Err::<(), _>(CommError::other(format!("rank {} sent rows that cannot be: {why}", group.in_job(from))).into())
+            CommError::other(format!("rank {} sent rows that cannot be: {why}", group.in_job(from))).into()
         };
-        match self.with_group(error) {
-            Err(error) => error,
-            Ok(()) => unreachable!("the function fails"),
-        }
+        let refused: candle_core::Result<()> = self.with_ranks(|_, group| Err(error(group)));
+        refused.err().unwrap_or_else(|| unreachable!("the function fails"))
     }
 
-    fn with_group<T>(&self, run: impl FnOnce(&dyn Communicator) -> Result<T>) -> candle_core::Result<T> {
+    /// Calls `run` with the communicators of all ranks and of those in the exchange.
+    fn with_ranks<T>(
+        &self,
+        run: impl FnOnce(&dyn Communicator, &dyn Communicator) -> Result<T>,
+    ) -> candle_core::Result<T> {
         let Some(core) = self.link.core() else {
             candle_core::bail!("experts were used after their engine was dropped; keep the engine")
         };
         let Some(experts) = core.experts() else { unreachable!("the experts of this engine are divided among ranks") };
         count_collective_step();
-        run(&*experts.group).map_err(|error| core.stash(error))
+        run(core.comm(), &*experts.group).map_err(|error| core.stash(error))
     }
 }

@@ -48,17 +48,8 @@ impl RankCore {
     /// Collective: gathers a whole gradient, in f32.
     pub fn whole_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
         let own = self.own_gradient(param)?;
-        let own = match self.params[param].expert {
-            // Only the ranks that hold an expert know whether it has a gradient.
-            Some(_) => {
-                let is_known = |own: &Option<Flat>| f64::from(u8::from(own.is_some()));
-                let own_flag = if self.holds(param) { is_known(&own) } else { 0.0 };
-                let known = self.comm.gather_f64(vec![own_flag]).wait()?;
-                let is_known = known.iter().any(|flag| flag[0] != 0.0);
-                is_known.then(|| own.unwrap_or_else(|| Flat::F32(Vec::new())))
-            }
-            None => own,
-        };
+        let exists = self.exists_on_holders(param, own.is_some())?;
+        let own = exists.then(|| own.unwrap_or_else(|| Flat::F32(Vec::new())));
         own.map(|own| self.gather_whole(param, own)).transpose()
     }
 
@@ -81,13 +72,28 @@ impl RankCore {
         self.write_state(moment, param, owned, part)
     }
 
-    /// Sets a gradient that has been reduced. Returns false if there is none.
+    /// Sets a gradient that has been reduced. Returns false if there is none. Collective for experts that are divided among
+    /// ranks.
     pub fn set_gradient(&self, param: ParamId, whole: &[f32]) -> Result<bool> {
-        self.set_own_gradient(param, &whole[self.owned(param)])
+        let is_set = self.set_own_gradient(param, &whole[self.owned(param)])?;
+        self.exists_on_holders(param, is_set)
+    }
+
+    /// Returns whether something that this rank has, or has not, `exists` on the ranks that hold a parameter. Collective for
+    /// experts that are divided among ranks: the other ranks do not know.
+    fn exists_on_holders(&self, param: ParamId, exists: bool) -> Result<bool> {
+        if self.params[param].expert.is_none() {
+            return Ok(exists);
+        }
+        let flags = self.comm.gather_f64(vec![f64::from(u8::from(exists && self.holds(param)))]).wait()?;
+        Ok(flags.iter().any(|flag| flag[0] != 0.0))
     }
 
     /// Sets this rank's part of a gradient that has been reduced. Returns false if there is none.
     pub fn set_own_gradient(&self, param: ParamId, own: &[f32]) -> Result<bool> {
+        if !self.holds(param) {
+            return Ok(true);
+        }
         let (group, slot) = self.place_of(param);
         let group = &mut lock(&self.groups)[group];
         let Some(mut grads) = group.take_grads(slot, self)? else { return Ok(false) };
