@@ -298,8 +298,7 @@ impl Manifest {
         if end != ending(body) {
             return Err(damaged("its checksum does not match"));
         }
-        if let Some(version) =
-            version.filter(|v| !(u64::from(OLDEST_VERSION)..=u64::from(EXPERT_VERSION)).contains(v))
+        if let Some(version) = version.filter(|v| !(u64::from(OLDEST_VERSION)..=u64::from(EXPERT_VERSION)).contains(v))
         {
             return Err(format!(
                 "its format has version {version}, but this program reads versions {OLDEST_VERSION} to {EXPERT_VERSION}; load it with \

@@ -14,7 +14,8 @@ use super::buffers;
 use super::folder;
 use super::lineage::{LastCheckpoint, LockedFolders, try_to_write};
 use super::manifest::{
-    EXPERT_VERSION, FACTORED_VERSION, FORMAT, FileEntry, Manifest, PIPELINE_VERSION, Parameter, VERSION, automatic_tag, file_name,
+    EXPERT_VERSION, FACTORED_VERSION, FORMAT, FileEntry, Manifest, PIPELINE_VERSION, Parameter, VERSION, automatic_tag,
+    file_name,
 };
 use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
 use super::rank_file::RankFileWriter;

@@ -5,8 +5,8 @@ use super::note::shown;
 use super::walk::ConfigWalk;
 use super::{
     Config, ConfigNote, ConfigProblem, ConfigRule, Fp16, GradientOp, LeafModule, LocalStepsConfig, PipelineConfig,
-    Precision, RunValues, StatePrecision, TagValidation, ZeroConfig, batch, expert_parallel, local_steps, monitoring, offload,
-    optim, pipeline, scheduler, value_conversion,
+    Precision, RunValues, StatePrecision, TagValidation, ZeroConfig, batch, expert_parallel, local_steps, monitoring,
+    offload, optim, pipeline, scheduler, value_conversion,
 };
 use crate::layout::ZeroStage;
 use candle_core::DType;

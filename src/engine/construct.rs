@@ -23,7 +23,9 @@ use crate::memory::MemoryLedger;
 use crate::monitor::RunDescription;
 use crate::notice::{emit, suppress_below};
 use crate::offload::{DiskAccess, OffloadStore};
-use crate::optim::{self, GroupedOptimizer, LrSchedule, Optimizer, OptimizerRole, ParameterGroup, ParameterGrouping, TrainableFilter};
+use crate::optim::{
+    self, GroupedOptimizer, LrSchedule, Optimizer, OptimizerRole, ParameterGroup, ParameterGrouping, TrainableFilter,
+};
 use crate::param::WeightSource;
 use crate::precision::{LossScaler, WeightPacking};
 use crate::runs::{RunSpec, job, restart, run_name, settings_without_secrets};
@@ -378,7 +380,7 @@ fn check_experts(
         ),
         (
             config.zero.ignore_unused_parameters || !leaves.names.is_empty() || !leaves.name_suffixes.is_empty(),
-            "zero_optimization.ignore_unused_parameters or leaf_module is set, for experts that are gathered together;              remove it",
+            "zero_optimization.ignore_unused_parameters or leaf_module is set, for experts that are gathered together; remove it",
         ),
     ];
     match conflicts.into_iter().find(|(is_so, _)| *is_so) {

@@ -40,6 +40,6 @@ pub(crate) mod transfer;
 #[doc(inline)]
 pub use crate::param::BufferSync;
 pub(crate) use gather::routed_units::RoutedPass;
-pub(crate) use gather::row_exchange::{RowContent, RowExchange};
 pub use gather::routed_units::{RoutedUnits, routed_units};
+pub(crate) use gather::row_exchange::{RowContent, RowExchange};
 pub use gather::unit::{Unit, unit};

@@ -185,9 +185,8 @@ pub(crate) trait StepExecutor: ShareStorage {
                 let (whole, experts) = (sum.whole + more.whole, sum.experts + more.experts);
                 *sum = StateBytes { whole, experts, own: sum.own + more.own };
             };
-            let packed = |packing: WeightPacking| {
-                counted(group.len * size_of::<f32>(), &|numel| packing.packed_len(numel))
-            };
+            let packed =
+                |packing: WeightPacking| counted(group.len * size_of::<f32>(), &|numel| packing.packed_len(numel));
             let plain = || of(group.class.weights.dtype(dtype).size_in_bytes());
             let weights = group.packed().map_or_else(plain, |(packing, _)| packed(packing));
             add(&mut bytes.params, weights);

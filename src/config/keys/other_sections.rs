@@ -234,7 +234,8 @@ const TP: &[super::ConfigKey] = keys! {
 };
 
 const MODEL_HAS_NAMES: &str = "the model's code determines which of its parameters belong to experts";
-const MODEL_ROUTES: &str = "the model's code or its config.json determines how tokens are routed, and ignoring the key would change training";
+const MODEL_ROUTES: &str =
+    "the model's code or its config.json determines how tokens are routed, and ignoring the key would change training";
 const OWN_KERNELS: &str = "experts are computed as grouped products";
 const OWN_MESSAGES: &str = "tokens travel through the communicator, in messages as long as their rows";
 

@@ -118,13 +118,7 @@ impl ExpertMlp {
     }
 
     /// Applies the experts in `assignment` to the rows of `x`, and sums the results, multiplied by `weights`.
-    fn here(
-        &self,
-        x: &Tensor,
-        weights: &Tensor,
-        assignment: &Arc<ExpertAssignment>,
-        shape: &Shape,
-    ) -> Result<Tensor> {
+    fn here(&self, x: &Tensor, weights: &Tensor, assignment: &Arc<ExpertAssignment>, shape: &Shape) -> Result<Tensor> {
         let experts = match &self.units {
             Some(units) => units.agree(assignment.hit())?,
             None => RoutedPass::whole(self.experts()),

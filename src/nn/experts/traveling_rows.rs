@@ -144,10 +144,13 @@ impl RowRoutes {
     /// Returns the rank from which a received row came.
     fn origin_of(&self, place: usize) -> usize {
         let mut end = 0;
-        self.received.iter().take_while(|rows| {
-            end += **rows;
-            end <= place
-        }).count()
+        self.received
+            .iter()
+            .take_while(|rows| {
+                end += **rows;
+                end <= place
+            })
+            .count()
     }
 
     /// Returns the received `weights` as the result of an operation, which sends their gradients back.

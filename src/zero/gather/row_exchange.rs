@@ -107,7 +107,8 @@ impl RowExchange {
             let total = rows.iter().try_fold(0usize, |sum, rows| sum.checked_add(*rows));
             let fits = |total: &usize| {
                 let (choices, elements) = (total.checked_mul(choices), total.checked_mul(width));
-                choices.is_some_and(|n| u32::try_from(n).is_ok()) && elements.is_some_and(|n| n <= isize::MAX as usize / 8)
+                choices.is_some_and(|n| u32::try_from(n).is_ok())
+                    && elements.is_some_and(|n| n <= isize::MAX as usize / 8)
             };
             match total.filter(fits) {
                 Some(_) => Ok(rows),

@@ -54,8 +54,10 @@ impl GradientBackend for RankCore {
     ) -> Result<FlatBuffer> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.model_place.gpu() {
-            let (form, len) =
-                (GradientPackFormat { dtype: plan.dtype, factor: plan.before }, layout.chunk * layout.mesh.world_size());
+            let (form, len) = (
+                GradientPackFormat { dtype: plan.dtype, factor: plan.before },
+                layout.chunk * layout.mesh.world_size(),
+            );
             let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
                 Some(large) => gradient_pack::prepare(gpu, form, len, large.grad)?,
                 None => {

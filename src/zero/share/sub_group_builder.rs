@@ -126,8 +126,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
                 // The last values are followed by the padding of the shard.
                 Some(packing) => {
                     let is_last = start + values.len() == len;
-                    let shard_len =
-                        if is_last { self.plan.mesh.of(cut).shard_len(cut) - start } else { values.len() };
+                    let shard_len = if is_last { self.plan.mesh.of(cut).shard_len(cut) - start } else { values.len() };
                     let packed = packed_weight_shards::pack(packing, FlatRef::F32(&values), shard_len);
                     self.fill(&mut share, packed.as_ref())?;
                 }

@@ -192,7 +192,7 @@ impl VarBuilderBackend {
         }
         if inner.plan.expert_ranks > 1 && params.iter().all(|param| param.expert.is_none()) {
             let why = format!(
-                "expert_parallel.autoep_size is {}, but the model has no experts whose tensors are separate units; build                  its experts with routed_units, or remove the section",
+                "expert_parallel.autoep_size is {}, but the model has no experts whose tensors are separate units; build its experts with routed_units, or remove the section",
                 inner.plan.expert_ranks
             );
             return Err(EngineError::ExpertParallel { why }.into());
