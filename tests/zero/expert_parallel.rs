@@ -1,12 +1,14 @@
 //! Experts that are divided among ranks: rows travel to them. Results have the same bits at every stage, and are those
 //! of a job whose ranks all hold all experts, except for rounding.
 
-use crate::support::experts::{EXPERT, Mixture, SHAPE, Shape, WIDTH, allow, rows, take_chosen};
+use crate::support::experts::{EXPERT, Mixture, SHAPE, Shape, WIDTH, allow, choose_in_turn, rows, take_chosen};
 use crate::support::processes::{as_program, descendants, start, stderr, wait_for, zerorun};
 use crate::support::tiny::config;
 use candle_zero::checkpoint::LoadOptions;
-use candle_zero::comm::threads;
+use candle_zero::comm::{CollectiveKind, threads};
+use candle_zero::config::Config;
 use candle_zero::error::Error;
+use candle_zero::estimate::{Estimate, EstimateOptions, Shapes};
 use candle_zero::memory::MemoryKind;
 use candle_zero::precision::{Nf4Scales, WeightPacking};
 use candle_zero::{Engine, EngineBuilder};
@@ -301,6 +303,59 @@ fn a_rank_holds_only_the_states_of_its_experts() {
             }
         }
     }
+}
+
+#[test]
+fn an_estimate_counts_the_memory_and_the_collectives_of_divided_experts() {
+    for (job, stage, checkpointed, bucket) in [
+        (job(2, 2), 0, false, 0),
+        (job(4, 2), 1, false, 0),
+        (job(4, 2), 2, false, 0),
+        (job(2, 2), 3, false, 2 * EXPERT),
+        (job(4, 2), 3, true, 3 * EXPERT),
+        (job(4, 4), 3, false, 0),
+    ] {
+        let zero = match stage {
+            3 => json!({
+                "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket,
+                "stage3_max_reuse_distance": 0,
+            }),
+            _ => json!({}),
+        };
+        let config = divided(config(stage, 1, zero, json!({})), job.size);
+        let shape = Shape { checkpointed, ..SHAPE };
+        let ranks = threads::run(job.world, |comm| {
+            let rank = comm.rank();
+            let mut engine =
+                Engine::builder().communicator(comm).initialize(|vb| Mixture::new(shape, vb), config.clone())?;
+            choose_in_turn();
+            let mut before = engine.comm_report();
+            for step in 0..4 {
+                before = engine.comm_report();
+                let loss = engine.forward(|model| model.loss(&rows(step * job.world + rank, 16)))?;
+                engine.backward(&loss)?;
+                engine.step()?;
+            }
+            Ok((engine.memory_report(), before, engine.comm_report()))
+        });
+        let shapes = Shapes::of("mixture", |vb| Mixture::new(shape, vb)).unwrap();
+        let options = EstimateOptions { recompute: checkpointed, ..EstimateOptions::default() };
+        let config = Config::load(config, job.world).unwrap();
+        let estimate = Estimate::with(&shapes, &config, options).unwrap();
+        for rank in ranks.unwrap() {
+            let (memory, before, after) = rank.unwrap();
+            assert_eq!(estimate.memory.rows, memory.rows, "{job:?}, {stage}\n{}\n{memory}", estimate.memory);
+            for kind in [CollectiveKind::AllGather, CollectiveKind::ReduceScatter, CollectiveKind::Control] {
+                let (before, after, expected) = (before.kind(kind), after.kind(kind), estimate.step.kind(kind));
+                let found = [after.calls - before.calls, after.elements - before.elements];
+                assert_eq!([expected.calls, expected.elements], found, "{} {job:?}, stage {stage}", kind.name());
+            }
+        }
+    }
+    let shapes = Shapes::of("mixture", |vb| Mixture::new(Shape { experts: 7, ..SHAPE }, vb)).unwrap();
+    let config = Config::load(divided(config(3, 1, json!({}), json!({})), 2), 2).unwrap();
+    let refused = Estimate::with(&shapes, &config, EstimateOptions::default()).unwrap_err().to_string();
+    insta::assert_snapshot!(refused, @"cannot divide experts among ranks: expert_parallel.autoep_size is 2, which does not divide the 7 experts of a layer; use a divisor of 7");
 }
 
 // ---- checkpoints ---------------------------------------------------------------------------------------------------
