@@ -7,8 +7,8 @@ use crate::support::processes::{stderr, stdout, zerorun};
 use candle_zero::comm::threads;
 use candle_zero::serde_json::Value;
 use candle_zero_finetune::{
-    Adapter, BaseModel, FineTune, Options, PipelineStages, PreparedRun, Source, StepReport, TrainingLength, TuningMethod,
-    ValidationData, WarmupLength,
+    Adapter, BaseModel, FineTune, Options, PipelineStages, PreparedRun, Source, StepReport, TrainingLength,
+    TuningMethod, ValidationData, WarmupLength,
 };
 use safetensors::tensor::{SafeTensors, TensorView};
 use std::path::{Path, PathBuf};

@@ -4,7 +4,7 @@
 use crate::support::experts::{EXPERT, Mixture, SHAPE, Shape, WIDTH, allow, choose_in_turn, rows, take_chosen};
 use crate::support::processes::{as_program, descendants, start, stderr, wait_for, zerorun};
 use crate::support::tiny::config;
-use candle_zero::checkpoint::LoadOptions;
+use candle_zero::checkpoint::{Checkpoint, ConsolidateSettings, LoadOptions, consolidate};
 use candle_zero::comm::{CollectiveKind, threads};
 use candle_zero::config::Config;
 use candle_zero::error::Error;
@@ -96,13 +96,14 @@ fn disjoint(micro: usize, rank: usize) -> (usize, Vec<usize>) {
 }
 
 /// Returns settings of stage 3 with groups of experts of several sizes.
-fn group_sizes() -> [Value; 4] {
+fn group_sizes() -> [Value; 5] {
     [
         json!({}),
         json!({"stage3_param_persistence_threshold": 0}),
         json!({"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}),
         json!({"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 2 * EXPERT,
                "reduce_bucket_size": 100, "stage3_max_reuse_distance": 0}),
+        json!({"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}, "overlap_comm": false}),
     ]
 }
 
@@ -412,7 +413,17 @@ fn checkpoints_of_divided_experts_load_with_any_division_and_any_number_of_ranks
     let saved = rank_files(&to("a"), 2);
     assert!(saved.len() == 2 && saved == rank_files(&to("f"), 2));
     assert!(rank_files(&to("c"), 2).len() == 4);
-    // Training goes on with the same bits.
+    // The weights of all experts are in a consolidated file.
+    let checkpoint = Checkpoint::open(to("a"), None).unwrap().unwrap();
+    checkpoint.verify(|_| ()).unwrap();
+    consolidate(&checkpoint, to("whole"), &ConsolidateSettings::default(), &mut |_| ()).unwrap();
+    let consolidated = std::fs::read(to("whole").join("model.safetensors")).unwrap();
+    let [found, expected] = [&consolidated, &first].map(|bytes| safetensors::SafeTensors::deserialize(bytes).unwrap());
+    assert!(expected.len() > 2 * SHAPE.experts * 3 && found.len() == expected.len());
+    for (name, tensor) in expected.tensors() {
+        assert!(found.tensor(&name).unwrap().data() == tensor.data(), "{name}");
+    }
+    // Training continues with the same bits.
     let once = go_on(job(2, 2), 2, None, &to("g"), 2);
     assert!(once == first);
     let ends = ["a", "f", "g"].map(|from| go_on(job(2, 2), 3, Some(&to(from)), &to(&format!("{from}2")), 2));
@@ -450,6 +461,53 @@ fn every_rank_can_read_and_set_the_parameters_of_all_experts() {
         let ranks = ranks.unwrap().into_iter().collect::<candle_zero::Result<Vec<_>>>().unwrap();
         assert!(ranks.windows(2).all(|pair| pair[0] == pair[1]));
         assert!(ranks[0].0.iter().flatten().any(|value| *value != 0.0));
+    }
+}
+
+#[test]
+fn experts_can_be_frozen_and_unfrozen_and_their_gradients_held() {
+    let run = |job: Job, stage: u8, holds: bool| {
+        let config = divided(config(stage, 2, group_sizes()[3].clone(), json!({})), job.size);
+        let ranks = threads::run(job.world, |comm| {
+            let rank = comm.rank();
+            let mut engine =
+                Engine::builder().communicator(comm).initialize(|vb| Mixture::new(SHAPE, vb), config.clone())?;
+            let mut losses = Vec::new();
+            for step in 0..4 {
+                // Freezes the experts of one rank, then all of them, then none.
+                engine.set_trainable(|name, _| match step {
+                    1 => {
+                        !["experts.4.", "experts.5.", "experts.6.", "experts.7."].iter().any(|part| name.contains(part))
+                    }
+                    2 => !name.contains("experts"),
+                    _ => true,
+                })?;
+                for micro in 0..2 {
+                    let (count, allowed) = disjoint(2 * step + micro, rank);
+                    allow(allowed);
+                    let x = rows(2 * step + micro + 8 * rank, count);
+                    let mut pass = |engine: &mut Engine<Mixture>| {
+                        let loss = engine.forward(|model| model.loss(&x))?;
+                        losses.push(loss.to_scalar::<f32>()?.to_bits());
+                        engine.backward(&loss)
+                    };
+                    match holds && micro == 0 {
+                        true => engine.no_sync(pass)?,
+                        false => pass(&mut engine)?,
+                    }
+                    engine.step()?;
+                }
+            }
+            let names = ["layer.0.mlp.experts.1.up.weight", "layer.1.mlp.experts.6.down.weight"];
+            let values = names.map(|name| engine.safe_get_full_fp32_param(name).unwrap().to_vec2::<f32>().unwrap());
+            Ok((losses, values))
+        });
+        ranks.unwrap().into_iter().collect::<candle_zero::Result<Vec<_>>>().unwrap()
+    };
+    for job in [job(2, 2), job(4, 2)] {
+        let reference = run(job, 0, false);
+        assert!((1..4).all(|stage| run(job, stage, false) == reference), "{job:?}");
+        assert!(run(job, 0, true) == run(job, 1, true), "{job:?}");
     }
 }
 

@@ -9,7 +9,7 @@ use crate::zero::check::gradient_check_state::count_collective_step;
 use crate::zero::rank_core::EngineLink;
 use std::ops::Range;
 
-/// The exchange of a layer whose experts are divided among ranks. Every method is collective among these ranks.
+/// The exchange of a layer whose experts are divided among ranks, which call its collective methods together.
 #[derive(Debug, Clone)]
 pub(crate) struct RowExchange {
     link: EngineLink,
@@ -46,9 +46,9 @@ impl RoutedUnits {
         let group = &core.experts()?.group;
         let (rank, ranks) = (group.rank(), group.size());
         let each = self.len() / ranks;
-        let first = *self.units().first()?;
-        let is_of_layer = |unit| self.units().contains(unit);
-        let trains = core.params().iter().any(|param| param.is_trained() && is_of_layer(&param.unit));
+        let (first, last) = (*self.units().first()?, *self.units().last()?);
+        let mut of_layer = core.params().iter().filter(|param| (first..=last).contains(&param.unit));
+        let trains = of_layer.any(|param| param.is_trained());
         let layer = fnv1a(core.unit_name(first).as_bytes());
         let experts = rank * each..(rank + 1) * each;
         Some(RowExchange { link: self.link().clone(), layer, experts, rank, ranks, trains })
