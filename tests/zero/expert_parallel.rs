@@ -24,6 +24,9 @@ const STEPS: usize = 3;
 /// The number of each rank's rows, and the experts among which their routers choose.
 type Routes = dyn Fn(usize, usize) -> (usize, Vec<usize>) + Sync;
 
+/// Changes an engine's options.
+type Change = dyn Fn(EngineBuilder) -> EngineBuilder + Sync;
+
 /// The losses and gradient norms of every rank, and the exported model.
 type Trained = (Vec<(Vec<f32>, Vec<f64>)>, Vec<u8>);
 
@@ -187,7 +190,7 @@ fn divided_experts_that_are_frozen_or_packed_or_recompute_have_the_same_bits_at_
     let one = |builder: EngineBuilder| {
         builder.trainable(|name, _| name.starts_with("layer.1.mlp.experts.6.") || name.starts_with("last"))
     };
-    let cases: [(&str, Shape, Value, &(dyn Fn(EngineBuilder) -> EngineBuilder + Sync)); 7] = [
+    let cases: [(&str, Shape, Value, &Change); 7] = [
         ("frozen", adapted, json!({}), &frozen),
         ("packed", adapted, json!({}), &packed),
         ("packed in bf16", adapted, json!({"bf16": {"enabled": true}}), &packed),

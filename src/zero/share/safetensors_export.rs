@@ -74,7 +74,7 @@ impl RankCore {
             if self.holds(param) {
                 residency::with_view(&self.params[param].tensor, |values| whole.extend_cast(values))?;
             }
-            return self.from_holders(param, whole);
+            return self.spread_from_holders(param, whole);
         }
         self.whole_state(ParamStateKind::Weights, param)
     }
@@ -93,12 +93,12 @@ impl RankCore {
     pub(super) fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
         let (mesh, about) = (self.mesh_of(&[param]), &self.params[param]);
         if !self.holds(param) {
-            return self.from_holders(param, own);
+            return self.spread_from_holders(param, own);
         }
         // This decision must not depend on the number of elements that this rank owns: a parameter with one element is
         // in only one shard.
         if mesh.shards() == 1 || !self.placement.optim.is_sharded() {
-            return self.from_holders(param, own);
+            return self.spread_from_holders(param, own);
         }
         let len = about.shard_len(mesh);
         own.extend_zeros(len - own.len());
@@ -107,12 +107,12 @@ impl RankCore {
         for shard in 0..mesh.shards() {
             whole.extend_cast(chunks.slice(shard * len..shard * len + about.shard(mesh, shard).len()));
         }
-        self.from_holders(param, whole)
+        self.spread_from_holders(param, whole)
     }
 
     /// Collective if the parameter is on some ranks only: returns the whole parameter on all ranks. `whole` is the whole
     /// parameter on the ranks that hold it, and not used on the others.
-    fn from_holders(&self, param: usize, whole: Flat) -> Result<Flat> {
+    fn spread_from_holders(&self, param: usize, whole: Flat) -> Result<Flat> {
         if self.params[param].expert.is_none() {
             return Ok(whole);
         }
