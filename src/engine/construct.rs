@@ -26,11 +26,12 @@ use crate::offload::{DiskAccess, OffloadStore};
 use crate::optim::{
     self, GroupedOptimizer, LrSchedule, Optimizer, OptimizerRole, ParameterGroup, ParameterGrouping, TrainableFilter,
 };
-use crate::param::WeightSource;
+use crate::param::{Param, WeightSource};
 use crate::precision::{LossScaler, WeightPacking};
 use crate::runs::{RunSpec, job, restart, run_name, settings_without_secrets};
 use crate::util::list;
 use crate::zero::expert_ranks::ExpertRanks;
+use crate::zero::gather::leaf_units::LeafPosition;
 use crate::zero::gather::unit::building;
 use crate::zero::rank_core::{
     EngineLink, RankCore, RankCoreParts, RecomputeSettings, RegisteredModel, naming_what_is_held,
@@ -131,6 +132,7 @@ impl<M> Engine<M> {
             None => {
                 grouping.kept_modules().check(registered.names())?;
                 mark_leaves(&mut registered, &config.zero.leaf_module, &leaf_units, reports)?;
+                check_leaves(&registered)?;
             }
         }
         if let Some(offload) = &offload {
@@ -344,6 +346,23 @@ fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[S
         }
     }
     Ok(())
+}
+
+/// Returns an error if experts that are divided among ranks are in a leaf, which would gather them together.
+fn check_leaves(registered: &RegisteredModel) -> Result<()> {
+    let places = registered.leaves.places();
+    let is_in_leaf = |param: &&Param| param.expert.is_some() && places[param.unit] != LeafPosition::Outside;
+    match registered.params.iter().find(is_in_leaf) {
+        Some(param) => {
+            let why = format!(
+                "{} is in a leaf unit, all of whose parameters are gathered together; do not mark the unit as a leaf, or \
+                 remove the section expert_parallel",
+                param.name
+            );
+            Err(EngineError::ExpertParallel { why }.into())
+        }
+        None => Ok(()),
+    }
 }
 
 /// Returns an error unless each group of `mics_shard_size` ranks is on one host, or one group contains all ranks.

@@ -1,7 +1,7 @@
 //! Experts that are divided among ranks: rows travel to them. Results have the same bits at every stage, and are those
 //! of a job whose ranks all hold all experts, except for rounding.
 
-use crate::support::experts::{EXPERT, Mixture, SHAPE, Shape, WIDTH, allow, choose_in_turn, rows, take_chosen};
+use crate::support::experts::{EXPERT, Mixture, SHAPE, Shape, WIDTH, allow, choose_in_turn, rows};
 use crate::support::processes::{as_program, descendants, start, stderr, wait_for, zerorun};
 use crate::support::tiny::config;
 use candle_zero::checkpoint::{Checkpoint, ConsolidateSettings, LoadOptions, consolidate};
@@ -514,27 +514,6 @@ fn experts_can_be_frozen_and_unfrozen_and_their_gradients_held() {
     }
 }
 
-#[test]
-fn loads_count_each_row_once_over_the_job() {
-    let config = divided(config(2, 1, json!({}), json!({})), 2);
-    let ranks = threads::run(2, |comm| {
-        let rank = comm.rank();
-        let mut engine =
-            Engine::builder().communicator(comm).initialize(|vb| Mixture::new(SHAPE, vb), config.clone())?;
-        take_chosen();
-        allow((0..3).map(|i| 3 * rank + i));
-        let loss = engine.forward(|model| model.loss(&rows(rank, 5)))?;
-        engine.backward(&loss)?;
-        engine.step()?;
-        Ok(take_chosen())
-    });
-    for (rank, chosen) in ranks.unwrap().into_iter().enumerate() {
-        // A rank's routers see its own rows only.
-        let own: Vec<usize> = (0..3).map(|i| 3 * rank + i).collect();
-        assert!(chosen.unwrap().iter().flatten().all(|expert| own.contains(expert)));
-    }
-}
-
 // ---- errors --------------------------------------------------------------------------------------------------------
 
 /// Returns the error with which an engine is refused on `world` ranks, without the backtrace.
@@ -562,6 +541,11 @@ fn divisions_that_cannot_be_are_refused() {
     insta::assert_snapshot!(refused(2, 2, json!({"torch_autocast": {"enabled": true, "dtype": "bfloat16"}})), @"the configuration value: `expert_parallel.autoep_size`: 2 cannot be used together with torch_autocast, because experts are computed in the model's own format; remove one of the two");
     insta::assert_snapshot!(refusal(2, SHAPE, &with(2, json!({"mics_shard_size": 2}), json!({}))), @"the configuration value: `expert_parallel.autoep_size`: 2 cannot be used together with zero_optimization.mics_shard_size, because experts are sharded only among the ranks that hold them; remove one of the two");
     insta::assert_snapshot!(refusal(2, SHAPE, &with(2, json!({"leaf_module": {"names": ["layer.0"]}}), json!({}))), @"cannot divide experts among ranks: expert_parallel.autoep_size is 2, but zero_optimization.ignore_unused_parameters or leaf_module is set, for experts that are gathered together; remove it");
+    let of_leaf = threads::run(2, |comm| {
+        let builder = Engine::builder().communicator(comm).leaf_units(["layer.1"]);
+        builder.initialize(|vb| Mixture::new(SHAPE, vb), with(2, json!({}), json!({}))).map(drop)
+    });
+    insta::assert_snapshot!(of_leaf.unwrap()[0].as_ref().unwrap_err(), @"cannot divide experts among ranks: layer.1.mlp.experts.0.gate.weight is in a leaf unit, all of whose parameters are gathered together; do not mark the unit as a leaf, or remove the section expert_parallel");
     let folder = folder();
     let files = json!({"offload_param": {"device": "nvme", "nvme_path": folder.path()}});
     insta::assert_snapshot!(refusal(2, SHAPE, &with(2, files, json!({}))), @"cannot divide experts among ranks: expert_parallel.autoep_size is 2, but states are offloaded to files; use the device cpu, or remove one of the two");
