@@ -331,7 +331,9 @@ impl Manifest {
         let pieces = self.world_size / along;
         let is_possible = |[position, size]: &[usize; 2]| position < size && pieces.is_multiple_of(*size);
         let stray = self.parameters.iter().find_map(|p| p.expert.filter(|expert| !is_possible(expert)));
-        say(stray.is_none(), format!("an expert at position {:?} on {}", stray, counted(pieces, "rank")))?;
+        if let Some([position, size]) = stray {
+            return Err(format!("an expert at position {position} of {size} on {}", counted(pieces, "rank")));
+        }
         // Counters must have room to increase, and must be exact in f64.
         let counters = [self.global_steps, self.skipped_steps, self.global_samples, self.optimizer_steps];
         let next = self.last_batch_iteration.checked_add(1).and_then(|n| u64::try_from(n).ok());
