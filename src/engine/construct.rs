@@ -90,6 +90,7 @@ impl<M> Engine<M> {
         let weights = source.fingerprint();
         let copied = pipeline.as_ref().and_then(PipelineSetup::copied);
         let grouping = grouping(&config, optimizer, parameter_groups, (trainable, copied), quantized)?;
+        check_experts(&config, &grouping, &device, pipeline.is_some())?;
         // Ranks of all stages and islands share the disks of their host.
         let job = match (&pipeline, &islands) {
             (Some(pipeline), _) => pipeline.job().clone(),
@@ -98,7 +99,6 @@ impl<M> Engine<M> {
         };
         let offload = open_offload(&config, &*job, disk_access, &ledger)?;
         check_groups(&config, &*comm)?;
-        check_experts(&config, &grouping, &device, (pipeline.is_some(), offload.is_some()))?;
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
@@ -375,15 +375,11 @@ fn check_groups(config: &Config, comm: &dyn Communicator) -> Result<()> {
 }
 
 /// Returns an error if experts cannot be divided among ranks in the way in which the engine trains.
-fn check_experts(
-    config: &Config,
-    grouping: &ParameterGrouping,
-    device: &Device,
-    (has_pipeline, has_files): (bool, bool),
-) -> Result<()> {
+fn check_experts(config: &Config, grouping: &ParameterGrouping, device: &Device, has_pipeline: bool) -> Result<()> {
     if config.expert_parallel_size == 1 {
         return Ok(());
     }
+    let has_files = config.zero.param_files().is_some() || config.zero.optimizer_files().is_some();
     let leaves = &config.zero.leaf_module;
     let conflicts = [
         (has_pipeline, "the model is a pipeline, whose stages hold complete blocks; remove one of the two"),
