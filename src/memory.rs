@@ -271,9 +271,12 @@ pub struct MemoryReport {
 }
 
 /// The bytes of one kind of state: of the entire model, and of this rank's part if it is sharded, including padding.
+/// Experts that are divided among ranks count separately.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct StateBytes {
     pub whole: usize,
+    /// The bytes of the experts that this rank holds, which are sharded only among the ranks that hold them.
+    pub experts: usize,
     pub own: usize,
 }
 
@@ -290,11 +293,11 @@ pub(crate) struct ModelBytes {
 }
 
 impl MemoryReport {
-    /// Compares the ledger with the formula.
+    /// Compares the ledger with the formula. `holders` is the number of ranks that hold the same experts.
     pub(crate) fn new(
         ledger: &MemoryLedger,
         stage: ZeroStage,
-        mesh: ShardMesh,
+        (mesh, holders): (ShardMesh, usize),
         (parameters, frozen): (usize, usize),
         bytes: ModelBytes,
     ) -> Self {
@@ -310,8 +313,9 @@ impl MemoryReport {
             formula: None,
             padding: 0.0,
         };
-        let row = |kind, StateBytes { whole, own }: StateBytes, sharded: bool| {
-            let exact = whole as f64 / if sharded { mesh.shards() as f64 } else { 1.0 };
+        let row = |kind, StateBytes { whole, own, experts }: StateBytes, sharded: bool| {
+            let among = |ranks: usize| if sharded { ranks as f64 } else { 1.0 };
+            let exact = whole as f64 / among(mesh.shards()) + experts as f64 / among(holders);
             let padding = if sharded { own as f64 - exact } else { 0.0 };
             MemoryRow { formula: Some(exact), padding, ..free(kind) }
         };

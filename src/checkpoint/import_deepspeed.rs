@@ -120,6 +120,7 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[DeepSpeedState]) ->
         updates_before: 0,
         state_lens: std::collections::BTreeMap::new(),
         pipeline_rank: 0,
+        expert: None,
     });
     let updates = from.global_steps().saturating_sub(from.skipped_steps());
     Manifest {

@@ -398,7 +398,7 @@ fn wanted(
                 )));
             }
             // Full parameters get all their elements from the files, not from other ranks.
-            let is_whole = kind == ParamStateKind::Weights && !core.shards(param);
+            let is_whole = kind == ParamStateKind::Weights && core.keeps_whole(param);
             let range = if is_whole { 0..own.numel } else { core.held(kind, param) };
             wanted.push(NeededElements { state, saved, kind, param, range });
         }
@@ -413,7 +413,7 @@ fn set_all(core: &RankCore, checkpoint: &Checkpoint, wanted: &[NeededElements]) 
     for NeededElements { state, saved, kind, param, range } in wanted {
         let dtype = if *kind == ParamStateKind::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
         let values = |part| checkpoint.read(*state, *saved, part).map(|values| Flat::from_f32(values, dtype));
-        if *kind == ParamStateKind::Weights && !core.shards(*param) {
+        if *kind == ParamStateKind::Weights && core.keeps_whole(*param) {
             core.write_whole(*param, values)?;
             core.write_state(*kind, *param, core.owned(*param), values)?;
         } else {

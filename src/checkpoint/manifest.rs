@@ -3,7 +3,7 @@
 use super::rank_file_layout::{BLOCK, PAGE, RankFileLayout};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::read_text;
-use crate::layout::ShardCut;
+use crate::layout::{ExpertPlace, ShardCut};
 use crate::util::counted;
 use crate::zero::share::state_access::WEIGHTS;
 use serde::{Deserialize, Serialize};
@@ -19,11 +19,15 @@ pub(super) const FORMAT: &str = "candle-zero checkpoint";
 
 /// The format version that is written. Version 1 had no buffers, blocks, frozen parameters, predecessors, learning
 /// rates set by the user, or rounding seed; its readers reject unknown fields. Version 3 is written only
-/// for a pipeline of several ranks and for islands, and version 4 only with factored states.
+/// for a pipeline of several ranks and for islands, version 4 only with factored states, and version 5 only with experts that
+/// are divided among ranks.
 pub(super) const VERSION: u32 = 2;
 pub(super) const PIPELINE_VERSION: u32 = 3;
 /// The version of a checkpoint with factored states.
 pub(super) const FACTORED_VERSION: u32 = 4;
+
+/// The version of a checkpoint with experts that are divided among ranks.
+pub(super) const EXPERT_VERSION: u32 = 5;
 
 /// The oldest format version that is read.
 const OLDEST_VERSION: u32 = 1;
@@ -136,6 +140,10 @@ pub struct Parameter {
     /// The position in the pipeline of the ranks that saved the parameter.
     #[serde(default, skip_serializing_if = "is_first")]
     pub pipeline_rank: usize,
+    /// With expert parallelism, the position of the ranks that saved the parameter of an expert, and the number of
+    /// positions. Every rank whose number has this remainder saved a part.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expert: Option<[usize; 2]>,
 }
 
 fn one() -> usize {
@@ -211,7 +219,11 @@ impl Parameter {
 
     /// Returns how the parameter is divided among the ranks' files.
     pub(super) fn cut(&self) -> ShardCut {
-        ShardCut { numel: self.numel(), block: usize::try_from(self.block).unwrap_or(usize::MAX).max(1) }
+        ShardCut {
+            numel: self.numel(),
+            block: usize::try_from(self.block).unwrap_or(usize::MAX).max(1),
+            expert: self.expert.map(|[position, size]| ExpertPlace { position, size }),
+        }
     }
 
     fn checked_numel(&self) -> Option<usize> {
@@ -286,11 +298,10 @@ impl Manifest {
         if end != ending(body) {
             return Err(damaged("its checksum does not match"));
         }
-        if let Some(version) =
-            version.filter(|v| !(u64::from(OLDEST_VERSION)..=u64::from(FACTORED_VERSION)).contains(v))
+        if let Some(version) = version.filter(|v| !(u64::from(OLDEST_VERSION)..=u64::from(EXPERT_VERSION)).contains(v))
         {
             return Err(format!(
-                "its format version is {version}, but this program reads versions {OLDEST_VERSION} to {FACTORED_VERSION}; load it with \
+                "its format version is {version}, but this program reads versions {OLDEST_VERSION} to {EXPERT_VERSION}; load it with \
                  the release that wrote it"
             ));
         }
@@ -317,6 +328,12 @@ impl Manifest {
         )?;
         let stray = self.parameters.iter().find(|p| p.pipeline_rank >= along);
         say(stray.is_none(), format!("position {} in a pipeline of {along}", stray.map_or(0, |p| p.pipeline_rank)))?;
+        let pieces = self.world_size / along;
+        let is_possible = |[position, size]: &[usize; 2]| position < size && pieces.is_multiple_of(*size);
+        let stray = self.parameters.iter().find_map(|p| p.expert.filter(|expert| !is_possible(expert)));
+        if let Some([position, size]) = stray {
+            return Err(format!("an expert at position {position} of {size} on {}", counted(pieces, "rank")));
+        }
         // Counters must have room to increase, and must be exact in f64.
         let counters = [self.global_steps, self.skipped_steps, self.global_samples, self.optimizer_steps];
         let next = self.last_batch_iteration.checked_add(1).and_then(|n| u64::try_from(n).ok());

@@ -17,6 +17,8 @@
 //!
 //! In a pipeline, the files of the ranks at its first position come first, then those of the second, ... A file has only
 //! the parameters of its position, each divided among the files of that position.
+//!
+//! With expert parallelism, the parameters of an expert are in the files of the ranks that hold the expert.
 
 use crate::layout::ShardCut;
 use std::collections::BTreeMap;
@@ -60,7 +62,7 @@ impl RankFileLayout {
     pub fn shard(&self, state: usize, param: usize, rank: usize) -> Range<usize> {
         let pieces = self.world_size / self.pipeline_ranks;
         if self.states[state][param] && self.is_in(param, rank) {
-            let own = self.lens.get(&(state, param)).map(|len| ShardCut { numel: *len, block: 1 });
+            let own = self.lens.get(&(state, param)).map(|len| ShardCut::anywhere(*len));
             own.unwrap_or(self.cuts[param]).shard(pieces, rank % pieces)
         } else {
             0..0
@@ -119,6 +121,7 @@ impl RankFileOffsets {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::layout::ExpertPlace;
     use proptest::prelude::*;
 
     proptest! {
@@ -130,7 +133,11 @@ mod tests {
             own_len in (0usize..4, 0usize..8, 0usize..60),
         ) {
             let states: Vec<Vec<bool>> = has.iter().map(|has| has[..numels.len()].to_vec()).collect();
-            let cuts = numels.iter().map(|(numel, block, _)| ShardCut { numel: *numel, block: *block }).collect();
+            let cuts = numels.iter().map(|(numel, block, position)| {
+                let size = if pieces % 2 == 0 { 2 } else { 1 };
+                let expert = (position % 2 == 0).then(|| ExpertPlace { position: numel % size, size });
+                ShardCut { numel: *numel, block: *block, expert }
+            }).collect();
             let positions = numels.iter().map(|(_, _, position)| position % pipeline_ranks).collect();
             let world_size = pieces * pipeline_ranks;
             let lens = BTreeMap::from([((own_len.0, own_len.1), own_len.2)]);

@@ -14,7 +14,8 @@ use super::buffers;
 use super::folder;
 use super::lineage::{LastCheckpoint, LockedFolders, try_to_write};
 use super::manifest::{
-    FACTORED_VERSION, FORMAT, FileEntry, Manifest, PIPELINE_VERSION, Parameter, VERSION, automatic_tag, file_name,
+    EXPERT_VERSION, FACTORED_VERSION, FORMAT, FileEntry, Manifest, PIPELINE_VERSION, Parameter, VERSION, automatic_tag,
+    file_name,
 };
 use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
 use super::rank_file::RankFileWriter;
@@ -151,13 +152,15 @@ pub(crate) fn manifest(
         let block = if block > 1 { block as u64 } else { 0 };
         let pipeline_rank = core.pipeline().map_or(0, |position| position.comm.rank());
         let (name, shape) = (p.name.clone(), p.shape.dims().to_vec());
-        Parameter { name, shape, states, block, updates_before, state_lens, pipeline_rank }
+        let expert = p.expert.map(|expert| [expert.position, expert.size]);
+        Parameter { name, shape, states, block, updates_before, state_lens, pipeline_rank, expert }
     });
     let parameters: Vec<Parameter> = parameters.collect();
     let pipeline_ranks = core.pipeline().map_or(1, |position| position.comm.size());
     Manifest {
         format: FORMAT.into(),
         version: match pipeline_ranks {
+            _ if parameters.iter().any(|p| p.expert.is_some()) => EXPERT_VERSION,
             _ if parameters.iter().any(|p| !p.state_lens.is_empty()) => FACTORED_VERSION,
             1 => VERSION,
             _ => PIPELINE_VERSION,

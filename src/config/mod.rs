@@ -7,6 +7,7 @@
 mod auto;
 mod batch;
 pub(crate) mod error;
+mod expert_parallel;
 mod hjson;
 mod json_node;
 mod keys;

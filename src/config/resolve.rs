@@ -5,8 +5,8 @@ use super::note::shown;
 use super::walk::ConfigWalk;
 use super::{
     Config, ConfigNote, ConfigProblem, ConfigRule, Fp16, GradientOp, LeafModule, LocalStepsConfig, PipelineConfig,
-    Precision, RunValues, StatePrecision, TagValidation, ZeroConfig, batch, local_steps, monitoring, offload, optim,
-    pipeline, scheduler, value_conversion,
+    Precision, RunValues, StatePrecision, TagValidation, ZeroConfig, batch, expert_parallel, local_steps, monitoring,
+    offload, optim, pipeline, scheduler, value_conversion,
 };
 use crate::layout::ZeroStage;
 use candle_core::DType;
@@ -48,6 +48,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
     check_zero(walk_ref, zero.stage);
     check_compression(walk_ref, &zero);
     zero.mics_shard_size = mics_shard_size(walk_ref, &zero, world_size);
+    let expert_parallel_size = expert_parallel::resolve(walk_ref, &zero, world_size, local_steps.is_some());
     check_data_types(walk_ref, zero.stage, precision);
     let keep_in_fp32_modules = kept_modules(walk_ref, precision);
     check_data_efficiency(walk_ref);
@@ -86,6 +87,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
         optimizer,
         gradient_check: walk.bool("gradient_check"),
         pipeline,
+        expert_parallel_size,
         local_steps,
         allows_untested_optimizer: walk.bool("zero_allow_untested_optimizer"),
         scheduler,

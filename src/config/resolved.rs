@@ -55,6 +55,9 @@ pub struct Config {
     pub gradient_check: bool,
     /// `pipeline`: how many ranks form a pipeline, and how layers are divided among its stages.
     pub pipeline: PipelineConfig,
+    /// `expert_parallel.autoep_size`: the number of ranks among which the experts of each layer are divided. Default 1:
+    /// experts are sharded like other parameters.
+    pub expert_parallel_size: usize,
     /// `local_steps`: islands of ranks exchange the changes in their weights only after many steps; `None`: all ranks
     /// form one island.
     pub local_steps: Option<super::LocalStepsConfig>,

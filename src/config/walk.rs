@@ -38,6 +38,9 @@ impl<'a> ConfigWalk<'a> {
 
     /// Walks over an object whose defaults are already in the tree.
     pub fn section(&mut self, section: &'static ConfigSection, entries: &'a [JsonEntry]) {
+        let is_on =
+            |switch: &str| entries.iter().any(|entry| entry.key == switch && entry.node.value == JsonValue::Bool(true));
+        let section_is_off = section.switch.is_some_and(|switch| !is_on(switch));
         let problems_before = self.problems.len();
         let mut first_name: HashMap<&str, &str> = HashMap::new();
         let mut moved = Vec::new();
@@ -66,7 +69,7 @@ impl<'a> ConfigWalk<'a> {
                     self.problem(ConfigRule::Removed, &path, entry.place, why);
                 }
                 KeyStatus::Moved(to) => moved.push((key, entry, to)),
-                _ => self.key(section, key, entry),
+                _ => self.key(section, key, entry, section_is_off),
             }
         }
         for (key, entry, to) in moved {
@@ -77,7 +80,7 @@ impl<'a> ConfigWalk<'a> {
         }
     }
 
-    fn key(&mut self, section: &'static ConfigSection, key: &'static ConfigKey, entry: &'a JsonEntry) {
+    fn key(&mut self, section: &'static ConfigSection, key: &'static ConfigKey, entry: &'a JsonEntry, is_off: bool) {
         let path = section.join(key.name);
         if entry.key == OLD_BF16 {
             self.note(OLD_BF16, "an old name: treated as `bf16`");
@@ -101,7 +104,9 @@ impl<'a> ConfigWalk<'a> {
         }
         match value_conversion::convert(&entry.node, key, section.strict) {
             Ok(value) => {
-                if section.checked {
+                // A key that would be refused has no effect in a section that is switched off.
+                let is_refused = matches!(key.status, KeyStatus::Refused(_) | KeyStatus::RefusedAbove1(_));
+                if section.checked && !(is_off && is_refused) {
                     self.check_status(key, &path, &value, entry);
                 }
                 self.set(&path, value);

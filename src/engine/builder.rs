@@ -356,8 +356,9 @@ impl EngineBuilder {
             }
             config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
             // The check is off in a pipeline: moving the weights of one stage would require forward passes through all
-            // stages.
-            config.gradient_check = self.gradient_check.unwrap_or(config.gradient_check) && self.pipeline.is_none();
+            // stages. It is off if experts are divided: a rank's experts change the losses of other ranks.
+            let is_possible = self.pipeline.is_none() && config.expert_parallel_size == 1;
+            config.gradient_check = self.gradient_check.unwrap_or(config.gradient_check) && is_possible;
             let source = self.weight_source(self.seed.unwrap_or(config.seed))?;
             let islands = self.islands(&mut config, &comm)?;
             let comm = islands.as_ref().map_or(&comm, |islands| &islands.island).clone();

@@ -23,11 +23,15 @@ use crate::memory::MemoryLedger;
 use crate::monitor::RunDescription;
 use crate::notice::{emit, suppress_below};
 use crate::offload::{DiskAccess, OffloadStore};
-use crate::optim::{self, GroupedOptimizer, LrSchedule, Optimizer, ParameterGroup, ParameterGrouping, TrainableFilter};
-use crate::param::WeightSource;
+use crate::optim::{
+    self, GroupedOptimizer, LrSchedule, Optimizer, OptimizerRole, ParameterGroup, ParameterGrouping, TrainableFilter,
+};
+use crate::param::{Param, WeightSource};
 use crate::precision::{LossScaler, WeightPacking};
 use crate::runs::{RunSpec, job, restart, run_name, settings_without_secrets};
 use crate::util::list;
+use crate::zero::expert_ranks::ExpertRanks;
+use crate::zero::gather::leaf_units::LeafPosition;
 use crate::zero::gather::unit::building;
 use crate::zero::rank_core::{
     EngineLink, RankCore, RankCoreParts, RecomputeSettings, RegisteredModel, naming_what_is_held,
@@ -86,6 +90,7 @@ impl<M> Engine<M> {
         let weights = source.fingerprint();
         let copied = pipeline.as_ref().and_then(PipelineSetup::copied);
         let grouping = grouping(&config, optimizer, parameter_groups, (trainable, copied), quantized)?;
+        check_experts(&config, &grouping, &device, pipeline.is_some())?;
         // Ranks of all stages and islands share the disks of their host.
         let job = match (&pipeline, &islands) {
             (Some(pipeline), _) => pipeline.job().clone(),
@@ -107,6 +112,7 @@ impl<M> Engine<M> {
                        trained; use an optimizer without averaging, such as AdamW";
             return Err(EngineError::Pipeline { why: why.into() }.into());
         }
+        let experts = ExpertRanks::new(&*comm, config.expert_parallel_size)?;
         let registry = VarBuilderBackend::new(
             share_plan.clone(),
             device.clone(),
@@ -126,6 +132,7 @@ impl<M> Engine<M> {
             None => {
                 grouping.kept_modules().check(registered.names())?;
                 mark_leaves(&mut registered, &config.zero.leaf_module, &leaf_units, reports)?;
+                check_leaves(&registered)?;
             }
         }
         if let Some(offload) = &offload {
@@ -141,6 +148,7 @@ impl<M> Engine<M> {
         let core = Arc::new(RankCore::new(RankCoreParts {
             comm,
             pipeline,
+            experts,
             second_group,
             zero: config.zero.clone(),
             reduce_plan,
@@ -340,12 +348,62 @@ fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[S
     Ok(())
 }
 
+/// Returns an error if experts that are divided among ranks are in a leaf, which would gather them together.
+fn check_leaves(registered: &RegisteredModel) -> Result<()> {
+    let places = registered.leaves.places();
+    let is_in_leaf = |param: &&Param| param.expert.is_some() && places[param.unit] != LeafPosition::Outside;
+    match registered.params.iter().find(is_in_leaf) {
+        Some(param) => {
+            let why = format!(
+                "{} is in a leaf unit, all of whose parameters are gathered together; do not mark the unit as a leaf, or \
+                 remove the section expert_parallel",
+                param.name
+            );
+            Err(EngineError::ExpertParallel { why }.into())
+        }
+        None => Ok(()),
+    }
+}
+
 /// Returns an error unless each group of `mics_shard_size` ranks is on one host, or one group contains all ranks.
 fn check_groups(config: &Config, comm: &dyn Communicator) -> Result<()> {
     let (mesh, here) = (config.zero.mesh(config.ranks_per_island()), comm.ranks_here());
     match mesh.copies() == 1 || lie_on_one_host(mesh.shards(), &here) {
         true => Ok(()),
         false => Err(not_on_one_host("mics_shard_size", mesh.shards(), here)),
+    }
+}
+
+/// Returns an error if experts cannot be divided among ranks in the way in which the engine trains.
+fn check_experts(config: &Config, grouping: &ParameterGrouping, device: &Device, has_pipeline: bool) -> Result<()> {
+    if config.expert_parallel_size == 1 {
+        return Ok(());
+    }
+    let has_files = config.zero.param_files().is_some() || config.zero.optimizer_files().is_some();
+    let leaves = &config.zero.leaf_module;
+    let conflicts = [
+        (has_pipeline, "the model is a pipeline, whose stages hold complete blocks; remove one of the two"),
+        (has_files, "states are offloaded to files; use the device cpu, or remove one of the two"),
+        (!device.is_cpu(), "the model is on a GPU, but rows are exchanged only between CPUs"),
+        (
+            !grouping.updates_by_elements(),
+            "the optimizer needs complete parameters, or their norms over all ranks; use an optimizer such as AdamW",
+        ),
+        (
+            OptimizerRole::ALL.into_iter().any(|role| grouping.averaging(role).is_some()),
+            "the optimizer averages weights; use an optimizer such as AdamW",
+        ),
+        (
+            config.zero.ignore_unused_parameters || !leaves.names.is_empty() || !leaves.name_suffixes.is_empty(),
+            "zero_optimization.ignore_unused_parameters or leaf_module is set, for experts that are gathered together; remove it",
+        ),
+    ];
+    match conflicts.into_iter().find(|(is_so, _)| *is_so) {
+        Some((_, why)) => {
+            let why = format!("expert_parallel.autoep_size is {}, but {why}", config.expert_parallel_size);
+            Err(EngineError::ExpertParallel { why }.into())
+        }
+        None => Ok(()),
     }
 }
 

@@ -272,6 +272,12 @@ pub enum EngineError {
         /// The names of the first few parameters.
         names: String,
     },
+    /// The experts of the model cannot be divided among ranks as requested.
+    #[error("cannot divide experts among ranks: {why}")]
+    ExpertParallel {
+        /// The problem, and what to do.
+        why: String,
+    },
     /// The model or the ranks do not form the requested pipeline.
     #[error("cannot train in a pipeline: {why}")]
     Pipeline {

@@ -86,9 +86,15 @@ impl<M> Engine<M> {
     /// disables it.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] between forward and step.
+    /// [`EngineError::OutOfOrder`] between forward and step; [`EngineError::ExpertParallel`] if experts are divided among
+    /// ranks.
     pub fn check_gradients(&mut self) -> Result<()> {
         self.between_steps("check_gradients")?;
+        if self.core.experts().is_some() {
+            let why = "gradients cannot be checked, because the experts of a rank change the losses of other ranks; check \
+                       them without expert_parallel";
+            return Err(EngineError::ExpertParallel { why: why.into() }.into());
+        }
         self.check =
             FiniteDifferenceChecker { phase: CheckPhase::Armed, of_each: true, ..FiniteDifferenceChecker::default() };
         self.arm();

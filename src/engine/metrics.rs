@@ -123,7 +123,11 @@ impl<M> Engine<M> {
 
     /// Returns statistics of this rank's collectives so far.
     pub fn comm_report(&self) -> CommReport {
-        self.core.comm().report()
+        let own = self.core.comm().report();
+        match self.core.experts() {
+            Some(experts) => own.with(&experts.group.report()).with(&experts.holders.report()),
+            None => own,
+        }
     }
 
     /// Returns the times of the last optimizer step.

@@ -194,7 +194,7 @@ impl<M> Engine<M> {
     /// Runs `run` while the parameters `names` are gathered, so that the parameters of [`model`](Self::model) can be
     /// read outside a forward pass (DeepSpeed's `GatheredParameters`, for reading; [`gathered_mut`](Self::gathered_mut)
     /// changes them). The gathered parameters have the model's dtype. Collective at stage 3; at other stages every rank
-    /// always has all full parameters.
+    /// always has all full parameters. With expert parallelism, only the ranks that hold an expert have its parameters.
     ///
     /// ```
     /// # use candle_zero::Engine;

@@ -135,7 +135,7 @@ impl<'a> Rehearsal<'a> {
             param.block.store(block, Ordering::Relaxed);
             let class = ParamClass::new(role, param.is_trained(), param.weights);
             builder.push(id, param.cut(), class, 0, &mut |_| Ok(Vec::new()))?;
-            if !share_plan.shards(param.weights) {
+            if !share_plan.shards(param.weights) && param.cut().is_on(share_plan.rank) {
                 let size = param.weights.dtype(dtype).size_in_bytes();
                 whole.push(ledger.hold_in(tier, MemoryKind::Parameters, numel * size));
             }
@@ -293,17 +293,28 @@ impl<'a> Rehearsal<'a> {
         self.step_trace.borrow_mut().compute(phase, work as f64);
     }
 
-    /// Counts a collective and records its launch in the trace.
-    fn count(&self, kind: CommKind, elements: usize, dtype: DType, wire: WireFormat) -> LaunchedCollectiveId {
-        self.traffic.borrow_mut().collective(kind, elements, dtype, wire, self.world_size());
+    /// Counts a collective among `world` ranks and records its launch in the trace.
+    fn count(
+        &self,
+        kind: CommKind,
+        elements: usize,
+        dtype: DType,
+        (wire, world): (WireFormat, usize),
+    ) -> LaunchedCollectiveId {
+        self.traffic.borrow_mut().collective(kind, elements, dtype, wire, world);
         self.step_trace.borrow_mut().launch(step_trace::CollectiveCall { kind, wire, dtype, elements })
+    }
+
+    /// Counts a control message of `words` numbers to each of `world` ranks, and waits for those of the others.
+    fn control(&self, words: usize, world: usize) {
+        let launched = self.count(CommKind::Control, words, DType::F64, (WireFormat::Exact, world));
+        self.step_trace.borrow_mut().wait(launched);
     }
 
     /// Runs the forward pass and the backward pass.
     fn micro_step(&self, gather: &mut ParamGatherer<Self>, gradients: &mut GradientReducer<Self>) -> Result<()> {
         if self.buffers > 0 && self.world_size() > 1 {
-            let launched = self.count(CommKind::Control, self.buffers.div_ceil(8), DType::F64, WireFormat::Exact);
-            self.step_trace.borrow_mut().wait(launched);
+            self.control(self.buffers.div_ceil(8), self.world_size());
         }
         let sharded = self.placement().params.is_sharded();
         let run_by = self.leaves.run_by();
@@ -320,8 +331,8 @@ impl<'a> Rehearsal<'a> {
                 gather.enter(self, UnitEvent::Forward(unit))?;
             }
             self.compute(StepPhase::Forward, elements[unit]);
+            self.run_routed(gather, params_of(unit), true)?;
             if sharded {
-                self.run_routed(gather, params_of(unit), true)?;
                 gather.leave_forward(self, unit)?;
             }
         }
@@ -354,7 +365,7 @@ impl<'a> Rehearsal<'a> {
             for (id, param) in (0..end).zip(&self.params[..end]).rev().take(params.len()) {
                 // One gradient is for the input, and one is for the parameter.
                 self.compute(StepPhase::Backward, param.numel * if param.is_trained() { 2 } else { 1 });
-                if !param.is_trained() {
+                if !param.is_trained() || !self.is_here(id) {
                     continue;
                 }
                 gradients.arrive(self, id, gradient_reducer::GradientBackend::zeros(self, param))?;
@@ -372,7 +383,8 @@ impl<'a> Rehearsal<'a> {
     }
 
     /// Runs the routed units that `params` belong to, as if the inputs of all ranks together chose all of them. In a
-    /// forward pass (`agrees`), ranks agree on the chosen ones.
+    /// forward pass (`agrees`), ranks agree on the chosen ones. If experts are divided among ranks, all ranks first exchange
+    /// the numbers of rows that travel. The rows themselves are not counted.
     fn run_routed<'p>(
         &self,
         gather: &mut ParamGatherer<Self>,
@@ -380,13 +392,15 @@ impl<'a> Rehearsal<'a> {
         agrees: bool,
     ) -> Result<()> {
         for units in self.leaves.routed_of(params) {
+            let ranks = self.config.expert_parallel_size;
+            if agrees && ranks > 1 {
+                self.control(ranks + 2, self.world_size());
+            }
             if !units.iter().any(|unit| gather.has_params(*unit)) {
                 continue;
             }
-            if agrees && self.world_size() > 1 {
-                let words = units.len().div_ceil(FLAGS_PER_WORD);
-                let launched = self.count(CommKind::Control, words, DType::F64, WireFormat::Exact);
-                self.step_trace.borrow_mut().wait(launched);
+            if agrees && self.world_size() > ranks {
+                self.control(units.len().div_ceil(FLAGS_PER_WORD), self.world_size() / ranks);
             }
             let sizes = gather.routed_groups(self, &units);
             let mut rest = &units[..];
@@ -489,18 +503,18 @@ impl StepExecutor for Rehearsal<'_> {
         collective: CollectiveOp,
         wire: WireFormat,
         mut buffer: MetaBuffer,
-        _: &[ParamId],
+        params: &[ParamId],
     ) -> Result<RehearsedCollective> {
-        let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.world_size());
+        let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.mesh_of(params).world_size());
         // Data that leaves a GPU is sent from a copy on the host.
         let copied = MetaBuffer::is_device(&buffer.place()) && world > 1;
         let result = collective.result_len(len, world);
         buffer.truncate(result);
         buffer.extend_zeros(result - buffer.len())?;
         let launched = match collective {
-            CollectiveOp::AllReduce => Some(self.count(CommKind::AllReduce, len, dtype, wire)),
-            CollectiveOp::ReduceScatter => Some(self.count(CommKind::ReduceScatter, len, dtype, wire)),
-            CollectiveOp::AllGather => Some(self.count(CommKind::AllGather, len, dtype, wire)),
+            CollectiveOp::AllReduce => Some(self.count(CommKind::AllReduce, len, dtype, (wire, world))),
+            CollectiveOp::ReduceScatter => Some(self.count(CommKind::ReduceScatter, len, dtype, (wire, world))),
+            CollectiveOp::AllGather => Some(self.count(CommKind::AllGather, len, dtype, (wire, world))),
             CollectiveOp::GatherWithin(ranks) => {
                 self.traffic.borrow_mut().collective(CommKind::AllGather, len, dtype, wire, ranks);
                 None
@@ -555,8 +569,7 @@ impl StepExecutor for Rehearsal<'_> {
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
-        let launched = self.count(CommKind::Control, values.len(), DType::F64, WireFormat::Exact);
-        self.step_trace.borrow_mut().wait(launched);
+        self.control(values.len(), self.world_size());
         Ok(vec![values])
     }
 
@@ -598,7 +611,7 @@ impl gradient_reducer::GradientBackend for Rehearsal<'_> {
         layout: &CoalescedLayout,
         _: Vec<ArrivedGradient<MetaBuffer>>,
     ) -> Result<MetaBuffer> {
-        Ok(MetaBuffer::whole(self.tier, plan.dtype, layout.chunk * self.world_size()))
+        Ok(MetaBuffer::whole(self.tier, plan.dtype, layout.chunk * layout.mesh.world_size()))
     }
 }
 

@@ -1,7 +1,8 @@
 //! Names, shapes and units of a model's parameters, without the parameters themselves.
 
 use crate::config::Config;
-use crate::error::{ParamError, Result};
+use crate::error::{EngineError, ParamError, Result};
+use crate::layout::ExpertPlace;
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use crate::optim::{Fp32Modules, WeightFormat};
 use crate::param::{Param, WeightFiles};
@@ -231,7 +232,8 @@ impl Shapes {
     /// `config`.
     ///
     /// # Errors
-    /// [`ParamError::NoSuchModule`] for a module in `data_types.keep_in_fp32_modules` that does not exist.
+    /// [`ParamError::NoSuchModule`] for a module in `data_types.keep_in_fp32_modules` that does not exist;
+    /// [`EngineError::ExpertParallel`] for experts that cannot be divided as `config` requests.
     pub(super) fn registered(&self, config: &Config) -> Result<(Vec<Param>, LeafUnits)> {
         let RegisteredModel { params, units, leaves, .. } = &self.registered;
         let mut leaves = leaves.clone();
@@ -253,9 +255,36 @@ impl Shapes {
             None if is_kept(param) => WeightFormat::F32,
             None => param.weights,
         };
-        let held = |param: &Param| param.held(weights(param));
-        Ok((params.iter().map(held).collect(), leaves))
+        let mut held: Vec<Param> = params.iter().map(|param| param.held(weights(param))).collect();
+        if config.expert_parallel_size > 1 {
+            divide_experts(&mut held, &leaves, config.expert_parallel_size)?;
+        }
+        Ok((held, leaves))
     }
+}
+
+/// Divides the experts of each layer among `ranks` ranks, as an engine does.
+fn divide_experts(params: &mut [Param], leaves: &LeafUnits, ranks: usize) -> Result<()> {
+    let refused = |why: String| Err(EngineError::ExpertParallel { why }.into());
+    let layers = leaves.routed_of(&*params);
+    if layers.is_empty() {
+        return refused(format!("expert_parallel.autoep_size is {ranks}, but the model has no experts as units"));
+    }
+    for units in layers {
+        let count = units.len();
+        if !count.is_multiple_of(ranks) {
+            return refused(format!(
+                "expert_parallel.autoep_size is {ranks}, which does not divide the {count} experts of a layer; use a divisor of \
+                 {count}"
+            ));
+        }
+        for param in params.iter_mut() {
+            if let Ok(number) = units.binary_search(&param.unit) {
+                param.expert = Some(ExpertPlace::of(number, count, ranks));
+            }
+        }
+    }
+    Ok(())
 }
 
 impl std::fmt::Debug for Shapes {

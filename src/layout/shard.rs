@@ -8,6 +8,7 @@
 //! This is DeepSpeed's stage-3 layout. candle-zero uses it at every stage, so that the same rank owns the same
 //! elements, whatever is sharded.
 
+use std::cmp::Ordering;
 use std::ops::Range;
 
 /// Returns the number of elements that each rank holds of a parameter of `numel` elements, including padding.
@@ -29,24 +30,77 @@ pub struct ShardCut {
     pub numel: usize,
     /// The number of elements that must be on the same rank: 1, or the length of the blocks in which a state is coded.
     pub block: usize,
+    /// The ranks that hold the parameter, if they are not all ranks.
+    pub expert: Option<ExpertPlace>,
+}
+
+/// The ranks that hold the parameters of an expert: with expert parallelism, those with the expert's position along the
+/// expert axis. The expert axis is the innermost one, so these are every `size`-th rank.
+///
+/// ```text
+///   4 ranks, 2 along the expert axis: rank 0 1 2 3 has position 0 1 0 1
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ExpertPlace {
+    /// The position along the expert axis, counted from 0.
+    pub position: usize,
+    /// The number of ranks along the expert axis.
+    pub size: usize,
+}
+
+impl ExpertPlace {
+    /// Returns the place of expert `number` of a layer of `count` experts: consecutive experts are on the same ranks.
+    ///
+    /// # Panics
+    /// Panics if `size` does not divide `count`, or if there is no such expert.
+    pub fn of(number: usize, count: usize, size: usize) -> Self {
+        assert!(size > 0 && count.is_multiple_of(size) && number < count, "expert {number} of {count} on {size} ranks");
+        Self { position: number / (count / size), size }
+    }
+
+    /// Returns whether `rank` holds the expert.
+    pub fn is_on(self, rank: usize) -> bool {
+        rank % self.size == self.position
+    }
 }
 
 impl ShardCut {
     /// Creates a cut between any two of `numel` elements.
     pub fn anywhere(numel: usize) -> Self {
-        Self { numel, block: 1 }
+        Self { numel, block: 1, expert: None }
     }
 
-    /// Returns the number of elements that each rank holds, including padding: a number of complete blocks.
+    /// Returns whether `rank` holds a part of the parameter, which may be empty.
+    pub fn is_on(self, rank: usize) -> bool {
+        self.expert.is_none_or(|expert| expert.is_on(rank))
+    }
+
+    /// Returns the same cut among the ranks that hold the parameter, numbered from 0 on.
+    #[must_use]
+    pub fn among_holders(self) -> Self {
+        Self { expert: None, ..self }
+    }
+
+    /// Returns the number of elements that each rank with a part of the parameter holds, including padding: a number of
+    /// complete blocks.
     pub fn shard_len(self, world_size: usize) -> usize {
-        shard_len(self.numel.div_ceil(self.block), world_size) * self.block
+        let holders = self.expert.map_or(world_size, |expert| world_size / expert.size);
+        shard_len(self.numel.div_ceil(self.block), holders) * self.block
     }
 
     /// Returns the elements that `rank` owns, without padding: the last ranks may own fewer than
     /// [`shard_len`](Self::shard_len) elements, or none.
     pub fn shard(self, world_size: usize, rank: usize) -> Range<usize> {
-        let blocks = shard_range(self.numel.div_ceil(self.block), world_size, rank);
-        (blocks.start * self.block).min(self.numel)..(blocks.end * self.block).min(self.numel)
+        let Some(expert) = self.expert else {
+            let blocks = shard_range(self.numel.div_ceil(self.block), world_size, rank);
+            return (blocks.start * self.block).min(self.numel)..(blocks.end * self.block).min(self.numel);
+        };
+        let shard = self.among_holders().shard(world_size / expert.size, rank / expert.size);
+        match (rank % expert.size).cmp(&expert.position) {
+            Ordering::Less => shard.start..shard.start,
+            Ordering::Equal => shard,
+            Ordering::Greater => shard.end..shard.end,
+        }
     }
 }
 
@@ -95,7 +149,7 @@ mod tests {
 
         #[test]
         fn a_block_lies_on_one_rank(numel in 0usize..10_000, world in 1usize..9, block in 1usize..300) {
-            let cut = ShardCut { numel, block };
+            let cut = ShardCut { block, ..ShardCut::anywhere(numel) };
             let mut next = 0;
             for rank in 0..world {
                 let shard = cut.shard(world, rank);
@@ -106,6 +160,29 @@ mod tests {
             }
             prop_assert_eq!(next, numel);
             prop_assert_eq!(ShardCut::anywhere(numel).shard_len(world), shard_len(numel, world));
+        }
+
+        #[test]
+        fn an_expert_lies_on_the_ranks_of_its_position(
+            numel in 0usize..5000, block in 1usize..40, size in 1usize..6, copies in 1usize..5, each in 1usize..4, at in 0usize..24,
+        ) {
+            let (count, world) = (size * each, size * copies);
+            let place = ExpertPlace::of(at % count, count, size);
+            let cut = ShardCut { numel, block, expert: Some(place) };
+            let mut next = 0;
+            for rank in 0..world {
+                let shard = cut.shard(world, rank);
+                prop_assert_eq!(shard.start, next);
+                prop_assert!(shard.len() <= cut.shard_len(world));
+                prop_assert!(cut.is_on(rank) || shard.is_empty());
+                next = shard.end;
+                if cut.is_on(rank) {
+                    prop_assert_eq!(shard, cut.among_holders().shard(copies, rank / size));
+                }
+            }
+            prop_assert_eq!(next, numel);
+            prop_assert_eq!((0..world).filter(|rank| cut.is_on(*rank)).count(), copies);
+            prop_assert_eq!((0..count).filter(|number| ExpertPlace::of(*number, count, size) == place).count(), each);
         }
 
         #[test]

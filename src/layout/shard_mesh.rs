@@ -17,6 +17,9 @@
 //! Each of them is responsible for one piece of the shard: it sums the piece's squares for the norm and saves the
 //! piece. The pieces are the shards of a job without groups, so the same numbers are added up in the same order.
 //! Without groups, a shard is a piece.
+//!
+//! With expert parallelism, the parameters of an expert are divided among the ranks that hold it, as if there were no
+//! others ([`ShardMesh::of`]).
 
 use super::shard::ShardCut;
 use std::ops::Range;
@@ -67,6 +70,17 @@ impl ShardMesh {
         Self::among_all(self.world_size)
     }
 
+    /// Returns the mesh of the ranks that hold a parameter: this one, or that of an expert's ranks.
+    #[must_use]
+    pub fn of(self, cut: ShardCut) -> Self {
+        cut.expert.map_or(self, |expert| Self::among_all(self.world_size / expert.size))
+    }
+
+    /// Returns the number of `rank`, which holds a parameter, among the ranks that hold it.
+    pub fn number_of(self, cut: ShardCut, rank: usize) -> usize {
+        cut.expert.map_or(rank, |expert| rank / expert.size)
+    }
+
     /// Returns the shard that `rank` holds.
     pub fn shard_of(self, rank: usize) -> usize {
         rank % self.shards
@@ -82,22 +96,23 @@ impl ShardMesh {
         shard * self.copies()..(shard + 1) * self.copies()
     }
 
-    /// Returns the number of elements of every shard of a parameter, including padding.
+    /// Returns the number of elements of every shard of a parameter, including padding. This and the next methods take
+    /// the mesh of the ranks that hold the parameter.
     pub fn shard_len(self, cut: ShardCut) -> usize {
-        cut.shard_len(self.world_size) * self.copies()
+        cut.among_holders().shard_len(self.world_size) * self.copies()
     }
 
     /// Returns the elements of a shard, without padding: the last shards may have fewer elements than the others, or
     /// none.
     pub fn shard(self, cut: ShardCut, shard: usize) -> Range<usize> {
-        let pieces = self.pieces_of(shard);
+        let (pieces, cut) = (self.pieces_of(shard), cut.among_holders());
         cut.shard(self.world_size, pieces.start).start..cut.shard(self.world_size, pieces.end - 1).end
     }
 
     /// Returns the elements of a piece, without padding: the last pieces may have fewer elements than the others, or
     /// none.
     pub fn piece(self, cut: ShardCut, piece: usize) -> Range<usize> {
-        cut.shard(self.world_size, piece)
+        cut.among_holders().shard(self.world_size, piece)
     }
 
     /// Sorts one value per rank into the order of the ranks' pieces.
@@ -129,7 +144,7 @@ mod tests {
         fn each_group_has_all_and_each_piece_one_rank_that_holds_it(
             numel in 0usize..2000, block in 1usize..40, shards in 1usize..9, copies in 1usize..5,
         ) {
-            let (mesh, cut) = (ShardMesh::in_groups(shards * copies, shards), ShardCut { numel, block });
+            let (mesh, cut) = (ShardMesh::in_groups(shards * copies, shards), ShardCut { block, ..ShardCut::anywhere(numel) });
             prop_assert_eq!((mesh.shards(), mesh.copies()), (shards, copies));
             let mut next = 0;
             for shard in 0..shards {

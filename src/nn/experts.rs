@@ -11,6 +11,8 @@
 //! proportional to the number of choices. Results have the same bits for any number of threads and in either form of
 //! the weights ([`ExpertTensors`]).
 //!
+//! With expert parallelism, rows travel to the ranks that hold their experts (`traveling_rows.rs`).
+//!
 //! An expert whose tensors are separate may be a unit of its own ([`crate::zero::routed_units`],
 //! [`ExpertMlp::with_units`]), which is gathered at stage 3 only if a row on any rank chose it.
 
@@ -27,6 +29,7 @@ mod recorded_projection;
 mod routing;
 mod rows;
 mod tensors;
+mod traveling_rows;
 mod unused;
 
 pub use adapter::ExpertAdapter;

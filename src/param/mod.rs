@@ -20,7 +20,7 @@ pub use weight_files::WeightFiles;
 pub use weight_files::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};
 pub use weight_source::{InitialValues, WeightSource};
 
-use crate::layout::{ShardCut, ShardMesh};
+use crate::layout::{ExpertPlace, ShardCut, ShardMesh};
 use crate::memory::MemoryLedgerEntry;
 use crate::optim::{OptimizerRole, ParamClass, WeightFormat};
 use crate::precision::WeightPacking;
@@ -56,6 +56,8 @@ pub(crate) struct Param {
     pub numel: usize,
     /// The number of elements that must be on one rank together. An estimate sets it after the other fields.
     pub block: AtomicUsize,
+    /// The ranks that hold the parameter, if it belongs to an expert and experts are divided among ranks.
+    pub expert: Option<ExpertPlace>,
     /// The storage and wire format of the weights.
     pub weights: WeightFormat,
     pub unit: UnitId,
@@ -80,6 +82,7 @@ impl Param {
             shape: self.shape.clone(),
             numel: self.numel,
             block: AtomicUsize::new(self.block.load(Ordering::Relaxed)),
+            expert: self.expert,
             weights,
             unit: self.unit,
             role: self.role,
@@ -93,10 +96,10 @@ impl Param {
 
     /// Returns how the parameter is cut into shards.
     pub fn cut(&self) -> ShardCut {
-        ShardCut { numel: self.numel, block: self.block.load(Ordering::Relaxed) }
+        ShardCut { numel: self.numel, block: self.block.load(Ordering::Relaxed), expert: self.expert }
     }
 
-    /// Returns the elements of a shard.
+    /// Returns the elements of a shard in the mesh of the ranks that hold the parameter.
     pub fn shard(&self, mesh: ShardMesh, shard: usize) -> Range<usize> {
         mesh.shard(self.cut(), shard)
     }

@@ -82,7 +82,7 @@ impl StepExecutor for RankCore {
         params: &[ParamId],
     ) -> Result<PendingCollective> {
         let transport = CollectiveTransport {
-            comm: self.comm(),
+            comm: self.comm_of(params),
             #[cfg(feature = "cuda")]
             gpus: self.gpus.get(),
             #[cfg(feature = "cuda")]

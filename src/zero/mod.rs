@@ -15,6 +15,7 @@
 //! | `rank_core.rs` | the state of one rank, shared by engine and graph |
 //! | `step_executor.rs` | the interface through which decisions act on a rank: the core, or a rehearsal that only counts |
 //! | `engine_step_executor.rs` | the core as a `StepExecutor` |
+//! | `expert_ranks.rs` | the ranks among which experts are divided |
 //! | `hooks.rs` | forward and backward passes: the methods that the engine, units and parameters call |
 //! | `model_buffers.rs` | tensors that are not parameters: the same on all ranks |
 //!
@@ -23,6 +24,7 @@
 
 pub(crate) mod check;
 mod engine_step_executor;
+pub(crate) mod expert_ranks;
 pub(crate) mod gather;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -39,4 +41,5 @@ pub(crate) mod transfer;
 pub use crate::param::BufferSync;
 pub(crate) use gather::routed_units::RoutedPass;
 pub use gather::routed_units::{RoutedUnits, routed_units};
+pub(crate) use gather::row_exchange::{RowContent, RowExchange};
 pub use gather::unit::{Unit, unit};

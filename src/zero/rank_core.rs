@@ -7,6 +7,7 @@
 use super::check::forward_outputs::ForwardOutputs;
 use super::check::gradient_check_state::FiniteDifferenceCheck;
 use super::check::weight_samples::WeightSamples;
+use super::expert_ranks::ExpertRanks;
 use super::gather::leaf_units::{LeafPosition, LeafUnits};
 use super::gather::param_gatherer::ParamGatherer;
 use super::model_buffers::ModelBuffers;
@@ -52,6 +53,8 @@ pub(crate) struct RankCore {
     pub(super) comm: Arc<dyn Communicator>,
     /// This rank's position among the stages of a pipeline, if there is one.
     pub(super) pipeline: Option<PipelinePosition>,
+    /// The ranks among which experts are divided, if they are.
+    pub(super) experts: Option<ExpertRanks>,
     pub(super) placement: Placement,
     pub(super) zero: ZeroConfig,
     pub(super) dtype: DType,
@@ -137,6 +140,8 @@ pub(crate) struct RankCoreParts {
     pub comm: Arc<dyn Communicator>,
     /// This rank's position among the stages of a pipeline, if there is one.
     pub pipeline: Option<PipelinePosition>,
+    /// The ranks among which experts are divided, if they are.
+    pub experts: Option<ExpertRanks>,
     pub zero: ZeroConfig,
     /// The number of ranks in a group that keeps a second copy of gathered parameters. 1: no group keeps one.
     pub second_group: usize,
@@ -240,7 +245,7 @@ impl RankCore {
     /// Creates the core of a registered model.
     pub fn new(parts: RankCoreParts) -> Self {
         let RankCoreParts { comm, zero, second_group, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
-        let RankCoreParts { rounding, registered, buffer_sync, ledger, offload, pipeline, .. } = parts;
+        let RankCoreParts { rounding, registered, buffer_sync, ledger, offload, pipeline, experts, .. } = parts;
         let RegisteredModel { params, units, leaves, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
         let gather = ParamGatherer::new(&params, &leaves, &zero, &share_plan);
@@ -250,6 +255,7 @@ impl RankCore {
         Self {
             comm,
             pipeline,
+            experts,
             placement: zero.stage.placement(),
             dtype,
             second_group,
@@ -435,6 +441,29 @@ impl RankCore {
     /// Returns whether parameter `param` is gathered and released.
     pub fn shards(&self, param: ParamId) -> bool {
         self.share_plan.shards(self.params[param].weights)
+    }
+
+    /// Returns whether this rank holds a part of parameter `param`, which may be empty: false for experts of other ranks.
+    pub fn holds(&self, param: ParamId) -> bool {
+        self.params[param].cut().is_on(self.comm.rank())
+    }
+
+    /// Returns whether the tensor of parameter `param` always holds the complete parameter.
+    pub fn keeps_whole(&self, param: ParamId) -> bool {
+        self.holds(param) && !self.shards(param)
+    }
+
+    /// Returns the ranks among which experts are divided, if they are.
+    pub fn experts(&self) -> Option<&ExpertRanks> {
+        self.experts.as_ref()
+    }
+
+    /// Returns the communicator of the ranks that hold these parameters, all of which are on the same ranks.
+    pub(super) fn comm_of(&self, params: &[ParamId]) -> &dyn Communicator {
+        match (&self.experts, params.first()) {
+            (Some(experts), Some(param)) if self.params[*param].expert.is_some() => &*experts.holders,
+            _ => &*self.comm,
+        }
     }
 
     /// Returns the bytes of model state, together with those that the ZeRO formula gives.

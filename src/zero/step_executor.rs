@@ -52,7 +52,7 @@ pub(crate) trait StepExecutor: ShareStorage {
     fn place(&self, param: ParamId) -> (usize, usize);
     /// Returns how a sweep divides files into windows.
     fn windows(&self) -> WindowSettings;
-    /// Begins a collective on data of `params`.
+    /// Begins a collective on data of `params` among the ranks that hold them.
     fn launch(
         &self,
         collective: CollectiveOp,
@@ -94,9 +94,25 @@ pub(crate) trait StepExecutor: ShareStorage {
         self.mesh().world_size()
     }
 
+    /// Returns the mesh of the ranks that hold parameters, all of which are on the same ranks: that of all ranks, or of
+    /// those that hold an expert.
+    fn mesh_of(&self, params: &[ParamId]) -> ShardMesh {
+        params.first().map_or(self.mesh(), |param| self.mesh().of(self.params()[*param].cut()))
+    }
+
+    /// Returns this rank's number among those that hold these parameters.
+    fn rank_among(&self, params: &[ParamId]) -> usize {
+        params.first().map_or(self.rank(), |param| self.mesh().number_of(self.params()[*param].cut(), self.rank()))
+    }
+
+    /// Returns whether this rank holds a part of a parameter, which may be empty: false for experts of other ranks.
+    fn is_here(&self, param: ParamId) -> bool {
+        self.params()[param].cut().is_on(self.rank())
+    }
+
     /// Begins to gather the shards of all positions of the mesh.
     fn gather(&self, wire: WireFormat, shard: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
-        let collective = match self.mesh() {
+        let collective = match self.mesh_of(params) {
             mesh if mesh.copies() == 1 => CollectiveOp::AllGather,
             mesh => CollectiveOp::GatherWithin(mesh.shards()),
         };
@@ -105,7 +121,7 @@ pub(crate) trait StepExecutor: ShareStorage {
 
     /// Begins to sum all pieces of all ranks. Each rank receives the sums of its shard.
     fn reduce(&self, wire: WireFormat, pieces: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
-        let collective = match self.mesh() {
+        let collective = match self.mesh_of(params) {
             mesh if mesh.copies() == 1 => CollectiveOp::ReduceScatter,
             mesh => CollectiveOp::ReduceToGroups(mesh.shards()),
         };
@@ -156,15 +172,21 @@ pub(crate) trait StepExecutor: ShareStorage {
         let RankInfo { mesh, params, zero, dtype, .. } = self.info();
         let mut bytes = ModelBytes::default();
         for group in self.groups().iter() {
-            let numel: usize = group.slots.iter().map(|s| params[s.param].numel).sum();
-            let of = |size: usize| StateBytes { whole: numel * size, own: group.len * size };
+            let counted = |own: usize, bytes_of: &dyn Fn(usize) -> usize| {
+                let of = |experts: bool| {
+                    let slots = group.slots.iter().map(|slot| slot.param).filter(|param| self.is_here(*param));
+                    let slots = slots.map(|param| &params[param]).filter(|param| param.expert.is_some() == experts);
+                    slots.map(|param| bytes_of(param.numel)).sum()
+                };
+                StateBytes { whole: of(false), experts: of(true), own }
+            };
+            let of = |size: usize| counted(group.len * size, &|numel| numel * size);
             let add = |sum: &mut StateBytes, more: StateBytes| {
-                *sum = StateBytes { whole: sum.whole + more.whole, own: sum.own + more.own };
+                let (whole, experts) = (sum.whole + more.whole, sum.experts + more.experts);
+                *sum = StateBytes { whole, experts, own: sum.own + more.own };
             };
-            let packed = |packing: WeightPacking| {
-                let whole = group.slots.iter().map(|s| packing.packed_len(params[s.param].numel)).sum();
-                StateBytes { whole, own: group.len * size_of::<f32>() }
-            };
+            let packed =
+                |packing: WeightPacking| counted(group.len * size_of::<f32>(), &|numel| packing.packed_len(numel));
             let plain = || of(group.class.weights.dtype(dtype).size_in_bytes());
             let weights = group.packed().map_or_else(plain, |(packing, _)| packed(packing));
             add(&mut bytes.params, weights);
@@ -178,16 +200,18 @@ pub(crate) trait StepExecutor: ShareStorage {
                     group.factored.iter().map(|states| states.buffer().len() * size_of::<f32>()).sum::<usize>();
                 for format in group.moments.iter().map(|moment| moment.format) {
                     let own = format.bytes(group.len);
-                    let whole = match zero.stage.placement().optim.is_sharded() {
-                        true => group.slots.iter().map(|slot| format.bytes(params[slot.param].numel)).sum(),
+                    let moment = match zero.stage.placement().optim.is_sharded() {
+                        true => counted(own, &|numel| format.bytes(numel)),
                         // A partly filled block takes up the space of a full one.
-                        false => own,
+                        false => StateBytes { whole: own, experts: 0, own },
                     };
-                    add(&mut bytes.moments, StateBytes { whole, own });
+                    add(&mut bytes.moments, moment);
                 }
             }
         }
         let elements = |frozen: bool| params.iter().filter(|p| !frozen || !p.is_trained()).map(|p| p.numel).sum();
-        MemoryReport::new(self.ledger(), zero.stage, mesh, (elements(false), elements(true)), bytes)
+        let expert_ranks = params.iter().find_map(|param| param.expert).map_or(1, |expert| expert.size);
+        let holders = mesh.world_size() / expert_ranks;
+        MemoryReport::new(self.ledger(), zero.stage, (mesh, holders), (elements(false), elements(true)), bytes)
     }
 }

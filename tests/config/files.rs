@@ -676,6 +676,31 @@ fn off_forms_of_unsupported_features_are_accepted() {
 }
 
 #[test]
+fn experts_are_divided_among_as_many_ranks_as_requested() {
+    let section = json!({"enabled": true, "autoep_size": 2, "preset_model": "mixtral", "use_grouped_mm": false});
+    let config = Config::load(with(json!({"expert_parallel": section})), 4).unwrap();
+    assert_eq!(config.expert_parallel_size, 2);
+    insta::assert_snapshot!(notes(&config), @r#"
+    expert_parallel.preset_model: accepted, but has no effect here: the model's code determines which of its parameters belong to experts
+    expert_parallel.use_grouped_mm: accepted, but has no effect here: experts are computed as grouped products
+    "#);
+    for off in
+        [json!({"enabled": false, "autoep_size": 2}), json!({"autoep_size": 2, "top_k": 3}), json!({"enabled": true})]
+    {
+        assert_eq!(Config::load(with(json!({"expert_parallel": off})), 4).unwrap().expert_parallel_size, 1);
+    }
+    let refused = |section: Value, zero: Value| {
+        let more = json!({"expert_parallel": section, "zero_optimization": zero});
+        Config::load(with(more), 4).unwrap_err().to_string()
+    };
+    let two = || json!({"enabled": true, "autoep_size": 2});
+    insta::assert_snapshot!(refused(json!({"enabled": true, "autoep_size": 8}), json!({})), @"the configuration value: `expert_parallel.autoep_size`: expected a divisor of the number of ranks, 4 (one of 1, 2, 4), found 8");
+    insta::assert_snapshot!(refused(two(), json!({"stage": 3, "zero_hpz_partition_size": 2})), @"the configuration value: `expert_parallel.autoep_size`: 2 cannot be used together with zero_optimization.zero_hpz_partition_size, because experts are not gathered between hosts; remove one of the two");
+    insta::assert_snapshot!(refused(two(), json!({"stage": 3, "zero_quantized_weights": true})), @"the configuration value: `expert_parallel.autoep_size`: 2 cannot be used together with zero_optimization.zero_quantized_weights or zero_quantized_gradients, because collectives among the ranks of an expert are not compressed; remove one of the two");
+    insta::assert_snapshot!(refused(json!({"enabled": true, "autoep_size": 2, "route_norm": true}), json!({})), @"the configuration value: `expert_parallel.route_norm`: true is not supported: the model's code or its config.json determines how tokens are routed, and ignoring the key would change training");
+}
+
+#[test]
 fn features_whose_silent_loss_would_change_training_are_refused() {
     for (more, path) in [
         (json!({"torch_autocast": {"enabled": true, "dtype": "float16"}}), "torch_autocast.dtype"),
@@ -689,7 +714,12 @@ fn features_whose_silent_loss_would_change_training_are_refused() {
         (json!({"tensor_parallel": {"autotp_size": 2}}), "tensor_parallel.autotp_size"),
         (json!({"tensor_parallel": {"tp": {"tp_size": 2}}}), "tensor_parallel.tensor_parallel.tp_size"),
         (json!({"pipeline": {"seed_layers": true}}), "pipeline.seed_layers"),
-        (json!({"expert_parallel": {"enabled": true}}), "expert_parallel.enabled"),
+        (json!({"expert_parallel": {"enabled": true, "autoep_size": 3}}), "expert_parallel.autoep_size"),
+        (
+            json!({"expert_parallel": {"enabled": true, "expert_tensor_parallel_size": 2}}),
+            "expert_parallel.expert_tensor_parallel_size",
+        ),
+        (json!({"expert_parallel": {"enabled": true, "top_k": 4}}), "expert_parallel.top_k"),
         (json!({"sequence_parallel_size": 2}), "sequence_parallel_size"),
         (json!({"managed_gradient_accumulation": false}), "managed_gradient_accumulation"),
         (json!({"zero_optimization": {"zenflow": {}}}), "zero_optimization.zenflow"),

@@ -4,10 +4,11 @@
 use crate::moe::MOE;
 use crate::runs::{self, chats, finetune};
 use crate::support::processes::{stderr, stdout, zerorun};
+use candle_zero::comm::threads;
 use candle_zero::serde_json::Value;
 use candle_zero_finetune::{
-    Adapter, BaseModel, Options, PipelineStages, PreparedRun, Source, StepReport, TrainingLength, TuningMethod,
-    ValidationData, WarmupLength,
+    Adapter, BaseModel, FineTune, Options, PipelineStages, PreparedRun, Source, StepReport, TrainingLength,
+    TuningMethod, ValidationData, WarmupLength,
 };
 use safetensors::tensor::{SafeTensors, TensorView};
 use std::path::{Path, PathBuf};
@@ -173,6 +174,77 @@ fn a_mixture_in_a_pipeline_has_the_bits_of_one_rank() {
     for name in ["base_layer.lora_A.weight", "base_layer.lora_B.weight", "lora_A.weight", "lora_B.weight"] {
         let name = format!("model.layers.1.mlp.experts.{name}");
         assert_eq!(one.tensor(&name).unwrap(), two.tensor(&name).unwrap(), "{name}");
+    }
+}
+
+/// Returns the steps of a run on `world` ranks with experts divided among `size` of them.
+fn train_divided(options: &Options, world: usize, stage: u8, size: usize) -> Vec<StepReport> {
+    let config = options.out.with_extension("json");
+    let text = format!(
+        r#"{{"zero_optimization": {{"stage": {stage}, "stage3_param_persistence_threshold": 0}},
+             "expert_parallel": {{"enabled": true, "autoep_size": {size}}}}}"#
+    );
+    std::fs::write(&config, text).unwrap();
+    let options = Options { ds_config: Some(config), micro_batch: 4 / world, ..options.clone() };
+    let ranks = threads::run(world, |comm| {
+        let mut run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm)?;
+        let mut steps = vec![];
+        while let Some(step) = run.step()? {
+            steps.push(step);
+        }
+        run.finish()?;
+        Ok(steps)
+    });
+    ranks.unwrap().remove(0).unwrap()
+}
+
+#[test]
+fn a_mixture_with_divided_experts_is_fine_tuned_as_with_whole_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let lora = "r=2,targets=q_proj,target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj";
+    let methods = [
+        ("full", TuningMethod::Full),
+        ("lora", TuningMethod::Lora(lora.parse().unwrap())),
+        ("qlora", TuningMethod::Qlora(lora.parse().unwrap())),
+    ];
+    for (method, tuning) in methods {
+        for name in ["mixtral", "qwen3_moe_step2"] {
+            let run = |world: usize, stage: u8, size: usize| {
+                let out = format!("{method}_{name}_{world}_{stage}_{size}");
+                let validation = Some(ValidationData::Part(0.2));
+                let options = Options {
+                    method: tuning.clone(),
+                    validation,
+                    eval_every: Some(3),
+                    ..options(folder.path(), name, &out)
+                };
+                (train_divided(&options, world, stage, size), options.out)
+            };
+            let numbers = |steps: &[StepReport]| -> Vec<[Option<f64>; 3]> {
+                steps.iter().map(|step| [Some(step.loss), step.grad_norm, step.val_loss]).collect()
+            };
+            let bytes = |out: &Path| {
+                let names = ["adapter_model.safetensors", "model.safetensors"];
+                names.map(|name| std::fs::read(out.join(name)).unwrap_or_default())
+            };
+            let (whole, _) = run(2, 0, 1);
+            let (divided, out) = run(2, 0, 2);
+            for (one, two) in whole.iter().zip(&divided) {
+                assert!((one.loss - two.loss).abs() < 5e-5, "{method} {name}: {} {}", one.loss, two.loss);
+                assert_eq!(one.experts, two.experts, "each row is counted once");
+            }
+            for stage in [2, 3] {
+                let (steps, at_stage) = run(2, stage, 2);
+                assert_eq!(numbers(&steps), numbers(&divided), "{method} {name}, stage {stage}");
+                let (found, expected) = (bytes(&at_stage), bytes(&out));
+                assert!(found == expected && expected.iter().any(|file| !file.is_empty()), "{method} {name}, {stage}");
+            }
+            if name == "qwen3_moe_step2" {
+                let of_four = run(4, 3, 2).0;
+                let again = run(4, 1, 2).0;
+                assert_eq!(numbers(&of_four), numbers(&again), "{method} {name}");
+            }
+        }
     }
 }
 

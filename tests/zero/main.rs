@@ -13,6 +13,7 @@ mod candle_gradients;
 mod conditional;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod expert_parallel;
 mod frozen;
 mod keep_f32;
 mod mixture;

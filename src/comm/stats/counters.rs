@@ -62,6 +62,21 @@ impl CommReport {
         self.data().map(|k| k.exact_bytes).sum()
     }
 
+    /// Returns the communication of this report and another one together.
+    pub(crate) fn with(mut self, other: &Self) -> Self {
+        for (kind, more) in &other.kinds {
+            let sum = self.kinds.entry(*kind).or_default();
+            sum.calls += more.calls;
+            sum.elements += more.elements;
+            sum.wire_bytes += more.wire_bytes;
+            sum.exact_bytes += more.exact_bytes;
+            sum.between_hosts_bytes += more.between_hosts_bytes;
+            sum.busy_s += more.busy_s;
+        }
+        self.waited_s += other.waited_s;
+        self
+    }
+
     fn data(&self) -> impl Iterator<Item = CollectiveKindReport> {
         [CollectiveKind::AllReduce, CollectiveKind::ReduceScatter, CollectiveKind::AllGather]
             .into_iter()

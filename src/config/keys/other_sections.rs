@@ -27,8 +27,7 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("local_steps", false, LOCAL_STEPS),
     ConfigSection::new("tensor_parallel", true, TENSOR_PARALLEL).when_off(OFF),
     ConfigSection::new("tensor_parallel.tensor_parallel", true, TP),
-    ConfigSection::new("expert_parallel", false, EXPERT_PARALLEL)
-        .status(refuse("expert parallelism is not implemented")).switch("enabled").when_off(OFF),
+    ConfigSection::new("expert_parallel", false, EXPERT_PARALLEL).switch("enabled"),
     ConfigSection::new("hybrid_engine", true, HYBRID_ENGINE).status(none("the engine does not generate text")).switch("enabled"),
     ConfigSection::new("weight_quantization", true, WEIGHT_QUANTIZATION).status(none("it applies only to inference")).switch("enabled"),
     ConfigSection::new("data_efficiency", false, DATA_EFFICIENCY).when_off(OFF),
@@ -234,43 +233,49 @@ const TP: &[super::ConfigKey] = keys! {
     "tp_group": Any, "null", none(ONLY_TP), "Python object.";
 };
 
+const MODEL_HAS_NAMES: &str = "the model's code determines which of its parameters belong to experts";
+const MODEL_ROUTES: &str =
+    "the model's code or its config.json determines how tokens are routed, and ignoring the key would change training";
+const OWN_KERNELS: &str = "experts are computed as grouped products";
+const OWN_MESSAGES: &str = "tokens travel through the communicator, in messages as long as their rows";
+
 const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "false", S, "Spread experts over ranks.";
-    "autoep_size": INT, "1", S, "Ranks that share the experts.";
-    "expert_tensor_parallel_size": INT, "1", S, "Ranks that share one expert.";
-    "validate_folding_routing": Bool, "false", S, "Check routing.";
-    "async_split_plan": Bool, "false", S, "On a separate stream, copy to the host the numbers of tokens that ranks exchange.";
-    "preset_model": Any, "null", S, "Model with built-in settings.";
-    "moe_layer_pattern": Any, "null", S, "Names of layers.";
-    "expert_pattern": Any, "null", S, "Names of experts.";
-    "router_pattern": Any, "null", S, "Names of routers.";
-    "use_grouped_mm": Bool, "true", S, "Grouped products.";
-    "disable_triton_grouped_mm": Bool, "false", S, "Do not use Triton.";
-    "route_norm": Any, "null", S, "Normalize routing weights.";
-    "route_scale": FLOAT, "1.0", S, "Scale of routing weights.";
-    "score_apply": Any, "\"auto\"", S, "Where routing scores are applied.";
-    "combine_impl": Any, "\"auto\"", S, "Kernel.";
-    "row_weighting_impl": Any, "\"auto\"", S, "Kernel.";
-    "gate_up_impl": Any, "\"separate\"", S, "Kernel.";
-    "comm_backend": OneOf(&["comm", "deepep"]), "\"comm\"", S, "Library that exchanges tokens.";
-    "comm_num_sm": INT, "12", S, "Number of GPU multiprocessors used for communication.";
-    "comm_qp_margin": INT, "4", S, "Queue margin.";
-    "comm_max_tokens_per_rank": INT, "0", S, "Maximum number of tokens per rank.";
-    "num_expert_groups": Any, "null", S, "Groups of experts.";
-    "num_limited_groups": Any, "null", S, "Number of expert groups that a token may use.";
-    "score_func": Any, "\"auto\"", S, "Routing function.";
-    "top_k": Any, "\"auto\"", S, "Experts per token.";
-    "load_balance_coeff": Any, "null", S, "Must be null.";
-    "routed_scaling_factor": Any, "\"auto\"", S, "Scale of expert outputs.";
-    "expert_w1": Any, "null", S, "Name of a weight.";
-    "expert_w2": Any, "null", S, "Name of a weight.";
-    "expert_w3": Any, "null", S, "Name of a weight.";
-    "num_experts_attr": Any, "null", S, "Name of an attribute.";
-    "top_k_attr": Any, "null", S, "Name of an attribute.";
-    "has_shared_experts": Any, "null", S, "Shared experts.";
-    "shared_experts_pattern": Any, "null", S, "Names of the shared experts.";
-    "shared_experts_gate_pattern": Any, "null", S, "Names of the shared experts' gates.";
-    "expert_activation": Any, "null", S, "Activation.";
+    "enabled": Bool, "false", H, "Spread experts over ranks.";
+    "autoep_size": INT, "1", H, "Ranks that share the experts. It must divide the number of ranks and the number of experts of each layer.";
+    "expert_tensor_parallel_size": INT, "1", refused_above_one("the tensors of an expert are not split"), "Ranks that share one expert.";
+    "validate_folding_routing": Bool, "false", none("the routing is always checked"), "Check routing.";
+    "async_split_plan": Bool, "false", none("the numbers of tokens are in host memory"), "On a separate stream, copy to the host the numbers of tokens that ranks exchange.";
+    "preset_model": Any, "null", none(MODEL_HAS_NAMES), "Model with built-in settings.";
+    "moe_layer_pattern": Any, "null", none(MODEL_HAS_NAMES), "Names of layers.";
+    "expert_pattern": Any, "null", none(MODEL_HAS_NAMES), "Names of experts.";
+    "router_pattern": Any, "null", none(MODEL_HAS_NAMES), "Names of routers.";
+    "use_grouped_mm": Bool, "true", none(OWN_KERNELS), "Grouped products.";
+    "disable_triton_grouped_mm": Bool, "false", none(OWN_KERNELS), "Do not use Triton.";
+    "route_norm": Any, "null", refuse(MODEL_ROUTES), "Normalize routing weights.";
+    "route_scale": FLOAT, "1.0", refuse(MODEL_ROUTES), "Scale of routing weights.";
+    "score_apply": Any, "\"auto\"", refuse(MODEL_ROUTES), "Where routing scores are applied.";
+    "combine_impl": Any, "\"auto\"", none(OWN_KERNELS), "Kernel.";
+    "row_weighting_impl": Any, "\"auto\"", none(OWN_KERNELS), "Kernel.";
+    "gate_up_impl": Any, "\"separate\"", none(OWN_KERNELS), "Kernel.";
+    "comm_backend": OneOf(&["comm", "deepep"]), "\"comm\"", none(OWN_MESSAGES), "Library that exchanges tokens.";
+    "comm_num_sm": INT, "12", none(OWN_MESSAGES), "Number of GPU multiprocessors used for communication.";
+    "comm_qp_margin": INT, "4", none(OWN_MESSAGES), "Queue margin.";
+    "comm_max_tokens_per_rank": INT, "0", none(OWN_MESSAGES), "Maximum number of tokens per rank.";
+    "num_expert_groups": Any, "null", refuse(MODEL_ROUTES), "Groups of experts.";
+    "num_limited_groups": Any, "null", refuse(MODEL_ROUTES), "Number of expert groups that a token may use.";
+    "score_func": Any, "\"auto\"", refuse(MODEL_ROUTES), "Routing function.";
+    "top_k": Any, "\"auto\"", refuse(MODEL_ROUTES), "Experts per token.";
+    "load_balance_coeff": Any, "null", refuse(MODEL_ROUTES), "Must be null.";
+    "routed_scaling_factor": Any, "\"auto\"", refuse(MODEL_ROUTES), "Scale of expert outputs.";
+    "expert_w1": Any, "null", none(MODEL_HAS_NAMES), "Name of a weight.";
+    "expert_w2": Any, "null", none(MODEL_HAS_NAMES), "Name of a weight.";
+    "expert_w3": Any, "null", none(MODEL_HAS_NAMES), "Name of a weight.";
+    "num_experts_attr": Any, "null", none(MODEL_HAS_NAMES), "Name of an attribute.";
+    "top_k_attr": Any, "null", none(MODEL_HAS_NAMES), "Name of an attribute.";
+    "has_shared_experts": Any, "null", none(MODEL_HAS_NAMES), "Shared experts.";
+    "shared_experts_pattern": Any, "null", none(MODEL_HAS_NAMES), "Names of the shared experts.";
+    "shared_experts_gate_pattern": Any, "null", none(MODEL_HAS_NAMES), "Names of the shared experts' gates.";
+    "expert_activation": Any, "null", refuse("the model's code or its config.json determines the activation"), "Activation.";
 };
 
 const HYBRID_ENGINE: &[super::ConfigKey] = keys! {

@@ -3,12 +3,13 @@
 use super::grouped_rows::NAME;
 use super::options::{ExpertGate, GateUpOrder};
 use super::recorded_projection::{ExpertSlots, ProjectionBackward};
+use super::traveling_rows::RowRoutes;
 use super::{ExpertAssignment, ExpertProjection, Routing, combine_experts, expert_rows, gated_activation};
 use crate::graph::{InputGradSink, OpInputs, SavedTensor};
 use crate::kernels::{buffer, gate_up};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use crate::zero::{RoutedPass, RoutedUnits};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Shape, Tensor, bail};
 use std::sync::Arc;
 
 /// The MLP of all experts of a layer: for each row, the sum over its experts e of `weight_e down_e(act(gate_e x, up_e
@@ -94,15 +95,35 @@ impl ExpertMlp {
         if assignment.experts() != self.experts() {
             bail!("experts: the router chose among {} experts; the MLP has {}", assignment.experts(), self.experts())
         }
-        let experts = match &self.units {
-            Some(units) => units.agree(assignment.hit())?,
-            None => RoutedPass::whole(self.experts()),
-        };
         let mut shape = x.dims().to_vec();
         if let Some(last) = shape.last_mut() {
             *last = self.down.widths().1;
         }
-        let combine = |y: &Tensor| combine_experts(y, routing.weights(), assignment, &shape.clone().into());
+        let shape = shape.into();
+        let Some(exchange) = self.units.as_ref().and_then(RoutedUnits::exchange) else {
+            return self.here(x, routing.weights(), assignment, &shape);
+        };
+        if !(self.gate_up.has_kernels_for(x) && self.down.has_kernels_for(x)) {
+            bail!(
+                "experts: the input is {:?} on {:?}; with expert_parallel, the input and the experts must have the same \
+                 dtype, f32, bf16 or f16, on the CPU",
+                x.dtype(),
+                x.device()
+            )
+        }
+        let (routes, received) = RowRoutes::send(exchange, x, routing)?;
+        let of_received = Shape::from((received.assignment.rows(), self.down.widths().1));
+        let y = self.here(&received.rows, &received.weights, &received.assignment, &of_received)?;
+        routes.return_results(&y, &shape)
+    }
+
+    /// Applies the experts in `assignment` to the rows of `x`, and sums the results, multiplied by `weights`.
+    fn here(&self, x: &Tensor, weights: &Tensor, assignment: &Arc<ExpertAssignment>, shape: &Shape) -> Result<Tensor> {
+        let experts = match &self.units {
+            Some(units) => units.agree(assignment.hit())?,
+            None => RoutedPass::whole(self.experts()),
+        };
+        let combine = |y: &Tensor| combine_experts(y, weights, assignment, shape);
         if self.gate_up.has_kernels_for(x) && self.down.has_kernels_for(x) {
             let rows = expert_rows(x, assignment)?;
             let y = with_element!(x.dtype(), NAME, E => self.grouped::<E>(&rows, assignment, experts))?;

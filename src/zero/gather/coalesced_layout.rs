@@ -6,7 +6,7 @@
 
 use crate::comm::WireFormat;
 use crate::error::Result;
-use crate::layout::{PACKED_BELOW, ShardCut, ShardMesh, chunk_offsets};
+use crate::layout::{ExpertPlace, PACKED_BELOW, ShardCut, ShardMesh, chunk_offsets};
 use crate::optim::WeightFormat;
 use crate::param::{Param, ParamId};
 use crate::precision::ElementBuffer;
@@ -22,22 +22,26 @@ pub(crate) struct CoalescedLayout {
     pub offsets: Vec<usize>,
     /// The number of elements of a rank's chunk.
     pub chunk: usize,
+    /// The mesh of the ranks that hold the parameters.
+    pub mesh: ShardMesh,
     /// The format of the weights, if the layout carries weights. The elements of packed weights are words.
     weights: WeightFormat,
 }
 
 impl CoalescedLayout {
-    /// Creates one layout for each large parameter, and one for all small parameters of the same weight format.
+    /// Creates one layout for each large parameter, and one for all small parameters of the same weight format on the same
+    /// ranks. `mesh` is that of all ranks, here and in the other functions.
     pub fn split(params: &[ParamId], all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Vec<Self> {
         let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);
         alone.chain(Self::group_by_format(small, all)).map(|params| Self::of_weights(params, all, mesh, wire)).collect()
     }
 
-    /// Groups parameters whose weights have the same format, so that each group can share a collective.
+    /// Groups parameters whose weights have the same format and are on the same ranks, so that each group can share a
+    /// collective.
     pub fn group_by_format(params: Vec<ParamId>, all: &[Param]) -> impl Iterator<Item = Vec<ParamId>> + use<> {
-        let mut alike: BTreeMap<WeightFormat, Vec<ParamId>> = BTreeMap::new();
-        params.into_iter().for_each(|p| alike.entry(all[p].weights).or_default().push(p));
+        let mut alike: BTreeMap<(WeightFormat, Option<ExpertPlace>), Vec<ParamId>> = BTreeMap::new();
+        params.into_iter().for_each(|p| alike.entry((all[p].weights, all[p].expert)).or_default().push(p));
         alike.into_values()
     }
 
@@ -47,6 +51,7 @@ impl CoalescedLayout {
         let Some(packing) = weights.packing() else {
             return Self { weights, ..Self::new(params, all, mesh, wire) };
         };
+        let mesh = params.first().map_or(mesh, |p| mesh.of(all[*p].cut()));
         let mut chunk = 0;
         let offset = |p: &ParamId| {
             let offset = chunk;
@@ -54,7 +59,7 @@ impl CoalescedLayout {
             offset
         };
         let offsets = params.iter().map(offset).collect();
-        Self { params, offsets, chunk, weights }
+        Self { params, offsets, chunk, mesh, weights }
     }
 
     /// Returns the dtype of the layout's elements, for weights in `dtype`.
@@ -76,8 +81,10 @@ impl CoalescedLayout {
     /// collective.
     pub fn new(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Self {
         let cuts: Vec<ShardCut> = params.iter().map(|p| all[*p].cut()).collect();
+        debug_assert!(cuts.windows(2).all(|pair| pair[0].expert == pair[1].expert), "parameters on the same ranks");
+        let mesh = cuts.first().map_or(mesh, |cut| mesh.of(*cut));
         let (offsets, chunk) = chunk_offsets(&cuts, mesh, wire.alignment());
-        Self { params, offsets, chunk, weights: WeightFormat::Model }
+        Self { params, offsets, chunk, mesh, weights: WeightFormat::Model }
     }
 
     /// Passes each whole parameter to `install`. `chunks` contains the chunks of all shards, in order.
@@ -92,7 +99,7 @@ impl CoalescedLayout {
                 let param = &rank.params()[*p];
                 let at = (self.chunk, *offset);
                 // The words are on the host.
-                let whole = packed_weight_shards::assemble(packing, param, &chunks, at, rank.dtype(), rank.mesh())?;
+                let whole = packed_weight_shards::assemble(packing, param, &chunks, at, rank.dtype(), self.mesh)?;
                 install(param, whole.moved_to(rank.model_place())?)?;
             }
             return Ok(());
@@ -103,7 +110,7 @@ impl CoalescedLayout {
             chunks.truncate(param.numel);
             return install(param, chunks);
         }
-        let mesh = rank.mesh();
+        let mesh = self.mesh;
         for (p, offset) in self.params.iter().zip(&self.offsets) {
             let param = &rank.params()[*p];
             let mut whole = R::Buffer::with_capacity(rank.model_place(), self.dtype(rank.dtype()), param.numel)?;

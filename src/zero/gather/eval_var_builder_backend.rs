@@ -86,7 +86,9 @@ impl UnitRegistrar for EvalVarBuilderBackend {
     fn mark_leaf(&self, _: UnitId) {}
 
     /// Does nothing: the first instance has marked the unit.
-    fn mark_routed(&self, _: UnitId, _: UnitId) {}
+    fn mark_routed(&self, _: UnitId, _: UnitId, _: (usize, usize)) -> candle_core::Result<()> {
+        Ok(())
+    }
 
     fn link(&self) -> EngineLink {
         self.0.link.clone()

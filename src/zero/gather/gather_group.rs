@@ -76,7 +76,7 @@ impl GatherGroup {
         let launch = |(layout, (part, _)): (&CoalescedLayout, &(R::Buffer, MemoryLedgerEntry))| {
             let _about = timeline::about(|| core.names(&layout.params));
             let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&layout.params));
-            let room = layout.chunk * core.mesh().shards();
+            let room = layout.chunk * layout.mesh.shards();
             let mut buffer = R::Buffer::with_capacity(&part.place(), part.dtype(), room)?;
             buffer.extend_from(part, 0..part.len())?;
             let held = core.hold(MemoryKind::Gathered, &buffer);
@@ -104,7 +104,7 @@ impl GatherGroup {
             let goes_on = goes_to_gpu(core, layout, &place);
             // If the shards are gathered in this buffer, it has room for the chunks of all shards: those of the other
             // ranks arrive in it.
-            let room = if goes_on { layout.chunk } else { layout.chunk * core.mesh().shards() };
+            let room = if goes_on { layout.chunk } else { layout.chunk * layout.mesh.shards() };
             let mut chunk = R::Buffer::with_capacity(&place, layout.dtype(core.dtype()), room)?;
             let mut pieces = Vec::new();
             for (p, offset) in layout.params.iter().zip(&layout.offsets) {
@@ -138,7 +138,7 @@ impl GatherGroup {
         layout: &CoalescedLayout,
         chunk: R::Buffer,
     ) -> Result<(GatherProgress<R>, MemoryLedgerEntry)> {
-        let room = layout.chunk * core.mesh().shards();
+        let room = layout.chunk * layout.mesh.shards();
         let moving = core.send(CopyKind::Shards, chunk, core.model_place(), room)?;
         Ok((GatherProgress::Moving(moving), core.ledger().hold(MemoryKind::Gathered, 0)))
     }

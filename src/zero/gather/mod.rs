@@ -6,6 +6,7 @@
 //! | `leaf_units.rs` | units that are gathered together with all units inside |
 //! | `param_gatherer.rs` | decides when each unit is gathered and released |
 //! | `routed_units.rs`, `param_gatherer/routed.rs` | units of which a layer runs only those that its input chose |
+//! | `row_exchange.rs` | the exchange of rows between ranks among which experts are divided |
 //! | `unit_trace.rs` | the order in which units are needed |
 //! | `gather_group.rs` | parameters that are gathered together |
 //! | `coalesced_layout.rs` | the layout of such parameters in a collective's buffer |
@@ -21,5 +22,6 @@ pub(crate) mod param_gatherer;
 mod recompute_check;
 mod recompute_input;
 pub(crate) mod routed_units;
+pub(crate) mod row_exchange;
 pub(crate) mod unit;
 pub(crate) mod unit_trace;

@@ -107,8 +107,10 @@ impl<R: StepExecutor> ParamGatherer<R> {
         let outermost = leaves.outermost();
         let mut by_unit = vec![Vec::new(); outermost.len()];
         let mut persistent_elements = 0usize;
-        // Parameters that are not sharded are never released either.
-        let mut is_persistent: Vec<bool> = params.iter().map(|param| !plan.shards(param.weights)).collect();
+        // Parameters that are not sharded are never released either. Experts of other ranks are never gathered.
+        let is_elsewhere = |param: &Param| !param.cut().is_on(plan.rank);
+        let mut is_persistent: Vec<bool> =
+            params.iter().map(|param| !plan.shards(param.weights) || is_elsewhere(param)).collect();
         for (id, param) in params.iter().enumerate() {
             if is_persistent[id] {
                 continue;
@@ -453,7 +455,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
 
     /// Gathers absent parameters, whatever their units. Returns those that it has gathered.
     pub fn gather_params(&mut self, core: &R, params: &[ParamId]) -> Result<Vec<ParamId>> {
-        let absent: Vec<ParamId> = params.iter().copied().filter(|p| !core.params()[*p].is_whole()).collect();
+        let absent: Vec<ParamId> =
+            params.iter().copied().filter(|p| !core.params()[*p].is_whole() && core.is_here(*p)).collect();
         if !absent.is_empty() {
             let group = GatherGroup::new(absent.clone(), core.params(), core.mesh(), self.persistent.wire);
             let gathering = group.launch(core)?;

@@ -10,7 +10,7 @@
 //! units in leaves, need no agreement.
 
 use super::unit::under_construction;
-use crate::comm::agree;
+use crate::comm::{Communicator, agree};
 use crate::error::Result;
 use crate::graph::{is_without_gradients, prepared_op};
 use crate::param::UnitId;
@@ -75,8 +75,9 @@ pub fn routed_units<T>(
             continue;
         };
         let (unit, of_engine) = registrar.open_unit(vb.prefix())?;
-        registrar.mark_routed(unit, units.first().copied().unwrap_or(unit));
-        let result = build(number, vb);
+        let first = units.first().copied().unwrap_or(unit);
+        let marked = registrar.mark_routed(unit, first, (number, count));
+        let result = marked.and_then(|()| build(number, vb));
         registrar.close_unit();
         built.push(result?);
         units.push(unit);
@@ -96,6 +97,16 @@ impl RoutedUnits {
         self.count == 0
     }
 
+    /// Returns the units themselves.
+    pub(super) fn units(&self) -> &[UnitId] {
+        &self.units
+    }
+
+    /// Returns the link to the engine.
+    pub(super) fn link(&self) -> &EngineLink {
+        &self.link
+    }
+
     /// Determines which units are used, given the units that this rank's input `chose`. Collective if parameters are
     /// sharded among ranks.
     pub(crate) fn agree(&self, chose: impl Iterator<Item = usize>) -> candle_core::Result<RoutedPass> {
@@ -106,8 +117,10 @@ impl RoutedUnits {
         }
         let mut is_chosen = vec![false; self.count];
         chose.for_each(|unit| is_chosen[unit] = true);
-        if core.comm().size() > 1 {
-            is_chosen = core.on_any_rank(&is_chosen).map_err(|e| core.stash(e))?;
+        // The units of divided experts are gathered among the ranks that hold them.
+        let comm = core.experts().map_or(core.comm(), |experts| &*experts.holders);
+        if comm.size() > 1 {
+            is_chosen = on_any_rank(comm, &is_chosen).map_err(|e| core.stash(e))?;
         }
         let chosen: Vec<usize> = (0..self.count).filter(|unit| is_chosen[*unit]).collect();
         let ids: Vec<UnitId> = chosen.iter().map(|unit| self.units[*unit]).collect();
@@ -220,19 +233,6 @@ impl RankCore {
         units.iter().any(|unit| gather.has_params(*unit))
     }
 
-    /// Collective: returns, for each flag, whether it is set on any rank.
-    fn on_any_rank(&self, own: &[bool]) -> Result<Vec<bool>> {
-        count_collective_step();
-        let mut words = vec![0u64; own.len().div_ceil(FLAGS_PER_WORD)];
-        for (i, _) in own.iter().enumerate().filter(|(_, flag)| **flag) {
-            words[i / FLAGS_PER_WORD] |= 1 << (i % FLAGS_PER_WORD);
-        }
-        for other in agree::gather_u64(self.comm(), &words)? {
-            words.iter_mut().zip(other).for_each(|(word, other)| *word |= other);
-        }
-        Ok((0..own.len()).map(|i| words[i / FLAGS_PER_WORD] >> (i % FLAGS_PER_WORD) & 1 == 1).collect())
-    }
-
     /// Gathers a group of routed units, and begins to gather the `next` group.
     fn enter_routed(&self, group: &[UnitId], next: &[UnitId]) -> candle_core::Result<()> {
         let enter = || {
@@ -253,4 +253,17 @@ impl RankCore {
         };
         leave().map_err(|e| self.stash(e))
     }
+}
+
+/// Collective: returns for each flag whether it is set on any rank.
+fn on_any_rank(comm: &dyn Communicator, own: &[bool]) -> Result<Vec<bool>> {
+    count_collective_step();
+    let mut words = vec![0u64; own.len().div_ceil(FLAGS_PER_WORD)];
+    for (i, _) in own.iter().enumerate().filter(|(_, flag)| **flag) {
+        words[i / FLAGS_PER_WORD] |= 1 << (i % FLAGS_PER_WORD);
+    }
+    for other in agree::gather_u64(comm, &words)? {
+        words.iter_mut().zip(other).for_each(|(word, other)| *word |= other);
+    }
+    Ok((0..own.len()).map(|i| words[i / FLAGS_PER_WORD] >> (i % FLAGS_PER_WORD) & 1 == 1).collect())
 }

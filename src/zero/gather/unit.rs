@@ -48,8 +48,12 @@ pub(crate) trait UnitRegistrar {
     fn close_unit(&self);
     /// Marks a unit to be gathered together with all units inside.
     fn mark_leaf(&self, unit: UnitId);
-    /// Marks a unit to be gathered only if the input of a layer chose it. `first` is the first such unit of the layer.
-    fn mark_routed(&self, unit: UnitId, first: UnitId);
+    /// Marks a unit to be gathered only if the input of a layer chose it. `first` is the first such unit of the layer,
+    /// and `number_of` the unit's number among them and their number.
+    ///
+    /// # Errors
+    /// A number of units that cannot be divided among the ranks that share them.
+    fn mark_routed(&self, unit: UnitId, first: UnitId, number_of: (usize, usize)) -> Result<()>;
     /// Returns the link to the engine.
     fn link(&self) -> EngineLink;
 }

@@ -12,7 +12,6 @@ use crate::zero::gather::coalesced_layout::CoalescedLayout;
 #[cfg(feature = "cuda")]
 use crate::zero::gpu::gradient_pack::{self, GradientPackFormat};
 use crate::zero::rank_core::RankCore;
-use crate::zero::step_executor::StepExecutor;
 use std::ops::Range;
 
 impl GradientBackend for RankCore {
@@ -55,8 +54,10 @@ impl GradientBackend for RankCore {
     ) -> Result<FlatBuffer> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.model_place.gpu() {
-            let (form, len) =
-                (GradientPackFormat { dtype: plan.dtype, factor: plan.before }, layout.chunk * self.world_size());
+            let (form, len) = (
+                GradientPackFormat { dtype: plan.dtype, factor: plan.before },
+                layout.chunk * layout.mesh.world_size(),
+            );
             let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
                 Some(large) => gradient_pack::prepare(gpu, form, len, large.grad)?,
                 None => {
@@ -69,7 +70,7 @@ impl GradientBackend for RankCore {
             return Ok(FlatBuffer::Device(packed));
         }
         let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
-            Some(large) => prepare(plan, layout.chunk * self.world_size(), large)?,
+            Some(large) => prepare(plan, layout.chunk * layout.mesh.world_size(), large)?,
             None => self.pack_small(plan, layout, grads)?,
         };
         Ok(packed.into())
@@ -103,7 +104,7 @@ impl RankCore {
         layout: &CoalescedLayout,
         grads: Vec<ArrivedGradient<Grad>>,
     ) -> Result<Flat> {
-        let mut flat = Flat::zeros(plan.dtype, layout.chunk * self.world_size());
+        let mut flat = Flat::zeros(plan.dtype, layout.chunk * layout.mesh.world_size());
         for (ArrivedGradient { param, grad, held }, offset) in grads.into_iter().zip(&layout.offsets) {
             grad.view(|values| {
                 for (start, piece) in self.places(param, layout, *offset) {
@@ -123,7 +124,7 @@ impl RankCore {
         layout: &CoalescedLayout,
         offset: usize,
     ) -> impl Iterator<Item = (usize, Range<usize>)> {
-        let (mesh, cut, chunk) = (self.mesh(), self.params[param].cut(), layout.chunk);
+        let (mesh, cut, chunk) = (layout.mesh, self.params[param].cut(), layout.chunk);
         (0..mesh.world_size()).map(move |number| (number * chunk + offset, mesh.piece(cut, number)))
     }
 }

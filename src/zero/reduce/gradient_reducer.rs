@@ -132,6 +132,9 @@ pub(crate) trait GradientBackend: StepExecutor {
 pub(crate) struct GradientReducer<C: GradientBackend> {
     plan: ReducePlan,
     buckets: BucketQueue<ArrivedGradient<C::Grad>, PendingReduction<C>>,
+    /// The buckets of experts that are divided among ranks. Which of them arrive, and when, differs between ranks that
+    /// hold different experts.
+    of_experts: BucketQueue<ArrivedGradient<C::Grad>, PendingReduction<C>>,
     /// The sums that are being transferred to the share, the oldest first.
     leaving: VecDeque<(CoalescedLayout, C::PendingCopy)>,
     held: Vec<ArrivedGradient<C::Grad>>,
@@ -167,8 +170,9 @@ impl<C: GradientBackend> GradientReducer<C> {
     /// Creates a reducer. `optional` states for each parameter whether its gradient may be missing on some ranks.
     pub fn new(plan: ReducePlan, bucket_size: usize, optional: Vec<bool>) -> Self {
         let seen = Some(vec![false; optional.len()]);
-        let (buckets, held, waiting) = (BucketQueue::new(bucket_size), Vec::new(), BTreeMap::new());
-        Self { plan, buckets, leaving: VecDeque::new(), held, optional, waiting, seen }
+        let (buckets, of_experts) = (BucketQueue::new(bucket_size), BucketQueue::new(bucket_size));
+        let (held, waiting) = (Vec::new(), BTreeMap::new());
+        Self { plan, buckets, of_experts, leaving: VecDeque::new(), held, optional, waiting, seen }
     }
 
     /// Declares that the gradients of these parameters may arrive in different orders on different ranks, or on some ranks
@@ -202,13 +206,13 @@ impl<C: GradientBackend> GradientReducer<C> {
             self.collect(core, arrived)?;
         }
         for (param, about) in core.params().iter().enumerate().rev() {
-            if self.optional[param] && is_expected(about) {
+            if self.optional[param] && is_expected(about) && core.is_here(param) {
                 let arrived = self.waiting.remove(&param);
                 let arrived = arrived.unwrap_or_else(|| self.enter(core, param, core.zeros(about)));
                 self.collect(core, arrived)?;
             }
         }
-        if let Some(bucket) = self.buckets.rest() {
+        for bucket in [self.buckets.rest(), self.of_experts.rest()].into_iter().flatten() {
             self.reduce(core, bucket)?;
         }
         self.finish(core, 0)
@@ -237,11 +241,15 @@ impl<C: GradientBackend> GradientReducer<C> {
     }
 
     fn collect(&mut self, core: &C, arrived: ArrivedGradient<C::Grad>) -> Result<()> {
-        let numel = core.params()[arrived.param].numel;
-        match self.buckets.push(arrived, numel) {
+        let (numel, is_of_expert) = (core.params()[arrived.param].numel, core.params()[arrived.param].expert.is_some());
+        match self.queue(is_of_expert).push(arrived, numel) {
             Some(bucket) => self.reduce(core, bucket),
             None => Ok(()),
         }
+    }
+
+    fn queue(&mut self, of_experts: bool) -> &mut BucketQueue<ArrivedGradient<C::Grad>, PendingReduction<C>> {
+        if of_experts { &mut self.of_experts } else { &mut self.buckets }
     }
 
     /// Begins the reduction of a bucket, or of one large gradient.
@@ -252,7 +260,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         let _span = timeline::span(timeline::EventCategory::Reduce, "pack").of(|| core.names(&layout.params));
         // On a GPU, a bucket exists in addition to the gradients from which it is packed. On the host, a large gradient
         // becomes the bucket.
-        let packed = layout.chunk * core.world_size() * self.plan.dtype.size_in_bytes();
+        let packed = layout.chunk * layout.mesh.world_size() * self.plan.dtype.size_in_bytes();
         let is_copied = C::Buffer::is_device(core.model_place());
         let packing = is_copied.then(|| core.ledger().hold_in(core.tier(), MemoryKind::Buckets, packed));
         let buffer = core.pack(&self.plan, &layout, bucket)?;
@@ -264,14 +272,16 @@ impl<C: GradientBackend> GradientReducer<C> {
             false => core.launch(CollectiveOp::AllReduce, wire, buffer, &layout.params)?,
         };
         drop(about);
-        self.buckets.launched(PendingReduction { layout, pending, held });
+        let is_of_expert = layout.params.first().is_some_and(|param| core.params()[*param].expert.is_some());
+        self.queue(is_of_expert).launched(PendingReduction { layout, pending, held });
         self.finish(core, if overlap { IN_FLIGHT - 1 } else { 0 })
     }
 
     /// Waits for the oldest reductions until at most `left` are pending, and adds their sums to this rank's share. If
     /// the share is on another device, at most `left` sums are still being copied to it afterwards.
     fn finish(&mut self, core: &C, left: usize) -> Result<()> {
-        while let Some(PendingReduction { layout, pending, held }) = self.buckets.due(left) {
+        while let Some(due) = self.buckets.due(left).or_else(|| self.of_experts.due(left)) {
+            let PendingReduction { layout, pending, held } = due;
             let sum = core.wait(pending)?;
             drop(held);
             if C::Buffer::is_device(&sum.place()) == C::Buffer::is_device(core.share_place()) {
@@ -297,10 +307,10 @@ impl<C: GradientBackend> GradientReducer<C> {
         let _about = timeline::about(|| core.names(params));
         let _span = timeline::span(timeline::EventCategory::Reduce, "accumulate").of(|| core.names(params));
         let ReducePlan { scatter, after, accumulate, .. } = self.plan;
-        let mesh = core.mesh();
+        let mesh = core.mesh_of(params);
         // The pieces that this rank keeps, and their offsets in the received buffer.
         let pieces = match core.placement().optim.is_sharded() {
-            true => mesh.pieces_of(mesh.shard_of(core.rank())),
+            true => mesh.pieces_of(mesh.shard_of(core.rank_among(params))),
             false => 0..mesh.world_size(),
         };
         let first = if scatter { pieces.start } else { 0 };

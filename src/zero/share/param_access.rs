@@ -47,7 +47,10 @@ impl RankCore {
 
     /// Collective: gathers a whole gradient, in f32.
     pub fn whole_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
-        self.own_gradient(param)?.map(|own| self.gather_whole(param, own)).transpose()
+        let own = self.own_gradient(param)?;
+        let exists = self.exists_on_holders(param, own.is_some())?;
+        let own = exists.then(|| own.unwrap_or_else(|| Flat::F32(Vec::new())));
+        own.map(|own| self.gather_whole(param, own)).transpose()
     }
 
     /// Sets a state on every rank that has a part of it. Weights are also written to their full or 16-bit copies, if
@@ -69,13 +72,28 @@ impl RankCore {
         self.write_state(moment, param, owned, part)
     }
 
-    /// Sets a gradient that has been reduced. Returns false if there is none.
+    /// Sets a gradient that has been reduced. Returns false if there is none. Collective for experts that are divided among
+    /// ranks.
     pub fn set_gradient(&self, param: ParamId, whole: &[f32]) -> Result<bool> {
-        self.set_own_gradient(param, &whole[self.owned(param)])
+        let is_set = self.set_own_gradient(param, &whole[self.owned(param)])?;
+        self.exists_on_holders(param, is_set)
+    }
+
+    /// Returns whether something that this rank has, or has not, `exists` on the ranks that hold a parameter. Collective for
+    /// experts that are divided among ranks: the other ranks do not know.
+    fn exists_on_holders(&self, param: ParamId, exists: bool) -> Result<bool> {
+        if self.params[param].expert.is_none() {
+            return Ok(exists);
+        }
+        let flags = self.comm.gather_f64(vec![f64::from(u8::from(exists && self.holds(param)))]).wait()?;
+        Ok(flags.iter().any(|flag| flag[0] != 0.0))
     }
 
     /// Sets this rank's part of a gradient that has been reduced. Returns false if there is none.
     pub fn set_own_gradient(&self, param: ParamId, own: &[f32]) -> Result<bool> {
+        if !self.holds(param) {
+            return Ok(true);
+        }
         let (group, slot) = self.place_of(param);
         let group = &mut lock(&self.groups)[group];
         let Some(mut grads) = group.take_grads(slot, self)? else { return Ok(false) };
@@ -93,7 +111,7 @@ impl RankCore {
     pub fn whole_of_one(&self, param: ParamId, values: Option<Vec<f32>>) -> Result<Vec<f32>> {
         // A negative zero added to any number gives that number, including a zero with its sign.
         let values = values.unwrap_or_else(|| vec![-0.0; self.params[param].numel]);
-        Ok(f32_values(self.comm().all_reduce(Flat::F32(values), self.tag(&[param])).wait()?))
+        Ok(f32_values(self.comm.all_reduce(Flat::F32(values), self.tag(&[param])).wait()?))
     }
 
     /// Collective if parameters are sharded: while `run` runs, those of the parameters that are not yet in memory are
@@ -128,7 +146,8 @@ impl RankCore {
     }
 }
 
-fn f32_values(values: Flat) -> Vec<f32> {
+/// Returns the values of a buffer that is f32.
+pub(super) fn f32_values(values: Flat) -> Vec<f32> {
     let Flat::F32(values) = values else { unreachable!("these collectives carry f32") };
     values
 }

@@ -1,6 +1,7 @@
 //! Writes whole parameters to a safetensors file. They are gathered one at a time, and rank 0 writes them as they
 //! arrive.
 
+use super::param_access::f32_values;
 use super::state_access::ParamStateKind;
 use super::whole_model::ModelParameter;
 use crate::comm::WireFormat;
@@ -70,8 +71,10 @@ impl RankCore {
     pub fn whole_f32(&self, param: usize) -> Result<Flat> {
         if self.is_whole_in_f32(param)? {
             let mut whole = Flat::with_capacity(DType::F32, self.params[param].numel);
-            residency::with_view(&self.params[param].tensor, |values| whole.extend_cast(values))?;
-            return Ok(whole);
+            if self.holds(param) {
+                residency::with_view(&self.params[param].tensor, |values| whole.extend_cast(values))?;
+            }
+            return self.spread_from_holders(param, whole);
         }
         self.whole_state(ParamStateKind::Weights, param)
     }
@@ -88,11 +91,14 @@ impl RankCore {
 
     /// Collective: assembles a whole parameter from the elements that each rank owns.
     pub(super) fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
-        let (mesh, about) = (self.mesh(), &self.params[param]);
+        let (mesh, about) = (self.mesh_of(&[param]), &self.params[param]);
+        if !self.holds(param) {
+            return self.spread_from_holders(param, own);
+        }
         // This decision must not depend on the number of elements that this rank owns: a parameter with one element is
         // in only one shard.
         if mesh.shards() == 1 || !self.placement.optim.is_sharded() {
-            return Ok(own);
+            return self.spread_from_holders(param, own);
         }
         let len = about.shard_len(mesh);
         own.extend_zeros(len - own.len());
@@ -101,7 +107,17 @@ impl RankCore {
         for shard in 0..mesh.shards() {
             whole.extend_cast(chunks.slice(shard * len..shard * len + about.shard(mesh, shard).len()));
         }
-        Ok(whole)
+        self.spread_from_holders(param, whole)
+    }
+
+    /// Collective if the parameter is on some ranks only: returns the whole parameter on all ranks. `whole` is the whole
+    /// parameter on the ranks that hold it, and not used on the others.
+    fn spread_from_holders(&self, param: usize, whole: Flat) -> Result<Flat> {
+        if self.params[param].expert.is_none() {
+            return Ok(whole);
+        }
+        let is_first = self.holds(param) && self.rank_among(&[param]) == 0;
+        self.whole_of_one(param, is_first.then(|| f32_values(whole))).map(Flat::F32)
     }
 }
 

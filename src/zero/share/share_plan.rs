@@ -24,6 +24,8 @@ pub(crate) struct ShardDevices<P> {
 pub(crate) struct SharePlan {
     pub rank: usize,
     pub mesh: ShardMesh,
+    /// The number of ranks among which the experts of a layer are divided. 1: experts are like other parameters.
+    pub expert_ranks: usize,
     pub placement: Placement,
     pub dtype: DType,
     pub sub_group_size: usize,
@@ -77,6 +79,7 @@ impl SharePlan {
         Self {
             rank,
             mesh: zero.mesh(config.ranks_per_island()),
+            expert_ranks: config.expert_parallel_size,
             placement: zero.stage.placement(),
             dtype: config.precision.dtype(),
             buffer_dtype: config.buffer_dtype,

@@ -138,6 +138,11 @@ impl RankCore {
         range: Range<usize>,
         take: impl FnOnce(FlatRef<'_>),
     ) -> Result<()> {
+        if range.is_empty() {
+            // The tensor of an expert of other ranks is absent.
+            take(FlatRef::F32(&[]));
+            return Ok(());
+        }
         #[cfg(feature = "cuda")]
         let delayed = self.wait_for_update()?;
         let mut groups = lock(&self.groups);
@@ -306,7 +311,7 @@ impl RankCore {
 
     /// Sets elements of a parameter that this rank holds in full.
     pub fn write_whole(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
-        let Some(param) = self.params.get(param).filter(|_| !self.shards(param)) else { return Ok(()) };
+        let Some(param) = self.params.get(param).filter(|_| self.keeps_whole(param)) else { return Ok(()) };
         if let Some(packing) = param.packing() {
             let mut new = Flat::with_capacity(self.dtype, param.numel);
             for part in pieces(&(0..param.numel)) {

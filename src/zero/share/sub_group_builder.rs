@@ -126,7 +126,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
                 // The last values are followed by the padding of the shard.
                 Some(packing) => {
                     let is_last = start + values.len() == len;
-                    let shard_len = if is_last { self.plan.mesh.shard_len(cut) - start } else { values.len() };
+                    let shard_len = if is_last { self.plan.mesh.of(cut).shard_len(cut) - start } else { values.len() };
                     let packed = packed_weight_shards::pack(packing, FlatRef::F32(&values), shard_len);
                     self.fill(&mut share, packed.as_ref())?;
                 }
@@ -150,12 +150,16 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
 
     /// Reserves room for the share of a parameter.
     fn begin(&mut self, param: ParamId, cut: ShardCut, class: ParamClass) -> Result<UnfinishedShare> {
-        let shard_len = self.plan.mesh.shard_len(cut);
+        let SharePlan { rank, placement, .. } = self.plan;
+        // A rank has no elements of the experts of other ranks.
+        let is_here = cut.is_on(rank);
+        let mesh = self.plan.mesh.of(cut);
+        let (shard_len, whole_len) = if is_here { (mesh.shard_len(cut), cut.numel) } else { (0, 0) };
         let shard_len =
             self.packing(class).map_or(shard_len, |packing| packed_weight_shards::word_count(packing, shard_len));
         let block = class.role().map_or(1, |role| self.plan.block(role));
         let SharePosition { share, room, begins, closes, spills } =
-            self.sharing.push(shard_len, cut.numel, class.index(), block);
+            self.sharing.push(shard_len, whole_len, class.index(), block);
         if begins {
             self.close();
         }
@@ -172,10 +176,12 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
                 StateStorage::Memory(buffer) => buffer.resize(|flat| flat.reserve_exact(room))?,
             }
         }
-        let SharePlan { rank, mesh, placement, .. } = self.plan;
-        let sharded = placement.optim.is_sharded();
-        let owned = if sharded { mesh.shard(cut, mesh.shard_of(rank)) } else { 0..cut.numel };
-        let piece = mesh.piece(cut, mesh.piece_of(rank));
+        let number = self.plan.mesh.number_of(cut, rank);
+        let (owned, piece) = match (is_here, placement.optim.is_sharded()) {
+            (false, _) => (0..0, 0..0),
+            (true, true) => (mesh.shard(cut, mesh.shard_of(number)), mesh.piece(cut, mesh.piece_of(number))),
+            (true, false) => (0..cut.numel, mesh.piece(cut, mesh.piece_of(number))),
+        };
         let piece = piece.start - owned.start..piece.end - owned.start;
         group.slots.push(SubGroupPosition { param, owned, piece, at, len: share });
         group.grads.push(GradientShare::Absent);

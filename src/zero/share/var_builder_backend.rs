@@ -8,8 +8,8 @@ use super::packed_weight_shards;
 use super::share_plan::SharePlan;
 use super::sub_group_builder::{LOAD_CHUNK, SubGroupBuilder};
 use crate::config::StatePrecision;
-use crate::error::{Error, ParamError, Result};
-use crate::layout::{ShardCut, ShardMesh, ZeroStage};
+use crate::error::{EngineError, Error, ParamError, Result};
+use crate::layout::{ExpertPlace, ShardCut, ShardMesh, ZeroStage};
 use crate::memory::{MemoryKind, MemoryLedger, MemoryTier};
 use crate::offload::OffloadStore;
 use crate::optim::{OptimizerRole, ParamClass, ParameterGrouping, WeightFormat};
@@ -51,6 +51,8 @@ struct VarBuilderBackendInner {
     by_name: HashMap<String, usize>,
     units: Vec<String>,
     leaves: LeafUnits,
+    /// For each unit that belongs to an expert, the ranks that hold it, if experts are divided among ranks.
+    experts: Vec<Option<ExpertPlace>>,
     open_units: Vec<UnitId>,
     /// The parameters that each unit uses, including those of other units.
     used_by: Vec<BTreeSet<ParamId>>,
@@ -89,6 +91,7 @@ impl VarBuilderBackend {
             by_name: HashMap::new(),
             units: vec![String::new()],
             leaves: LeafUnits::default(),
+            experts: vec![None],
             open_units: vec![ROOT],
             used_by: vec![BTreeSet::new()],
             groups,
@@ -108,6 +111,7 @@ impl VarBuilderBackend {
             packs: false,
             rank: 0,
             mesh: ShardMesh::among_all(1),
+            expert_ranks: 1,
             placement: ZeroStage::Three.placement(),
             dtype,
             sub_group_size: usize::MAX,
@@ -152,6 +156,8 @@ impl VarBuilderBackend {
         let (id, around) = (inner.units.len(), inner.open_unit());
         inner.units.push(name);
         inner.leaves.push(around);
+        let of_expert = inner.experts[around];
+        inner.experts.push(of_expert);
         inner.used_by.push(BTreeSet::new());
         inner.open_units.push(id);
         (id, inner.link.clone())
@@ -183,6 +189,13 @@ impl VarBuilderBackend {
         }
         if params.is_empty() && inner.complete.is_none() {
             return Err(ParamError::NoParameters.into());
+        }
+        if inner.plan.expert_ranks > 1 && params.iter().all(|param| param.expert.is_none()) {
+            let why = format!(
+                "expert_parallel.autoep_size is {}, but the model has no experts whose tensors are separate units; build its experts with routed_units, or remove the section",
+                inner.plan.expert_ranks
+            );
+            return Err(EngineError::ExpertParallel { why }.into());
         }
         let buffers = std::mem::take(&mut inner.buffers);
         let names = params.iter().map(|p| p.name.as_str()).chain(buffers.iter().map(|b| b.name.as_str()));
@@ -224,6 +237,8 @@ impl VarBuilderBackendInner {
         if self.is_buffer(name, &shape, dtype) {
             return self.buffer(name, shape, init, dtype);
         }
+        let expert = self.experts[self.open_unit()];
+        self.check_expert(name, expert)?;
         if let Some(known) = self.known(name) {
             if known.shape != shape {
                 let (first, second) = (known.shape.dims().to_vec(), shape.dims().to_vec());
@@ -251,13 +266,21 @@ impl VarBuilderBackendInner {
         let dtype = weights.dtype(dtype);
         if self.shapes_only {
             let tensor = self.absent(&shape, dtype, &kept.trained)?;
-            return Ok(self.add(name, (shape, 1), kept, tensor, Residency::Absent));
+            return Ok(self.add(name, (shape, ShardCut::anywhere(0)), kept, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let cut = ShardCut { numel, block: packing.map_or_else(|| plan.block(kept.role), WeightPacking::unit) };
-        let shard = plan.mesh.shard(cut, plan.mesh.shard_of(plan.rank));
+        let block = packing.map_or_else(|| plan.block(kept.role), WeightPacking::unit);
+        let cut = ShardCut { numel, block, expert };
         let (id, class) = (self.params.len(), ParamClass::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));
+        if !cut.is_on(plan.rank) {
+            // An expert of other ranks: there is only its name. It gets no gradient here.
+            self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
+            let tensor = self.absent(&shape, dtype, &Arc::default())?;
+            return Ok(self.add(name, (shape, cut), kept, tensor, Residency::Absent));
+        }
+        let mesh = plan.mesh.of(cut);
+        let shard = mesh.shard(cut, mesh.shard_of(plan.mesh.number_of(cut, plan.rank)));
         // Read in f32: the master weights begin with the full precision of the source.
         let (tensor, residency) = if plan.shards(weights) {
             let (source, start) = (&self.source, shard.start);
@@ -293,7 +316,20 @@ impl VarBuilderBackendInner {
             self.waiting.push((tensor.clone(), values));
             (tensor, Residency::Whole(held))
         };
-        Ok(self.add(name, (shape, cut.block), kept, tensor, residency))
+        Ok(self.add(name, (shape, cut), kept, tensor, residency))
+    }
+
+    /// Checks that a parameter of an expert belongs only to that expert, if experts are divided among ranks.
+    fn check_expert(&self, name: &str, expert: Option<ExpertPlace>) -> Result<()> {
+        let Some(known) = self.by_name.get(name).map(|id| &self.params[*id]) else { return Ok(()) };
+        if known.expert.is_none() && expert.is_none() || known.unit == self.open_unit() {
+            return Ok(());
+        }
+        let why = format!(
+            "{name} is used by an expert and by another part of the model, which may be on different ranks; give each \
+             expert its own parameters, or remove the section expert_parallel"
+        );
+        Err(EngineError::ExpertParallel { why }.into())
     }
 
     /// Returns whether the model requests a buffer.
@@ -357,7 +393,7 @@ impl VarBuilderBackendInner {
     fn add(
         &mut self,
         name: &str,
-        (shape, block): (Shape, usize),
+        (shape, ShardCut { block, expert, .. }): (Shape, ShardCut),
         kept: ParamSettings,
         tensor: Tensor,
         residency: Residency,
@@ -369,6 +405,7 @@ impl VarBuilderBackendInner {
             name: name.into(),
             numel: shape.elem_count(),
             block: AtomicUsize::new(block),
+            expert,
             weights,
             shape,
             group,
@@ -427,8 +464,20 @@ impl UnitRegistrar for VarBuilderBackend {
         lock(&self.0).leaves.mark(unit);
     }
 
-    fn mark_routed(&self, unit: UnitId, first: UnitId) {
-        lock(&self.0).leaves.mark_routed(unit, first);
+    fn mark_routed(&self, unit: UnitId, first: UnitId, (number, count): (usize, usize)) -> candle_core::Result<()> {
+        let mut inner = lock(&self.0);
+        inner.leaves.mark_routed(unit, first);
+        let ranks = inner.plan.expert_ranks;
+        if !count.is_multiple_of(ranks) {
+            let why = format!(
+                "expert_parallel.autoep_size is {ranks}, which does not divide the {count} experts of {}; use a divisor of \
+                 {count}",
+                inner.units[unit].rsplit_once('.').map_or("the layer", |(layer, _)| layer)
+            );
+            return Err(inner.fail(EngineError::ExpertParallel { why }.into()));
+        }
+        inner.experts[unit] = (ranks > 1).then(|| ExpertPlace::of(number, count, ranks));
+        Ok(())
     }
 
     fn link(&self) -> EngineLink {

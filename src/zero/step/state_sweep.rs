@@ -173,7 +173,8 @@ impl StepBackend for RankCore {
         let piece = host_step.as_ref().map_or(usize::MAX, HostStep::piece);
         #[cfg(not(feature = "cuda"))]
         let (piece, mut weights) = (usize::MAX, weights.as_mut());
-        for (slot, grads) in slots.iter().zip(grads) {
+        // A slot without room is that of an expert of other ranks, whose tensor is absent.
+        for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| slot.len > 0) {
             let here = slot.at.max(range.start)..slot.range().end.min(range.end);
             for part in pieces(here.len(), piece).map(|part| within(&here, part)) {
                 let mut staged = window.as_mut().map_or([].iter_mut(), |w| w.staged.iter_mut());

@@ -13,6 +13,8 @@ use crate::zero::step_executor::StepExecutor;
 /// Publishes every rank's updated shards to all ranks, `allgather_bucket_size` elements at a time.
 pub(crate) struct WeightPublisher<R: StepExecutor> {
     buckets: BucketQueue<ParamId, PendingPublication<R>>,
+    /// The buckets of experts that are divided among ranks, which differ between ranks that hold different experts.
+    of_experts: BucketQueue<ParamId, PendingPublication<R>>,
 }
 
 /// A pending all-gather of updated shards.
@@ -24,7 +26,7 @@ struct PendingPublication<R: StepExecutor> {
 
 impl<R: StepExecutor> WeightPublisher<R> {
     pub fn new(bucket_size: usize) -> Self {
-        Self { buckets: BucketQueue::new(bucket_size) }
+        Self { buckets: BucketQueue::new(bucket_size), of_experts: BucketQueue::new(bucket_size) }
     }
 
     /// Reports that this rank's shard of a parameter is up to date.
@@ -32,10 +34,11 @@ impl<R: StepExecutor> WeightPublisher<R> {
         // At stage 0, every rank has updated the whole parameter. At stage 3, a parameter is gathered when it is
         // needed.
         let placement = core.placement();
-        if !placement.optim.is_sharded() || placement.params.is_sharded() {
+        if !placement.optim.is_sharded() || placement.params.is_sharded() || !core.is_here(param) {
             return Ok(());
         }
-        match self.buckets.push(param, core.params()[param].numel) {
+        let about = &core.params()[param];
+        match self.queue(about.expert.is_some()).push(param, about.numel) {
             Some(batch) => self.launch(core, batch),
             None => Ok(()),
         }
@@ -44,10 +47,14 @@ impl<R: StepExecutor> WeightPublisher<R> {
     /// Ends the publication, once all shards are up to date: sends the remaining shards, and waits for all pending
     /// publications.
     pub fn finish(mut self, core: &R) -> Result<()> {
-        if let Some(batch) = self.buckets.rest() {
+        for batch in [self.buckets.rest(), self.of_experts.rest()].into_iter().flatten() {
             self.launch(core, batch)?;
         }
         self.install(core, 0)
+    }
+
+    fn queue(&mut self, of_experts: bool) -> &mut BucketQueue<ParamId, PendingPublication<R>> {
+        if of_experts { &mut self.of_experts } else { &mut self.buckets }
     }
 
     fn launch(&mut self, core: &R, batch: Vec<ParamId>) -> Result<()> {
@@ -57,25 +64,27 @@ impl<R: StepExecutor> WeightPublisher<R> {
     fn launch_alike(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {
         let layout = CoalescedLayout::of_weights(params, core.params(), core.mesh(), WireFormat::Exact);
         let _about = timeline::about(|| core.names(&layout.params));
-        let mesh = core.mesh();
+        let (mesh, number) = (layout.mesh, core.rank_among(&layout.params));
         // The chunks of the other ranks arrive in the same buffer.
         let room = layout.chunk * mesh.shards();
         let mut shards = R::Buffer::with_capacity(core.model_place(), layout.dtype(core.dtype()), room)?;
         for param in layout.params.iter().map(|p| &core.params()[*p]) {
-            let shard = param.shard(mesh, mesh.shard_of(core.rank()));
+            let shard = param.shard(mesh, mesh.shard_of(number));
             let padding = param.shard_len(mesh) - shard.len();
             core.copy(param, shard, &mut shards)?;
             shards.extend_zeros(padding)?;
         }
         let held = core.hold(MemoryKind::Buckets, &shards);
         let pending = core.gather(WireFormat::Exact, shards, &layout.params)?;
-        self.buckets.launched(PendingPublication { layout, pending, held });
+        let is_of_expert = layout.params.first().is_some_and(|param| core.params()[*param].expert.is_some());
+        self.queue(is_of_expert).launched(PendingPublication { layout, pending, held });
         self.install(core, IN_FLIGHT - 1)
     }
 
     /// Waits for the oldest publications until at most `left` are pending, and puts their weights into the tensors.
     fn install(&mut self, core: &R, left: usize) -> Result<()> {
-        while let Some(PendingPublication { layout, pending, held }) = self.buckets.due(left) {
+        while let Some(due) = self.buckets.due(left).or_else(|| self.of_experts.due(left)) {
+            let PendingPublication { layout, pending, held } = due;
             let chunks = core.wait(pending)?;
             drop(held);
             // The ledger does not change: there are as many elements as before, in another buffer.

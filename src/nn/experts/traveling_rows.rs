@@ -1,0 +1,242 @@
+//! Rows that travel to the ranks of their experts, and their results, which travel back (expert parallelism).
+//!
+//! ```text
+//!   own rows --send_rows--> rows of all ranks that chose an expert of this rank --experts--> results --return_results--> sum
+//! ```
+//!
+//! A row is sent to each rank once, however many of the rank's experts it chose; there, the weighted results of these
+//! experts are summed. The sums of all ranks are added in the order of the ranks, which is that of the experts. No row
+//! is dropped. A rank from which no row comes, or to which none goes, takes part with messages without elements.
+
+use super::{ExpertAssignment, Routing};
+use crate::graph::{Grad, OpInputs, is_without_gradients};
+use crate::kernels::buffer;
+use crate::kernels::embedding::embedding;
+use crate::kernels::experts::{RowSlots, sum_slots};
+use crate::nn::f32_parameters::with_wide;
+use crate::precision::Flat;
+use crate::tensor::element::{TensorElement, with_element, with_elements};
+use crate::zero::{RowContent, RowExchange};
+use candle_core::{Result, Shape, Tensor, Var, bail};
+use std::sync::Arc;
+
+const NAME: &str = "experts";
+
+/// The largest number of experts of a layer: every number up to it is an f32.
+const MAX_EXPERTS: usize = 1 << 24;
+
+/// The routes of one forward pass, and of its backward pass.
+#[derive(Debug)]
+pub(super) struct RowRoutes {
+    exchange: RowExchange,
+    /// The numbers of rows that go to each rank and come from it.
+    sent: Vec<usize>,
+    received: Vec<usize>,
+    /// The rows in the order in which they are sent: rank by rank, in ascending order.
+    rows: Vec<u32>,
+    /// For each row, the places at which it is sent, in the order of the ranks.
+    places: Vec<u32>,
+    place_starts: Vec<u32>,
+    /// For each choice of a row, the place at which the row is sent to the rank of the chosen expert.
+    place_of_choice: Vec<u32>,
+    /// The number of experts that each row chooses.
+    choices: usize,
+}
+
+/// The rows that a rank has received.
+pub(super) struct ReceivedRows {
+    /// The choices of these rows among the experts of this rank. The other experts have no slots.
+    pub assignment: Arc<ExpertAssignment>,
+    pub rows: Tensor,
+    /// The weights of all choices, `[rows, experts per row]`, in f32.
+    pub weights: Tensor,
+}
+
+impl RowRoutes {
+    /// Collective among the ranks that hold the experts: sends each row of `x` `[.., width]` to the ranks of its experts.
+    ///
+    /// # Errors
+    /// A failed collective; rows from other ranks that cannot be.
+    pub fn send(exchange: RowExchange, x: &Tensor, routing: &Routing) -> Result<(Arc<Self>, ReceivedRows)> {
+        let (experts, k) = (routing.assignment().experts(), routing.experts_per_row());
+        let width = x.dims().last().copied().unwrap_or(0);
+        let own = routing.assignment().rows();
+        if x.elem_count() != own * width || width == 0 {
+            bail!("{NAME}: the input has shape {:?}; the router chose experts for {own} rows", x.dims())
+        }
+        if experts > MAX_EXPERTS {
+            bail!("{NAME}: {experts} experts are divided among ranks; at most {MAX_EXPERTS} can be")
+        }
+        let mut routes = Self::of_choices(exchange, routing.choices(), k);
+        routes.received = routes.exchange.counts(&routes.sent, (k, width.max(2 * k)))?;
+        let (assignment, weights) = routes.exchange_choices(routing, experts)?;
+        let routes = Arc::new(routes);
+        let assignment = Arc::new(assignment.narrowed(routes.exchange.experts()));
+        let weights = routes.received_weights(routing.weights(), weights)?;
+        let rows = with_element!(x.dtype(), NAME, E => routes.send_rows::<E>(x, own, width))?;
+        Ok((routes, ReceivedRows { assignment, rows, weights }))
+    }
+
+    /// Sorts rows by the ranks of their `choices`, `k` for each row.
+    fn of_choices(exchange: RowExchange, choices: &[u32], k: usize) -> Self {
+        let (own, ranks) = (choices.len() / k.max(1), exchange.ranks());
+        let mut by_rank = vec![Vec::new(); ranks];
+        for (row, chosen) in choices.chunks_exact(k.max(1)).enumerate() {
+            for expert in chosen {
+                let rows: &mut Vec<u32> = &mut by_rank[exchange.rank_of(*expert as usize)];
+                if rows.last() != Some(&(row as u32)) {
+                    rows.push(row as u32);
+                }
+            }
+        }
+        let sent: Vec<usize> = by_rank.iter().map(Vec::len).collect();
+        let rows = by_rank.concat();
+        let mut place_starts = vec![0u32; own + 1];
+        rows.iter().for_each(|row| place_starts[*row as usize + 1] += 1);
+        for row in 0..own {
+            place_starts[row + 1] += place_starts[row];
+        }
+        let mut next = place_starts.clone();
+        let mut places = vec![0u32; rows.len()];
+        for (place, row) in rows.iter().enumerate() {
+            places[next[*row as usize] as usize] = place as u32;
+            next[*row as usize] += 1;
+        }
+        let firsts: Vec<usize> = (0..ranks).map(|rank| sent[..rank].iter().sum()).collect();
+        let place_of_choice = choices.iter().enumerate().map(|(choice, expert)| {
+            let rank = exchange.rank_of(*expert as usize);
+            let row = (choice / k) as u32;
+            let at = by_rank[rank].binary_search(&row).unwrap_or_else(|_| unreachable!("each choice has its place"));
+            (firsts[rank] + at) as u32
+        });
+        let place_of_choice = place_of_choice.collect();
+        Self { exchange, sent, received: Vec::new(), rows, places, place_starts, place_of_choice, choices: k }
+    }
+
+    /// Exchanges the choices of all rows and their weights. Returns the choices of the received rows, and their weights.
+    fn exchange_choices(&self, routing: &Routing, experts: usize) -> Result<(ExpertAssignment, Vec<f32>)> {
+        let k = self.choices;
+        let own = with_wide(routing.weights(), |weights| {
+            let mut values = Vec::with_capacity(self.rows.len() * 2 * k);
+            for row in &self.rows {
+                let choices = *row as usize * k..(*row as usize + 1) * k;
+                values.extend(routing.choices()[choices.clone()].iter().map(|expert| *expert as f32));
+                values.extend_from_slice(&weights[choices]);
+            }
+            Ok(values)
+        })?;
+        let counts = [&self.sent[..], &self.received];
+        let Flat::F32(all) = self.exchange.exchange(RowContent::Choices, Flat::F32(own), counts, 2 * k)? else {
+            bail!("{NAME}: choices arrived in another format")
+        };
+        let (mut choices, mut weights) = (Vec::with_capacity(all.len() / 2), Vec::with_capacity(all.len() / 2));
+        for (place, row) in all.chunks_exact(2 * k).enumerate() {
+            let (chosen, of_row) = row.split_at(k);
+            if let Some(odd) = chosen.iter().find(|e| !(e.fract() == 0.0 && (0.0..experts as f32).contains(*e))) {
+                return Err(self.exchange.refuse(self.origin_of(place), &format!("a row chooses expert {odd}")));
+            }
+            choices.extend(chosen.iter().map(|expert| *expert as u32));
+            weights.extend_from_slice(of_row);
+        }
+        Ok((ExpertAssignment::new(&choices, k, experts)?, weights))
+    }
+
+    /// Returns the rank from which a received row came.
+    fn origin_of(&self, place: usize) -> usize {
+        let mut end = 0;
+        self.received
+            .iter()
+            .take_while(|rows| {
+                end += **rows;
+                end <= place
+            })
+            .count()
+    }
+
+    /// Returns the received `weights` as the result of an operation, which sends their gradients back.
+    fn received_weights(self: &Arc<Self>, own: &Tensor, weights: Vec<f32>) -> Result<Tensor> {
+        let (own, inputs) = (own.contiguous()?, OpInputs::of([Some(own)])?);
+        let (routes, dtype, k) = (self.clone(), own.dtype(), self.choices);
+        let shape = (self.received.iter().sum::<usize>(), k);
+        inputs.result("expert weights", f32::storage(weights), shape, move |grad, [to_own]| {
+            let counts = [&routes.received[..], &routes.sent];
+            let grad = grad.into_own()?;
+            let back = routes.exchange.exchange(RowContent::WeightGradients, grad, counts, k)?;
+            let Flat::F32(back) = back else { bail!("{NAME}: gradients of weights arrived in another format") };
+            let sums = routes.place_of_choice.iter().enumerate();
+            let sums: Vec<f32> = sums.map(|(choice, place)| back[*place as usize * k + choice % k]).collect();
+            with_element!(dtype, NAME, W => to_own.give_sums::<W>(&sums))
+        })
+    }
+
+    /// Sends the rows of `x`, and returns those that arrive.
+    fn send_rows<E: TensorElement>(self: &Arc<Self>, x: &Tensor, own: usize, width: usize) -> Result<Tensor> {
+        let x = x.contiguous()?;
+        let (inputs, routes) = (OpInputs::of([Some(&x)])?, self.clone());
+        let values = with_elements::<E, _>(&x, NAME, |x| {
+            self.travel::<E>(RowContent::Rows, self.in_places(x, width), [&self.sent, &self.received], width)
+        })?;
+        let shape = (self.received.iter().sum::<usize>(), width);
+        inputs.result("sent rows", E::storage(values), shape, move |grad, [to_x]| {
+            let counts = [&routes.received[..], &routes.sent];
+            let grad = grad.read::<E, _>(NAME, |grad| Ok(grad.to_vec()))?;
+            let back = routes.travel::<E>(RowContent::RowGradients, grad, counts, width)?;
+            to_x.accumulate::<E>(own * width, |dx, add| {
+                sum_slots(routes.by_row(), &back, width, None, dx, add);
+                Ok(())
+            })
+        })
+    }
+
+    /// Sends back the results `y` `[received rows, width]`, and returns the sums of the results of each own row, in the
+    /// shape `shape`.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn return_results(self: &Arc<Self>, y: &Tensor, shape: &Shape) -> Result<Tensor> {
+        // If another rank differentiates the layer, this one must send gradients to it, even if it trains nothing itself.
+        let is_silent = !y.track_op() && self.exchange.trains() && !is_without_gradients();
+        let y = if is_silent { Var::from_tensor(y)?.as_tensor().clone() } else { y.contiguous()? };
+        with_element!(y.dtype(), NAME, E => self.return_results_as::<E>(&y, shape))
+    }
+
+    fn return_results_as<E: TensorElement>(self: &Arc<Self>, y: &Tensor, shape: &Shape) -> Result<Tensor> {
+        let width = y.dim(1)?;
+        let (inputs, routes) = (OpInputs::of([Some(y)])?, self.clone());
+        let values = with_elements::<E, _>(y, NAME, |y| Ok(y.to_vec()))?;
+        let back = self.travel::<E>(RowContent::Results, values, [&self.received, &self.sent], width)?;
+        let mut sums = buffer::<E>(shape.elem_count());
+        sum_slots(self.by_row(), &back, width, None, &mut sums, false);
+        inputs.result("returned rows", E::storage(sums), shape.clone(), move |grad, [to_y]| {
+            let counts = [&routes.sent[..], &routes.received];
+            let grad = grad.read::<E, _>(NAME, |grad| Ok(routes.in_places(grad, width)))?;
+            to_y.give(Grad::own(routes.travel::<E>(RowContent::ResultGradients, grad, counts, width)?))
+        })
+    }
+
+    /// Returns rows in the order in which they are sent.
+    fn in_places<E: TensorElement>(&self, rows: &[E], width: usize) -> Vec<E> {
+        let mut values = buffer::<E>(self.rows.len() * width);
+        embedding(&self.rows, rows, width, &mut values);
+        values
+    }
+
+    fn travel<E: TensorElement>(
+        &self,
+        content: RowContent,
+        values: Vec<E>,
+        counts: [&[usize]; 2],
+        width: usize,
+    ) -> Result<Vec<E>> {
+        let mut arrived = self.exchange.exchange(content, E::flat(values), counts, width)?;
+        match E::of_flat_mut(&mut arrived) {
+            Some(values) => Ok(std::mem::take(values)),
+            None => bail!("{NAME}: rows arrived in another format than {:?}", E::DTYPE),
+        }
+    }
+
+    /// Returns the places of each row, in the order of the ranks.
+    fn by_row(&self) -> RowSlots<'_> {
+        RowSlots { slots: &self.places, starts: &self.place_starts }
+    }
+}
