@@ -56,7 +56,7 @@ impl RowRoutes {
     /// Collective among the ranks that hold the experts: sends each row of `x` `[.., width]` to the ranks of its experts.
     ///
     /// # Errors
-    /// A failed collective; rows from other ranks that cannot be.
+    /// A failed collective; invalid rows from other ranks.
     pub fn send(exchange: RowExchange, x: &Tensor, routing: &Routing) -> Result<(Arc<Self>, ReceivedRows)> {
         let (experts, k) = (routing.assignment().experts(), routing.experts_per_row());
         let width = x.dims().last().copied().unwrap_or(0);

@@ -81,7 +81,7 @@ impl RowExchange {
     /// the job, so that a rank that does not run the layer is noticed, whatever it does instead.
     ///
     /// # Errors
-    /// A failed collective; numbers that cannot be.
+    /// A failed collective; impossible numbers.
     pub fn counts(&self, sent: &[usize], (choices, width): (usize, usize)) -> candle_core::Result<Vec<usize>> {
         self.with_ranks(|comm, group| {
             let mut own = vec![choices as f64, width as f64];
@@ -139,10 +139,10 @@ impl RowExchange {
         self.with_ranks(|_, group| group.all_to_all(values, &elements(sent), &elements(received), tag).wait())
     }
 
-    /// Returns an error that names the rank of the job from which values came that cannot be.
+    /// Returns an error that names the rank of the job from which invalid values came.
     pub fn refuse(&self, from: usize, why: &str) -> candle_core::Error {
         let error = |group: &dyn Communicator| {
-            CommError::other(format!("rank {} sent rows that cannot be: {why}", group.in_job(from))).into()
+            CommError::other(format!("rank {} sent invalid rows: {why}", group.in_job(from))).into()
         };
         let refused: candle_core::Result<()> = self.with_ranks(|_, group| Err(error(group)));
         refused.err().unwrap_or_else(|| unreachable!("the function fails"))
