@@ -218,12 +218,12 @@ fn a_manifest_that_lies_is_refused() {
     lie(&["states"], &|m| m["states"] = json!([]));
     lie(&["unknown field"], &|m| m["more"] = json!(1));
     lie(&["format"], &|m| m["format"] = json!("another"));
-    lie(&["version 6", "reads versions 1 to 5"], &|m| m["version"] = json!(6));
+    lie(&["version is 6", "reads versions 1 to 5"], &|m| m["version"] = json!(6));
     for (expert, found) in [([2, 2], "position 2 of 2"), ([0, 0], "position 0 of 0"), ([0, 3], "position 0 of 3")] {
         lie(&["an expert", found], &|m| m["parameters"][0]["expert"] = json!(expert));
     }
     lie(&["the shapes of its parameters need"], &|m| m["parameters"][0]["expert"] = json!([0, 2]));
-    lie(&["version 0", "reads versions 1 to 5"], &|m| m["version"] = json!(0));
+    lie(&["version is 0", "reads versions 1 to 5"], &|m| m["version"] = json!(0));
     lie(&["elements of state fp32"], &|m| m["parameters"][0]["state_lens"] = json!({"fp32": 1}));
     lie(&["18446744073709551615 elements of state exp_avg"], &|m| {
         m["parameters"][0]["state_lens"] = json!({"exp_avg": u64::MAX});

@@ -141,7 +141,7 @@ fn checkpoints_of_different_saves_are_not_mixed() {
         train(&mut engine, 1..=3)?;
         Ok(refused.to_string().replace(&dir.path().display().to_string(), "DIR"))
     });
-    insta::assert_snapshot!(refused[0], @"cannot take local steps: checkpoint last of DIR is not complete: the part of rank 1's island is from a different save; load another tag, or remove the island_* folders and start a different number of islands, which all begin with the first island's part");
+    insta::assert_snapshot!(refused[0], @"cannot take local steps: checkpoint last in DIR is not complete: the part of rank 1's island is from a different save; load another tag, or remove the island_* folders and start a different number of islands, which all begin with the first island's part");
     assert_eq!(refused[0], refused[1]);
 }
 

@@ -55,7 +55,7 @@ fn the_table_ends_with_a_verdict() {
     assert_eq!(lines.iter().filter(|line| line.ends_with("  same")).count(), 15, "{text}");
     assert_eq!(
         lines[19],
-        "All bits are the same: in each precision, every loss and every parameter of 1 step on 1 rank is that of stage \
+        "All bits are the same: in each precision, every loss and every parameter of 1 step on 1 rank equals that of stage \
          0."
     );
     assert!(stderr(&output).is_empty(), "{}", stderr(&output));
