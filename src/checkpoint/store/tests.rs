@@ -89,6 +89,7 @@ fn save(dir: &Path, tag: &str, steps: u64) -> PathBuf {
         updates_before: 0,
         state_lens: std::collections::BTreeMap::new(),
         pipeline_rank: 0,
+        expert: None,
     };
     let mut saved = Manifest { global_steps: steps, world_size: 2, parameters: vec![weights], ..manifest(tag) };
     let layout = saved.layout();
