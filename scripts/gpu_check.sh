@@ -142,7 +142,7 @@ JSON
 # 4. Models at all stages and with offload: tokens/s and the share of the GPU's peak.
 if ! selected figures; then
     :
-elif scripts/gpu_figures.py "$programs/zerorun" --features '' --program "$programs/train_gpt"; then
+elif scripts/gpu_figures.py "$programs/zerorun" --features '' --script "$programs/train_gpt"; then
     verdict PASS "gpt2, gpt2-xl and a 1B-parameter Llama at stages 0 to 3 and with offload"
 else
     verdict FAIL "gpt2, gpt2-xl and a 1B-parameter Llama at stages 0 to 3 and with offload"

@@ -2,7 +2,7 @@
 """Trains models on this machine's GPUs at stages 0 to 3 and with offload, and prints a row of figures with PASS or FAIL for each.
 
     gpu_figures.py ZERORUN [--models gpt2,gpt2-xl,llama-3.2-1b] [--steps 12] [--ranks N] [--features cuda] [--peak TFLOPS]
-                   [--program examples/train_gpt.rs]
+                   [--script examples/train_gpt.rs]
 
 tokens/s is the median of all steps except the first three. MFU is the number of operations per second in the model's matrix products
 (6 for each weight and token, plus those of attention), divided by the bf16 peak of the GPU's tensor cores. The peak is looked up by the
@@ -78,7 +78,7 @@ def train(options, model, zero, context, folder):
         os.remove(files[1])
     command = [options.zerorun, "-n", str(options.ranks)]
     command += ["--features", options.features] if options.features else []
-    command += [options.program, "--ds_config", files[0], "--arch", "gpt2" if "llama" not in model else "llama"]
+    command += [options.script, "--ds_config", files[0], "--arch", "gpt2" if "llama" not in model else "llama"]
     command += ["--model", model, "--ctx", str(context), "--steps", str(options.steps), "--sample", "0", "--metrics", files[1]]
     run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if run.returncode != 0:
@@ -104,7 +104,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=len(smi("name")) or 1)
     parser.add_argument("--features", default="cuda")
     parser.add_argument("--peak", type=float)
-    parser.add_argument("--program", default="examples/train_gpt.rs")
+    parser.add_argument("--script", default="examples/train_gpt.rs")
     options = parser.parse_args()
     name = (smi("name") or ["no GPU"])[0]
     peak = options.peak or next((tflops for part, tflops in PEAKS if part in name), None)

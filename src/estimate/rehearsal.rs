@@ -365,7 +365,7 @@ impl<'a> Rehearsal<'a> {
             for (id, param) in (0..end).zip(&self.params[..end]).rev().take(params.len()) {
                 // One gradient is for the input, and one is for the parameter.
                 self.compute(StepPhase::Backward, param.numel * if param.is_trained() { 2 } else { 1 });
-                if !param.is_trained() || !self.is_here(id) {
+                if !param.is_trained() || !self.holds(id) {
                     continue;
                 }
                 gradients.arrive(self, id, gradient_reducer::GradientBackend::zeros(self, param))?;

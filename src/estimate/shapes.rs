@@ -8,6 +8,7 @@ use crate::optim::{Fp32Modules, WeightFormat};
 use crate::param::{Param, WeightFiles};
 use crate::precision::WeightPacking;
 use crate::util::{list, matches};
+use crate::zero::expert_ranks::indivisible;
 use crate::zero::gather::leaf_units::LeafUnits;
 use crate::zero::gather::unit::building;
 use crate::zero::rank_core::RegisteredModel;
@@ -273,10 +274,7 @@ fn divide_experts(params: &mut [Param], leaves: &LeafUnits, ranks: usize) -> Res
     for units in layers {
         let count = units.len();
         if !count.is_multiple_of(ranks) {
-            return refused(format!(
-                "expert_parallel.autoep_size is {ranks}, which does not divide the {count} experts of a layer; use a divisor of \
-                 {count}"
-            ));
+            return Err(indivisible(ranks, count, "a layer").into());
         }
         for param in params.iter_mut() {
             if let Ok(number) = units.binary_search(&param.unit) {

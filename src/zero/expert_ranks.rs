@@ -17,6 +17,15 @@ use crate::error::{EngineError, Result};
 use crate::layout::{MeshAxis, RankMesh};
 use std::sync::Arc;
 
+/// Returns the error for `ranks` ranks that cannot divide the `count` experts of `layer`.
+pub(crate) fn indivisible(ranks: usize, count: usize, layer: &str) -> EngineError {
+    let why = format!(
+        "expert_parallel.autoep_size is {ranks}, which does not divide the {count} experts of {layer}; use a divisor of \
+         {count}"
+    );
+    EngineError::ExpertParallel { why }
+}
+
 /// The ranks with which this rank shares experts.
 pub(crate) struct ExpertRanks {
     /// The ranks that together hold all experts, in the order of the experts. Rows travel among them.

@@ -443,11 +443,6 @@ impl RankCore {
         self.share_plan.shards(self.params[param].weights)
     }
 
-    /// Returns whether this rank holds a part of parameter `param`, which may be empty: false for experts of other ranks.
-    pub fn holds(&self, param: ParamId) -> bool {
-        self.params[param].cut().is_on(self.comm.rank())
-    }
-
     /// Returns whether the tensor of parameter `param` always holds the complete parameter.
     pub fn keeps_whole(&self, param: ParamId) -> bool {
         self.holds(param) && !self.shards(param)

@@ -106,7 +106,7 @@ pub(crate) trait StepExecutor: ShareStorage {
     }
 
     /// Returns whether this rank holds a part of a parameter, which may be empty: false for experts of other ranks.
-    fn is_here(&self, param: ParamId) -> bool {
+    fn holds(&self, param: ParamId) -> bool {
         self.params()[param].cut().is_on(self.rank())
     }
 
@@ -174,7 +174,7 @@ pub(crate) trait StepExecutor: ShareStorage {
         for group in self.groups().iter() {
             let counted = |own: usize, bytes_of: &dyn Fn(usize) -> usize| {
                 let of = |experts: bool| {
-                    let slots = group.slots.iter().map(|slot| slot.param).filter(|param| self.is_here(*param));
+                    let slots = group.slots.iter().map(|slot| slot.param).filter(|param| self.holds(*param));
                     let slots = slots.map(|param| &params[param]).filter(|param| param.expert.is_some() == experts);
                     slots.map(|param| bytes_of(param.numel)).sum()
                 };

@@ -2,13 +2,13 @@
 #include "activations.cuh"
 #include "packs.cuh"
 
-// `before` has products in rows of `width`. With a function f, product + bias replaces the products, and the function of
-// these rounded values plus the residual is written to `y`. Without a function, product + bias + residual replaces the
-// products. Function numbers: 0: none, 1: gelu_tanh, 2: gelu, 3: silu, 4: relu_squared.
 struct Identity {
     static __device__ __forceinline__ float value(float x) { return x; }
 };
 
+// `before` has products in rows of `width`. With a function f, product + bias replaces the products, and the function of
+// these rounded values plus the residual is written to `y`. Without a function, product + bias + residual replaces the
+// products. Function numbers: 0: none, 1: gelu_tanh, 2: gelu, 3: silu, 4: relu_squared.
 template <class F, bool has_function, class T>
 __device__ __forceinline__ void follow(size_t count, size_t width, T *before, const T *bias, const T *residual, T *y) {
     bool packed = width % PACK<T> == 0 && are_packed(before, bias, residual, y);

@@ -9,7 +9,7 @@
                                                         size_t stride, int rank, int ranks) {                  \
         bool packed = stride % PACK<T> == 0 && are_packed(to, own, pieces);                                    \
         for_each_pack<PACK<T>>(count, packed, [=](size_t i, auto size) {                                       \
-            constexpr int N = decltype(size)::N;                                                                        \
+            constexpr int N = decltype(size)::N;                                                               \
             Floats<N> sum = load<N>((rank == 0 ? own : pieces) + i);                                           \
             for (int r = 1; r < ranks; r++) {                                                                  \
                 const T *part = r == rank ? own : pieces + (r < rank ? r : r - 1) * stride;                    \

@@ -86,12 +86,14 @@ __device__ __forceinline__ void map(size_t count, F f, D *out, const S *...in) {
 template <int N>
 struct WholePack {
     size_t start;
+    static constexpr bool is_whole = true;
     static constexpr int from = 0, until = N;
 };
 
 struct PartOfPack {
     size_t start;
     int from, until;
+    static constexpr bool is_whole = false;
 };
 
 // The packs of a row of a matrix. Rows follow each other without gaps, so a pack that is aligned in a matrix may begin
@@ -131,7 +133,7 @@ struct RowElements {
     // Returns zeros for elements outside the row.
     template <int N, class P>
     __device__ __forceinline__ Floats<N> read(const P &pack) const {
-        if (packed && pack.from == 0 && pack.until == N) return load<N>(elements + pack.start);
+        if (P::is_whole && packed) return load<N>(elements + pack.start);
         Floats<N> values;
 #pragma unroll
         for (int k = 0; k < N; k++)
@@ -141,7 +143,7 @@ struct RowElements {
 
     template <int N, class P>
     __device__ __forceinline__ void write(const P &pack, const Floats<N> &values) const {
-        if (packed && pack.from == 0 && pack.until == N) return store(elements + pack.start, values);
+        if (P::is_whole && packed) return store(elements + pack.start, values);
 #pragma unroll
         for (int k = 0; k < N; k++)
             if (k >= pack.from && k < pack.until) put(elements + pack.start + k, values.at[k]);

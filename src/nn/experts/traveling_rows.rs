@@ -133,7 +133,7 @@ impl RowRoutes {
         for (place, row) in all.chunks_exact(2 * k).enumerate() {
             let (chosen, of_row) = row.split_at(k);
             if let Some(odd) = chosen.iter().find(|e| !(e.fract() == 0.0 && (0.0..experts as f32).contains(*e))) {
-                return Err(self.exchange.refuse(self.origin_of(place), &format!("a row chooses expert {odd}")));
+                return self.exchange.refuse(self.origin_of(place), &format!("a row chooses expert {odd}"));
             }
             choices.extend(chosen.iter().map(|expert| *expert as u32));
             weights.extend_from_slice(of_row);

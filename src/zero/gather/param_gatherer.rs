@@ -456,7 +456,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
     /// Gathers absent parameters, whatever their units. Returns those that it has gathered.
     pub fn gather_params(&mut self, core: &R, params: &[ParamId]) -> Result<Vec<ParamId>> {
         let absent: Vec<ParamId> =
-            params.iter().copied().filter(|p| !core.params()[*p].is_whole() && core.is_here(*p)).collect();
+            params.iter().copied().filter(|p| !core.params()[*p].is_whole() && core.holds(*p)).collect();
         if !absent.is_empty() {
             let group = GatherGroup::new(absent.clone(), core.params(), core.mesh(), self.persistent.wire);
             let gathering = group.launch(core)?;

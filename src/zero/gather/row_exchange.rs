@@ -140,12 +140,10 @@ impl RowExchange {
     }
 
     /// Returns an error that names the rank of the job from which invalid values came.
-    pub fn refuse(&self, from: usize, why: &str) -> candle_core::Error {
-        let error = |group: &dyn Communicator| {
-            CommError::other(format!("rank {} sent invalid rows: {why}", group.in_job(from))).into()
-        };
-        let refused: candle_core::Result<()> = self.with_ranks(|_, group| Err(error(group)));
-        refused.err().unwrap_or_else(|| unreachable!("the function fails"))
+    pub fn refuse<T>(&self, from: usize, why: &str) -> candle_core::Result<T> {
+        self.with_ranks(|_, group| {
+            Err(CommError::other(format!("rank {} sent invalid rows: {why}", group.in_job(from))).into())
+        })
     }
 
     /// Calls `run` with the communicators of all ranks and of those in the exchange.

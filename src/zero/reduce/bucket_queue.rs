@@ -4,13 +4,14 @@
 //! the maximum number of elements of a bucket.
 
 use crate::layout::{BucketFill, PACKED_BELOW};
+use crate::param::Param;
 use std::collections::VecDeque;
 
 /// The number of pending batches before the oldest is waited for: one is transferred while the next one fills.
 pub(in crate::zero) const IN_FLIGHT: usize = 2;
 
 /// Collects items of type `I` into batches, and keeps pending batches as `T`.
-pub(in crate::zero) struct BucketQueue<I, T> {
+struct BucketQueue<I, T> {
     rule: BucketFill,
     batch: Vec<I>,
     in_flight: VecDeque<T>,
@@ -46,6 +47,44 @@ impl<I, T> BucketQueue<I, T> {
     /// Returns the oldest pending batch, which must be waited for, if more than `left` are pending.
     pub fn due(&mut self, left: usize) -> Option<T> {
         if self.in_flight.len() > left { self.in_flight.pop_front() } else { None }
+    }
+}
+
+/// The batches of parameters that are on all ranks and, separately, those of experts that are divided among ranks: which
+/// experts' items arrive, and when, differs between ranks that hold different experts.
+pub(in crate::zero) struct BucketQueues<I, T> {
+    on_all_ranks: BucketQueue<I, T>,
+    of_experts: BucketQueue<I, T>,
+}
+
+impl<I, T> BucketQueues<I, T> {
+    /// Creates queues of batches of at most `limit` elements, unless a single parameter is larger.
+    pub fn new(limit: usize) -> Self {
+        Self { on_all_ranks: BucketQueue::new(limit), of_experts: BucketQueue::new(limit) }
+    }
+
+    fn of(&mut self, param: &Param) -> &mut BucketQueue<I, T> {
+        if param.expert.is_some() { &mut self.of_experts } else { &mut self.on_all_ranks }
+    }
+
+    /// Adds the item of a parameter. Returns the batch that must leave now, if any.
+    pub fn push(&mut self, item: I, param: &Param) -> Option<Vec<I>> {
+        self.of(param).push(item, param.numel)
+    }
+
+    /// Ends the collection: returns the batches that have not left.
+    pub fn rest(&mut self) -> impl Iterator<Item = Vec<I>> + use<I, T> {
+        [self.on_all_ranks.rest(), self.of_experts.rest()].into_iter().flatten()
+    }
+
+    /// Adds a pending batch to which `param` belongs.
+    pub fn launched(&mut self, batch: T, param: &Param) {
+        self.of(param).launched(batch);
+    }
+
+    /// Returns the oldest pending batch of a queue in which more than `left` are pending; it must be waited for.
+    pub fn due(&mut self, left: usize) -> Option<T> {
+        self.on_all_ranks.due(left).or_else(|| self.of_experts.due(left))
     }
 }
 

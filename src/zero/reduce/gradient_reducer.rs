@@ -24,7 +24,7 @@
 //! over micro steps of sums over ranks. Only in this way do all stages add the same numbers in the same order, and
 //! produce the same bits.
 
-use super::bucket_queue::{BucketQueue, IN_FLIGHT};
+use super::bucket_queue::{BucketQueues, IN_FLIGHT};
 use crate::comm::{InterHostFormat, WireFormat};
 use crate::config::{Config, GradientOp};
 use crate::error::Result;
@@ -131,10 +131,7 @@ pub(crate) trait GradientBackend: StepExecutor {
 /// The gradients of the current micro step.
 pub(crate) struct GradientReducer<C: GradientBackend> {
     plan: ReducePlan,
-    buckets: BucketQueue<ArrivedGradient<C::Grad>, PendingReduction<C>>,
-    /// The buckets of experts that are divided among ranks. Which of them arrive, and when, differs between ranks that
-    /// hold different experts.
-    of_experts: BucketQueue<ArrivedGradient<C::Grad>, PendingReduction<C>>,
+    buckets: BucketQueues<ArrivedGradient<C::Grad>, PendingReduction<C>>,
     /// The sums that are being transferred to the share, the oldest first.
     leaving: VecDeque<(CoalescedLayout, C::PendingCopy)>,
     held: Vec<ArrivedGradient<C::Grad>>,
@@ -170,9 +167,8 @@ impl<C: GradientBackend> GradientReducer<C> {
     /// Creates a reducer. `optional` states for each parameter whether its gradient may be missing on some ranks.
     pub fn new(plan: ReducePlan, bucket_size: usize, optional: Vec<bool>) -> Self {
         let seen = Some(vec![false; optional.len()]);
-        let (buckets, of_experts) = (BucketQueue::new(bucket_size), BucketQueue::new(bucket_size));
-        let (held, waiting) = (Vec::new(), BTreeMap::new());
-        Self { plan, buckets, of_experts, leaving: VecDeque::new(), held, optional, waiting, seen }
+        let (buckets, held, waiting) = (BucketQueues::new(bucket_size), Vec::new(), BTreeMap::new());
+        Self { plan, buckets, leaving: VecDeque::new(), held, optional, waiting, seen }
     }
 
     /// Declares that the gradients of these parameters may arrive in different orders on different ranks, or on some ranks
@@ -206,13 +202,13 @@ impl<C: GradientBackend> GradientReducer<C> {
             self.collect(core, arrived)?;
         }
         for (param, about) in core.params().iter().enumerate().rev() {
-            if self.optional[param] && is_expected(about) && core.is_here(param) {
+            if self.optional[param] && is_expected(about) && core.holds(param) {
                 let arrived = self.waiting.remove(&param);
                 let arrived = arrived.unwrap_or_else(|| self.enter(core, param, core.zeros(about)));
                 self.collect(core, arrived)?;
             }
         }
-        for bucket in [self.buckets.rest(), self.of_experts.rest()].into_iter().flatten() {
+        for bucket in self.buckets.rest() {
             self.reduce(core, bucket)?;
         }
         self.finish(core, 0)
@@ -241,15 +237,11 @@ impl<C: GradientBackend> GradientReducer<C> {
     }
 
     fn collect(&mut self, core: &C, arrived: ArrivedGradient<C::Grad>) -> Result<()> {
-        let (numel, is_of_expert) = (core.params()[arrived.param].numel, core.params()[arrived.param].expert.is_some());
-        match self.queue(is_of_expert).push(arrived, numel) {
+        let param = &core.params()[arrived.param];
+        match self.buckets.push(arrived, param) {
             Some(bucket) => self.reduce(core, bucket),
             None => Ok(()),
         }
-    }
-
-    fn queue(&mut self, of_experts: bool) -> &mut BucketQueue<ArrivedGradient<C::Grad>, PendingReduction<C>> {
-        if of_experts { &mut self.of_experts } else { &mut self.buckets }
     }
 
     /// Begins the reduction of a bucket, or of one large gradient.
@@ -272,16 +264,15 @@ impl<C: GradientBackend> GradientReducer<C> {
             false => core.launch(CollectiveOp::AllReduce, wire, buffer, &layout.params)?,
         };
         drop(about);
-        let is_of_expert = layout.params.first().is_some_and(|param| core.params()[*param].expert.is_some());
-        self.queue(is_of_expert).launched(PendingReduction { layout, pending, held });
+        let first = &core.params()[layout.params[0]];
+        self.buckets.launched(PendingReduction { layout, pending, held }, first);
         self.finish(core, if overlap { IN_FLIGHT - 1 } else { 0 })
     }
 
     /// Waits for the oldest reductions until at most `left` are pending, and adds their sums to this rank's share. If
     /// the share is on another device, at most `left` sums are still being copied to it afterwards.
     fn finish(&mut self, core: &C, left: usize) -> Result<()> {
-        while let Some(due) = self.buckets.due(left).or_else(|| self.of_experts.due(left)) {
-            let PendingReduction { layout, pending, held } = due;
+        while let Some(PendingReduction { layout, pending, held }) = self.buckets.due(left) {
             let sum = core.wait(pending)?;
             drop(held);
             if C::Buffer::is_device(&sum.place()) == C::Buffer::is_device(core.share_place()) {

@@ -8,6 +8,7 @@ use crate::param::ParamId;
 use crate::precision::{Flat, FlatRef};
 use crate::util::lock;
 use crate::zero::rank_core::RankCore;
+use crate::zero::step_executor::StepExecutor;
 use candle_core::DType;
 use std::ops::Range;
 

@@ -20,6 +20,7 @@ use crate::param::{dtype_of_buffer, has_name_of_buffer};
 use crate::precision::{Flat, FlatRef, WeightPacking};
 use crate::tensor::{bytes, residency};
 use crate::util::{lock, pieces};
+use crate::zero::expert_ranks::indivisible;
 use crate::zero::gather::leaf_units::LeafUnits;
 use crate::zero::gather::unit::UnitRegistrar;
 use crate::zero::rank_core::{EngineLink, RegisteredModel};
@@ -469,12 +470,9 @@ impl UnitRegistrar for VarBuilderBackend {
         inner.leaves.mark_routed(unit, first);
         let ranks = inner.plan.expert_ranks;
         if !count.is_multiple_of(ranks) {
-            let why = format!(
-                "expert_parallel.autoep_size is {ranks}, which does not divide the {count} experts of {}; use a divisor of \
-                 {count}",
-                inner.units[unit].rsplit_once('.').map_or("the layer", |(layer, _)| layer)
-            );
-            return Err(inner.fail(EngineError::ExpertParallel { why }.into()));
+            let layer = inner.units[unit].rsplit_once('.').map_or("the layer", |(layer, _)| layer);
+            let error = indivisible(ranks, count, layer);
+            return Err(inner.fail(error.into()));
         }
         inner.experts[unit] = (ranks > 1).then(|| ExpertPlace::of(number, count, ranks));
         Ok(())

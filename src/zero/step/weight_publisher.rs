@@ -7,14 +7,12 @@ use crate::param::ParamId;
 use crate::precision::ElementBuffer;
 use crate::timeline;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
-use crate::zero::reduce::bucket_queue::{BucketQueue, IN_FLIGHT};
+use crate::zero::reduce::bucket_queue::{BucketQueues, IN_FLIGHT};
 use crate::zero::step_executor::StepExecutor;
 
 /// Publishes every rank's updated shards to all ranks, `allgather_bucket_size` elements at a time.
 pub(crate) struct WeightPublisher<R: StepExecutor> {
-    buckets: BucketQueue<ParamId, PendingPublication<R>>,
-    /// The buckets of experts that are divided among ranks, which differ between ranks that hold different experts.
-    of_experts: BucketQueue<ParamId, PendingPublication<R>>,
+    buckets: BucketQueues<ParamId, PendingPublication<R>>,
 }
 
 /// A pending all-gather of updated shards.
@@ -26,7 +24,7 @@ struct PendingPublication<R: StepExecutor> {
 
 impl<R: StepExecutor> WeightPublisher<R> {
     pub fn new(bucket_size: usize) -> Self {
-        Self { buckets: BucketQueue::new(bucket_size), of_experts: BucketQueue::new(bucket_size) }
+        Self { buckets: BucketQueues::new(bucket_size) }
     }
 
     /// Reports that this rank's shard of a parameter is up to date.
@@ -34,11 +32,11 @@ impl<R: StepExecutor> WeightPublisher<R> {
         // At stage 0, every rank has updated the whole parameter. At stage 3, a parameter is gathered when it is
         // needed.
         let placement = core.placement();
-        if !placement.optim.is_sharded() || placement.params.is_sharded() || !core.is_here(param) {
+        if !placement.optim.is_sharded() || placement.params.is_sharded() || !core.holds(param) {
             return Ok(());
         }
         let about = &core.params()[param];
-        match self.queue(about.expert.is_some()).push(param, about.numel) {
+        match self.buckets.push(param, about) {
             Some(batch) => self.launch(core, batch),
             None => Ok(()),
         }
@@ -47,14 +45,10 @@ impl<R: StepExecutor> WeightPublisher<R> {
     /// Ends the publication, once all shards are up to date: sends the remaining shards, and waits for all pending
     /// publications.
     pub fn finish(mut self, core: &R) -> Result<()> {
-        for batch in [self.buckets.rest(), self.of_experts.rest()].into_iter().flatten() {
+        for batch in self.buckets.rest() {
             self.launch(core, batch)?;
         }
         self.install(core, 0)
-    }
-
-    fn queue(&mut self, of_experts: bool) -> &mut BucketQueue<ParamId, PendingPublication<R>> {
-        if of_experts { &mut self.of_experts } else { &mut self.buckets }
     }
 
     fn launch(&mut self, core: &R, batch: Vec<ParamId>) -> Result<()> {
@@ -76,15 +70,14 @@ impl<R: StepExecutor> WeightPublisher<R> {
         }
         let held = core.hold(MemoryKind::Buckets, &shards);
         let pending = core.gather(WireFormat::Exact, shards, &layout.params)?;
-        let is_of_expert = layout.params.first().is_some_and(|param| core.params()[*param].expert.is_some());
-        self.queue(is_of_expert).launched(PendingPublication { layout, pending, held });
+        let first = &core.params()[layout.params[0]];
+        self.buckets.launched(PendingPublication { layout, pending, held }, first);
         self.install(core, IN_FLIGHT - 1)
     }
 
     /// Waits for the oldest publications until at most `left` are pending, and puts their weights into the tensors.
     fn install(&mut self, core: &R, left: usize) -> Result<()> {
-        while let Some(due) = self.buckets.due(left).or_else(|| self.of_experts.due(left)) {
-            let PendingPublication { layout, pending, held } = due;
+        while let Some(PendingPublication { layout, pending, held }) = self.buckets.due(left) {
             let chunks = core.wait(pending)?;
             drop(held);
             // The ledger does not change: there are as many elements as before, in another buffer.
