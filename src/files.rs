@@ -10,6 +10,7 @@ mod output_digests;
 mod resolved_path;
 mod run_paths;
 mod scratch_folder;
+mod unfinished_files;
 
 pub use atomic_folder::{AtomicFile, AtomicFolder, free_folder, must_stay};
 pub use free_space::check_free_space;
@@ -21,6 +22,7 @@ pub use mapped_pages::release_pages;
 pub use output_digests::OutputDigests;
 pub use run_paths::{InputKind, OutputKind, OutputLocks, RunPaths};
 pub use scratch_folder::{ScratchFolder, WRITING, sweep};
+pub(crate) use unfinished_files::{UNFINISHED, remove_unfinished, sweep_unfinished, unfinished_files};
 
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io::{Error, ErrorKind, Read as _, Result, Write as _};

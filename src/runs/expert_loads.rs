@@ -3,7 +3,7 @@
 //! A mixture may have thousands of experts, so their loads are not part of `metrics.jsonl`: the record keeps only the
 //! newest ones, in a file that is replaced about once a second.
 
-use super::{EXPERTS, MAX_FILE_BYTES, WRITING, lines};
+use super::{EXPERTS, MAX_FILE_BYTES, lines};
 use crate::error::{Error, Result, RunError};
 use crate::files;
 use serde::{Deserialize, Serialize};
@@ -73,7 +73,11 @@ impl ExpertLoadsFile {
         let bytes = serde_json::to_vec(&loads).expect("numbers are JSON");
         let path = folder.join(EXPERTS);
         // The file is not synced to disk, because the next loads replace it.
-        files::replace_unsynced(&path, WRITING, &bytes).map_err(|source| Error::Io { action: "write", path, source })
+        files::replace_unsynced(&path, files::UNFINISHED, &bytes).map_err(|source| Error::Io {
+            action: "write",
+            path,
+            source,
+        })
     }
 }
 

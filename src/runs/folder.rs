@@ -3,10 +3,10 @@
 use super::recorded::RecordedRun;
 use super::{
     DEFAULT_FOLDER, EARLIER_LOG, EVENTS, EXPERTS, INFO, LAUNCH, LOG, METRICS, RANKS, RUNS_DIR, RecordedState,
-    RunRequest, SAMPLES, SUMMARY, WRITING, spec,
+    RunRequest, SAMPLES, SUMMARY, spec,
 };
 use crate::error::{Error, Result, RunError};
-use crate::files::{FolderLock, FolderLockOutcome, LOCK};
+use crate::files::{FolderLock, FolderLockOutcome, LOCK, unfinished_files};
 use crate::util::{list, nearest};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -137,15 +137,12 @@ impl RunsFolder {
         };
         let own = [METRICS, EVENTS, SAMPLES, SUMMARY, RANKS, EXPERTS, LAUNCH, LOG, EARLIER_LOG];
         let requests = RunRequest::ALL.map(RunRequest::file_name);
-        let mut names: Vec<String> = own.into_iter().chain(requests).map(String::from).collect();
-        let entries = std::fs::read_dir(&folder).map_err(wrong(&folder))?.flatten();
-        names.extend(
-            entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(WRITING)),
-        );
+        let mut paths: Vec<PathBuf> = own.into_iter().chain(requests).map(|name| folder.join(name)).collect();
+        paths.extend(unfinished_files(&folder));
         // This file is removed last, so that an interrupted removal can be repeated.
-        names.push(INFO.to_owned());
-        names.extend(lock.is_none().then(|| LOCK.to_owned()));
-        for path in names.iter().map(|name| folder.join(name)) {
+        paths.push(folder.join(INFO));
+        paths.extend(lock.is_none().then(|| folder.join(LOCK)));
+        for path in paths {
             match std::fs::remove_file(&path) {
                 Err(error) if error.kind() != ErrorKind::NotFound => return Err(wrong(&path)(error)),
                 _ => {}

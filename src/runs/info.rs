@@ -1,6 +1,6 @@
 //! `run.json`: the facts that are known when a run begins.
 
-use super::{FORMAT, GitRevision, INFO, MAX_FILE_BYTES, RunMachine, WRITING, lines};
+use super::{FORMAT, GitRevision, INFO, MAX_FILE_BYTES, RunMachine, lines};
 use crate::error::{Error, Result, RunError};
 use crate::files;
 use serde::{Deserialize, Serialize};
@@ -105,7 +105,7 @@ impl RunInfo {
     pub(super) fn write(&self, folder: &Path) -> Result<()> {
         let path = folder.join(INFO);
         let text = serde_json::to_vec_pretty(self).expect("text and numbers are JSON");
-        match files::write_whole(&path, WRITING, &text) {
+        match files::write_whole(&path, files::UNFINISHED, &text) {
             Ok(_) => Ok(()),
             Err(source) => Err(Error::Io { action: "write", path, source }),
         }

@@ -83,9 +83,6 @@ const LOG: &str = "log.txt";
 const EARLIER_LOG: &str = "log.1.txt";
 const SUMMARY: &str = "summary.json";
 
-/// The beginning of the names of files that are being written.
-const WRITING: &str = ".writing-";
-
 /// The maximum number of bytes of `run.json` and of `summary.json`.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 

@@ -5,7 +5,7 @@
 //! were repeated.
 
 use super::metrics::{LOSS, MetricsLine, MetricsRow, WholeMetrics};
-use super::{EVENTS, FORMAT, MAX_FILE_BYTES, METRICS, SUMMARY, WRITING, lines};
+use super::{EVENTS, FORMAT, MAX_FILE_BYTES, METRICS, SUMMARY, lines};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::monitor::RunEnding;
@@ -251,6 +251,6 @@ impl RunSummary {
     pub(super) fn store(&self, folder: &Path) -> std::io::Result<()> {
         let bytes = serde_json::to_vec(self).expect("text and numbers are JSON");
         // The file is not synced to disk: a reader notices if it is missing or does not belong to the other files.
-        files::replace_unsynced(&folder.join(SUMMARY), WRITING, &bytes)
+        files::replace_unsynced(&folder.join(SUMMARY), files::UNFINISHED, &bytes)
     }
 }

@@ -14,8 +14,7 @@ use super::requests::{RunRequest, take_requests};
 use super::secrets::{command_without_secrets, settings_without_secrets, without_secrets};
 use super::summary::RunSummary;
 use super::{
-    EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RANKS, RUN_FOLDERS, RecordPlan, RunMachine, SAMPLES, WRITING,
-    new_job, now,
+    EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RANKS, RUN_FOLDERS, RecordPlan, RunMachine, SAMPLES, new_job, now,
 };
 use crate::comm::rank_env::SCRIPT;
 use crate::error::{Error, Result};
@@ -95,6 +94,7 @@ impl RunWriter {
     /// Opens the record as part of `job`, which its launcher has restarted `restart` times.
     fn open_as(plan: &RecordPlan, start: &RunStart, job: &str, restart: u64) -> Result<Self> {
         create_folder(&plan.folder)?;
+        files::sweep_unfinished(&plan.folder);
         for folder in start.loaded.iter().flat_map(|loaded| runs_that_saved(plan, loaded)) {
             let is_continued =
                 |_: &RunInfo, summary: &RunSummary| summary.restart < restart || !is_of_job(&folder, job);
@@ -206,7 +206,7 @@ impl RunWriter {
         };
         // Removes requests that an earlier job has not seen, and files that it has not finished because it was killed.
         take_requests(&writer.folder);
-        remove_unfinished(&writer.folder);
+        files::remove_unfinished(&writer.folder);
         announce(&writer.folder);
         let session = writer.summary.sessions + 1;
         let from_step = start.loaded.as_ref().map_or(0, |loaded| loaded.step);
@@ -333,7 +333,7 @@ impl RunWriter {
         });
         let path = self.folder.join(RANKS);
         // The file is not synced to disk, because the next report replaces it.
-        files::replace_unsynced(&path, WRITING, report.to_string().as_bytes()).map_err(|source| Error::Io {
+        files::replace_unsynced(&path, files::UNFINISHED, report.to_string().as_bytes()).map_err(|source| Error::Io {
             action: "write",
             path,
             source,
@@ -402,7 +402,7 @@ impl RunWriter {
 /// Creates the folder of runs, and checks that runs can be created in it.
 pub(crate) fn check_folder(folder: &Path) -> Result<()> {
     create_folder(folder)?;
-    let probe = tempfile::Builder::new().prefix(super::WRITING).tempdir_in(folder);
+    let probe = tempfile::Builder::new().prefix(files::UNFINISHED).tempdir_in(folder);
     probe.map(|_| ()).map_err(|source| Error::Io { action: "create a run in", path: folder.to_owned(), source })
 }
 
@@ -416,15 +416,6 @@ fn lock(folder: &Path, patience: Duration) -> Result<Option<FolderLock>> {
         Ok(FolderLockOutcome::Held(lock)) => Ok(Some(lock)),
         Ok(FolderLockOutcome::Busy(_)) => Ok(None),
         Err(source) => Err(Error::Io { action: "lock", path: folder.to_owned(), source }),
-    }
-}
-
-/// Removes files that a killed process was writing. The folder is locked, so no other process writes them now.
-fn remove_unfinished(folder: &Path) {
-    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        if entry.file_name().to_str().is_some_and(|name| name.starts_with(WRITING)) {
-            _ = std::fs::remove_file(entry.path());
-        }
     }
 }
 

@@ -20,8 +20,6 @@ const PREFIX: &str = "offline-run-";
 const ORIGIN: &str = "candle-zero.json";
 /// The maximum size of that file.
 const MAX_ORIGIN: u64 = 64 << 10;
-/// The beginning of the names of files that are being written.
-const WRITING: &str = ".writing-";
 /// The maximum length of an id, which is also wandb's.
 const MAX_ID: usize = 64;
 /// The time for which a killed process may still hold the lock of its run.
@@ -64,6 +62,7 @@ impl WandbRunFolder {
         /// The maximum number of seconds that are added to the start time in the folder's name, because runs whose id
         /// the environment gives may begin in the same second.
         const MAX_SECONDS: u32 = 100;
+        files::sweep_unfinished(folder);
         for later in 0..MAX_SECONDS {
             let stamp = stamp(identity.start + f64::from(later)).replace('-', "_");
             let path = folder.join(format!("{PREFIX}{stamp}-{}", identity.id));
@@ -124,6 +123,7 @@ impl WandbRunFolder {
 
     fn lock(path: PathBuf) -> Option<Self> {
         let Ok(FolderLockOutcome::Held(lock)) = FolderLock::ask(&path, LOCK_RELEASE_TIMEOUT) else { return None };
+        files::remove_unfinished(&path);
         // Another process may have continued the run in the meantime.
         let origin = RunOrigin::read(&path)?;
         let identity =
@@ -179,7 +179,7 @@ impl WandbRunFolder {
     fn write_origin(&self) -> Result<()> {
         let path = self.path.join(ORIGIN);
         let text = serde_json::to_vec_pretty(&self.origin).expect("text and numbers are JSON");
-        match files::write_whole(&path, WRITING, &text) {
+        match files::write_whole(&path, files::UNFINISHED, &text) {
             Ok(_) => Ok(()),
             Err(source) => Err(Error::Io { action: "write", path, source }),
         }
