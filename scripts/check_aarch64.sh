@@ -3,15 +3,16 @@
 # unit tests of the kernels under qemu, at the highest SIMD level of qemu's processor.
 #
 #   scripts/check_aarch64.sh [--install] [FOLDER]
+#   scripts/check_aarch64.sh --install-only
 #
-# Needs cargo, a gcc for aarch64 and qemu-user; with --install (as root), the last two are installed with apt-get. If the
-# toolchain has no standard library for aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), which also
-# holds the build. The exit status is 77 if something is not available; the last line names it.
+# Needs cargo, a gcc for aarch64 and qemu-user; with --install or --install-only (as root), the last two are installed with
+# apt-get. If the toolchain has no standard library for aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by
+# default), which also holds the build. The exit status is 77 if something is not available; the last line names it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CANDLE_ZERO_SIMD
 install=
-[ "${1-}" != --install ] || { install=1; shift; }
+case ${1-} in --install | --install-only) install=$1 && shift ;; esac
 folder=${1:-${CARGO_TARGET_DIR:-target}/aarch64}
 triple=aarch64-unknown-linux-gnu
 packages=(gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
@@ -37,6 +38,7 @@ runs() {
 if ! { links && runs; } && [ -n "$install" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     apt-get -q update && apt-get -q install -y --no-install-recommends "${packages[@]}"
 fi
+[ "$install" != --install-only ] || exit 0
 links || skip "no gcc that links for aarch64 ($(head -n 1 "$work/why")); run apt-get install ${packages[*]}"
 
 if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$triple/lib" ]; then

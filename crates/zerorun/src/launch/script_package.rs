@@ -190,7 +190,13 @@ impl SingleFileScript {
         manifest.insert("workspace".to_string(), Value::Table(Table::new()));
         let profile = self.table_in(&mut manifest, "profile")?;
         let release = self.table_in(profile, "release")?;
-        set_default(release, "debug", "line-tables-only");
+        if !release.contains_key("debug") {
+            // Backtraces show lines of the script. Those of the libraries would almost double the time of their build.
+            release.insert("debug".to_string(), Value::from("line-tables-only"));
+            let packages = self.table_in(release, "package")?;
+            let others = self.table_in(packages, "*")?;
+            set_default(others, "debug", false);
+        }
 
         if let Some(own) = own_checkout {
             // The ranks must use this zerorun's protocol, so its own checkout replaces the registry's version. The
@@ -390,6 +396,9 @@ mod tests {
         [profile.release]
         debug = "line-tables-only"
 
+        [profile.release.package."*"]
+        debug = false
+
         [workspace]
         "#);
     }
@@ -418,6 +427,9 @@ mod tests {
 
         [profile.release]
         debug = "line-tables-only"
+
+        [profile.release.package."*"]
+        debug = false
 
         [target."cfg(unix)".dependencies.unixy]
         path = "/home/me/unixy"
