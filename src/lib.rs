@@ -1,5 +1,5 @@
 //! ZeRO (Zero Redundancy Optimizer, arXiv 1910.02054) for Candle: trains models whose optimizer states, gradients and
-//! parameters are sharded over ranks, configured by DeepSpeed's JSON file.
+//! parameters are sharded over ranks, configured by a DeepSpeed JSON file.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

@@ -15,7 +15,8 @@ pub struct Monitoring {
     pub csv_monitor: Option<MonitorFolder>,
     /// `wandb`, if enabled: rank 0 writes a Weights & Biases run, without using the network.
     pub wandb: Option<WandbConfig>,
-    /// `timers.throughput.enabled` (default true): log samples per second every `steps_per_print` steps.
+    /// `timers.throughput.enabled` (true if absent from the file): log samples per second every `steps_per_print`
+    /// steps.
     pub throughput: bool,
     /// `memory_breakdown`: log memory use before and after each forward pass, and after each backward pass and step,
     /// every `steps_per_print` steps.
@@ -36,7 +37,8 @@ pub struct Monitoring {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RunRecordConfig {
-    /// `enabled` (default true): keep a record of the run. False switches off a record that the program requests.
+    /// `enabled` (true if absent from the section): keep a record of the run. False switches off a
+    /// record that the program requests.
     pub enabled: bool,
     /// `name`: the name of the run; `None`: the one that the program gives.
     pub name: Option<String>,
@@ -60,7 +62,7 @@ pub struct WandbConfig {
     pub group: Option<String>,
     /// `team`: the entity to which the run is uploaded; `None`: the user's default.
     pub team: Option<String>,
-    /// `project`: the project of the run. Default `deepspeed`.
+    /// `project` (`deepspeed` if absent from the section): the project of the run.
     pub project: String,
 }
 
@@ -70,7 +72,7 @@ pub struct WandbConfig {
 pub struct MonitorFolder {
     /// `output_path`; if empty, the current folder.
     pub output_path: PathBuf,
-    /// `job_name`: the subfolder of `output_path`. Default `DeepSpeedJobName`.
+    /// `job_name` (`DeepSpeedJobName` if absent from the section): the subfolder of `output_path`.
     pub job_name: String,
 }
 
@@ -86,7 +88,7 @@ impl MonitorFolder {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CommsLogger {
-    /// `prof_all` (default true): log every kind of collective.
+    /// `prof_all` (true if absent from the section): log every kind of collective.
     pub prof_all: bool,
     /// `prof_ops`: the only collectives that are logged if `prof_all` is false.
     pub prof_ops: Vec<String>,

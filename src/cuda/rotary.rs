@@ -81,8 +81,8 @@ pub(crate) fn rotate(
         let function = KERNELS.function(device, &format!("turn_{}", suffix(x.dtype())))?;
         let RotaryAngles { cos, sin, .. } = angles;
         let arguments = arguments![pairs, half, head, adjacent, width, time, first, of_rows, cos, sin, direction, x, y];
-        // SAFETY: the kernel takes pairs of rows of full heads, at positions that the angles cover, and a result of as
-        // many elements.
+        // SAFETY: the rows of `x` consist of full heads, the angles cover their positions, and the result has as many
+        // elements as `x`.
         unsafe { function.run(over(pairs), arguments) }
     })
 }

@@ -51,7 +51,8 @@ impl AtomicFolder {
         }
         match renameat_with(CWD, &self.new, CWD, &self.out, RenameFlags::NOREPLACE) {
             Ok(()) => {}
-            // The target exists but may be empty, or the system or its file system does not support such a rename.
+            // The target exists but may be empty, or the operating system or the target's file system does not support
+            // such a rename.
             Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => std::fs::rename(&self.new, &self.out)?,
             Err(errno) => return Err(errno.into()),
         }

@@ -62,7 +62,7 @@ impl OutputDigests {
             (false, None) => Ok(()),
             (_, Some(other)) => {
                 let name = other.file_name().unwrap_or_default();
-                Err(format!("its {} was changed after this run wrote it", name.display()))
+                Err(format!("its {} is not the one that this run wrote", name.display()))
             }
             (true, None) => Err("it has files that were not written by this run".into()),
         }
@@ -156,7 +156,7 @@ mod tests {
         std::fs::write(at("out/a.json"), "1").unwrap();
         assert_eq!(
             again().may_replace("result", &at("out")),
-            Err("its a.json was changed after this run wrote it".into())
+            Err("its a.json is not the one that this run wrote".into())
         );
         std::fs::remove_file(at("out/a.json")).unwrap();
         std::os::unix::fs::symlink(at("new/a.json"), at("out/a.json")).unwrap();

@@ -1,7 +1,7 @@
 //! Files that a job is writing into a folder that it has locked with [`FolderLock`].
 //!
 //! Until such a file is complete, its name begins with [`UNFINISHED`]. A killed job leaves the file and that of its lock;
-//! the next job that writes to the folder, or creates another folder beside it, removes the file.
+//! the next job that writes to the folder, or creates another folder next to it, removes the file.
 
 use super::lock::{FolderLock, FolderLockOutcome, LOCK};
 use std::fs::DirEntry;

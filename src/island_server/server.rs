@@ -142,7 +142,7 @@ impl IslandServer {
 impl Drop for IslandServer {
     fn drop(&mut self) {
         self.shared.ends.store(true, Ordering::Release);
-        // The acceptor waits for a connection.
+        // The acceptor is waiting for a connection, so connecting to it wakes it up.
         let mut address = self.address;
         if address.ip().is_unspecified() {
             address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());

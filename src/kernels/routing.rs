@@ -27,7 +27,7 @@ pub fn softmax(row: &mut [f32]) {
 /// the lowest position comes first. NaN counts as the smallest number.
 ///
 /// # Panics
-/// Panics if the row has fewer numbers.
+/// Panics if the row has fewer numbers than `top`.
 pub fn top(row: &[f32], top: &mut [u32]) {
     assert!(top.len() <= row.len(), "{} of only {} numbers", top.len(), row.len());
     let precedes = |a: u32, b: u32| match (row[a as usize], row[b as usize]) {

@@ -45,7 +45,7 @@ impl FragmentSchedule {
     /// Returns the fragment that is sent after step `step`, counted from 1.
     pub fn sent_after(self, step: u64) -> Option<usize> {
         let in_window = step.checked_sub(1)? % self.steps + 1;
-        // The first fragment whose turn is not earlier.
+        // The first fragment whose turn in the window is after this step or a later one.
         let fragment = (u128::from(in_window) * u128::from(self.fragments)).div_ceil(u128::from(self.steps)) - 1;
         let turn = (fragment + 1) * u128::from(self.steps) / u128::from(self.fragments);
         (turn == u128::from(in_window)).then(|| usize::try_from(fragment).unwrap_or(usize::MAX))

@@ -262,7 +262,7 @@ impl Encoder {
         self.head.forward(&self.of_texts(&texts, kinds)?, &texts)
     }
 
-    /// Returns the cross entropy, a scalar of f32: the sum over `labels` `[batch]` (u32, or i64 with -100 for labels
+    /// Returns the cross entropy, an f32 scalar: the sum over `labels` `[batch]` (u32, or i64 with -100 for labels
     /// that do not count) divided by `divisor`, or by the number of labels that count.
     ///
     /// # Errors

@@ -105,7 +105,7 @@ fn block_mlps(keys: &JsonKeys<'_>, family: &MixtureFamily, blocks: usize) -> Res
     let mut mlps: Vec<BlockMlp> = (0..blocks).map(of).collect();
     let Some(dense) = keys.get(DENSE) else { return Ok(mlps) };
     let numbers = dense.as_array().map(|all| all.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
-    let Some(Some(numbers)) = numbers else { return Err(keys.refuse(DENSE, "a list of numbers of layers")) };
+    let Some(Some(numbers)) = numbers else { return Err(keys.refuse(DENSE, "a list of layer numbers")) };
     for number in numbers {
         let mlp = usize::try_from(number).ok().and_then(|number| mlps.get_mut(number));
         let Some(mlp) = mlp else {

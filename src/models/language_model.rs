@@ -30,7 +30,7 @@ pub trait Architecture: Sized {
     fn states(&self, ids: &Tensor, sequences: Option<&Sequences>) -> Result<Tensor>;
 
     /// Returns the states, and the choices of the routers of sparse blocks. The gradient of the routers' logits reaches
-    /// their parameters, also in blocks that recompute.
+    /// their parameters, even in blocks that recompute.
     ///
     /// # Errors
     /// The errors of [`Architecture::states`].
@@ -129,7 +129,7 @@ impl<A: Architecture> LanguageModel<A> {
         self.project(&self.states(ids, sequences)?)
     }
 
-    /// Returns the mean cross entropy, a scalar of f32, of `targets` `[batch, time]` (u32). Each target is the token
+    /// Returns the mean cross entropy, an f32 scalar, of `targets` `[batch, time]` (u32). Each target is the token
     /// after its input.
     ///
     /// # Errors
@@ -138,7 +138,7 @@ impl<A: Architecture> LanguageModel<A> {
         self.loss_packed(ids, targets, None, None)
     }
 
-    /// Returns the cross entropy of [`LanguageModel::forward_packed`]'s logits, a scalar of f32: the sum over `targets`
+    /// Returns the cross entropy of [`LanguageModel::forward_packed`]'s logits, an f32 scalar: the sum over `targets`
     /// `[batch, time]` (u32, or i64 with -100 for targets that do not count) divided by `divisor`, or by the number of
     /// targets that count.
     ///

@@ -66,7 +66,7 @@ impl LlamaConfig {
     /// Returns the preset called `name`: "llama-nano" and "llama-mini" (bytes as tokens, for tests and experiments),
     /// "tinyllama-1.1b", "llama-3.2-1b", "llama-3.2-3b" and "llama-2-7b" as published.
     ///
-    /// Llama 3.2's published weights had their context extended from 8192 to 131072 by further training with slowed
+    /// Llama 3.2's published weights had their context extended from 8192 to 131072 by further training with reduced
     /// rotary frequencies (`rope_scaling`). In the presets, rotary positions are never scaled and the context ends at
     /// 8192. This is right for training from scratch, but wrong for those weights.
     ///
@@ -115,7 +115,7 @@ impl LlamaConfig {
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         if !self.hidden_size.is_multiple_of(2 * heads) {
             let allowed = format!(
-                "a multiple of 2 num_attention_heads ({}), so that every head has the same even width",
+                "a multiple of 2 * num_attention_heads ({}), so that every head has the same even width",
                 2 * heads
             );
             return Err(refused("hidden_size", self.hidden_size, &allowed));
@@ -232,8 +232,8 @@ mod tests {
     fn sizes_that_make_no_model_are_refused() {
         let nano = LlamaConfig::preset("llama-nano").unwrap();
         let text = |config: LlamaConfig| config.validate().unwrap_err().to_string();
-        insta::assert_snapshot!(text(LlamaConfig { num_attention_heads: 3, ..nano.clone() }), @"model configuration: hidden_size is 128, but must be a multiple of 2 num_attention_heads (6), so that every head has the same even width");
-        insta::assert_snapshot!(text(LlamaConfig { num_attention_heads: 128, ..nano.clone() }), @"model configuration: hidden_size is 128, but must be a multiple of 2 num_attention_heads (256), so that every head has the same even width");
+        insta::assert_snapshot!(text(LlamaConfig { num_attention_heads: 3, ..nano.clone() }), @"model configuration: hidden_size is 128, but must be a multiple of 2 * num_attention_heads (6), so that every head has the same even width");
+        insta::assert_snapshot!(text(LlamaConfig { num_attention_heads: 128, ..nano.clone() }), @"model configuration: hidden_size is 128, but must be a multiple of 2 * num_attention_heads (256), so that every head has the same even width");
         insta::assert_snapshot!(text(LlamaConfig { num_key_value_heads: 3, ..nano.clone() }), @"model configuration: num_key_value_heads is 3, but must be a divisor of num_attention_heads (4), so that each key and value head serves the same number of query heads");
         insta::assert_snapshot!(text(LlamaConfig { intermediate_size: 0, ..nano.clone() }), @"model configuration: intermediate_size is 0, but must be at least 1");
         insta::assert_snapshot!(text(LlamaConfig { ctx: usize::MAX, ..nano.clone() }), @"model configuration: ctx is 18446744073709551615, but must be at most 4294967295");

@@ -19,20 +19,20 @@ pub struct RotaryConfig {
     pub query_growth: Option<QueryGrowth>,
 }
 
-/// The scaling that slows rotary frequencies, for contexts longer than those of the original training.
+/// The scaling that reduces rotary frequencies, for contexts longer than those of the original training.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum RotaryScaling {
     /// No scaling.
     None,
-    /// All frequencies are slowed by the same factor.
+    /// All frequencies are divided by the same factor.
     Linear {
         /// The factor.
         factor: f64,
     },
-    /// Slow frequencies are slowed more than fast ones.
+    /// Low frequencies are reduced, and high ones are unchanged. The bounds are numbers of turns.
     Llama3(Llama3RopeScaling),
-    /// Slow frequencies are slowed, and fast ones are unchanged. Attention scores grow.
+    /// Low frequencies are reduced, and high ones are unchanged. Attention scores grow.
     Yarn(YarnScaling),
     /// The base grows with the length of inputs that are longer than `original`.
     Dynamic {
@@ -135,7 +135,7 @@ impl RotaryConfig {
         let width = self.width(head);
         if !(self.partial > 0.0 && self.partial <= 1.0) || width < 2 || !width.is_multiple_of(2) {
             let allowed =
-                format!("a share of a head ({head} elements) of at least 2 elements, and an even number of them");
+                format!("at most 1, and must rotate an even number, at least 2, of the {head} elements in a head");
             return Err(refused("partial_rotary_factor", self.partial, &allowed));
         }
         let positive = |key, value: f64| match value > 0.0 && value.is_finite() {

@@ -35,7 +35,7 @@ pub struct ExpertLoad {
 pub struct RouterReport {
     /// The loads of the experts of each sparse block. Padding is left out.
     pub loads: Vec<ExpertLoad>,
-    /// The load-balancing loss of all blocks, a scalar of f32, if the model is trained with it. In an engine, this is
+    /// The load-balancing loss of all blocks, an f32 scalar, if the model is trained with it. In an engine, this is
     /// this rank's part, and the mean over ranks is the loss ([`SyncBalanceLoss`]).
     pub balance: Option<Tensor>,
     pub(super) coefficient: f64,
@@ -45,7 +45,7 @@ impl RouterReport {
     /// Returns `loss` plus the load-balancing loss times its factor, if the model is trained with it.
     ///
     /// # Errors
-    /// A loss that is not a scalar of f32.
+    /// A loss that is not an f32 scalar.
     pub fn add_to(&self, loss: &Tensor) -> Result<Tensor> {
         match &self.balance {
             Some(balance) if self.coefficient != 0.0 => add(loss, &scaled_in_f32(balance, self.coefficient)?),

@@ -18,7 +18,7 @@ use candle_core::{Result, Tensor, bail};
 /// positions, and without work for positions that are not seen.
 ///
 /// # Errors
-/// An input with a different number of dimensions, or a width that 3 `n_head` does not divide.
+/// An input with a different number of dimensions, or a last dimension that is not divisible by `3 * n_head`.
 pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
     fused_attention(qkv, n_head, &AttentionOptions::default(), None)
 }
@@ -81,9 +81,9 @@ pub fn fused_attention(
 
 /// Computes softmax(q k^T / sqrt(head width), causal) v for separate queries, keys and values with grouped heads.
 ///
-/// `q` `[batch, time, n_head * head]`, `k` and `v` `[batch, time, n_kv_head * head]`; `n_kv_head` divides `n_head`, and
-/// each key and value head serves `n_head / n_kv_head` consecutive query heads. The result has the shape of `q`.
-/// Everything else is as in [`causal_attention`].
+/// `q` is `[batch, time, n_head * head]`, and `k` and `v` are `[batch, time, n_kv_head * head]`. `n_kv_head` divides
+/// `n_head`, and each key and value head serves `n_head / n_kv_head` consecutive query heads. The result has the shape
+/// of `q`. Everything else is as in [`causal_attention`].
 ///
 /// # Errors
 /// Shapes or numbers of heads that do not match.

@@ -17,7 +17,7 @@ use candle_core::{CpuStorage, D, DType, Result, Tensor, bail};
 use std::borrow::Cow;
 use std::sync::Mutex;
 
-/// Returns the mean of `-log softmax(logits)[target]` over all rows, a scalar of f32.
+/// Returns the mean of `-log softmax(logits)[target]` over all rows, an f32 scalar.
 ///
 /// `logits` is `[.., classes]` (f32, bf16, f16); `targets` is u32 or i64 with the shape of the logits' leading
 /// dimensions. Rows whose target is -100 (in i64) do not count, as with PyTorch's `ignore_index`: padding, or a prompt

@@ -34,9 +34,9 @@ pub fn linear(frequencies: &[f64], factor: f64) -> Result<Vec<f64>> {
 /// The parameters of rope type "llama3".
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Llama3RopeScaling {
-    /// The divisor of the slowest frequencies.
+    /// The divisor of the lowest frequencies.
     pub factor: f64,
-    /// The low threshold: frequencies with fewer turns in the original context count as slow.
+    /// The low threshold: frequencies with fewer turns in the original context are divided by `factor`.
     pub low_freq_factor: f64,
     /// The high threshold: frequencies with more turns in the original context are unchanged. Those between the
     /// thresholds are interpolated.
@@ -45,8 +45,8 @@ pub struct Llama3RopeScaling {
     pub original_max_position_embeddings: usize,
 }
 
-/// Returns the frequencies with the slow ones slowed down and the fast ones unchanged (rope type "llama3", used by
-/// Llama 3.1 and later).
+/// Returns the frequencies with the low ones reduced and the high ones unchanged (rope type "llama3", used by Llama 3.1
+/// and later).
 ///
 /// # Errors
 /// Numbers that are not above 0, or a high factor that is not above the low one.
@@ -71,7 +71,7 @@ pub fn llama3(frequencies: &[f64], scaling: &Llama3RopeScaling) -> Result<Vec<f6
 /// The parameters of rope type "yarn" (Peng et al. 2023, arXiv 2309.00071).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct YarnRopeScaling {
-    /// The divisor of the slowest frequencies.
+    /// The divisor of the lowest frequencies.
     pub factor: f64,
     /// The number of turns in the original context above which frequencies are unchanged. It is 32 by default.
     pub beta_fast: f64,
@@ -84,8 +84,8 @@ pub struct YarnRopeScaling {
     pub original_max_position_embeddings: usize,
 }
 
-/// Returns the frequencies for heads of which `width` elements are rotated, with the slow ones slowed down and the fast
-/// ones unchanged (rope type "yarn").
+/// Returns the frequencies for heads of which `width` elements are rotated, with the low ones reduced and the high ones
+/// unchanged (rope type "yarn").
 ///
 /// # Errors
 /// A width that is odd or 0, or numbers that are not above 0.

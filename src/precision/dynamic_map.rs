@@ -20,7 +20,7 @@ const MIN_LOOKUP_EXPONENT: u32 = 127 - 24;
 /// The number of lookup entries for magnitudes up to 1.
 const LOOKUP_ENTRIES: usize = 24 * (1 << LOOKUP_MANTISSA_BITS) + 1;
 
-/// The limit below which the inverse of a scale would not be finite.
+/// A limit below which the inverse of a scale might not be finite.
 pub(super) const MIN_SCALE: f32 = 1e-38;
 
 /// The 256 values, and lookup tables to find the nearest one.
@@ -121,7 +121,8 @@ impl DynamicMap {
     }
 
     /// Writes the values of a block such that its codes and scale can be restored from them. In a signed map, the
-    /// lowest code becomes minus the scale, because an element of largest magnitude has this code if it is negative.
+    /// lowest code becomes minus the scale, because an element of the largest magnitude has this code if it is
+    /// negative.
     #[inline(always)]
     pub fn dequantize_restorable(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
         let lowest = if self.values[0] < 0.0 { -1.0 } else { 0.0 };

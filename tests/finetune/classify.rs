@@ -302,7 +302,7 @@ fn folders_that_are_no_encoder_are_refused() {
     change_config(dir, |config| config["num_hidden_layers"] = 1.into());
     insta::assert_snapshot!(refused(), @"DIR/model.safetensors holds tensors that the model does not have: bert.encoder.layer.1.attention.output.LayerNorm.bias, bert.encoder.layer.1.attention.output.LayerNorm.weight, bert.encoder.layer.1.attention.output.dense.bias, bert.encoder.layer.1.attention.output.dense.weight, bert.encoder.layer.1.attention.self.key.bias, bert.encoder.layer.1.attention.self.key.weight, bert.encoder.layer.1.attention.self.query.bias, bert.encoder.layer.1.attention.self.query.weight and 8 more; does it belong to a different model, or to one of a different size?");
     change_config(dir, |config| (config["num_hidden_layers"], config["intermediate_size"]) = (2.into(), 90.into()));
-    insta::assert_snapshot!(refused(), @"tensor bert.encoder.layer.0.intermediate.dense.weight in DIR/model.safetensors has shape [96, 48], but DIR/config.json describes one of [90, 48]; take both files from the same model");
+    insta::assert_snapshot!(refused(), @"tensor bert.encoder.layer.0.intermediate.dense.weight in DIR/model.safetensors has shape [96, 48], but DIR/config.json describes shape [90, 48]; take both files from the same model");
     change_config(dir, |config| config["hidden_act"] = "relu".into());
     insta::assert_snapshot!(refused(), @r#"DIR/config.json: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh or silu"#);
     change_config(dir, |config| config["model_type"] = "t5".into());

@@ -196,7 +196,7 @@ fn options_of_more_families_that_are_not_supported_are_refused_by_name() {
     insta::assert_snapshot!(with("smollm3", "no_rope_layers", json!([1, 0])), @"DIR/config.json: no_rope_layers is a list of length 2, but must be of length num_hidden_layers (4)");
     insta::assert_snapshot!(with("smollm3", "layer_types", json!(["sliding_attention", "full_attention", "full_attention", "full_attention"])), @"DIR/config.json: use_sliding_window is false, but must be true if layer_types contains sliding_attention");
     insta::assert_snapshot!(with("glm4", "partial_rotary_factor", json!(0.25)), @"DIR/config.json: rope_parameters.partial_rotary_factor is 0.5, but must be equal to the outer partial_rotary_factor (0.25)");
-    insta::assert_snapshot!(rope("glm4", "partial_rotary_factor", json!(0.05)), @"DIR/config.json: partial_rotary_factor is 0.05, but must be a share of a head (16 elements) of at least 2 elements, and an even number of them");
+    insta::assert_snapshot!(rope("glm4", "partial_rotary_factor", json!(0.05)), @"DIR/config.json: partial_rotary_factor is 0.05, but must be at most 1, and must rotate an even number, at least 2, of the 16 elements in a head");
     insta::assert_snapshot!(with("granite", "residual_multiplier", json!(0)), @"DIR/config.json: residual_multiplier is 0, but must be a positive number");
     insta::assert_snapshot!(with("olmo2", "num_attention_heads", json!(5)), @"DIR/config.json: hidden_size is 48, but must be a multiple of num_attention_heads (5) if head_dim is absent");
     insta::assert_snapshot!(rope("llama_yarn", "rope_type", json!("ntk")), @r#"DIR/config.json: rope_parameters.rope_type is "ntk", but must be default, linear, dynamic, yarn, longrope or llama3"#);

@@ -259,7 +259,7 @@ fn options_that_a_mixture_cannot_have_are_refused_by_flag() {
     let qlora = TuningMethod::Qlora("r=2".parse().unwrap());
     insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(-1.0), ..usual("mixtral") }), @"--router_aux_loss_coef is -1, but must be a finite number of at least 0");
     insta::assert_snapshot!(text(Options { keep_layers: vec![0], ..usual("mixtral") }), @"--keep_layers requires --qlora, because only QLoRA holds weights in 4 bits");
-    insta::assert_snapshot!(text(Options { keep_layers: vec![0, 2], method: qlora, ..usual("mixtral") }), @"--keep_layers is 2, but must be numbers of layers from 0 to 1");
+    insta::assert_snapshot!(text(Options { keep_layers: vec![0, 2], method: qlora, ..usual("mixtral") }), @"--keep_layers contains 2, but the model's layers are numbered from 0 to 1");
     let divided = Options { pipeline: Some(PipelineStages::Number(2)), ..usual("mixtral") };
     insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..divided }), @"--pipeline cannot be combined with the load-balancing loss of a mixture of experts, because no stage has the routers of all blocks; give --router_aux_loss_coef 0, or leave --pipeline out");
     let llama = Options { model: crate::fixtures::path("models/llama"), ..usual("mixtral") };

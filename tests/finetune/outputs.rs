@@ -121,7 +121,7 @@ fn a_folder_with_the_name_of_a_result_that_this_run_has_not_written_stays_as_it_
     insta::assert_snapshot!(run(&["--out", "proj/src/../../data"]), @"zerorun: --out proj/src/../../data contains --data data/d.jsonl, which is an input; give another path");
     // The project is also refused after a run with the same checkpoints has written elsewhere.
     assert!(world.finetune("me", &[&RESUMED[..], &["--out", "o"]].concat()).status().unwrap().success());
-    insta::assert_snapshot!(run(&["--out", "proj"]), @"zerorun: cannot write to proj: its adapter_config.json was changed after this run wrote it; give another path");
+    insta::assert_snapshot!(run(&["--out", "proj"]), @"zerorun: cannot write to proj: its adapter_config.json is not the one that this run wrote; give another path");
     // The same applies to the folder of the best model.
     std::fs::rename(world.at("proj"), world.at("n-best")).unwrap();
     insta::assert_snapshot!(run(&["--out", "n", "--val", "20%"]), @"zerorun: cannot write to n-best: it has files that were not written by this run; give another path");
@@ -148,7 +148,7 @@ fn a_run_that_is_resumed_exchanges_the_files_that_it_has_written_and_no_others()
     insta::assert_snapshot!(world.refusal(other), @"zerorun: cannot write to o: it has files that were not written by this run; give another path");
     // Files that the user has changed belong to the user.
     world.write("o/adapter_config.json", "{\"mine\": true}");
-    insta::assert_snapshot!(world.refusal(run(&["--out", "o"])), @"zerorun: cannot write to o: its adapter_config.json was changed after this run wrote it; give another path");
+    insta::assert_snapshot!(world.refusal(run(&["--out", "o"])), @"zerorun: cannot write to o: its adapter_config.json is not the one that this run wrote; give another path");
 }
 
 #[test]

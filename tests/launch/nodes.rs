@@ -429,13 +429,13 @@ fn a_host_that_does_not_belong_to_the_job_is_told_why() {
 fn a_host_with_another_program_configuration_or_data_is_told_which() {
     let told = |change: fn(&Path)| refused("--nnodes 3 --node_rank 1", ARGS, change);
     let (here, first) = told(|folder| _ = program(folder, "train", "sleep 50"));
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: the program differs from that on host NAME: on this host, it is 19 bytes with checksum SUM; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: the program differs from the one on host NAME: on this host, it is 19 bytes with checksum SUM; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: the program is 18 bytes with checksum SUM on host NAME and 19 bytes with checksum SUM on host NAME; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     let (here, first) = told(|folder| std::fs::write(folder.join("zero3.json"), "{ }").unwrap());
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: zero3.json differs from that on host NAME: on this host, it is 3 bytes with checksum SUM; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: zero3.json differs from the one on host NAME: on this host, it is 3 bytes with checksum SUM; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: zero3.json is 2 bytes with checksum SUM on host NAME and 3 bytes with checksum SUM on host NAME; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     let (here, first) = told(|folder| std::fs::remove_file(folder.join("corpus.txt")).unwrap());
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: corpus.txt differs from that on host NAME: on this host, it is missing; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: corpus.txt differs from the one on host NAME: on this host, it is missing; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: corpus.txt is 5 bytes with checksum SUM on host NAME and missing on host NAME; copy the same file to both hosts; if it is the program, build it once and pass the executable");
 }
 

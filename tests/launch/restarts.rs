@@ -55,7 +55,7 @@ impl Script {
     }
 }
 
-/// Returns the messages of `zerorun` itself, without the warning about few cores and without times.
+/// Returns the messages of `zerorun` itself, without the warning about too few cores and without times.
 fn told(output: &Output) -> Vec<String> {
     let errors = stderr(output);
     let own = errors.lines().filter(|line| line.starts_with("zerorun: ") && !line.contains("warning"));
@@ -264,7 +264,7 @@ fn no_start_leaves_a_process_or_shared_memory() {
          sleep 100 & echo $! > $DIR/pid.helper.$me\n\
          echo $$ > $DIR/new.$me; mv $DIR/new.$me $DIR/pid.rank.$me; exec sleep 100",
     );
-    // When a start begins, no process of the previous one may run.
+    // When a start begins, no process of the previous one may still be running.
     let mut child = start(&mut script.command("-n 2 --max_restarts 1"));
     let of_first: Vec<i32> = wait_for("the first start", || {
         script

@@ -53,7 +53,7 @@ fn role() -> Option<String> {
     std::env::var(ROLE).ok()
 }
 
-/// Returns whether `test` can run; otherwise, reports it as skipped.
+/// Returns whether `test` can run. If it cannot, reports it as skipped.
 fn stand_in<T: Fn()>(test: T) -> bool {
     let there = is_stand_in();
     if !there {
@@ -322,7 +322,7 @@ fn a_kernel_that_would_hang_is_an_error_with_its_name() {
     }
     insta::assert_snapshot!(
         fault_of(&child("a_kernel_that_would_hang_is_an_error_with_its_name", "", 0, &[])),
-        @"mock_cuda: waits_for_ever hangs: 32 threads of a block wait for all, 32 for lanes of their warp that do not arrive"
+        @"mock_cuda: waits_for_ever hangs: 32 threads of a block wait for all the others, and 32 wait for lanes of their warp that do not arrive"
     );
 }
 

@@ -3,7 +3,7 @@
 use crate::support::processes::repository;
 use std::path::Path;
 
-/// Returns the `wanted` names in `folder`, relative to the repository.
+/// Returns the `wanted` names in `folder`, a path relative to the repository.
 fn names(folder: &str, wanted: impl Fn(&Path) -> Option<String>) -> Vec<String> {
     let folder = repository().join(folder);
     let mut names: Vec<String> =

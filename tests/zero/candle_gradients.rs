@@ -1,5 +1,5 @@
-//! Candle's wrong gradients and its correct ones, compared with the slopes of Candle's own values in f64: the table in
-//! docs/vision.md. A failure after an upgrade of Candle shows which row has changed.
+//! Checks of the table in docs/vision.md: Candle's wrong gradients and its correct ones are compared with the slopes of
+//! Candle's own values in f64. A failure after an upgrade of Candle shows which row has changed.
 
 use candle_core::{Device, Result, Tensor, Var};
 

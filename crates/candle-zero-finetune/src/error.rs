@@ -82,9 +82,8 @@ pub enum FinetuneError {
     },
     /// A tensor whose shape differs from the model description.
     #[error(
-        "tensor {name} in {} has shape {found:?}, but {} describes one of {expected:?}; take both files from the same \
-         model",
-        file.display(), description.display()
+        "tensor {name} in {} has shape {found:?}, but {}",
+        file.display(), described(file, description, expected)
     )]
     NotAsDescribed {
         /// The name of the tensor in the model.
@@ -512,6 +511,17 @@ impl From<FinetuneError> for Error {
     fn from(error: FinetuneError) -> Self {
         Self::other(error)
     }
+}
+
+/// Returns the end of the message about a tensor whose shape differs from the description. A GGUF file contains its own
+/// description.
+fn described(file: &Path, description: &Path, shape: &[usize]) -> String {
+    if file == description {
+        return format!(
+            "the file's metadata describes shape {shape:?}; the file is inconsistent; download or convert it again"
+        );
+    }
+    format!("{} describes shape {shape:?}; take both files from the same model", description.display())
 }
 
 impl FinetuneError {

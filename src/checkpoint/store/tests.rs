@@ -21,7 +21,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const URL: &str = "s3://bucket/runs/one";
 
-/// The number of elements of the only parameter: each of the two ranks' files has two parts.
+/// The number of elements of the only parameter, chosen so that the file of each of the two ranks is uploaded in two
+/// parts.
 const ELEMENTS: usize = 5_000_000;
 
 struct Store(Arc<InMemory>);

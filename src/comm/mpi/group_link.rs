@@ -1,4 +1,5 @@
-//! MPI messages among the ranks of the job or of one of its groups, which are counted from 0.
+//! MPI messages among the ranks of the job or of one of its groups. Ranks are counted from 0 within the job or the
+//! group.
 
 use super::link::{MessageTag, MpiLink, MpiTransfer};
 use crate::error::CommError;

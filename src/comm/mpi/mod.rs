@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   start   mpirun, srun or zerorun starts every rank
-//!           -> find library -> MPI_Init_thread -> find the host of each rank -> create each host's memory
+//!           -> find the MPI library -> MPI_Init_thread -> find the host of each rank -> create each host's memory
 //!   run     queue -> hierarchical -> direct_reduce, chain_reduce, host_sum_reduce, all_gather
 //!           -> inter_host: exchange of this host's ranks + messages of link to other hosts
 //!   end     notify the other ranks, finalize MPI
@@ -10,8 +10,9 @@
 //!
 //! If no launcher of this library watches the hosts, the ranks do: see [`heartbeat`].
 //!
-//! The library is loaded only if an MPI launcher has started the ranks. Every error that MPI reports becomes an error
-//! value; a rank that waits for another host also checks for ranks that have given up.
+//! The MPI library is loaded only for ranks that an MPI launcher has started, or that `zerorun` connects by MPI. Every
+//! error that MPI reports becomes an error value; a rank that waits for another host also checks for ranks that have
+//! given up.
 
 mod abi;
 mod all_gather;

@@ -203,7 +203,7 @@ impl ShmExchange {
         self.coded(peer, offset, len, len)
     }
 
-    /// Returns `len` bytes of the current piece of `peer`, which encode `exact` bytes in memory.
+    /// Returns `len` bytes of the current piece of `peer`, which are the encoding of `exact` bytes in memory.
     pub(in crate::comm) fn coded(&self, peer: usize, offset: usize, len: usize, exact: usize) -> &[u8] {
         self.wire_bytes.set(self.wire_bytes.get() + len);
         self.exact_bytes.set(self.exact_bytes.get() + exact);

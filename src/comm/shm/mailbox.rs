@@ -1,4 +1,4 @@
-//! Mailboxes: packets from one rank to another, which need no third rank.
+//! Mailboxes: packets from one rank to another, without the participation of a third rank.
 //!
 //! ```text
 //!   sender     room for packet k? -> write it -> sent = k + 1 -> ...

@@ -107,8 +107,8 @@ pub(in crate::comm) fn give_each(
     })
 }
 
-/// Returns the bytes that the peers gave to this rank in [`give_each`], in rank order; each part has `exact` bytes in
-/// memory.
+/// Returns the bytes that the peers gave to this rank in [`give_each`], in rank order. Each part would
+/// have `exact` bytes if it were not encoded.
 pub(in crate::comm) fn given(ex: &ShmExchange, bytes: usize, exact: usize) -> impl Iterator<Item = &[u8]> {
     let (world, rank) = (ex.size(), ex.rank());
     // This rank's index among the others, as rank r counts them.

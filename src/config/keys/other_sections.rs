@@ -218,7 +218,7 @@ const TENSOR_PARALLEL: &[super::ConfigKey] = keys! {
     "tp_overlap_comm": Bool, "false", none(ONLY_TP), "Communicate while computing.";
     "vocab_parallel_lm_head": Any, "null", none(ONLY_TP), "Split the last layer.";
     "vocab_parallel_ce_backend": OneOf(&["torch", "liger"]), "\"torch\"", none(ONLY_TP), "Loss over a split vocabulary.";
-    "tensor_parallel" | "tp": Object, "{}", H, "Groups of ranks.";
+    "tensor_parallel" | "tp": Object, "{}", S, "Groups of ranks.";
     "injection_policy_tuple": Any, "null", none(ONLY_TP), "Which layers are split.";
     "partition_config": Any, "null", none(ONLY_TP), "Which layers are split.";
     "preset_model": Any, "null", none(ONLY_TP), "Model with built-in settings.";

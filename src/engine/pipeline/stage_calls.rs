@@ -127,8 +127,8 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Runs a part of a step that involves other ranks. After an error, which leaves this rank out of step, the others
-    /// are notified, and further calls are refused.
+    /// Passes on the result of a part of a step that involves other ranks. If it is an error, which leaves this rank
+    /// out of step, the others are notified, and further calls are refused.
     pub(super) fn in_step<T>(&mut self, run: Result<T>) -> Result<T> {
         run.map_err(|error| if self.stopped.is_some() { error } else { self.stop(error) })
     }

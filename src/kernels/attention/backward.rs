@@ -125,7 +125,7 @@ pub(super) unsafe fn add_parts<T: ScoreTiles, E: Element>(
 }
 
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `V`.
 unsafe fn add<V: SimdVector>(sums: &mut [f32], others: &[f32]) {
     // SAFETY: as the caller promises; only full vectors are accessed.
     unsafe {

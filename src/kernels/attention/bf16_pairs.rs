@@ -8,7 +8,7 @@ use crate::kernels::vector::{Avx512Bf16, SimdVector};
 /// Converts the rows of a tile in place to words along the keys.
 ///
 /// # Safety
-/// The processor must support the instructions.
+/// The processor must have the instructions of [`Avx512Bf16`].
 pub(super) unsafe fn along_keys_in_place(tile: &mut [f32], s: TileShape) {
     let tile = tile[..TILE].as_mut_ptr();
     // SAFETY: as the caller promises; row `key` has already been read, or is read at the same time.
@@ -18,14 +18,14 @@ pub(super) unsafe fn along_keys_in_place(tile: &mut [f32], s: TileShape) {
 /// Converts the rows of `src` to words along the keys in `dst`.
 ///
 /// # Safety
-/// The processor must support the instructions.
+/// The processor must have the instructions of [`Avx512Bf16`].
 pub(super) unsafe fn along_keys(src: &[f32], dst: &mut [f32], s: TileShape) {
     // SAFETY: as the caller promises.
     unsafe { words_along_keys(src[..TILE].as_ptr(), dst[..TILE].as_mut_ptr(), s) }
 }
 
 /// # Safety
-/// The processor must support the instructions, and both pointers must point to tiles.
+/// The processor must have the instructions of [`Avx512Bf16`], and both pointers must point to tiles.
 unsafe fn words_along_keys(src: *const f32, dst: *mut f32, s: TileShape) {
     assert!(s.keys <= BLOCK && s.queries <= BLOCK);
     // SAFETY: keys and queries are within the tiles.
@@ -48,7 +48,7 @@ unsafe fn words_along_keys(src: *const f32, dst: *mut f32, s: TileShape) {
 /// Converts a tile in place to words along the queries. A last vector without a neighbour is paired with zeros.
 ///
 /// # Safety
-/// The processor must support the instructions.
+/// The processor must have the instructions of [`Avx512Bf16`].
 pub(super) unsafe fn along_queries_in_place(tile: &mut [f32], s: TileShape) {
     assert!(s.keys <= BLOCK && s.queries <= BLOCK);
     let tile = tile[..TILE].as_mut_ptr();

@@ -32,7 +32,7 @@ unsafe fn along<W: PackElementsToWords<E>, E: Element>(row: &[E], w: usize) -> W
 /// Packs rows as words along them: word (t, w) is at `t * words + w`. Both dimensions are padded with zeros.
 ///
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `W`.
 pub(super) unsafe fn by_rows<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
@@ -40,7 +40,7 @@ pub(super) unsafe fn by_rows<W: PackElementsToWords<E>, E: Element>(
     dst: &mut [f32],
 ) {
     let (used, filling) = dst.split_at_mut(rows.len() * words);
-    // SAFETY: as the caller promises; the words of a row are a multiple of a vector.
+    // SAFETY: as the caller promises; `words` is a multiple of the number of lanes.
     unsafe {
         W::V::with(
             #[inline(always)]
@@ -62,7 +62,7 @@ pub(super) unsafe fn by_rows<W: PackElementsToWords<E>, E: Element>(
 /// dimensions are padded with zeros.
 ///
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `W`.
 pub(super) unsafe fn by_columns<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
@@ -70,8 +70,8 @@ pub(super) unsafe fn by_columns<W: PackElementsToWords<E>, E: Element>(
     dst: &mut [f32],
 ) {
     let (used, filling) = dst.split_at_mut(rows.len().div_ceil(W::DEPTH) * width);
-    // SAFETY: as the caller promises; the words of a row are a multiple of a vector, and the next row is read only if
-    // it exists.
+    // SAFETY: as the caller promises; `width` is a multiple of the number of lanes, and the next row is read only if it
+    // exists.
     unsafe {
         W::V::with(
             #[inline(always)]
@@ -95,7 +95,7 @@ pub(super) unsafe fn by_columns<W: PackElementsToWords<E>, E: Element>(
 /// vectors.
 ///
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `W`.
 pub(super) unsafe fn transposed<W: PackElementsToWords<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
@@ -130,17 +130,17 @@ pub(super) unsafe fn transposed<W: PackElementsToWords<E>, E: Element>(
     }
 }
 
-/// Multiplies f32 rows from position `start` on by their factors, and writes them rounded once.
+/// Multiplies f32 rows by their factors, and writes them, rounded once, to the rows of `dst` from `start` on.
 ///
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `V`.
 pub(super) unsafe fn write<V: SimdVector, E: Element>(
     (sums, width): (&[f32], usize),
     factors: impl Iterator<Item = f32>,
     dst: &mut HeadRowsMut<'_, E>,
     (start, columns): (usize, Range<usize>),
 ) {
-    // SAFETY: as the caller promises; a row of sums is a multiple of a vector.
+    // SAFETY: as the caller promises; `width` is a multiple of the number of lanes.
     unsafe {
         V::with(
             #[inline(always)]
@@ -164,7 +164,7 @@ pub(super) unsafe fn write<V: SimdVector, E: Element>(
 /// Computes, for each row in `rows`, the dot product of that row of `a` with the same row of `b`.
 ///
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `V`.
 pub(super) unsafe fn dots<V: SimdVector, E: Element>(
     [a, b]: [HeadRows<'_, E>; 2],
     rows: Range<usize>,

@@ -106,7 +106,7 @@ fn check(tile: &[f32], s: TileShape) {
 /// Applies a cap to a tile of products and writes their scores as base-2 exponents.
 ///
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `V`.
 pub(super) unsafe fn bound<V: SimdVector>(tile: &mut [f32], s: TileShape, cap: SoftCap) {
     check(tile, s);
     // SAFETY: as the caller promises; keys and queries are within the tile.
@@ -131,7 +131,7 @@ pub(super) unsafe fn bound<V: SimdVector>(tile: &mut [f32], s: TileShape, cap: S
 /// exponents.
 ///
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `V`.
 pub(super) unsafe fn softmax<V: SimdVector>(tile: &mut [f32], s: TileShape, scale: f32, state: &mut OnlineSoftmax) {
     check(tile, s);
     // SAFETY: as the caller promises; keys and queries are within the tile and the state.
@@ -219,7 +219,7 @@ pub(super) struct BackwardRowStatistics {
 /// cap, the results are multiplied by its slope, and `p` contains capped scores at first.
 ///
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `V`.
 pub(super) unsafe fn score_gradients<V: SimdVector>(
     p: &mut [f32],
     g: &mut [f32],

@@ -117,7 +117,8 @@ pub(super) type StripProduct =
 /// Computes a strip of `N` vectors, up to `R` rows at a time.
 ///
 /// # Safety
-/// Everything that the sizes describe is within the factors and the result, and the processor has the instructions.
+/// Everything that the sizes describe is within the factors and the result, and the processor has the instructions of
+/// `W`.
 pub(super) unsafe fn strip<W: PackedWords, const R: usize, const N: usize>(
     (c, c_stride): (*mut f32, usize),
     start: ProductInit<'_>,

@@ -17,7 +17,7 @@ pub(super) trait ScoreTiles: StripProducts {
     /// `key` counts words, not keys.
     ///
     /// # Safety
-    /// The processor must have the instructions.
+    /// The processor must have the instructions of `Self`.
     unsafe fn to_words_along_keys(_tile: &mut [f32], _shape: TileShape) {
         const { assert!(Self::DEPTH == 1, "a number is a word") };
     }
@@ -26,7 +26,7 @@ pub(super) trait ScoreTiles: StripProducts {
     /// queries. Converts `both` to words along the keys, written to `keys`, and in place to words along the queries.
     ///
     /// # Safety
-    /// The processor must have the instructions.
+    /// The processor must have the instructions of `Self`.
     unsafe fn to_words(_along_queries: &mut [f32], _both: &mut [f32], _keys: &mut [f32], _shape: TileShape) {
         const { assert!(Self::DEPTH == 1, "a number is a word") };
     }
@@ -55,7 +55,7 @@ impl ScoreTiles for Bf16PairWords {
 /// is transposed, and both are `depth` words long.
 ///
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `T`.
 pub(super) unsafe fn scores<T: ScoreTiles>(
     tile: &mut [f32],
     (keys, words): (&[f32], usize),
@@ -76,7 +76,7 @@ pub(super) unsafe fn scores<T: ScoreTiles>(
 /// `tile` and x are words along the keys.
 ///
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `T`.
 pub(super) unsafe fn gather<T: ScoreTiles>(
     (out, width): (&mut [f32], usize),
     start: ProductInit<'_>,
@@ -98,7 +98,7 @@ pub(super) unsafe fn gather<T: ScoreTiles>(
 /// queries.
 ///
 /// # Safety
-/// The processor must have the instructions.
+/// The processor must have the instructions of `T`.
 pub(super) unsafe fn scatter<T: ScoreTiles>(
     (out, width): (&mut [f32], usize),
     tile: &[f32],

@@ -55,8 +55,8 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
     stride: usize,
 ) {
     let TilePosition { row, rows, col, cols } = place;
-    // SAFETY: every access is to sums up to a multiple of a vector's columns, or to elements of the tile, in the result
-    // and in matrices of the same shape.
+    // SAFETY: every access is to sums, up to a multiple of the number of lanes, or to elements of the tile, in the
+    // result and in matrices of the same shape.
     unsafe {
         if sink.adds_nothing() && !sink.accumulate {
             for i in 0..rows {

@@ -64,14 +64,14 @@ impl Avx512Bf16 {
     /// Returns words of two neighbouring numbers in bf16: first the numbers of `first`, then those of `second`.
     #[inline(always)]
     pub(crate) unsafe fn row(first: Self, second: Self) -> Self {
-        // SAFETY: the caller is inside `with`; types of the same 64 bytes.
+        // SAFETY: the caller is inside `with`, and both types have 64 bytes.
         unsafe { Self(std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second.0, first.0))) }
     }
 
     /// Adds to each lane of `self` the products of the two bf16 numbers in that lane of `a` with those of `b`.
     #[inline(always)]
     pub(crate) unsafe fn add_products_of_pairs(self, a: Self, b: Self) -> Self {
-        // SAFETY: the caller is inside `with`; types of the same 64 bytes.
+        // SAFETY: the caller is inside `with`, and both types have 64 bytes.
         unsafe {
             let [a, b] = [a, b].map(|x| std::mem::transmute::<__m512, __m512bh>(x.0));
             Self(_mm512_dpbf16_ps(self.0, a, b))
@@ -187,7 +187,8 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
                 pairs[2 * i].0 = _mm512_unpacklo_ps(rows[2 * i].0, rows[2 * i + 1].0);
                 pairs[2 * i + 1].0 = _mm512_unpackhi_ps(rows[2 * i].0, rows[2 * i + 1].0);
             }
-            // Combines four rows each: quads[4 g + c] has column c of every 128-bit block, for rows 4 g .. 4 g + 4.
+            // Combines the rows in groups of four: quads[4 g + c] has column c of every 128-bit block, for rows 4 g to
+            // 4 g + 3.
             let mut quads = pairs;
             for g in 0..4 {
                 let [a, b, c, d] = [pairs[4 * g].0, pairs[4 * g + 1].0, pairs[4 * g + 2].0, pairs[4 * g + 3].0];

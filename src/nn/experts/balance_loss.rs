@@ -59,7 +59,7 @@ impl SyncBalanceLoss {
     }
 }
 
-/// Computes this rank's part of the loss, where `link` leads to the other ranks.
+/// Computes this rank's part of the loss. In an engine, `link` connects this rank to the others.
 fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) -> Result<Tensor> {
     let Some(first) = layers.first() else {
         bail!("{NAME}: there is no layer with experts; compute the loss only for models that have one")

@@ -1,4 +1,4 @@
-//! Leaf units: gathered together with all units inside, whichever of them a rank runs.
+//! Leaf units: gathered together with all units inside them, whichever of these a rank runs.
 //!
 //! They correspond to DeepSpeed's `z3_leaf_module`. The experts of a mixture are units that some ranks run and others
 //! do not. If each were gathered separately, ranks would wait for different gathers. Nothing inside a leaf is gathered

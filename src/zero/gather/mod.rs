@@ -3,7 +3,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `unit.rs` | the unit of gathering and releasing; recomputation |
-//! | `leaf_units.rs` | units that are gathered together with all units inside |
+//! | `leaf_units.rs` | units that are gathered together with all units inside them |
 //! | `param_gatherer.rs` | decides when each unit is gathered and released |
 //! | `routed_units.rs`, `param_gatherer/routed.rs` | units of which a layer runs only those that its input chose |
 //! | `row_exchange.rs` | the exchange of rows between ranks among which experts are divided |

@@ -9,7 +9,7 @@
 //! all ranks, the owner of a shard included, compute with the received values, while the owner keeps the exact weights
 //! that the optimizer updates.
 //!
-//! A leaf is gathered with all units inside. Ranks may use different parameters of a leaf, so each rank releases
+//! A leaf is gathered with all units inside it. Ranks may use different parameters of a leaf, so each rank releases
 //! values when its own gradients arrive. The gatherer's counts and the unit's state depend only on the unit's events,
 //! which all ranks have in common. If unused parameters are ignored, this holds for all units.
 //!

@@ -46,7 +46,7 @@ pub(crate) trait UnitRegistrar {
     fn open_unit(&self, name: String) -> Result<(UnitId, EngineLink)>;
     /// Ends the unit under construction.
     fn close_unit(&self);
-    /// Marks a unit to be gathered together with all units inside.
+    /// Marks a unit to be gathered together with all units inside it.
     fn mark_leaf(&self, unit: UnitId);
     /// Marks a unit to be gathered only if the input of a layer chose it. `first` is the first such unit of the layer,
     /// and `number_of` the unit's number among them and their number.
@@ -141,7 +141,7 @@ impl<M> Unit<M> {
         self
     }
 
-    /// Makes this unit a leaf: it is gathered together with all units inside. Use it for modules of which ranks run
+    /// Makes this unit a leaf: it is gathered together with all units inside it. Use it for modules of which ranks run
     /// different parts, such as the experts of a mixture. All ranks must run the leaf itself. Parameters that a rank's
     /// run does not use get a gradient of zeros. [`EngineBuilder::leaf_units`](crate::EngineBuilder::leaf_units) and
     /// `zero_optimization.leaf_module` do the same. Call this while the model is being built; without an engine, it has

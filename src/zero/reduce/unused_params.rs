@@ -1,7 +1,7 @@
 //! Checks once for parameters that no backward pass reaches: they cause an error, or their gradients are zero.
 //!
-//! The first accumulation is judged as a whole and over all ranks, so that alternating between the parts of a
-//! model, by micro step or by rank, does not cause an error. A model that has already been trained was judged when its
+//! The first accumulation is checked as a whole and over all ranks, so that alternating between the parts of a
+//! model, by micro step or by rank, does not cause an error. A model that has already been trained was checked when its
 //! training began, so a run that loads its checkpoint may skip a part in its first step.
 
 use super::gradient_reducer::is_expected;
@@ -13,7 +13,7 @@ use crate::zero::gather::leaf_units::LeafPosition;
 use crate::zero::rank_core::RankCore;
 
 impl RankCore {
-    /// Judges the parameters in the first optimizer step, in which this call is collective. Does nothing in later
+    /// Checks the parameters in the first optimizer step, in which this call is collective. Does nothing in later
     /// steps.
     ///
     /// # Errors
@@ -43,7 +43,7 @@ impl RankCore {
         }
     }
 
-    /// Skips the check: the loaded state was judged when it was first trained.
+    /// Skips the check: the model was checked when its training began.
     pub fn unused_was_judged(&self) {
         lock(&self.gradients).take_seen();
     }

@@ -124,8 +124,8 @@ pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters
 }
 
 impl RankCore {
-    /// Runs the [`vote`] for this rank. In the first training step, all ranks first judge parameters that no backward
-    /// pass reached.
+    /// Runs the [`vote`] for this rank. In the first training step, all ranks first check for parameters that no
+    /// backward pass has reached.
     pub fn vote(&self, loss: f64, loss_is_finite: bool, requests: StepRequests) -> Result<Vote> {
         self.judge_unused()?;
         let accumulate = lock(&self.gradients).accumulate_dtype();

@@ -121,7 +121,7 @@ impl DeviceCopyQueues {
         self.queue(kind).map(drop)
     }
 
-    /// Begins to copy a buffer to a place. On a GPU, it gets room for `capacity` elements.
+    /// Begins to copy a buffer to the host or to a GPU. On a GPU, the copy has room for at least `capacity` elements.
     ///
     /// # Errors
     /// A driver error: no memory on the GPU, or memory that cannot be locked.

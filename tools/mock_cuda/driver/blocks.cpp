@@ -241,7 +241,8 @@ void open_barriers() {
         at_block += launch.states[t] == State::AtBlockBarrier;
     }
     if (at_block != launch.parked)
-        die("%s hangs: %zu threads of a block wait for all, %zu for lanes of their warp that do not arrive",
+        die("%s hangs: %zu threads of a block wait for all the others, and %zu wait for lanes of their warp that do not "
+            "arrive",
             launch.kernel->name, at_block, launch.parked - at_block);
     for (unsigned t = launch.threads.size(); t-- > 0;) {
         if (launch.states[t] != State::AtBlockBarrier) continue;

@@ -163,7 +163,7 @@ impl ChatMessages {
     }
 }
 
-/// Other keys that exclude text from learning.
+/// The keys, besides [`WEIGHT_KEYS`], that exclude text from training; they are not supported.
 const UNSUPPORTED_MASK_KEYS: [&str; 7] =
     ["train_detail", "training_detail", "mask", "masked", "no_loss", "ignore_loss", "loss_mask"];
 
@@ -246,25 +246,31 @@ fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), Recor
         let inner = inner.iter().find_map(|inner| inner.as_str());
         match (of.as_str(), inner) {
             (Some("text" | "input_text" | "output_text") | None, Some(text)) => parts.push(text_part(text)),
-            (Some("reasoning" | "thinking"), inner) => {
+            (Some(thinking @ ("reasoning" | "thinking")), inner) => {
                 let thought =
                     inner.map(str::to_string).or_else(|| Some(field(&part, "thinking").as_str()?.to_string()));
-                let thought = thought.ok_or("a part of its content has type \"reasoning\" but no text")?;
+                let thought = thought.ok_or_else(|| without_text(thinking))?;
                 fields.push(("reasoning_content".into(), thought.into()));
             }
             (Some("tool_call"), Some(call)) => push_calls(&json(call)?, fields)?,
             (Some(other), _) if is_picture(other) => return Err(picture(&format!("content of type {other:?}"))),
-            (Some("text"), None) => {
-                return Err("a part of its content has type \"text\" but no text".into());
+            (Some(known @ ("text" | "input_text" | "output_text" | "tool_call")), None) => {
+                return Err(without_text(known));
             }
             (Some(other), _) => {
-                return Err(format!("a part of its content has type {other:?}; only type \"text\" is supported"));
+                return Err(format!(
+                    "a part of its content has type {other:?}, which is not supported; use type \"text\""
+                ));
             }
             (None, None) => return Err(format!("a part of its content is {} without type and text", kind(&part))),
         }
     }
     fields.push(("content".into(), parts.into_iter().collect()));
     Ok(())
+}
+
+fn without_text(of_type: &str) -> RecordProblem {
+    format!("a part of its content has type {of_type:?} but no text")
 }
 
 fn text_part(text: &str) -> Value {

@@ -274,7 +274,7 @@ fn known_labels(files: &WeightFiles, config: &ClassifierConfig, labels: &[String
     let shape = |name: &str| files.find(&format!("{classifier}.{name}")).map(|(_, tensor)| tensor.shape());
     let Some(weight) = shape("weight") else { return Err("the model has none".into()) };
     let bias = match (config.has_classifier_bias(), shape("bias")) {
-        (true, None) => return Err("the model has none".into()),
+        (true, None) => return Err("the model's classifier has no bias".into()),
         (true, bias) => bias,
         (false, _) => None,
     };

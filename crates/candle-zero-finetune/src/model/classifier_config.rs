@@ -144,7 +144,7 @@ impl ClassifierConfig {
         }
     }
 
-    /// Returns the module that maps to logits.
+    /// Returns the name of the module that computes the logits.
     pub(crate) fn classifier(&self) -> &'static str {
         match self {
             Self::Encoder(config) => config.naming.classifier(),

@@ -47,8 +47,8 @@ pub(super) struct ExpertWatch {
 #[derive(Debug)]
 struct WatchedBlock {
     block: usize,
-    /// For each expert, the number of tokens that would have chosen it since it was last chosen if all experts were chosen
-    /// equally often, or `None` once it has been reported.
+    /// For each expert, the number of tokens that, had all experts been chosen equally often, would have chosen it
+    /// since it was last chosen; `None` once it has been reported.
     missed: Vec<Option<f64>>,
 }
 

@@ -197,7 +197,10 @@ fn set_balance(config: &mut DecoderConfig, options: &Options) -> Result<()> {
 /// Checks that the model has the blocks whose weights QLoRA does not pack.
 fn check_kept(options: &Options, blocks: usize) -> Result<()> {
     match options.keep_layers.iter().find(|block| **block >= blocks) {
-        Some(block) => Err(refused("--keep_layers", block, format!("numbers of layers from 0 to {}", blocks - 1))),
+        Some(block) => Err(misused(
+            "--keep_layers",
+            format!("contains {block}, but the model's layers are numbered from 0 to {}", blocks - 1),
+        )),
         None => Ok(()),
     }
 }

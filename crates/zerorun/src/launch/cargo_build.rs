@@ -168,7 +168,7 @@ fn command(build: &CargoBuild, cargo: &OsString) -> Command {
     command
 }
 
-/// Returns the message format, with colours by cargo's own rules.
+/// Returns the message format, with colours according to cargo's own rules.
 fn message_format() -> &'static str {
     let colours = match std::env::var("CARGO_TERM_COLOR").as_deref() {
         Ok("always") => true,

@@ -32,16 +32,16 @@ pub enum LaunchError {
     /// There is no folder for the packages that are generated from scripts.
     #[error("no folder for script builds: ZERORUN_CACHE_DIR, XDG_CACHE_HOME and HOME are all unset; set one of them")]
     NoScriptCache,
-    /// The sources that `zerorun` was built from belong to another user, who could make a script run any code.
+    /// Another user may change the sources that `zerorun` was built from, and could make a script run any code.
     #[error(
-        "{} is the source of zerorun and of its candle-zero, but {problem}; install zerorun from a folder that you own \
-         (cargo install --path FOLDER/crates/zerorun)",
+        "zerorun and the candle-zero that scripts use come from {}, but {problem}; install zerorun from a folder that \
+         you own (cargo install --path FOLDER/crates/zerorun)",
         path.display()
     )]
     UntrustedSource {
         /// The folder, or a file in it.
         path: PathBuf,
-        /// The user who may change it.
+        /// The problem: who owns it, or that every user may change it.
         problem: String,
     },
     /// Cargo could not be started.
@@ -52,7 +52,7 @@ pub enum LaunchError {
     CargoNotStarted {
         /// The cargo program that was tried.
         cargo: String,
-        /// The target.
+        /// The script.
         script: PathBuf,
         /// The error of the operating system.
         source: std::io::Error,

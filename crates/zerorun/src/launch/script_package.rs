@@ -71,7 +71,7 @@ fn package_name(path: &Path) -> String {
 /// Returns the checkout that contains this library; `None` if it no longer exists and the registry must be used.
 ///
 /// # Errors
-/// Fails if the checkout belongs to another user, whose code a script would run.
+/// Fails if another user may change the checkout, whose code a script would run.
 fn own_checkout() -> Result<Option<&'static Path>> {
     let dir = Path::new(CHECKOUT);
     let manifest = dir.join("Cargo.toml");

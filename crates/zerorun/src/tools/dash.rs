@@ -25,7 +25,7 @@ Examples:
 
 /// Serve a page about recorded runs: curves of running and earlier runs in the same charts, the memory and times of
 /// each rank, log lines, samples, and the differences between configurations. If RUNS is the folder of a sweep, of its
-/// runs, or of several sweeps, the page also shows the trials of the sweep.
+/// runs, or of several sweeps, the page also shows the trials of each sweep.
 ///
 /// Prints a link with a token, without which the page cannot request that a running program save or stop. Runs until it
 /// receives SIGINT or SIGTERM. The page needs no network.

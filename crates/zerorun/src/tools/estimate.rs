@@ -297,7 +297,7 @@ const NOT_INCLUDED: [&str; 3] = [
 impl EstimateReport {
     fn assumed(&self) -> Vec<String> {
         let mut assumed = self.shapes.assumed().to_vec();
-        assumed.push("peaks assume that units run, and parameters are used, in the order of the model".into());
+        assumed.push("for the peaks: units run, and parameters are used, in the order of the model".into());
         if self.config.pipeline != PipelineConfig::default() {
             assumed.push(
                 "the configuration's section pipeline has no effect: these ranks are data-parallel; --pipeline estimates a \

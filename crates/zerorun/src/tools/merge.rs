@@ -48,7 +48,7 @@ enum MergeFormat {
     Hf,
     /// GGUF file in f16
     GgufF16,
-    /// GGUF file in blocks of 32 8-bit numbers
+    /// GGUF file with matrices in blocks of 32 8-bit numbers
     #[value(name = "gguf-q8_0", alias = "gguf-q8-0")]
     GgufQ80,
 }

@@ -63,7 +63,7 @@ pub(crate) struct ZerorunTool {
 const ALL: [ZerorunTool; 22] = [
     ZerorunTool {
         name: "bench",
-        about: "Measure an offload folder, the network, or the speed of several ranks",
+        about: "Measure the speed of an offload folder, of the network, or of several ranks",
         run: bench::run,
         command: bench::command,
     },

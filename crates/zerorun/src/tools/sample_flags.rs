@@ -1,4 +1,5 @@
-//! The flags for turning data files into samples, shared by all commands that read them, and their progress.
+//! The flags for turning data files into samples, shared by all commands that read data files, and the display of the
+//! progress through the files.
 
 use super::byte_progress::ByteProgress;
 use candle_zero_finetune::{Columns, FileReadProgress, Truncation};

@@ -71,7 +71,8 @@ impl ScheduleArguments {
         }
     }
 
-    /// Returns the schedule of the file, after printing the notes about its two sections.
+    /// Returns the schedule of the file, after printing the notes about the sections
+    /// `optimizer` and `scheduler`.
     fn schedule(&self) -> Result<Schedule> {
         let config = {
             // The number of steps shown replaces "auto".

@@ -1,7 +1,7 @@
 //! Decides whether a host may join the job, and finds its differences from the first host.
 //!
-//! The message to the host about a difference contains that host's own value and only a digest of the first host's. The
-//! first host's own output contains both values.
+//! The message to the host about a difference contains that host's own value and, of the first host's value, at most a
+//! digest. The first host's own output contains both values.
 
 use super::checksums;
 use super::handshake::printable;
@@ -93,7 +93,7 @@ fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
             "copy the same file to both hosts; if it is the program, build it once and pass the executable",
         );
         AdmissionRefusal {
-            told: format!("{file} differs from that on host {here}: on this host, it is {}; {remedy}", of(hello)),
+            told: format!("{file} differs from the one on host {here}: on this host, it is {}; {remedy}", of(hello)),
             said: format!("{file} is {} on host {here} and {} on host {there}; {remedy}", of(own), of(hello)),
         }
     })
@@ -159,10 +159,10 @@ pub(super) mod tests {
         insta::assert_snapshot!(words.told, @"the script's arguments are `--ds_config zero2.json` on this host, with digest 351ba923, but those on host a have digest ed663171; give the arguments that the output of host a shows");
         insta::assert_snapshot!(words.said, @"the script's arguments are `--ds_config zero3.json` on host a and `--ds_config zero2.json` on host b; give both the same");
         let file = objected(|b| b.files.values_mut().for_each(|sum| *sum = "413 bytes with checksum 12".into()));
-        insta::assert_snapshot!(file.told, @"zero3.json differs from that on host a: on this host, it is 413 bytes with checksum 12; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+        insta::assert_snapshot!(file.told, @"zero3.json differs from the one on host a: on this host, it is 413 bytes with checksum 12; copy the same file to both hosts; if it is the program, build it once and pass the executable");
         insta::assert_snapshot!(file.said, @"zero3.json is 412 bytes with checksum 11 on host a and 413 bytes with checksum 12 on host b; copy the same file to both hosts; if it is the program, build it once and pass the executable");
         let gone = objected(|b| b.files.clear());
-        insta::assert_snapshot!(gone.told, @"zero3.json differs from that on host a: on this host, it is missing; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+        insta::assert_snapshot!(gone.told, @"zero3.json differs from the one on host a: on this host, it is missing; copy the same file to both hosts; if it is the program, build it once and pass the executable");
         insta::assert_snapshot!(gone.said, @"zero3.json is 412 bytes with checksum 11 on host a and missing on host b; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     }
 

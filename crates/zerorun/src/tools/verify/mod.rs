@@ -31,8 +31,8 @@ use verify_rows::{VerifyDtype, VerifyRow};
 /// gradient with the change in the loss when that parameter is moved slightly up and down, and prints a table. The
 /// script then ends.
 ///
-/// Exit code: 0 if everything is equal, or correct; 1 if something differs, a rank failed, or standard output could not
-/// be written; 2 if the command line is wrong or the folder does not exist.
+/// Exit code: 0 if all bits are the same or, with a SCRIPT, all gradients are right; 1 if something differs, a rank
+/// failed, or standard output could not be written; 2 if the command line is wrong or the folder does not exist.
 #[derive(Debug, Parser)]
 #[command(name = "verify", bin_name = "zerorun verify")]
 struct VerifyArguments {

@@ -30,8 +30,8 @@ fn panels(rows: &[MeasuredRow]) -> [ChartPanel; 2] {
             is_ideal: false,
         };
         let mut series: Vec<ChartSeries> = curves.iter().map(of_stage).collect();
-        // The ideal begins at the curve that is fastest at first, so a curve can rise above it only if its efficiency is
-        // higher.
+        // The ideal line begins at the fastest of the curves' first points, so a curve can rise above it only if its
+        // efficiency exceeds 100 %.
         let best = curves.iter().max_by(|a, b| value(&a[0]).total_cmp(&value(&b[0])));
         series.extend(best.map(|curve| ChartSeries {
             name: "ideal".into(),
@@ -68,7 +68,7 @@ mod tests {
         assert_eq!((count("<g transform"), count("</g>"), count(">ranks</text>")), (4, 4, 4));
         assert_eq!((count(">tokens/s</text>"), count(">efficiency in %</text>")), (2, 2));
         assert_eq!((count(">stage 0</text>"), count(">stage 3</text>"), count(">ideal</text>")), (4, 4, 4));
-        // Three points and a name on each of the two curves of four panels.
+        // In each of the four panels, each of the two curves has three points, and a marker next to its name.
         assert_eq!((count("<circle "), count(" width=\"8\"")), (16, 16));
         assert!(!svg.contains("NaN"), "{svg}");
     }

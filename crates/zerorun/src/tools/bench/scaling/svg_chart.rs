@@ -105,7 +105,8 @@ impl ChartPanel {
             svg.push_str(&line(&points, number, series.is_ideal));
             ends.extend(points.last().map(|end| (end.1, end.0, number)));
         }
-        // Names that would overlap are moved down, and then up from the bottom.
+        // Names that would overlap are moved down; then, beginning with the lowest, names are moved up until all are
+        // inside the panel.
         ends.sort_by(|a, b| a.0.total_cmp(&b.0));
         let mut heights: Vec<f64> = ends.iter().map(|end| end.0).collect();
         for at in 1..heights.len() {
