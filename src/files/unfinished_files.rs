@@ -55,6 +55,7 @@ pub(crate) fn sweep_unfinished(parent: &Path) {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
