@@ -64,7 +64,7 @@ impl SpecialTokens {
         self.named.iter().find(|(key, _)| key == name).map(|(_, text)| text.as_str())
     }
 
-    /// Iterates over all tokens, sorted by name.
+    /// Iterates over all tokens. Those from files are sorted by name; those passed to [`Self::new`] keep their order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.named.iter().map(|(name, text)| (name.as_str(), text.as_str()))
     }
@@ -179,7 +179,7 @@ impl Tokenizer {
         (&self.around.0, &self.around.1)
     }
 
-    /// Returns the largest id plus one.
+    /// Returns the largest id plus one, if the ids of the vocabulary have no gaps.
     pub fn vocab_size(&self) -> usize {
         let added = self.inner.get_added_tokens_decoder().into_keys().max().map_or(0, |id| id as usize + 1);
         added.max(self.inner.get_vocab_size(false))

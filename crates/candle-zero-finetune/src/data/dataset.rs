@@ -60,6 +60,10 @@ impl Dataset {
     /// # Errors
     /// [`FinetuneError::NoSamples`] for a file without anything to learn; [`FinetuneError::Record`] for a record that
     /// cannot be used, if the options are strict; errors of files and formats.
+    ///
+    /// # Panics
+    ///
+    /// Panics if `options.ctx` is below 2.
     pub fn prepare(
         sources: &[Source],
         tokenizer: &Tokenizer,

@@ -120,7 +120,8 @@ impl ParquetRows {
     /// Returns the next row, or `None` at the end. Its number takes the place of a line number.
     ///
     /// # Errors
-    /// [`FinetuneError::Parquet`] for data that cannot be read. No further row can be read after it.
+    /// [`FinetuneError::Parquet`] for data that cannot be read, after which there are no further rows, or for a row
+    /// that is too large.
     pub(super) fn next(&mut self) -> Result<Option<RawRecord>> {
         loop {
             match caught(&self.subject, || self.group.as_mut().and_then(Iterator::next).transpose()) {

@@ -158,7 +158,7 @@ impl<'a> TrackedRecord<'a> {
         }
     }
 
-    /// Refuses pictures.
+    /// Refuses pictures, videos and audio.
     pub(super) fn refuse_pictures(&self) -> Result<(), String> {
         match self.left().into_iter().find(|key| IMAGE_KEYS.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
             Some(key) => Err(format!("{} with --columns ignore={key}", picture(&key))),
