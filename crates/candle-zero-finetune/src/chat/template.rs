@@ -139,7 +139,7 @@ impl Template {
     ///
     /// # Errors
     /// [`FinetuneError::NoTemplate`]; [`FinetuneError::TemplateSyntax`]; [`FinetuneError::TemplateWithoutEnd`];
-    /// [`FinetuneError::TokenizerFile`] for a tokenizer_config.json that cannot be used; [`FinetuneError::BadGguf`];
+    /// [`FinetuneError::TokenizerFile`] for a tokenizer_config.json that cannot be used; errors of GGUF files;
     /// [`Error::Io`].
     pub fn open(folder: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<Self> {
         let folder = folder.as_ref();

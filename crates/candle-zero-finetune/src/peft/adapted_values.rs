@@ -139,7 +139,7 @@ impl AdaptedValues {
         Ok(values)
     }
 
-    /// Returns the norms of a weight's rows for these outputs.
+    /// Returns the norms of a weight's rows for these outputs, or of its columns in Conv1D's layout.
     fn lengths(&self, name: &str, shape: &[usize], outputs: Range<usize>) -> Result<Vec<f32>> {
         const CHUNK_ELEMENTS: usize = 1 << 20;
         let [lines, width] = *shape else { return Ok(Vec::new()) };

@@ -121,7 +121,7 @@ impl WorldInfo {
 
     /// Encodes the world info.
     pub(crate) fn encode(&self) -> String {
-        // With spaces as Python writes them, so that both launchers give the same text.
+        // The spaces are those that Python writes, so that DeepSpeed's launcher and this one produce the same text.
         let host = |host: &HostSlots| format!("{}: [{}]", serde_json::json!(host.name), join(&host.slots, ", "));
         let json = format!("{{{}}}", self.hosts.iter().map(host).collect::<Vec<_>>().join(", "));
         to_base64(json.as_bytes())
@@ -295,7 +295,7 @@ mod tests {
         insta::assert_snapshot!(uneven.ranks_per_host("mpich").unwrap_err(), @"host `a` has 2 slots and host `b` has 1, but mpich starts the same number of ranks on every host; make them equal, with --num_gpus or in the hostfile");
         assert_eq!(world(&[("a", &[0, 1]), ("b", &[2, 5])]).ranks_per_host("mpich").unwrap(), 2);
         let picked = world(&[("a", &[0, 1]), ("b", &[1, 2])]);
-        insta::assert_snapshot!(picked.first_slots_per_host().unwrap_err(), @"host `b` would use slots 1-2, but slurm starts ranks on the first slots of every host; select slots 0 to 1");
+        insta::assert_snapshot!(picked.first_slots_per_host().unwrap_err(), @"host `b` would use slots 1-2, but Slurm starts ranks on the first slots of every host; select slots 0 to 1");
         assert_eq!(world(&[("a", &[0, 1]), ("b", &[0, 1])]).first_slots_per_host().unwrap(), 2);
     }
 
