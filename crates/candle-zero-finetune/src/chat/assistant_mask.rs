@@ -47,8 +47,8 @@ fn text_of(template: &impl ChatRenderer, conversation: &Conversation, prompt: bo
 pub struct RenderedConversation {
     /// The text.
     pub text: String,
-    /// The byte ranges that the model is to learn: everything after the header of its turns, up to and including the
-    /// token that ends them. They are in order and do not overlap.
+    /// The byte ranges that the model is to learn: everything after the header of each of the assistant's turns, up to
+    /// and including the token that ends the turn. The ranges are in order and do not overlap.
     pub targets: Vec<Range<usize>>,
 }
 

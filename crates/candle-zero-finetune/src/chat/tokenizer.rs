@@ -71,10 +71,10 @@ impl SpecialTokens {
 }
 
 impl Tokenizer {
-    /// Reads the tokenizer at `path`. In a folder, it reads tokenizer.json, with tokenizer_config.json and
-    /// special_tokens_map.json if they exist. Without a tokenizer.json, it reads the vocab.txt of a BERT model, or the
+    /// Reads the tokenizer at `path`. In a folder, this is tokenizer.json, with tokenizer_config.json and
+    /// special_tokens_map.json if they exist; without a tokenizer.json, it is the vocab.txt of a BERT model, or the
     /// vocab.json and merges.txt of a GPT-2 model. For a GGUF file, and for a folder that contains one but no
-    /// tokenizer, it reads the tokenizer in the GGUF file.
+    /// tokenizer, it is the tokenizer in the GGUF file.
     ///
     /// # Errors
     /// [`FinetuneError::NoTokenizer`]; [`Error::Io`](candle_zero::Error::Io); [`FinetuneError::TokenizerFile`];

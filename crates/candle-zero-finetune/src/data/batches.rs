@@ -17,8 +17,8 @@ pub const NO_TARGET: i64 = -100;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SequencePacking {
-    /// As many samples as fit in a row of `ctx` tokens, each a separate sequence. Possible only if samples do not
-    /// belong together ([`Dataset::group`]) and have no labels to predict.
+    /// As many samples as fit in a row of `ctx` tokens, each a separate sequence. This is possible only if samples
+    /// do not belong together ([`Dataset::group`]) and have no labels to predict.
     Packed {
         /// The number of tokens in a row. A longer sample gets a separate row.
         ctx: usize,

@@ -26,7 +26,7 @@ pub struct DataReport {
     pub targets: u64,
     /// The records that could not be used.
     pub broken: RecordLineNumbers,
-    /// The conversations with an empty answer. The model is trained only on the end of such an answer.
+    /// The records with an empty answer or text. The model is trained only on the end of such an answer.
     pub empty_answers: RecordLineNumbers,
     /// The samples that were cut at the context length after their last target.
     pub truncated: RecordLineNumbers,

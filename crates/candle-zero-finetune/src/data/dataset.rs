@@ -206,8 +206,8 @@ impl Dataset {
         panic!("sample {i} of {}", self.len());
     }
 
-    /// Splits off a fraction of each file's samples for validation, chosen by the seed. Returns the remaining samples
-    /// and the validation set, in which each sample counts once regardless of weights.
+    /// Splits off a fraction of each file's samples, which the seed selects, for validation. Returns the remaining
+    /// samples and the validation set, in which each sample counts once regardless of weights.
     pub fn split(self, fraction: f64, seed: u64) -> (Self, Self) {
         let (mut left, mut out) = (self.clone(), self);
         for (i, (left, out)) in left.parts.iter_mut().zip(&mut out.parts).enumerate() {

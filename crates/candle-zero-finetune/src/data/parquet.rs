@@ -1,7 +1,7 @@
 //! Rows of Parquet files, converted to the values that JSON lines yield.
 //!
 //! ```text
-//!   PAR1 | row group: a chunk of pages for each column | row group ... | footer: schema, where each chunk lies | PAR1
+//!   PAR1 | row group: a chunk of pages for each column | row group ... | footer: schema, positions of chunks | PAR1
 //! ```
 //!
 //! Row groups are read one after another, and only the columns that define a record are read. Memory holds the footer

@@ -4,7 +4,7 @@
 //! PreparedRun -> start -> step, step, ... -> finish
 //!                         | forward and backward for each micro batch of the step, then the update
 //!                         | validate if due, and keep the best model
-//!                         | save if due, or if a signal requests the end of the run
+//!                         | save if due, or if a checkpoint or the end of the run is requested
 //! ```
 //!
 //! The rows of a step depend only on its number, so a run that resumes from a checkpoint does exactly what an
@@ -286,7 +286,7 @@ impl FineTune {
     ///
     /// # Errors
     /// Errors of the engine: a loss that is not finite in f32, a failed collective, a checkpoint that cannot be
-    /// written when a signal ends the run.
+    /// written when a request ends the run.
     pub fn step(&mut self) -> Result<Option<StepReport>> {
         self.step_telling(&mut |_, _| ())
     }

@@ -209,7 +209,8 @@ pub struct Options {
     /// Whether rows are shuffled by the seed, differently in each epoch, instead of following the order of the data.
     /// Default: true.
     pub shuffle: bool,
-    /// Whether a row holds as many samples as fit, instead of one, if they have no labels. Default: true.
+    /// Whether a row holds as many samples as fit, instead of one, if they are neither labelled nor in pairs. Default:
+    /// true.
     pub packing: bool,
     /// The handling of samples that are longer than a row. Default: they are cut.
     pub overlong: Truncation,

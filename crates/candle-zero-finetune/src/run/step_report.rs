@@ -88,6 +88,7 @@ pub enum StopReason {
     Complete,
     /// Validations no longer improved.
     NoImprovement,
-    /// A signal requested the end of the run. The last step is saved, if there is a folder for checkpoints.
+    /// A signal, the user (in `zerorun dash`) or `CANDLE_ZERO_STOP_AT` requested the end of the run. The last step is
+    /// saved, if there is a folder for checkpoints.
     Asked,
 }

@@ -1,9 +1,9 @@
-//! The ranks of a job on several hosts: host by host, and slot by slot within each.
+//! The ranks of a job on several hosts, numbered host by host.
 //!
 //! ```text
 //! host    a        b              node   0, 1: the index of the host
-//! slot    0 1 2    0 1            index  0 1 2, 0 1: the index among the ranks of its host
-//! rank    0 1 2    3 4
+//! rank    0 1 2    3 4            index  0 1 2, 0 1: the index among the ranks of its host
+//! slot    0 1 2    1 0            local  0 1 2, 1 0: the rank modulo the number of ranks on the host, as in DeepSpeed
 //! ```
 //!
 //! The launcher passes the placement of all ranks to each host in DeepSpeed's world info: the JSON object `{"a": [0, 1,
@@ -85,7 +85,8 @@ impl WorldInfo {
         ]
     }
 
-    /// Returns the slots of a host in the form of `CUDA_VISIBLE_DEVICES`: the GPUs of its ranks, in their order.
+    /// Returns the slots of a host in the form of `CUDA_VISIBLE_DEVICES`: the GPUs of its ranks, in the order of the
+    /// local ranks.
     pub(crate) fn devices(&self, node: usize) -> String {
         commas(&self.hosts[node].slots)
     }
