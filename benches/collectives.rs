@@ -40,7 +40,7 @@ fn main() -> ExitCode {
         short(&*comm);
         return ExitCode::SUCCESS;
     }
-    // Not closed on exec, so that the ranks inherit it.
+    // The descriptor is not closed on exec, so the ranks inherit it.
     let memory = rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::empty()).unwrap();
     rustix::fs::ftruncate(&memory, (RANKS * BYTES.iter().max().unwrap()) as u64).unwrap();
     let mut zerorun = Command::new(env!("CARGO_BIN_EXE_zerorun"));

@@ -194,8 +194,9 @@ fn muon_newton_schulz<const STANDARD: bool>(bencher: Bencher<'_, '_>, shape: [us
     let method = if STANDARD { NsMethod::Standard } else { NsMethod::Gram };
     let optimizer = from_config(&muon(method));
     let (all, short) = (shape[0] * shape[1], shape[0].min(shape[1]));
-    // The standard method computes the Gram matrix, its square and a product with X, five times. The Gram method
-    // computes two Gram matrices, two products with X, and 5 + 3 + 2 x 3 products of square matrices.
+    // The standard method computes the Gram matrix, its square and a product with X, five times. The Gram method, which
+    // is not used for square matrices, computes two Gram matrices, two products with X, and 5 + 3 + 2 x 3 products of
+    // square matrices.
     let is_plain = STANDARD || shape[0] == shape[1];
     let products = if is_plain { 5 * (2 * all + short * short) } else { 4 * all + 14 * short * short };
     let matrix: Vec<f32> = (0..all).map(|i| ((i * 7919 + i / 3 * 31) % 1009) as f32 / 504.5 - 1.0).collect();

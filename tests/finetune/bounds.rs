@@ -71,8 +71,8 @@ fn a_template_without_an_end_is_named_with_its_file_and_line() {
         let error = error.replace(model.to_str().unwrap(), "DIR");
         assert_eq!(
             error,
-            "the chat template of DIR/chat_template.jinja does not terminate, or writes more than 128 MiB (line 2 of \
-             the template); use another template, such as the model's published one",
+            "the chat template of DIR/chat_template.jinja does not terminate, or writes more text than any \
+             conversation needs (line 2 of the template); use another template, such as the model's published one",
             "{source}"
         );
     }

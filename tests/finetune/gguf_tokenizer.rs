@@ -246,7 +246,7 @@ fn a_tokenizer_that_cannot_be_read_is_named_with_what_to_do() {
     std::fs::remove_file(&file).unwrap();
     let none =
         || Tokenizer::open(folder.path()).unwrap_err().to_string().replace(folder.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor a GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
+    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor exactly one GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
     std::fs::write(folder.path().join("tokenizer.model"), "x").unwrap();
     insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has only tokenizer.model, which is not supported; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
 }

@@ -37,7 +37,7 @@ pub enum FinetuneError {
     NoModel {
         /// The path.
         path: PathBuf,
-        /// The missing part.
+        /// The problem.
         reason: String,
     },
     /// A folder that is not a trained classifier.
@@ -164,12 +164,9 @@ pub enum FinetuneError {
         found: String,
     },
     /// A special token that the tokenizer does not contain.
-    #[error(
-        "{name} is {token:?}, which tokenizer.json does not have; take tokenizer.json and tokenizer_config.json from \
-         the same model"
-    )]
+    #[error("{name} is {token:?}, which the tokenizer does not have; take all tokenizer files from the same model")]
     UnknownSpecialToken {
-        /// The key of the token in tokenizer_config.json.
+        /// The key of the token in tokenizer_config.json or special_tokens_map.json.
         name: String,
         /// The text of the token.
         token: String,
@@ -177,13 +174,13 @@ pub enum FinetuneError {
     /// A text that the tokenizer refuses.
     #[error("the tokenizer cannot encode a text of {bytes} bytes: {reason}")]
     Encode {
-        /// The length of the text.
+        /// The length of the text in bytes.
         bytes: usize,
         /// The tokenizer's reason.
         reason: String,
     },
     /// Ids that the tokenizer refuses.
-    #[error("the tokenizer cannot decode: {reason}")]
+    #[error("the tokenizer cannot decode the ids: {reason}")]
     Decode {
         /// The tokenizer's reason.
         reason: String,
@@ -196,7 +193,7 @@ pub enum FinetuneError {
         folder.display()
     )]
     NoTemplate {
-        /// The model's folder.
+        /// The model's folder or GGUF file.
         folder: PathBuf,
     },
     /// A chat template with invalid Jinja syntax.
@@ -207,8 +204,8 @@ pub enum FinetuneError {
     },
     /// A chat template that does not end, or that writes more than any conversation needs.
     #[error(
-        "{template} does not terminate, or writes more than 128 MiB{}; use another template, such as the model's \
-         published one",
+        "{template} does not terminate, or writes more text than any conversation needs{}; use another template, such \
+         as the model's published one",
         line.map_or(String::new(), |line| format!(" (line {line} of the template)"))
     )]
     TemplateWithoutEnd {
@@ -350,7 +347,7 @@ pub enum FinetuneError {
     /// Labels that cannot be learned.
     #[error("the labels of {} cannot be learned: {problem}", path.display())]
     Labels {
-        /// The last data file.
+        /// The data file that was read last.
         path: PathBuf,
         /// The problem with the labels, and what is required.
         problem: String,

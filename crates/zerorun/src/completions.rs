@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 /// Print completions for a shell: options, commands and their values.
 ///
-/// Exit code: 0 if they are printed, 2 if standard output could not be written or the command line is wrong.
+/// Exit code: 0 if the completions are printed, 2 if standard output could not be written or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "completions", bin_name = "zerorun completions", after_help = EXAMPLES)]
 struct CompletionsArguments {

@@ -220,7 +220,7 @@ pub(crate) fn without_host_flags(words: Vec<OsString>, command: &clap::Command, 
         }
         let text = word.to_string_lossy().into_owned();
         let (name, value) = text.split_once('=').map_or((text.as_str(), None), |(name, value)| (name, Some(value)));
-        // `-n2`
+        // A short option joined with its value, such as `-n2`.
         let joined = text.strip_prefix('-').filter(|rest| !rest.starts_with('-') && rest.chars().count() > 1);
         let joined = joined.and_then(|rest| named(&format!("-{}", rest.chars().next()?)));
         match named(name) {

@@ -47,8 +47,8 @@ fn text_of(template: &impl ChatRenderer, conversation: &Conversation, prompt: bo
 pub struct RenderedConversation {
     /// The text.
     pub text: String,
-    /// The byte ranges that the model is to learn: everything after the header of its turns, up to and including the
-    /// token that ends them. They are in order and do not overlap.
+    /// The byte ranges that the model is to learn: everything after the header of each of the assistant's turns, up to
+    /// and including the token that ends the turn. The ranges are in order and do not overlap.
     pub targets: Vec<Range<usize>>,
 }
 
@@ -255,7 +255,7 @@ fn traced(
     };
     let uncertain = |message: usize, reason| FinetuneError::Spans { message: message + 1, reason };
     let marks = MarkCharacters::for_text(text)
-        .ok_or(uncertain(first, "it contains private-use characters of planes 15 and 16"))?;
+        .ok_or(uncertain(first, "the text contains characters of plane 16 and of planes 12 to 15"))?;
     let trace = |places: &[Option<MarkPlacement>]| trace(template, conversation, text, marks, places);
     let has = |trace: &MessageSpans, i: usize| {
         !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i)
@@ -344,7 +344,8 @@ struct MarkCharacters {
 }
 
 impl MarkCharacters {
-    /// Returns characters of plane 16 or, if the text contains any of those, of plane 15.
+    /// Returns characters of plane 16 or, if the text contains any of those, of plane 15. Returns `None` if the text
+    /// also contains characters of planes 12 to 15, whose encodings all begin with the same byte.
     fn for_text(text: &str) -> Option<Self> {
         let planes = [Self { base: 0x10_0000, lead: 0xF4 }, Self { base: 0xF_0000, lead: 0xF3 }];
         planes.into_iter().find(|plane| !text.as_bytes().contains(&plane.lead))
@@ -382,7 +383,7 @@ pub(super) struct MarkedText {
     pub text: String,
     /// The texts before and after a mark in the middle.
     halves: Option<(String, String)>,
-    /// The positions of its marks in the rendered text.
+    /// The positions of the text's marks in the rendered text.
     found: [Option<usize>; 2],
 }
 
@@ -413,7 +414,7 @@ pub(crate) fn texts(message: &Value, is_assistant: bool) -> Vec<(String, String)
 }
 
 /// Renders with marks in the messages that have a placement, and returns the positions of the marks. Returns `None` if
-/// the text is otherwise different.
+/// the rendering fails or if its text is otherwise different.
 fn trace(
     template: &impl ChatRenderer,
     conversation: &Conversation,

@@ -17,7 +17,7 @@ pub struct Conversation {
 }
 
 impl Conversation {
-    /// Creates messages from roles (`system`, `user`, `assistant`) and contents.
+    /// Creates a conversation from roles (`system`, `user`, `assistant`) and contents.
     ///
     /// ```
     /// use candle_zero_finetune::Conversation;
@@ -106,7 +106,7 @@ fn says_something(value: &Value) -> bool {
     }
 }
 
-/// Returns a message with this role.
+/// Returns a message with this role and content.
 fn message(role: &str, content: &str) -> Value {
     Value::from_pairs([("role", role), ("content", content)])
 }

@@ -34,7 +34,7 @@ use tokenizers::models::bpe::BPE;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct EncodedText {
-    /// The tokens.
+    /// The ids of the tokens.
     pub ids: Vec<u32>,
     /// The start and end of each token in bytes of the original text, even if a normalizer changes it.
     pub offsets: Vec<(usize, usize)>,
@@ -190,8 +190,8 @@ impl SafeCuts {
     }
 }
 
-/// Returns the end of the smaller piece that begins at `start`. It lies between a run of ASCII letters and any ASCII
-/// character except an apostrophe (of a contraction), between a run of digits and any ASCII character, or between
+/// Returns the end of the smaller piece that begins at `start`. This end lies between a run of ASCII letters and any
+/// ASCII character except an apostrophe (of a contraction), between a run of digits and any ASCII character, or between
 /// punctuation and a space or digit.
 fn run_end(bytes: &[u8], start: usize) -> usize {
     let is_end = |at: &usize| match (bytes[at - 1], bytes[*at]) {
@@ -283,7 +283,7 @@ fn leaves_no_space(normalizer: &Value) -> bool {
 /// The state of a text after some of the pre-tokenizers.
 #[derive(Debug, Clone, Copy)]
 struct PreTokenizerState {
-    /// The character that replaced a space.
+    /// The character that stands for a space.
     space: char,
     /// Whether the text is already cut at every place where this module cuts texts and where [`run_end`] cuts.
     is_cut: bool,

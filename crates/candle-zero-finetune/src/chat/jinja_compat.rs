@@ -4,7 +4,7 @@ use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State};
 use std::fmt::Write as _;
 
-/// The maximum depth of nested lists. A list that contains itself is infinitely deep.
+/// The maximum depth of nested lists and objects. A list that contains itself is infinitely deep.
 const MAX_DEPTH: usize = 256;
 
 /// The maximum length in bytes of a value as text. Without this limit, a small value that contains the same part again

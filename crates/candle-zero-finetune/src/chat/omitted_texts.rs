@@ -9,7 +9,7 @@ use minijinja::value::ValueKind;
 pub(crate) struct OmittedTexts {
     /// Answers that are not written at all, with the keys of their texts.
     pub lost: Vec<(usize, String)>,
-    /// Other omissions, one sentence each.
+    /// Other remarks, each a sentence about records without its subject, which begins with the verb in the plural.
     pub remarks: Vec<String>,
 }
 
@@ -123,7 +123,10 @@ impl OmittedTexts {
         }
         let content = field(&conversation.messages[message], "content");
         if content.kind() == ValueKind::Map && text.contains(&super::jinja_compat::python_str(&content)) {
-            self.add_remark(format!("have a {role} message whose object is written as Python prints it, not as JSON"));
+            self.add_remark(format!(
+                "have a {role} message whose content is an object: the object is written as Python prints it, not as \
+                 JSON"
+            ));
         }
     }
 }

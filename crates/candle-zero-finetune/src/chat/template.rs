@@ -138,7 +138,9 @@ impl Template {
     /// comes from a GGUF file, the templates also come from it.
     ///
     /// # Errors
-    /// [`FinetuneError::NoTemplate`]; [`FinetuneError::TemplateSyntax`]; [`Error::Io`].
+    /// [`FinetuneError::NoTemplate`]; [`FinetuneError::TemplateSyntax`]; [`FinetuneError::TemplateWithoutEnd`];
+    /// [`FinetuneError::TokenizerFile`] for a tokenizer_config.json that cannot be used; errors of GGUF files;
+    /// [`Error::Io`].
     pub fn open(folder: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<Self> {
         let folder = folder.as_ref();
         if let Some(file) = tokenizer_files::gguf_with_tokenizer(folder)?
@@ -194,7 +196,7 @@ impl Template {
     /// Sets a variable of the template, such as `enable_thinking` of Qwen3, to a JSON value (`false`, `"high"`, ...).
     ///
     /// # Errors
-    /// [`FinetuneError::Conversation`] for text that is not JSON.
+    /// [`FinetuneError::Conversation`] for text that is not JSON; [`FinetuneError::TemplateWithoutEnd`].
     pub fn set(&mut self, name: &str, json: &str) -> Result<()> {
         let wrong = |e| FinetuneError::Conversation { reason: format!("the variable {name} is not JSON ({e})") };
         let value = serde_json::from_str::<Value>(json).map_err(wrong)?;
@@ -216,7 +218,7 @@ impl Template {
     /// Returns the text of a conversation, followed by the header of an answer if `add_generation_prompt` is set.
     ///
     /// # Errors
-    /// [`FinetuneError::TemplateRefuses`].
+    /// [`FinetuneError::TemplateRefuses`]; [`FinetuneError::TemplateWithoutEnd`].
     pub fn render(&self, conversation: &Conversation, add_generation_prompt: bool) -> Result<String> {
         let template = self.of(conversation);
         let render = |conversation: &Conversation| {
@@ -229,8 +231,8 @@ impl Template {
     /// assistant's turn, up to and including the token that ends it.
     ///
     /// # Errors
-    /// [`FinetuneError::TemplateRefuses`]; [`FinetuneError::Spans`] or [`FinetuneError::GenerationMarkers`] if these
-    /// ranges are uncertain.
+    /// [`FinetuneError::TemplateRefuses`]; [`FinetuneError::TemplateWithoutEnd`]; [`FinetuneError::Spans`] or
+    /// [`FinetuneError::GenerationMarkers`] if these ranges are uncertain.
     pub fn render_with_targets(&self, conversation: &Conversation) -> Result<RenderedConversation> {
         Ok(self.trace(conversation)?.rendered)
     }
@@ -291,7 +293,7 @@ impl Template {
         self.words.contains(word) || self.tool_use.as_ref().is_some_and(|other| other.mentions(word))
     }
 
-    /// Returns whether the message has a call whose arguments are texts that the template encodes as JSON a second
+    /// Returns whether the message has a call whose arguments are a text that the template encodes as JSON a second
     /// time.
     pub(crate) fn keeps_text(&self, message: &Value) -> bool {
         self.tool_use.as_deref().unwrap_or(self).capabilities.keeps_text(message)

@@ -11,7 +11,7 @@ use minijinja::value::{Value, ValueKind};
 pub(super) struct TemplateCapabilities {
     /// Whether the template reads contents that are lists of parts.
     parts: bool,
-    /// The form in which it reads the arguments of a call.
+    /// The form in which the template reads the arguments of a call.
     arguments: ToolArgumentsFormat,
 }
 
@@ -102,7 +102,7 @@ fn join(parts: &Value) -> Option<String> {
 
 const PROBE: &str = "Zprobe";
 
-/// Returns whether the template renders a list of parts as the text of these parts, for all roles.
+/// Returns whether the template renders a list of parts as the text of these parts, for the user and the assistant.
 fn reads_parts(template: &impl ChatRenderer) -> bool {
     let part = Value::from_pairs([("type", "text"), ("text", PROBE)]);
     let content: Value = [part].into_iter().collect();

@@ -64,17 +64,17 @@ impl SpecialTokens {
         self.named.iter().find(|(key, _)| key == name).map(|(_, text)| text.as_str())
     }
 
-    /// Iterates over all tokens, sorted by name.
+    /// Iterates over all tokens. Those from files are sorted by name; those passed to [`Self::new`] keep their order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.named.iter().map(|(name, text)| (name.as_str(), text.as_str()))
     }
 }
 
 impl Tokenizer {
-    /// Reads the tokenizer at `path`. In a folder, it reads tokenizer.json, with tokenizer_config.json and
-    /// special_tokens_map.json if they exist. Without a tokenizer.json, it reads the vocab.txt of a BERT model, or the
+    /// Reads the tokenizer at `path`. In a folder, this is tokenizer.json, with tokenizer_config.json and
+    /// special_tokens_map.json if they exist; without a tokenizer.json, it is the vocab.txt of a BERT model, or the
     /// vocab.json and merges.txt of a GPT-2 model. For a GGUF file, and for a folder that contains one but no
-    /// tokenizer, it reads the tokenizer in the GGUF file.
+    /// tokenizer, it is the tokenizer in the GGUF file.
     ///
     /// # Errors
     /// [`FinetuneError::NoTokenizer`]; [`Error::Io`](candle_zero::Error::Io); [`FinetuneError::TokenizerFile`];
@@ -179,7 +179,7 @@ impl Tokenizer {
         (&self.around.0, &self.around.1)
     }
 
-    /// Returns the largest id plus one.
+    /// Returns the largest id plus one, if the ids of the vocabulary have no gaps.
     pub fn vocab_size(&self) -> usize {
         let added = self.inner.get_added_tokens_decoder().into_keys().max().map_or(0, |id| id as usize + 1);
         added.max(self.inner.get_vocab_size(false))

@@ -1,4 +1,4 @@
-//! Finds a model's tokenizer and chat template, in the files of its folder or inside its GGUF file.
+//! Finds a model's tokenizer, in the files in its folder or inside its GGUF file.
 //!
 //! | found | tokenizer |
 //! |---|---|
@@ -139,7 +139,7 @@ fn none(folder: &Path) -> Error {
         () if !folder.is_dir() => "there is no such folder",
         () if has("tokenizer.model") => "it has only tokenizer.model, which is not supported",
         () if has("vocab.json") => "it has vocab.json, which is read only together with merges.txt, for GPT-2",
-        () => "it has neither tokenizer.json nor vocab.txt nor a GGUF file",
+        () => "it has neither tokenizer.json nor vocab.txt nor exactly one GGUF file",
     };
     FinetuneError::NoTokenizer { folder: folder.to_owned(), found: found.into() }.into()
 }

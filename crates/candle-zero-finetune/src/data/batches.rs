@@ -17,8 +17,8 @@ pub const NO_TARGET: i64 = -100;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SequencePacking {
-    /// As many samples as fit in a row of `ctx` tokens, each a separate sequence. Possible only if samples do not
-    /// belong together ([`Dataset::group`]) and have no labels to predict.
+    /// As many samples as fit in a row of `ctx` tokens, each a separate sequence. This is possible only if samples
+    /// do not belong together ([`Dataset::group`]) and have no labels to predict.
     Packed {
         /// The number of tokens in a row. A longer sample gets a separate row.
         ctx: usize,
@@ -85,7 +85,8 @@ impl Batches {
     ///
     /// # Panics
     ///
-    /// Panics if the data set is empty.
+    /// Panics if the data set has no samples or more than `u32::MAX` of them, or if `shape` is invalid: batches without
+    /// rows, or a rank that does not exist.
     pub fn training(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, seed: u64, pad: u32) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Shuffled(seed), pad)
     }

@@ -24,9 +24,10 @@ pub(super) struct CsvTable {
 type CsvRow = Result<Option<Vec<Vec<u8>>>, String>;
 
 impl CsvTable {
-    /// Reads the first line. The inner error explains why there is no table.
+    /// Reads the line with the names of the columns. The inner error explains why there is no table.
     ///
-    /// Columns are separated by the character that yields the most known names. If there is a tie, `usual` is
+    /// Columns are separated by the character that a line such as `sep=;` declares. Without such a line, the character
+    /// is used that yields the most known names or, if there is a tie, the most columns; among these, `usual` is
     /// preferred.
     pub(super) fn open(
         mut input: BufReader<File>,

@@ -26,7 +26,7 @@ pub struct DataReport {
     pub targets: u64,
     /// The records that could not be used.
     pub broken: RecordLineNumbers,
-    /// The conversations with an empty answer. The model is trained only on the end of such an answer.
+    /// The records with an empty answer or text. The model is trained only on the end of such an answer.
     pub empty_answers: RecordLineNumbers,
     /// The samples that were cut at the context length after their last target.
     pub truncated: RecordLineNumbers,
@@ -43,7 +43,7 @@ pub struct DataReport {
     /// The samples with an answer whose end is not trained on.
     #[serde(default)]
     pub endless: RecordLineNumbers,
-    /// Other remarks on records, one sentence each.
+    /// Other remarks on records, each a sentence without its subject, which begins with the verb in the plural.
     #[serde(default)]
     pub remarks: BTreeMap<String, RecordLineNumbers>,
     /// The keys that were not read, with the number of records that contain a value for them. Only the first 64 keys
@@ -90,7 +90,7 @@ pub(super) enum RecordNote {
     Ignored(String),
 }
 
-/// The maximum number of different keys and of remarks that are counted.
+/// The maximum number of different keys, and of different remarks, that are counted.
 const MAX_KINDS: usize = 64;
 
 impl DataReport {

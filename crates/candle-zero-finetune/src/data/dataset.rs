@@ -60,6 +60,10 @@ impl Dataset {
     /// # Errors
     /// [`FinetuneError::NoSamples`] for a file without anything to learn; [`FinetuneError::Record`] for a record that
     /// cannot be used, if the options are strict; errors of files and formats.
+    ///
+    /// # Panics
+    ///
+    /// Panics if `options.ctx` is below 2.
     pub fn prepare(
         sources: &[Source],
         tokenizer: &Tokenizer,
@@ -202,8 +206,8 @@ impl Dataset {
         panic!("sample {i} of {}", self.len());
     }
 
-    /// Splits off a fraction of each file's samples for validation, chosen by the seed. Returns the remaining samples
-    /// and the validation set, in which each sample counts once regardless of weights.
+    /// Splits off a fraction of each file's samples, which the seed selects, for validation. Returns the remaining
+    /// samples and the validation set, in which each sample counts once regardless of weights.
     pub fn split(self, fraction: f64, seed: u64) -> (Self, Self) {
         let (mut left, mut out) = (self.clone(), self);
         for (i, (left, out)) in left.parts.iter_mut().zip(&mut out.parts).enumerate() {

@@ -76,7 +76,7 @@ impl DatasetBuilder<'_> {
         }
         let io = |source| Error::Io { action: "write", path: path.clone(), source };
         let _lock = FileLock::wait(&path.with_extension("lock")).map_err(io)?;
-        // The previous holder of the lock may have built it.
+        // The previous holder of the lock may have built the samples.
         match open()? {
             Ok(found) => return Ok(found),
             Err(why) if path.exists() => notice::emit(&format!("{}: {why}, so it will be rebuilt", path.display())),
@@ -333,9 +333,9 @@ impl DatasetBuilder<'_> {
         Ok(Sample::of_spans(self.tokenizer.encode(&traced.rendered.text).map_err(error_text)?, &targets))
     }
 
-    /// Returns a text between the tokens that the tokenizer adds, followed by the token that ends it. If the text
-    /// already contains these tokens, they are not added again. Whether a token is a target depends on the position at
-    /// which it ends.
+    /// Returns the sample of a text between the tokens that the tokenizer adds, followed by the token that ends it. If
+    /// the text already contains these tokens, they are not added again. Whether a token is a target depends on the
+    /// position at which it ends.
     fn between_ends(
         &self,
         text: &str,
@@ -368,8 +368,8 @@ impl DatasetBuilder<'_> {
         Ok(sample)
     }
 
-    /// Returns a text between the tokens that the tokenizer adds, with the text cut at the context length. It has no
-    /// targets.
+    /// Returns a sample without targets: the text, cut so that it fits into the context, between the tokens that the
+    /// tokenizer adds. Returns `None` if the text is too long and must be left out, or if there are no tokens.
     fn labelled(&self, text: &str, notes: &mut Vec<RecordNote>) -> Result<Option<Sample>, String> {
         let mut encoded = self.tokenizer.encode(text).map_err(error_text)?.ids;
         let (before, after) = self.tokenizer.around();

@@ -1,7 +1,7 @@
 //! Rows of Parquet files, converted to the values that JSON lines yield.
 //!
 //! ```text
-//!   PAR1 | row group: a chunk of pages for each column | row group ... | footer: schema, where each chunk lies | PAR1
+//!   PAR1 | row group: a chunk of pages for each column | row group ... | footer: schema, positions of chunks | PAR1
 //! ```
 //!
 //! Row groups are read one after another, and only the columns that define a record are read. Memory holds the footer
@@ -120,7 +120,8 @@ impl ParquetRows {
     /// Returns the next row, or `None` at the end. Its number takes the place of a line number.
     ///
     /// # Errors
-    /// [`FinetuneError::Parquet`] for data that cannot be read. No further row can be read after it.
+    /// [`FinetuneError::Parquet`] for data that cannot be read, after which there are no further rows, or for a row
+    /// that is too large.
     pub(super) fn next(&mut self) -> Result<Option<RawRecord>> {
         loop {
             match caught(&self.subject, || self.group.as_mut().and_then(Iterator::next).transpose()) {

@@ -86,7 +86,7 @@ pub(crate) fn json(text: &str) -> Result<Value, String> {
     })
 }
 
-/// Returns why a text is not JSON, if it is one of the usual reasons.
+/// Returns why a text is not JSON, if the reason is one of the usual ones.
 fn not_json(text: &str) -> Option<String> {
     let start = text.trim_start_matches(['[', '{', ' ', '\t', '\n', '\r']);
     if start.len() < text.len() && start.starts_with('\'') {

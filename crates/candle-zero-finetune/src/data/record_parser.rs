@@ -23,7 +23,7 @@ pub enum RecordFormat {
     ShareGpt,
     /// `prompt` and `completion`.
     Completion,
-    /// `instruction`, `output`, and `input`, `system` and `history` if they exist.
+    /// `instruction` and `output`, with `input`, `system` and `history` if these exist.
     Alpaca,
     /// `text`.
     Text,
@@ -334,7 +334,7 @@ fn chat(
     Ok(TrainingExample::Chat { conversation, learned })
 }
 
-/// Returns an answer as messages: a text, a message, or several.
+/// Returns an answer, which is a text, a message or several messages, as messages.
 fn answer_of(answer: &Value) -> Result<ChatMessages, RecordProblem> {
     match answer.as_str() {
         Some(text) => Ok(ChatMessages::text("assistant", text)),

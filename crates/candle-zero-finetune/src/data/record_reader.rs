@@ -32,7 +32,8 @@ enum FileFormat {
 }
 
 impl RecordReader {
-    /// Opens a file, whose extension determines its format. For a table, `columns` are the known columns.
+    /// Opens a file, whose extension determines its format. `columns` are the roles of the columns of a table or a
+    /// Parquet file.
     ///
     /// # Errors
     /// [`FinetuneError::UnknownFormat`]; [`FinetuneError::DataFile`]; [`FinetuneError::Parquet`]; [`Error::Io`].

@@ -426,7 +426,7 @@ mod tests {
             std::fs::write(&path, &whole[..bytes]).unwrap();
             assert_eq!(why(7), "it is truncated", "{bytes}");
         }
-        // Every byte of the header, of three ids and a word of bits, of the index and of the report.
+        // Changes each byte of the header, of three ids and a word of bits, of the index and of the report.
         for byte in 0..whole.len() {
             let mut other = whole.clone();
             other[byte] ^= 0x10;

@@ -150,7 +150,7 @@ impl<'a> TrackedRecord<'a> {
         })
     }
 
-    /// Refuses values under these names that were not read, because they change what the model is trained on.
+    /// Refuses values under these names if they were not read: such values change what the model is trained on.
     pub(super) fn refuse(&self, names: &[&str], why: &str) -> Result<(), String> {
         match self.left().into_iter().find(|key| names.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
             Some(key) => Err(format!("it has {key}: {why}; skip it with --columns ignore={key}")),
@@ -158,7 +158,7 @@ impl<'a> TrackedRecord<'a> {
         }
     }
 
-    /// Refuses pictures.
+    /// Refuses pictures, videos and audio.
     pub(super) fn refuse_pictures(&self) -> Result<(), String> {
         match self.left().into_iter().find(|key| IMAGE_KEYS.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
             Some(key) => Err(format!("{} with --columns ignore={key}", picture(&key))),

@@ -112,7 +112,7 @@ impl GgufFile {
     }
 }
 
-/// Returns the name of the class of a model without experts in transformers.
+/// Returns the name of the transformers class of a model without experts.
 fn class(architecture: &str) -> &'static str {
     match architecture {
         "qwen2" => "Qwen2ForCausalLM",

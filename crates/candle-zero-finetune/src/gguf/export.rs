@@ -20,8 +20,8 @@ use std::path::Path;
 pub enum GgufFormat {
     /// f16.
     F16,
-    /// Blocks of 32 8-bit integers with an f16 scale. Tensors whose rows are not a multiple of 32 elements are stored
-    /// in f16.
+    /// Blocks of 32 8-bit integers with an f16 scale. Tensors whose row length is not a multiple of 32 elements are
+    /// stored in f16.
     Q8_0,
 }
 

@@ -65,7 +65,8 @@ impl MixtureArchitecture {
         set("num_experts", keys.need_size("expert_count")?.into());
         set("num_experts_per_tok", chosen.into());
         if self.model_type.starts_with("qwen") {
-            // Early files have only the width of a dense block, which llama.cpp then divides.
+            // Early files have only the width of a dense block, which llama.cpp then divides by the number of chosen
+            // experts.
             let width = keys.size("expert_feed_forward_length")?;
             set("moe_intermediate_size", width.unwrap_or(dense / chosen).into());
             set("decoder_sparse_step", 1.into());

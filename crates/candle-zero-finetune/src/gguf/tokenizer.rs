@@ -50,7 +50,7 @@ const DEEPSEEK_V3: [&str; 3] = [
 ];
 const DEEPSEEK_CODER: [&str; 5] = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"];
 
-/// The supported names of pre-tokenizers.
+/// The best-known of the supported names of pre-tokenizers, for messages.
 const SUPPORTED_PRE_TOKENIZERS: &str = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, \
                      deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder";
 
@@ -367,9 +367,8 @@ impl<'a> GgufVocabulary<'a> {
         Ok((tokenizer, true))
     }
 
-    /// Returns the merges of two pieces into one. Merges into pieces with higher scores come first, as in SentencePiece.
-    /// The merges into one piece are sorted by the ids of its parts. If SentencePiece itself created the pieces, the
-    /// order of merges into one piece has no effect.
+    /// Returns the merges of two pieces into one. Merges into pieces with higher scores come first, as in
+    /// SentencePiece. If SentencePiece itself created the pieces, the order of merges into one piece has no effect.
     fn merges(&self, score: impl Fn(usize) -> Result<f32>) -> Result<Vec<Json>> {
         let is_piece = |kind: i64| kind == NORMAL || kind == USER_DEFINED;
         let pieces = self.tokens.iter().enumerate().filter(|(_, (_, kind))| is_piece(*kind));
@@ -383,8 +382,8 @@ impl<'a> GgufVocabulary<'a> {
             let score = score(id)?;
             merges.extend(parts.into_iter().map(|(.., a, b)| (score, a, b)));
         }
-        // The sort is stable. Among equal scores, merges with longer first parts come first, as in transformers'
-        // conversion.
+        // Among equal scores, merges with longer first parts come first, as in transformers' conversion. Otherwise, the
+        // order of the ids is kept, because the sort is stable.
         let chars = |text: &str| text.chars().count();
         merges.sort_by(|x, y| {
             (y.0.total_cmp(&x.0)).then_with(|| chars(y.1).cmp(&chars(x.1))).then_with(|| chars(y.2).cmp(&chars(x.2)))

@@ -184,7 +184,7 @@ impl GgufFile {
                 GgmlDType::F16 => extend(values, bytes, |b| f16::from_le_bytes(b).to_f32()),
                 GgmlDType::BF16 => extend(values, bytes, |b| bf16::from_le_bytes(b).to_f32()),
                 _ => {
-                    // A copy, which is aligned as any allocation is.
+                    // The copy is aligned, as any allocation is.
                     let copy = bytes.to_vec();
                     let elements = blocks.len() * block;
                     let tensor = qtensor_from_ggml(dtype, &copy, vec![elements], &Device::Cpu)?;
@@ -230,7 +230,8 @@ impl InitialValues for GgufFile {
                 }
             }
         }
-        // The pages of a parameter that was read are seldom needed again. Interleaved rows may come from anywhere in the tensor.
+        // The pages of a parameter that was read are seldom needed again. Interleaved rows may come from anywhere in
+        // the tensor.
         let read = if place.mixed_heads.is_some() {
             0..info.shape.elem_count()
         } else {
@@ -296,7 +297,7 @@ fn mixed_row(row: usize, head: usize) -> usize {
     start + inside % half * 2 + inside / half
 }
 
-/// Tensors that are redundant with the metadata or the embedding.
+/// Tensors that contain no parameters. `config_json` derives the rotary scaling of Llama 3.1 and later from this one.
 const REDUNDANT_TENSORS: [&str; 1] = ["rope_freqs.weight"];
 
 /// Returns a parameter's name in a GGUF file, given its Hugging Face name.

@@ -20,7 +20,7 @@ pub(super) enum GgufValue {
 }
 
 impl GgufValue {
-    /// Returns a size.
+    /// Returns the value that stores a size. A size above `u32::MAX` becomes `u32::MAX`.
     pub fn size(size: usize) -> Self {
         Self::U32(u32::try_from(size).unwrap_or(u32::MAX))
     }

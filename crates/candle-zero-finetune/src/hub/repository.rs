@@ -60,8 +60,8 @@ impl fmt::Display for Repository {
     }
 }
 
-/// Returns whether a string may be a component of a name. It must also be safe as a file or folder name and in an
-/// address.
+/// Returns whether a string may be a component of a name. Such a component is also safe as a file or folder name and in
+/// an address.
 pub(super) fn is_part(text: &str) -> bool {
     let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     !text.is_empty() && text.bytes().all(is_letter) && !text.starts_with(['.', '-']) && !text.contains("..")

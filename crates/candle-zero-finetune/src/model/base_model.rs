@@ -45,7 +45,7 @@ pub struct BaseModel {
     other_parts: Option<OtherParts>,
 }
 
-/// The tensors of the other parts of a model around a language model, which results contain unchanged.
+/// The tensors of the parts of a model other than its language model. Results contain these tensors unchanged.
 #[derive(Debug, Clone)]
 pub(crate) struct OtherParts {
     pub files: Arc<WeightFiles>,
@@ -161,7 +161,7 @@ impl BaseModel {
     }
 
     /// Returns the path of the tokenizer and the chat template, for [`Tokenizer::open`](crate::Tokenizer::open) and
-    /// [`Template::open`](crate::Template::open): the folder, or a GGUF file without tokenizer files next to it.
+    /// [`Template::open`](crate::Template::open): the folder, or a GGUF file without a tokenizer.json next to it.
     pub fn tokenizer_path(&self) -> &Path {
         &self.tokenizer
     }
@@ -219,7 +219,7 @@ pub(super) fn check_rows(rows: usize, ids: usize) -> Result<()> {
 /// The output projection, which files may contain even if the model uses its embedding instead.
 pub(super) const LM_HEAD: &str = "lm_head.weight";
 
-/// Returns whether a tensor belongs to the vision part of a model around the language model.
+/// Returns whether a tensor belongs to the vision part of a model that contains a language model.
 fn is_of_images(json: &Value, name: &str) -> bool {
     const VISION_PREFIXES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
     let name = name.strip_prefix("model.").unwrap_or(name);

@@ -34,7 +34,7 @@ pub struct Classifier {
 pub struct ClassificationOutput {
     /// All labels with their probabilities, the most likely first.
     pub labels: Vec<(String, f64)>,
-    /// The number of tokens of the text, including those that the tokenizer adds.
+    /// The number of tokens that were classified, including those that the tokenizer adds, without those cut off.
     pub tokens: usize,
     /// The number of tokens cut off at the end because the model's context is too short.
     pub cut: usize,
@@ -45,8 +45,8 @@ impl Classifier {
     /// `AutoModelForSequenceClassification` loads, and reads its weights in f32.
     ///
     /// # Errors
-    /// Errors of [`ClassifierBase::open_trained`] and [`Tokenizer::open`]; a tokenizer with more ids than the model has
-    /// rows; weights that are not finite.
+    /// Errors of [`ClassifierBase::open_trained`] and [`Tokenizer::open`]; a tokenizer with more ids than the
+    /// embedding has rows; weights that are not finite.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let base = ClassifierBase::open_trained(folder)?;
         let tokenizer = Tokenizer::open(base.folder())?;

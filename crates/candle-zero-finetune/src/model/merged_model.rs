@@ -195,7 +195,8 @@ impl MergedTensor<'_> {
         }
     }
 
-    /// Splits the rows into pieces that fit into caches. Each piece, except the last one, is a multiple of `unit` rows.
+    /// Splits the rows into pieces that fit into caches. Each piece, except the last one, has a multiple of `unit`
+    /// rows.
     pub fn pieces(&self, unit: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         const CHUNK_ELEMENTS: usize = 1 << 20;
         let (lines, width) = self.lines();

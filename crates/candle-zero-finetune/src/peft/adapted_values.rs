@@ -21,7 +21,7 @@ use std::sync::Arc;
 /// The initial values of a model with adapters, for
 /// [`EngineBuilder::initial_values`](candle_zero::EngineBuilder::initial_values): the base's weights, and those of an
 /// adapter, if there is one. Without an adapter, the layers initialize A randomly and B with 0, and a magnitude of DoRA
-/// is initialized with the norms of its weight's rows.
+/// is initialized with the norms of its weight's rows (of the columns, in Conv1D's layout).
 #[derive(Debug)]
 pub struct AdaptedValues {
     base: Arc<dyn InitialValues>,
@@ -139,7 +139,7 @@ impl AdaptedValues {
         Ok(values)
     }
 
-    /// Returns the norms of a weight's rows for these outputs.
+    /// Returns the norms of a weight's rows for these outputs, or of its columns in Conv1D's layout.
     fn lengths(&self, name: &str, shape: &[usize], outputs: Range<usize>) -> Result<Vec<f32>> {
         const CHUNK_ELEMENTS: usize = 1 << 20;
         let [lines, width] = *shape else { return Ok(Vec::new()) };

@@ -58,8 +58,8 @@ pub(super) struct Placed {
 }
 
 /// Completes `config` with the stage and offload that fit into `memory` bytes on each rank, in a pipeline of `stages`
-/// ranks if that is requested. On several hosts, it chooses a pipeline by itself if a host cannot hold the model. Returns
-/// `config` unchanged for an encoder, or if the user has provided a configuration.
+/// ranks if that is requested. On several hosts, also chooses a pipeline without a request if a host cannot hold the
+/// model. Returns `config` unchanged for an encoder, or if the user has provided a configuration.
 ///
 /// # Errors
 /// Errors of [`MemoryDemand::choose`]; a pipeline that is not possible or does not fit.

@@ -32,7 +32,7 @@ impl ClassificationScores {
     ///
     /// # Panics
     ///
-    /// Panics if the class does not exist.
+    /// Panics if one of the classes does not exist.
     pub fn count(&mut self, found: usize, label: usize) {
         self.counts[label][0] += u64::from(found == label);
         self.counts[found][1] += 1;

@@ -18,8 +18,8 @@ pub(super) struct DataParts {
     pub are_pipelines: bool,
 }
 
-/// Returns `config` with batch, optimizer, clipping and precision filled in. If neither `config` nor the options set
-/// the number of rows in a step, this number is `rows`, and the second returned value is true.
+/// Returns `config` with batch, optimizer, clipping, seed and precision filled in. If neither `config` nor the options
+/// set the number of rows in a step, this number is `rows`, and the second returned value is true.
 pub(super) fn filled_in(
     mut config: Value,
     options: &Options,

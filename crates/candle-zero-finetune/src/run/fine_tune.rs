@@ -4,7 +4,7 @@
 //! PreparedRun -> start -> step, step, ... -> finish
 //!                         | forward and backward for each micro batch of the step, then the update
 //!                         | validate if due, and keep the best model
-//!                         | save if due, or if a signal requests the end of the run
+//!                         | save if due, or if a checkpoint or the end of the run is requested
 //! ```
 //!
 //! The rows of a step depend only on its number, so a run that resumes from a checkpoint does exactly what an
@@ -286,7 +286,7 @@ impl FineTune {
     ///
     /// # Errors
     /// Errors of the engine: a loss that is not finite in f32, a failed collective, a checkpoint that cannot be
-    /// written when a signal ends the run.
+    /// written when a request ends the run.
     pub fn step(&mut self) -> Result<Option<StepReport>> {
         self.step_telling(&mut |_, _| ())
     }
@@ -331,7 +331,8 @@ impl FineTune {
         }
         let saving = self.prepared.options.saving.as_ref();
         let is_due = saving.and_then(|saving| saving.every).is_some_and(|every| steps.is_multiple_of(every));
-        // A run without a folder for checkpoints does not check for requests to save, so the dashboard offers none.
+        // A run without a folder for checkpoints does not check for requests to save, so the dashboard does not offer
+        // them.
         let is_requested = saving.is_some() && self.engine.save_requested();
         if (is_due || is_requested) && steps != self.total {
             let saved = self.save(true);
@@ -340,8 +341,8 @@ impl FineTune {
         Ok(Some(report))
     }
 
-    /// Returns why the run ends before the next step, or `None` if it continues. Saves a due checkpoint if the run
-    /// ends.
+    /// Returns why the run ends before the next step, or `None` if it continues. If the run ends after new steps, saves
+    /// a checkpoint.
     fn is_at_end(&mut self) -> Result<Option<StopReason>> {
         let steps = self.engine.global_steps();
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
@@ -435,7 +436,7 @@ impl FineTune {
     ///
     /// # Panics
     ///
-    /// Without validation data.
+    /// Panics if there is no validation data.
     pub fn validate(&mut self) -> Result<Validation> {
         // With local steps, the islands first exchange their changes, so that all of them validate the same weights.
         self.engine.synchronize_islands()?;
@@ -443,8 +444,8 @@ impl FineTune {
         self.engine.validate(batches, self.prepared.options.objective)
     }
 
-    /// Returns the model's answer to a prompt: to a user message if there is a chat template, otherwise a continuation
-    /// of the text. Collective: all ranks must pass the same prompt.
+    /// Returns the model's answer to a prompt, which is a user message if there is a chat template and otherwise a text
+    /// to continue. Collective: all ranks must pass the same prompt.
     ///
     /// # Errors
     /// Errors of [`Generator::answer`]; a model that is a classifier; a failed collective.
@@ -544,9 +545,9 @@ impl FineTune {
         self.engine.wait_for_upload()
     }
 
-    /// Writes the current model of a run that was stopped and has no checkpoints, into the folder [`Options::stopped`](super::options::Options::stopped),
-    /// or a folder of that name with a number appended if it already exists, and returns the folder. Training cannot be
-    /// resumed from it. Collective.
+    /// Writes the current model of a run that was stopped and has no checkpoints, and returns its folder:
+    /// [`Options::stopped`](super::options::Options::stopped) or, if that already exists, a folder of that name with a
+    /// number appended. Training cannot be resumed from this folder. Collective.
     ///
     /// # Errors
     /// A folder that is not writable.

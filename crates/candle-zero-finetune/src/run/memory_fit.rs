@@ -207,7 +207,7 @@ impl MemoryDemand<'_> {
         Ok(choice)
     }
 
-    /// Returns the bytes that a host receives in a step without groups of ranks: in gathers, and in sums.
+    /// Returns the bytes that a host receives in the gathers and in the sums of a step if all ranks form one group.
     fn bytes_into_host(&self, stage: u8, micro_batch: usize, recompute: bool) -> Result<[u64; 2]> {
         let hosts = self.ranks / self.ranks_per_host;
         let config = self.load(&json!({ "stage": stage }), Some(micro_batch), recompute)?;

@@ -126,7 +126,7 @@ pub enum WarmupLength {
 pub enum ValidationData {
     /// Separate files.
     Files(Vec<Source>),
-    /// A fraction of the training data, from 0 to 1, that is not trained on.
+    /// A fraction of the training data, above 0 and below 1, that is not trained on.
     Part(f64),
 }
 
@@ -209,13 +209,14 @@ pub struct Options {
     /// Whether rows are shuffled by the seed, differently in each epoch, instead of following the order of the data.
     /// Default: true.
     pub shuffle: bool,
-    /// Whether a row holds as many samples as fit, instead of one, if they have no labels. Default: true.
+    /// Whether a row holds as many samples as fit, instead of one, if they are neither labelled nor in pairs. Default:
+    /// true.
     pub packing: bool,
     /// The handling of samples that are longer than a row. Default: they are cut.
     pub overlong: Truncation,
     /// Whether a record that cannot be used is an error. Default: false; such records are counted.
     pub strict: bool,
-    /// Whether a run continues if more than a tenth of a file's records cannot be used.
+    /// Whether a file is accepted even if more than a tenth of its records cannot be used. Default: false.
     pub allow_skipped: bool,
     /// The roles of columns whose names differ from the known ones.
     pub columns: Columns,
@@ -445,10 +446,11 @@ impl FromStr for PipelineStages {
 }
 
 impl ValidationData {
-    /// Parses the arguments of `--val`: files, or a fraction such as `5%`.
+    /// Parses the arguments of `--val`: files, or a percentage such as `5%`.
     ///
     /// # Errors
-    /// A fraction together with other arguments; a file with an invalid weight.
+    /// A percentage together with other arguments; a fraction such as `0.05` instead of a percentage; a file with an
+    /// invalid weight.
     pub fn parse<T: AsRef<str>>(arguments: &[T]) -> Result<Self> {
         if let [only] = arguments
             && let Some(part) = percentage(only.as_ref())

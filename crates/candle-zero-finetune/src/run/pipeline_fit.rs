@@ -103,7 +103,7 @@ fn check_combination(options: &Options, config: &Value) -> Result<()> {
 /// A language model to be divided among the ranks of a pipeline.
 pub(super) struct PipelineDemand<'a> {
     pub sizes: &'a DecoderConfig,
-    /// Marks which parameters are trained, and how the others are held.
+    /// A function that marks which parameters are trained, and how the others are held.
     pub prepare: &'a dyn Fn(Shapes) -> Shapes,
     /// The configuration with batch, optimizer and precision.
     pub config: &'a Value,

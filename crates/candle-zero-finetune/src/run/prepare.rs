@@ -210,9 +210,9 @@ impl PreparedRun {
     /// run. `progress` is called with the progress of a data file.
     ///
     /// # Errors
-    /// Invalid options; errors of [`BaseModel::open`], [`Tokenizer::open`], [`Template::open`] and
-    /// [`Dataset::prepare`]; an output that is not writable, or whose place is occupied by something that this run has
-    /// not written.
+    /// Invalid options; errors of [`BaseModel::open`] or [`ClassifierBase::open`], [`Adapter::read`],
+    /// [`Tokenizer::open`], [`Template::open`], [`Dataset::prepare`] and [`Dataset::check_skipped`]; an output that is
+    /// not writable, or whose place is occupied by something that this run has not written.
     pub fn new(mut options: Options, progress: &mut dyn FnMut(FileReadProgress)) -> Result<Self> {
         options.check()?;
         options.outputs().check()?;

@@ -1,8 +1,8 @@
 //! The identity of a run: everything that determines its result. It is stored in the run's checkpoints, so that a
 //! resumed run is either the same run or reports how it differs.
 //!
-//! It excludes everything that does not change the result by design: the number of ranks, stage and offload, the micro
-//! batch, where and how often checkpoints are saved, and how often the model is validated.
+//! The identity excludes everything that does not change the result by design: the number of ranks, stage and offload,
+//! the micro batch, where and how often checkpoints are saved, and how often the model is validated.
 
 use crate::error::FinetuneError;
 use crate::error::Result;

@@ -30,17 +30,17 @@ pub struct StepReport {
     pub backward_ms: f64,
     /// The duration of the optimizer step on this rank in milliseconds.
     pub step_ms: f64,
-    /// The time spent waiting for collectives, which is part of the other durations.
+    /// The time spent waiting for collectives in milliseconds, which is part of the other durations.
     pub comm_ms: f64,
-    /// The time spent waiting for files of offloaded state, which is part of the other durations.
+    /// The time spent waiting for files of offloaded state in milliseconds, which is part of the other durations.
     pub disk_ms: f64,
     /// The number of bytes that this rank read from files.
     pub disk_read_bytes: u64,
     /// The number of bytes that this rank wrote to files.
     pub disk_written_bytes: u64,
-    /// The throughput of this rank's file requests while they were in progress.
+    /// The throughput of this rank's file requests while they were in progress, in bytes per second.
     pub disk_bytes_per_s: f64,
-    /// The peak memory of the rank that used the most.
+    /// The peak memory, in bytes, of the rank that used the most.
     pub rss_peak_bytes: Option<u64>,
     /// The load-balancing loss of the step's routers, which is multiplied by a factor and included in `loss`, if the
     /// model is trained with such a loss.
@@ -88,6 +88,7 @@ pub enum StopReason {
     Complete,
     /// Validations no longer improved.
     NoImprovement,
-    /// A signal requested the end of the run. The last step is saved, if there is a folder for checkpoints.
+    /// A signal, the user (in `zerorun dash`) or `CANDLE_ZERO_STOP_AT` requested the end of the run. The last step is
+    /// saved, if there is a folder for checkpoints.
     Asked,
 }

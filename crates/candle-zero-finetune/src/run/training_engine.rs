@@ -231,7 +231,7 @@ impl TrainingEngine {
         on_either!(self, engine => engine.end_run(outcome, message));
     }
 
-    /// Collective: returns whether a signal has asked any rank to end.
+    /// Collective: returns whether the job was asked to end, as [`Engine::stop_requested`] does.
     pub(super) fn stop_requested(&self) -> Result<bool> {
         on_either!(self, engine => engine.stop_requested())
     }

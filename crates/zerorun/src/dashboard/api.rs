@@ -40,7 +40,7 @@ pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
         let Some(own) = place.runs.clone() else { continue };
         match runs_in(&RunsFolder::find(Some(own)), &place.prefix) {
             Ok(more) => runs.extend(more),
-            // The other runs are shown.
+            // The other runs are still shown.
             Err(error) => problems.push(error.to_string()),
         }
     }

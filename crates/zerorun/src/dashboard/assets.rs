@@ -32,7 +32,7 @@ mod tests {
     fn the_page_refers_only_to_its_own_files_and_makes_no_html_from_text() {
         for asset in ASSETS {
             let text = String::from_utf8_lossy(asset.bytes);
-            // The names of XML's formats look like addresses, but are never requested.
+            // XML namespaces look like addresses, but are never requested.
             let text = text.replace("http://www.w3.org/2000/svg", "");
             for forbidden in [
                 "http:",

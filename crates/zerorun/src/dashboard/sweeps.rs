@@ -1,6 +1,7 @@
 //! The sweeps in the served folder: where the runs of their trials are, and the interface of their reader.
 //!
-//! `tools::sweep` reads the files of a sweep. It is on a higher floor, so it implements [`SweepReader`].
+//! `tools::sweep` reads the files of a sweep. That module is on a higher floor (docs/architecture.md), so it
+//! implements [`SweepReader`].
 
 use candle_zero::Error;
 use serde_json::Value;

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-/// The exit code for a wrong command line, and for a build or start that could not be set up.
+/// The exit code for a wrong command line, for a build or start that could not be set up, and for failures of tools.
 pub(crate) const EXIT_SETUP: u8 = 2;
 
 /// The stream that a line is written to.

@@ -116,7 +116,7 @@ impl JobRecord {
         self.event(json!({"event": "rank", "rank": rank, "host": host_name(), "outcome": outcome, "how": how}));
     }
 
-    /// Adds that a rank on another host has failed.
+    /// Adds the failure of a rank on another host.
     pub(super) fn failed_elsewhere(&self, rank: usize, why: &str) {
         self.event(json!({"event": "rank", "rank": rank, "outcome": "failed", "how": why}));
     }

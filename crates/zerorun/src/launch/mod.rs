@@ -87,7 +87,8 @@ pub(crate) struct LaunchOptions {
     /// How long the ranks may take to end after a signal to the launcher.
     pub(crate) grace: Duration,
     pub(crate) features: Option<String>,
-    /// The port of rank 0. `None`: a free port.
+    /// The port of rank 0; on several hosts, the port where their launchers connect. `None`: a free port; on several
+    /// hosts, the default port.
     pub(crate) master_port: Option<u16>,
     /// The port for metrics. `None`: from the environment.
     pub(crate) prometheus: Option<u16>,

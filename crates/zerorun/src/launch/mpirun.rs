@@ -115,7 +115,7 @@ fn mpirun_args(
     match mpirun.kind {
         MpirunFlavor::OpenMpi => {
             add(&["--host", &hosts]);
-            // Ranks of a host are consecutive.
+            // Mapping by slot makes the ranks of a host consecutive.
             if !mpirun.args.iter().any(|word| word == "--map-by" || word == "-map-by") {
                 add(&["--map-by", "slot"]);
             }

@@ -74,7 +74,7 @@ fn bounds(part: &str) -> Option<(usize, usize)> {
     }
 }
 
-/// Formats ascending numbers, with `2-4` for 2, 3, 4. Inverse of [`CoreList::parse`].
+/// Formats ascending numbers, with `2-4` for 2, 3, 4. This is the inverse of [`CoreList::parse`].
 pub(crate) fn ranges(numbers: &[usize]) -> String {
     let runs = numbers.chunk_by(|a, b| a.checked_add(1) == Some(*b));
     let texts = runs.filter_map(|run| match run {

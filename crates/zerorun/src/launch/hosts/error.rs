@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 /// The maximum number of slots of a host. A larger number is considered a typing error.
 pub(super) const MAX_SLOTS: usize = 1 << 16;
-/// The exclusive upper bound of core numbers. A larger number is considered a typing error: Linux has at most 8192
-/// cores.
+/// The exclusive upper bound of core numbers. A larger number is considered a typing error: Linux supports at most
+/// 8192 cores.
 pub(super) const MAX_CORES: usize = 1 << 16;
 
 /// An error about hosts, their slots, or the environment of their ranks.
@@ -366,7 +366,7 @@ pub enum HostsError {
         /// Two hosts and the slots that each would use.
         slots: String,
     },
-    /// The first host is not named.
+    /// This host's number or the first host's address is not given.
     #[error(
         "--nnodes {nodes} needs {missing}; give each host its number from 0 to {}, and all hosts the first host's \
          address",
@@ -399,7 +399,7 @@ pub enum HostsError {
     },
     /// Slurm cannot select the slots.
     #[error(
-        "host `{host}` would use slots {slots}, but slurm starts ranks on the first slots of every host; select slots \
+        "host `{host}` would use slots {slots}, but Slurm starts ranks on the first slots of every host; select slots \
          0 to {}",
         count - 1
     )]

@@ -40,7 +40,7 @@ pub(super) fn counted_hosts(recorded: &Value) -> Vec<HostSlots> {
     pairs.into_iter().map(|(name, count)| HostSlots::with_slots(name, count)).collect()
 }
 
-/// Writes hosts in the recorded form. Inverse of [`hosts`].
+/// Writes hosts in the recorded form. This is the inverse of [`hosts`].
 pub(super) fn as_recorded(hosts: &[HostSlots]) -> Vec<Value> {
     hosts.iter().map(|host| json!([host.name, host.slots])).collect()
 }

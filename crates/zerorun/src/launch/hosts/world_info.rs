@@ -1,9 +1,9 @@
-//! The ranks of a job on several hosts: host by host, and slot by slot within each.
+//! The ranks of a job on several hosts, numbered host by host.
 //!
 //! ```text
 //! host    a        b              node   0, 1: the index of the host
-//! slot    0 1 2    0 1            index  0 1 2, 0 1: the index among the ranks of its host
-//! rank    0 1 2    3 4
+//! rank    0 1 2    3 4            index  0 1 2, 0 1: the index among the ranks of its host
+//! slot    0 1 2    1 0            local  0 1 2, 1 0: the rank modulo the number of ranks on the host, as in DeepSpeed
 //! ```
 //!
 //! The launcher passes the placement of all ranks to each host in DeepSpeed's world info: the JSON object `{"a": [0, 1,
@@ -85,7 +85,8 @@ impl WorldInfo {
         ]
     }
 
-    /// Returns the slots of a host in the form of `CUDA_VISIBLE_DEVICES`: the GPUs of its ranks, in their order.
+    /// Returns the slots of a host in the form of `CUDA_VISIBLE_DEVICES`: the GPUs of its ranks, in the order of the
+    /// local ranks.
     pub(crate) fn devices(&self, node: usize) -> String {
         commas(&self.hosts[node].slots)
     }
@@ -121,7 +122,7 @@ impl WorldInfo {
 
     /// Encodes the world info.
     pub(crate) fn encode(&self) -> String {
-        // With spaces as Python writes them, so that both launchers give the same text.
+        // The spaces are those that Python writes, so that DeepSpeed's launcher and this one produce the same text.
         let host = |host: &HostSlots| format!("{}: [{}]", serde_json::json!(host.name), join(&host.slots, ", "));
         let json = format!("{{{}}}", self.hosts.iter().map(host).collect::<Vec<_>>().join(", "));
         to_base64(json.as_bytes())
@@ -295,7 +296,7 @@ mod tests {
         insta::assert_snapshot!(uneven.ranks_per_host("mpich").unwrap_err(), @"host `a` has 2 slots and host `b` has 1, but mpich starts the same number of ranks on every host; make them equal, with --num_gpus or in the hostfile");
         assert_eq!(world(&[("a", &[0, 1]), ("b", &[2, 5])]).ranks_per_host("mpich").unwrap(), 2);
         let picked = world(&[("a", &[0, 1]), ("b", &[1, 2])]);
-        insta::assert_snapshot!(picked.first_slots_per_host().unwrap_err(), @"host `b` would use slots 1-2, but slurm starts ranks on the first slots of every host; select slots 0 to 1");
+        insta::assert_snapshot!(picked.first_slots_per_host().unwrap_err(), @"host `b` would use slots 1-2, but Slurm starts ranks on the first slots of every host; select slots 0 to 1");
         assert_eq!(world(&[("a", &[0, 1]), ("b", &[0, 1])]).first_slots_per_host().unwrap(), 2);
     }
 

@@ -156,7 +156,7 @@ mod tests {
     use std::io::Read;
     use std::sync::mpsc::channel;
 
-    /// Returns an acceptor and its address.
+    /// Returns an acceptor, its address, and the receiver of the hosts that join.
     fn acceptor(secret: Option<JobSecret>) -> (Arc<HostAcceptor>, SocketAddr, std::sync::mpsc::Receiver<JoiningHost>) {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let (address, acceptor) = (listener.local_addr().unwrap(), Arc::new(HostAcceptor::new(secret)));
