@@ -460,8 +460,8 @@ fn is_divided(ds_config: &Path) -> anyhow::Result<bool> {
     Ok(stages.unwrap_or(RankEnv::from_env()?.world_size as u64) > 1)
 }
 
-/// Returns a warning from rank 0 if the model's training state needs more memory than is available, according to the
-/// estimate. Problems with the configuration are reported elsewhere.
+/// Returns a warning, only on rank 0, if the model's training state needs more memory than is available, according to
+/// the estimate. Problems with the configuration are reported elsewhere.
 fn too_large<A: Architecture<Config: DecoderSizes>>(
     args: &Args,
     config: &A::Config,

@@ -83,7 +83,7 @@ impl ConsolidateSettings {
 pub struct Consolidated {
     /// The names of the files with parameters.
     pub files: Vec<String>,
-    /// The bytes of all parameters.
+    /// The bytes of all parameters and buffers.
     pub bytes: u64,
     /// The reason why there is no `config.json`, if there is none.
     pub without_config: Option<String>,
@@ -156,7 +156,7 @@ pub fn consolidate(
     Ok(Consolidated { files, bytes, without_config: described.config.err() })
 }
 
-/// Returns the folder that `out` refers to, if it can be written to.
+/// Returns the folder that `out` refers to, if it is absent or empty.
 #[doc(hidden)]
 pub fn absent_or_empty(out: &Path) -> Result<PathBuf> {
     let wrong = |source| Error::Io { action: "read", path: out.to_owned(), source };

@@ -33,8 +33,8 @@ pub(super) struct DiskWriter {
 }
 
 impl DiskWriter {
-    /// Starts a writer for the existing file at `path`, with a spare buffer of `bytes` in addition to the one that the
-    /// caller fills.
+    /// Starts a writer for the existing file at `path`, with a spare buffer of `bytes` bytes in addition to the one
+    /// that the caller fills.
     pub fn start(path: &Path, bytes: usize) -> IoResult<Self> {
         let (requests, to_write) = channel();
         let (done, spares) = channel();

@@ -82,7 +82,7 @@ impl CheckpointListing {
     /// Returns `tag`, or the tag that `latest` names.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] if there is neither.
+    /// Fails if the folder has no checkpoint `tag` or, without `tag`, if there is no `latest` or it cannot be used.
     pub fn choose(self, tag: Option<String>) -> Result<String> {
         if let Some(tag) = tag {
             return folder::existing(&self.dir, &tag).map(|_| tag);

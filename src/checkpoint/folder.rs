@@ -310,7 +310,8 @@ pub(super) fn prepare(dir: &Path, tag: &str, manifest: &str, is_latest: bool) ->
 }
 
 impl PreparedCheckpoint {
-    /// Renames the checkpoint to its final name. An existing checkpoint of that name is replaced atomically.
+    /// Renames the checkpoint to its final name. An existing checkpoint of that name is replaced, atomically if the
+    /// file system can exchange names.
     pub fn publish(self) -> Result<()> {
         name(&self.dir, &self.tag, self.latest).map_err(|e| not_written(&self.dir, &e))
     }
@@ -409,7 +410,8 @@ pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     remove().map_err(|source| Error::Io { action: "remove old checkpoints of", path: dir.to_owned(), source })
 }
 
-/// Returns the tag that `latest` names; `None` if there is no such file.
+/// Returns the tag that `latest` names or, if there is no such file, the tag of the first checkpoint of a run that died
+/// before it could write the file; `None` if there is neither.
 pub(super) fn latest(dir: &Path) -> Result<Option<String>> {
     let path = dir.join(LATEST);
     let why = match read_text(&path, MAX_LATEST_BYTES) {

@@ -155,7 +155,9 @@ fn llama_config(model: &Value, shapes: &ShapesByName) -> Result<LlamaConfig, Str
         serde_json::from_value(sizes).map_err(|e| format!("its client state does not describe a Llama: {e}"))?;
     // The number of heads must not overflow when it is doubled.
     if config.num_attention_heads > shapes.values().flat_map(|shape| shape.iter()).copied().max().unwrap_or(0) {
-        return Err("its client state describes a Llama with more heads than any parameter has rows".to_owned());
+        return Err(
+            "its client state describes a Llama with more heads than its parameters' largest dimension".to_owned()
+        );
     }
     config.validate().map_err(|e| e.to_string())?;
     // This is checked before anything of the claimed size is built.

@@ -35,10 +35,10 @@ pub struct LoadOptions {
     pub load_optimizer_states: bool,
     /// Whether to load the counter of the learning-rate schedule. Default true.
     pub load_lr_scheduler_states: bool,
-    /// Whether to load only parameters: no states, no counters. Default false.
+    /// Whether to load only parameters and buffers: no optimizer states, no counters. Default false.
     pub load_module_only: bool,
-    /// Whether the checkpoint must contain exactly the model's parameters. If false, parameters that it lacks stay
-    /// unchanged, and additional ones are ignored. Default true.
+    /// Whether the checkpoint must contain exactly the model's parameters and buffers. If false, those that it lacks
+    /// stay unchanged, and additional ones are ignored. Default true.
     pub load_module_strict: bool,
 }
 

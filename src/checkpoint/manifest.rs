@@ -141,7 +141,7 @@ pub struct Parameter {
     #[serde(default, skip_serializing_if = "is_first")]
     pub pipeline_rank: usize,
     /// With expert parallelism, the position of the ranks that saved the parameter of an expert, and the number of
-    /// positions. Every rank whose number has this remainder saved a part.
+    /// positions. These are the ranks whose number modulo the second value is the first one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expert: Option<[usize; 2]>,
 }
@@ -391,7 +391,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Returns an upper bound of the size of a header in bytes, for a file with `data` bytes. A header contains names,
+    /// Returns an upper bound on the size of a header in bytes, for a file with `data` bytes. A header contains names,
     /// some numbers, and the checksums of the file's blocks.
     fn most_header_bytes(&self, data: u64) -> u64 {
         // A character of a name takes at most six bytes.

@@ -267,7 +267,7 @@ fn a_pipeline_is_estimated_rank_by_rank() {
     0              0-3          395776          363008         4.3 MiB         8.4 MiB                   2
     1              4-6          395904          395904         4.5 MiB         9.1 MiB                   1
 
-    per micro batch and boundary, 64.0 KiB cross the network forward, and the same amount backward
+    per micro batch and boundary, 64.0 KiB crosses the network forward, and the same amount backward
     ranks wait for 14.1 % of a step; one message takes 0.8 ms (1Gbit,300us)
     a step takes 1.165 s, instead of 2.000 s on one rank
 

@@ -134,7 +134,7 @@ impl LauncherVariables<'_> {
     /// Returns this host's index and the number of hosts, `--nnodes`. If that is `auto`, the launcher gives the number.
     ///
     /// # Errors
-    /// Fails if one of them is unknown, or if the launcher has started a different number of processes.
+    /// Fails if one of them is unknown or invalid, or if the launcher has started a different number of processes.
     pub(super) fn node(&self, given: Option<usize>, nodes: Option<usize>) -> Result<(usize, usize)> {
         let place = self.place()?;
         let said = place.and_then(|place| place.nodes);
@@ -157,7 +157,8 @@ impl LauncherVariables<'_> {
     /// variables, else from `MASTER_ADDR`.
     ///
     /// # Errors
-    /// Fails if the endpoint is invalid, or if nothing gives the address. The error names `nodes`, the number of hosts.
+    /// Fails if the endpoint or the port is invalid, or if nothing gives the address. The error about a missing address
+    /// names `nodes`, the number of hosts.
     pub(super) fn first_host(&self, given: Option<String>, port: Option<u16>, nodes: usize) -> Result<(String, u16)> {
         let (address, at) = self.endpoint()?.map_or((None, None), |(address, port)| (Some(address), port));
         let port = port.or(at).or(self.master_port()?).unwrap_or(DEFAULT_PORT);

@@ -68,7 +68,7 @@ impl<'a> PickleValue<'a> {
 
     // ---- dictionaries and lists ----------------------------------------------------------------
 
-    /// Returns the value of a key, unless it is missing or None.
+    /// Returns the value of a key; `None` if it is missing or is Python's None, or if this value is not a dictionary.
     pub fn find(&self, key: &str) -> Option<Self> {
         let PickleNode::Dict(entries) = self.node() else { return None };
         let is_it = |id: PickleNodeId| matches!(self.pickle.node(id), PickleNode::Text(text) if text == key);

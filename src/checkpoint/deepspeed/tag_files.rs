@@ -63,7 +63,7 @@ impl TagFiles {
             let ranks: Vec<_> = self.optim.keys().map(usize::to_string).collect();
             let found = crate::util::list(&ranks);
             let problem = format!(
-                "this file of rank {rank} is missing (the folder has that of rank {found}); copy the files of all \
+                "this file of rank {rank} is missing (ranks of the existing files: {found}); copy the files of all \
                  ranks into one folder"
             );
             wrong(&self.folder.join(name), problem)

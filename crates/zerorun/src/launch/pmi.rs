@@ -1,4 +1,4 @@
-//! Connects the MPI libraries of ranks on several hosts: the launcher's side of PMI version 1, MPICH's process
+//! Connects the MPI libraries of ranks on one or several hosts: the launcher's side of PMI version 1, MPICH's process
 //! management interface.
 //!
 //! ```text

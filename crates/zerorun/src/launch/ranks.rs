@@ -107,7 +107,7 @@ fn launcher_number() -> u64 {
     *NUMBER.get_or_init(|| RandomState::new().build_hasher().finish())
 }
 
-/// One host of a job on several hosts.
+/// This host's part of a job on several hosts, or of a job whose ranks communicate by MPI.
 #[derive(Clone)]
 pub(crate) struct MultiHostContext {
     /// The number of this host's first rank among the ranks of all hosts.

@@ -55,7 +55,7 @@ impl RunFlags {
         self.given().chain(record).chain([(JOB, job().into())])
     }
 
-    /// Returns the conflict of the flags with each other, if any.
+    /// Returns the message about a conflict between the flags, if there is one.
     pub(crate) fn wrong(&self) -> Option<String> {
         (self.is_off() && self.dashboard.is_some()).then(|| {
             format!(

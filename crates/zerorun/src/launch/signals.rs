@@ -70,7 +70,7 @@ pub(crate) fn suspend_self() {
     let _ = signal_hook::low_level::emulate_default_handler(SIGTSTP);
 }
 
-/// Returns the name of a signal, such as `SIGKILL`, or its number.
+/// Returns the name and the number of a signal, such as `SIGKILL (9)`, or `signal 60` if it has no name.
 pub(crate) fn name(number: i32) -> String {
     match signal_hook::low_level::signal_name(number) {
         Some(name) => format!("{name} ({number})"),

@@ -7,7 +7,7 @@ use candle_zero::monitor::Progress;
 pub(super) struct ByteProgress(Option<(Progress, u64)>);
 
 impl ByteProgress {
-    /// Reports that `done` of `total` bytes have been processed. Nothing is shown if the first report is also the last.
+    /// Reports that `done` of `total` bytes have been processed. Nothing is shown if `total` is 1 MiB or less.
     pub(super) fn report(&mut self, done: u64, total: u64) {
         if total <= 1 << 20 {
             return;

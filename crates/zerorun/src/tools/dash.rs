@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// The time between two checks whether the server is asked to end.
+/// The time between two checks of whether the server has been asked to end.
 const INTERVAL: Duration = Duration::from_millis(200);
 
 const EXAMPLES: &str = "\

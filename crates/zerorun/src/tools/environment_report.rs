@@ -85,7 +85,7 @@ struct MachineReport {
     verdicts: Vec<String>,
 }
 
-/// The SIMD level of every kernel.
+/// The SIMD level that all kernels use.
 #[derive(Debug, Serialize)]
 struct MachineSimd {
     name: &'static str,

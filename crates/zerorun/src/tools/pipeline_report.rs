@@ -116,7 +116,7 @@ impl PipelineReport {
         let (seconds, bubble) = self.step()?;
         _ = write!(
             text,
-            "\nper micro batch and boundary, {} cross the network forward, and the same amount backward\nranks wait \
+            "\nper micro batch and boundary, {} crosses the network forward, and the same amount backward\nranks wait \
              for {:.1} % of a step",
             binary(self.activation as u64),
             100.0 * bubble

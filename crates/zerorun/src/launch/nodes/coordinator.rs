@@ -333,14 +333,14 @@ impl Coordinator {
         running.for_each(|(_, host)| host.peer.send(message));
     }
 
-    /// Returns a warning about hosts whose clocks differ.
+    /// Returns a warning about hosts whose clocks differ from this host's.
     fn clocks(&self) -> Option<String> {
         let warnings =
             self.hosts.values().filter_map(|host| clock_skew::warning(&admission::name(&host.hello), host.ahead));
         warnings.map(|text| format!("zerorun: {text}")).reduce(|all, text| format!("{all}\n{text}"))
     }
 
-    /// Returns a warning about folders that differ.
+    /// Returns a warning about folders that differ between hosts.
     fn folders(&self) -> Option<String> {
         let differ = self.hosts.values().flat_map(|host| admission::folders(&self.own, &host.hello));
         differ.reduce(|all, text| format!("{all}\n{text}"))

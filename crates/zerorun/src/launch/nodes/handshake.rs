@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A proof is a seal (an HMAC) under a key that is derived from the secret and both random numbers. The first host proves
-//! nothing to a host that has not proved itself. All later messages are sealed.
+//! nothing to a host that has not proved itself. If there is a secret, all later messages are sealed.
 
 use super::secret::{JobSecret, KeyPurpose, NONCE_BYTES, nonce, of_hex};
 use super::wire::{LauncherConnection, ReadDeadline, is_another_program};
@@ -17,8 +17,8 @@ use serde::{Deserialize, Serialize};
 
 /// The maximum number of bytes in a line.
 const MAX_LINE_BYTES: usize = 4096;
-/// The text that a proof seals. The host's version and name are not secret, and an attacker gains nothing by changing
-/// them.
+/// The text that a proof seals. It is empty, because the host's version and name are not secret, and an attacker gains
+/// nothing by changing them.
 const SEALED_PROOF_TEXT: &[u8] = b"";
 
 /// This version of `zerorun`.
@@ -39,7 +39,7 @@ pub(super) enum HandshakeError {
     Refused { host: String, why: String },
     /// The other side is not a launcher.
     NoLauncher,
-    /// The connection ended, or took too long.
+    /// The connection ended, or the other side took too long to answer.
     Lost(String),
 }
 
@@ -151,7 +151,7 @@ pub(super) fn introduce(
     }
 }
 
-/// Shortens a text from a stranger for a terminal or a log, without control characters.
+/// Returns a text from a stranger for a terminal or a log: shortened, and with its control characters escaped.
 pub(super) fn printable(text: &str, most: usize) -> String {
     let mut characters = text.chars();
     let mut shown = String::new();

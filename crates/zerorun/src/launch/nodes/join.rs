@@ -31,8 +31,8 @@ pub(super) fn join(
     }
 }
 
-/// Returns a host's Hello in a line of at most `longest` bytes. If it is too long, the folders, whose comparison gives
-/// only warnings, are left out.
+/// Returns a host's Hello, which must fit in a line of at most `longest` bytes. If it is too long, the folders, whose
+/// comparison gives only warnings, are left out.
 fn fitting(hello: &HostHello, longest: usize) -> Result<HostHello, String> {
     // 100 bytes suffice for the seal and the JSON characters around the Hello.
     let fits = |hello: &HostHello| serde_json::to_vec(hello).is_ok_and(|text| text.len() + 100 < longest);

@@ -40,7 +40,7 @@ impl JobSecret {
     ///
     /// # Errors
     /// Fails with [`HostsError::BadSecret`] if both variables are set, if the file cannot be read, or if the secret is
-    /// too short or too long, or has several lines.
+    /// not UTF-8 text, is too short or too long, or has several lines.
     pub(crate) fn of_environment() -> Result<Option<Self>> {
         let of = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         match (of(SECRET), of(SECRET_FILE)) {

@@ -105,7 +105,7 @@ struct HostLauncher<'a> {
 /// main thread.
 ///
 /// # Errors
-/// Fails if a launcher cannot be started or a variable cannot be passed on.
+/// Fails if the secret cannot be used, a word or a variable cannot be passed on, or a launcher cannot be started.
 pub(crate) fn run(
     job: &LocalJob,
     hosts: &MultiHostOptions,

@@ -147,7 +147,7 @@ pub(super) enum ReadDeadline {
     Silence(Duration),
 }
 
-/// The seals of the messages in one direction of a connection, which are numbered.
+/// The seals of the numbered messages in one direction of a connection.
 #[derive(Debug)]
 struct MessageSeal {
     /// The key; `None`: the hosts share no secret.

@@ -107,7 +107,7 @@ fn is_by_signal() -> bool {
     !matches!(asked_to_stop(), Ok(false))
 }
 
-/// Ends the run early, because of `why`: reports what is saved and what is lost.
+/// Ends the run early, and reports what is saved and what is lost. `why` follows the word "stopped" in the message.
 fn stop(run: FineTune, flags: &FinetuneFlags, first: bool, why: &str) -> Result<()> {
     let (steps, made, total) = (run.steps(), run.steps_made(), run.total_steps());
     if flags.save.is_some() {

@@ -111,7 +111,7 @@ fn differences(runs: &[RecordedRun]) -> Rows {
     rows(&runs.iter().map(of_run).collect::<Vec<_>>(), setting, true)
 }
 
-/// Returns the words of a command line that not all command lines have.
+/// Returns the words of a command line that the command lines of some runs lack.
 fn different_words(runs: &[RecordedRun], command: &[String]) -> String {
     let everywhere = |word: &String| runs.iter().all(|run| run.info().command.contains(word));
     let mut words = Vec::new();

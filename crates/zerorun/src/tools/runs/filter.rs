@@ -88,7 +88,7 @@ fn is_value(value: &Value, asked: &str) -> bool {
 /// Keeps the runs that fulfil all filters.
 ///
 /// # Errors
-/// A key that no run has.
+/// Fails if no run has the key of a filter.
 pub(super) fn keep(runs: &mut Vec<RecordedRun>, filters: &[RunFilter]) -> Result<()> {
     if filters.is_empty() || runs.is_empty() {
         return Ok(());

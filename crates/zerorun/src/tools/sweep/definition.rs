@@ -33,7 +33,7 @@ const KEYS: [&str; 20] = [
     "parameters",
 ];
 
-/// The keys that do not affect which trials there are. They may therefore differ when a sweep continues.
+/// The keys that determine how trials are run, but not what is searched. They may differ when a sweep continues.
 pub(super) const FREE_KEYS: [&str; 5] = ["max_failures", "retries", "parallel", "memory", "threads"];
 
 /// The order in which a sweep receives the results of trials that run at the same time.

@@ -53,7 +53,7 @@ impl StoredSweep {
         })
     }
 
-    /// Returns what differs between a stored sweep and this one.
+    /// Returns the differences between this stored sweep and the one that is requested `now`.
     fn differences(&self, now: &Self) -> Vec<String> {
         let shown = |value: Option<&Value>| value.map_or("none".to_owned(), Value::to_string);
         let mut names: Vec<&String> = self.definition.keys().chain(now.definition.keys()).collect();
@@ -125,7 +125,7 @@ impl SweepFolder {
         let path = self.definition();
         let text = match files::read_text(&path, MAX_DEFINITION_BYTES) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                return Err(self.wrong("there is no sweep in it; give the folder of a sweep, which was its --out"));
+                return Err(self.wrong("there is no sweep in it; give the folder that was the --out of a sweep"));
             }
             text => text.map_err(|source| Error::Io { action: "read", path: path.clone(), source })?,
         };
@@ -214,7 +214,7 @@ mod tests {
         };
         let folder = SweepFolder::at(&dir.path().join("new")).unwrap();
         assert!(!folder.has_sweep().unwrap());
-        insta::assert_snapshot!(said(folder.read().unwrap_err()), @"DIR/new: there is no sweep in it; give the folder of a sweep, which was its --out");
+        insta::assert_snapshot!(said(folder.read().unwrap_err()), @"DIR/new: there is no sweep in it; give the folder that was the --out of a sweep");
         let lock = folder.lock().unwrap();
         let other = StoredSweep {
             definition: definition(r#"{"steps": 9, "parallel": 4, "trials": 3}"#),

@@ -24,16 +24,16 @@ const TICK: Duration = Duration::from_millis(50);
 struct RunningJob {
     job: SweepJob,
     process: JobProcess,
-    /// The number of times that it was killed without a new checkpoint.
+    /// The number of times that it was killed since its newest checkpoint.
     kills: u32,
-    /// The step of the newest checkpoint when it was started.
+    /// The step of the newest checkpoint when it was last started.
     saved: u64,
 }
 
 /// The process of a job.
 #[derive(Debug)]
 enum JobProcess {
-    /// It is to be started as soon as no process of an earlier sweep trains the trial.
+    /// It is to be started as soon as no process of an earlier session of the sweep trains the trial.
     Due {
         was_busy: bool,
     },

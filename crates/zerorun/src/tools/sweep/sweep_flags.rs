@@ -1,4 +1,4 @@
-//! The flags of `zerorun sweep`. Each is a key of the sweep file.
+//! The flags of `zerorun sweep`. All except `--out` set keys of the sweep file, or of a section in it.
 
 use super::error::SweepToolError;
 use super::parameter_syntax::parameter_of_flag;

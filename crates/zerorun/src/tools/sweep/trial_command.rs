@@ -253,7 +253,7 @@ impl CommandTemplate {
         Ok(())
     }
 
-    /// Checks the command line of `zerorun finetune` with every value of a flag.
+    /// Checks the command line of `zerorun finetune` with the values of each flag that [`some_values`] returns.
     fn check_finetune(&self, definition: &SweepDefinition) -> Result<()> {
         let known = finetune_flags();
         let flags = || definition.settings.space.parameters().iter().filter(|(name, _)| is_flag(name));

@@ -101,7 +101,8 @@ impl TrialStarter {
         copy().map_err(|source| Error::Io { action: "copy a checkpoint to", path: own.clone(), source })
     }
 
-    /// Starts a job. Returns `None` if a process of an earlier sweep still trains this trial.
+    /// Starts a job. Returns `None` if a process of an earlier session of the sweep still trains this
+    /// trial.
     pub(super) fn start(&self, trial: &SweepTrial, job: &SweepJob) -> Result<Option<Child>> {
         let places = self.places(trial);
         let Some(lock) = lock(&places.folder.join("running"))? else { return Ok(None) };

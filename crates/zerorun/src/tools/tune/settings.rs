@@ -103,7 +103,7 @@ impl TuneSettings {
     }
 }
 
-/// The keys that have an effect.
+/// The keys that have an effect, and `enabled`, which is accepted without a note.
 const EFFECTIVE_KEYS: [&str; 15] = [
     "enabled",
     "fast",

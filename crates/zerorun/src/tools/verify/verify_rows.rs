@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The place of the model state in a job.
+/// A job: where its model state is, or how a pipeline divides the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum VerifyRow {
     /// All states are in memory, at this ZeRO stage.
@@ -30,7 +30,7 @@ const DATA_PARALLEL: [VerifyRow; 6] = [
     VerifyRow::Nvme,
 ];
 
-/// The rows of pipelines. All others are compared with the first one.
+/// The rows of pipelines, after the row that they are compared with.
 const PIPELINES: [VerifyRow; 3] = [VerifyRow::OneRank, VerifyRow::Pipeline("1f1b"), VerifyRow::Pipeline("zero_bubble")];
 
 /// Returns the rows for a number of ranks. `layers` is the number of layers that can be divided among the ranks of a

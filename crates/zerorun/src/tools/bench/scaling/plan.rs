@@ -61,7 +61,8 @@ pub(super) fn rank_counts(given: &[u16], cores: usize) -> Vec<usize> {
 /// Returns the points to measure, curve by curve.
 ///
 /// # Errors
-/// No batch can be divided among all numbers of ranks; the text contains the remedy.
+/// Fails for strong scaling if a batch that can be divided among all numbers of ranks would have too many micro batches
+/// per rank; the text contains the remedy.
 pub(super) fn points(kinds: &[ScalingKind], stages: &[u8], ranks: &[usize]) -> Result<Vec<ScalingPoint>, String> {
     let multiple = ranks.iter().try_fold(1, |multiple, count| {
         let next = multiple / greatest_common_divisor(multiple, *count) * count;

@@ -125,7 +125,8 @@ struct SweepReading {
     lines: usize,
     trials: ReadTrials,
     best: BestSoFar,
-    /// The message about the first line that is damaged or does not fit the others, and the number of such lines.
+    /// The message about the first line that is damaged or does not fit the others. `problems` counts this line and the
+    /// damaged lines after it.
     problem: Option<String>,
     problems: usize,
 }
