@@ -57,7 +57,7 @@ pub const PMI_FD: &str = "PMI_FD";
 #[doc(hidden)]
 pub const SCRIPT: &str = "ZERORUN_SCRIPT";
 
-/// DeepSpeed's default for `init_distributed`.
+/// The time limit if [`TIMEOUT_MS`] is not set.
 #[doc(hidden)]
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 const DEFAULT_ADDR: &str = "127.0.0.1";

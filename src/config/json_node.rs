@@ -32,7 +32,7 @@ pub(crate) enum JsonValue {
 }
 
 impl JsonNode {
-    /// Builds the same tree from a value that was never text.
+    /// Builds the tree of a value that was never text, without positions.
     pub fn from_value(value: &serde_json::Value) -> Self {
         use serde_json::Value;
         let value = match value {
