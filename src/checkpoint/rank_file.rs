@@ -117,7 +117,7 @@ impl RankFileWriter {
         self.filled += values.len() * 4;
     }
 
-    /// Writes the header and syncs the file to disk.
+    /// Writes the remaining data and the header, and syncs the file to disk.
     pub fn finish(self) -> IoResult<FileEntry> {
         self.disk.write(self.buffer, self.filled, self.at);
         let text = self.header.text(&self.disk.finish()?);

@@ -229,7 +229,8 @@ pub enum CommError {
         /// The library file and its version.
         library: String,
     },
-    /// Open MPI's mpirun has started the ranks, but the library is a different one, which would end them.
+    /// Open MPI's mpirun has started the ranks, but the library found is a different one, whose use would end the
+    /// ranks.
     #[error(
         "Open MPI's mpirun started the ranks, but the library found is {library}; add Open MPI's lib folder to \
          LD_LIBRARY_PATH, set CANDLE_ZERO_MPI_LIBRARY to its file, or start the ranks with this library's own mpirun"

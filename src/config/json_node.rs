@@ -23,7 +23,7 @@ pub(crate) enum JsonValue {
     Null,
     Bool(bool),
     Int(i64),
-    /// An integer out of the range of `Int`, as its digits.
+    /// An integer outside the range of `Int`, as its digits.
     Long(String),
     Float(f64),
     String(String),

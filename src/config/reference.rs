@@ -1,4 +1,4 @@
-//! Generates docs/config.md from the table of keys. A test compares the file, or regenerates it.
+//! Generates docs/config.md from the table of keys. A test compares the file with the table, or regenerates the file.
 
 use super::keys::{ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, NO_DEFAULT, sections};
 use super::value_conversion;

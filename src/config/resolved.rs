@@ -185,7 +185,7 @@ pub enum TagValidation {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct ZeroConfig {
-    /// `stage` 0 to 3.
+    /// `stage`, from 0 to 3.
     pub stage: ZeroStage,
     /// `reduce_bucket_size`, in elements. Default 5e8.
     pub reduce_bucket_size: usize,
@@ -237,9 +237,9 @@ pub struct ZeroConfig {
     pub ignore_unused_parameters: bool,
     /// `leaf_module`: units that are gathered together with all units inside them.
     pub leaf_module: LeafModule,
-    /// `offload_optimizer`; `None` if nothing is offloaded (`device` none, stage 0).
+    /// `offload_optimizer`; `None` if nothing is offloaded (`device` none, or stage 0).
     pub offload_optimizer: Option<OffloadOptimizer>,
-    /// `offload_param`; `None` if nothing is offloaded (`device` none, stages below 3).
+    /// `offload_param`; `None` if nothing is offloaded (`device` none, or a stage below 3).
     pub offload_param: Option<OffloadParam>,
 }
 

@@ -1,4 +1,4 @@
-//! Converts a value of a file to the value of a key: types, lax forms, bounds.
+//! Converts a value in a file to the value of a key: types, lax forms, bounds.
 
 use super::ConfigRule;
 use super::json_node::{JsonNode, JsonValue};

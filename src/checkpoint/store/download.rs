@@ -1,5 +1,5 @@
-//! Downloads a checkpoint from an object store: the newest complete one is written into a folder on each host, and
-//! loaded from there.
+//! Downloads a checkpoint from an object store: the requested one, or the newest complete one, is written into a folder
+//! on each host, and loaded from there.
 //!
 //! A local file counts only if it matches the checksums of the manifest: files of an interrupted or earlier download
 //! are read, and reused if they match.

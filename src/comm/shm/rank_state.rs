@@ -21,7 +21,7 @@ pub(crate) enum RankState {
     Finished,
     /// The rank gave up, for the reason in this text.
     Aborted(String),
-    /// The rank's process ended, for the cause in this text.
+    /// The rank's process ended abnormally. The text is the cause of death.
     Dead(String),
 }
 
