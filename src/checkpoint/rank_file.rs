@@ -117,7 +117,7 @@ impl RankFileWriter {
         self.filled += values.len() * 4;
     }
 
-    /// Writes the header and syncs the file to disk.
+    /// Writes the remaining data and the header, and syncs the file to disk.
     pub fn finish(self) -> IoResult<FileEntry> {
         self.disk.write(self.buffer, self.filled, self.at);
         let text = self.header.text(&self.disk.finish()?);
@@ -211,7 +211,8 @@ impl RankFileReader {
         Ok(&self.block)
     }
 
-    /// Reads and checks bytes of the file from `at` on: the complete header or one complete block.
+    /// Reads bytes of the file from `at` on: the complete header, which [`open`](Self::open) has checked, or one
+    /// complete block, which is checked here.
     pub fn read_at(&mut self, at: u64, bytes: &mut [u8]) -> Result<()> {
         let Some(at_data) = at.checked_sub(self.data_start) else {
             let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: self.path.clone(), problem });

@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A parameter that does not have all states (with Muon, matrices have one state and other parameters two) has no
-//! elements in the sections of the missing ones.
+//! elements in the sections of the states that it lacks.
 //!
 //! A factored state has its own number of elements, which are divided among the files like those of a parameter.
 //!
@@ -34,7 +34,7 @@ pub(super) const PAGE: usize = 4096;
 #[derive(Debug, Clone)]
 pub(super) struct RankFileLayout {
     pub world_size: usize,
-    /// The number of ranks along the pipeline; 1 without one.
+    /// The number of ranks along the pipeline; 1 without a pipeline.
     pub pipeline_ranks: usize,
     /// The position in the pipeline of the ranks that save each parameter.
     pub positions: Vec<usize>,

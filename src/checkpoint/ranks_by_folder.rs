@@ -22,8 +22,8 @@ pub(super) struct RanksByFolder {
 }
 
 impl RanksByFolder {
-    /// Finds the ranks that share `dir`, which is created: all ranks or, with `on_each_host`, those of each host.
-    /// Collective.
+    /// Finds the ranks that share `dir`: all ranks or, with `on_each_host`, those of each host. With
+    /// `on_each_host` and several hosts, `dir` is created on each of them. Collective.
     ///
     /// # Errors
     /// Fails on all ranks if ranks that must share a folder name different ones or a folder cannot be written, and if a

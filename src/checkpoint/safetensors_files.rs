@@ -21,8 +21,9 @@ pub struct TensorEntry {
 /// Receives the bytes of a tensor, piece by piece.
 pub(crate) type TensorSink<'a> = &'a mut dyn FnMut(&[u8]) -> Result<()>;
 
-/// Writes the tensors into `folder` and returns the names of the files. A file has at most `most` bytes unless it
-/// contains a single larger tensor. `give` writes the bytes of the tensor with a given index into a sink.
+/// Writes the tensors into `folder` and returns the names of their files. A file has at most `most` bytes of tensor
+/// data unless it contains a single larger tensor. `give` writes the bytes of the tensor with a given index into a
+/// sink.
 ///
 /// # Errors
 /// Returns the errors of `give`, and [`Error::Io`] if a file cannot be written.

@@ -298,8 +298,8 @@ impl SaveJob {
     }
 }
 
-/// Checks that all ranks can save into `dir`, which is created and locked for this job, as a save would do. Leftovers
-/// of dead jobs in it are removed. Collective.
+/// Checks that all ranks can save into `dir`, which is created and locked for this job, as for a save. Leftovers of
+/// dead jobs in it are removed. Collective.
 ///
 /// # Errors
 /// Fails on all ranks if a save into `dir` would fail, and if a collective fails.

@@ -15,7 +15,8 @@ pub(crate) struct TrainingProgress {
 }
 
 impl TrainingProgress {
-    /// Returns the progress stored in a checkpoint; parts that the options exclude stay as they are `now`.
+    /// Returns the progress stored in a checkpoint. Parts that the options exclude stay as they are `now`, except the
+    /// scaler's state, which is `None`: the engine then leaves its scaler unchanged.
     pub fn of(manifest: &Manifest, now: Self, options: &LoadOptions) -> Self {
         let with_optimizer = options.load_optimizer_states;
         Self {

@@ -37,7 +37,7 @@ impl AbortSignal {
         }
     }
 
-    /// Notifies the other ranks that this one could not start a thread, and returns its error.
+    /// Notifies the other ranks that this one could not start a thread, and returns the error for this rank.
     pub(super) fn thread_not_started(&self, source: std::io::Error) -> CommError {
         self.abort("it could not start a thread");
         CommError::Region { action: "start a thread for", source: Arc::new(source) }

@@ -270,7 +270,7 @@ mod tests {
     use super::super::shm::region::SharedMemoryRegion;
     use super::*;
 
-    /// Returns how often the threads of this process with that name have gone to sleep.
+    /// Returns how often the thread of this process with that name has gone to sleep. There must be only one.
     fn sleeps(name: &str) -> u64 {
         let status = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("status")).ok();
         let all = std::fs::read_dir("/proc/self/task").unwrap().flatten().filter_map(status);
@@ -302,7 +302,7 @@ mod tests {
             sender.send(()).unwrap();
             Ok(())
         });
-        begun.recv_timeout(Duration::from_secs(5)).expect("no rank waits for it, yet it runs");
+        begun.recv_timeout(Duration::from_secs(5)).expect("the job starts although no thread waits for it");
         pending.wait().unwrap();
     }
 }

@@ -144,7 +144,7 @@ impl CpuCommunicator {
         let rank = self.in_job(self.rank);
         let refused = |why: String| CommError::Groups { rank, why };
         if self.members.is_some() {
-            let why = "this communicator is a group itself; call `group` on the communicator of the job";
+            let why = "this communicator belongs to a group; call `group` on the communicator of the job";
             return Err(refused(why.into()).into());
         }
         let division = self.division(groups);

@@ -1,4 +1,4 @@
-//! All collectives built on one, `gather_bytes`: the defaults for a communicator that has no better implementation.
+//! Builds all collectives on one, `gather_bytes`, as defaults for a communicator that has no better implementation.
 //!
 //! ```text
 //!   launch   fingerprint | elements in the wire format ----> gather_bytes

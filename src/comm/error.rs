@@ -6,7 +6,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
-    /// The shared memory or a thread could not be created.
+    /// The shared memory, a thread or a socket could not be created or used.
     #[error(
         "cannot {action} the memory that ranks share: {source}; check the limits of memory and processes (ulimit -a)"
     )]
@@ -229,7 +229,8 @@ pub enum CommError {
         /// The library file and its version.
         library: String,
     },
-    /// Open MPI's mpirun has started the ranks, but the library is a different one, which would end them.
+    /// Open MPI's mpirun has started the ranks, but the library found is a different one, whose use would end the
+    /// ranks.
     #[error(
         "Open MPI's mpirun started the ranks, but the library found is {library}; add Open MPI's lib folder to \
          LD_LIBRARY_PATH, set CANDLE_ZERO_MPI_LIBRARY to its file, or start the ranks with this library's own mpirun"
@@ -261,9 +262,9 @@ pub enum CommError {
     },
     /// Not all ranks that were started individually have connected.
     #[error(
-        "{came} of {world} ranks connected to MASTER_PORT {port} on this host within {limit:?}; rank {missing} is \
-         missing; start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same \
-         network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun"
+        "{came} of {world} ranks connected to MASTER_PORT {port} on this host within {limit:?}; missing ranks: \
+         {missing}; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the \
+         same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun"
     )]
     RanksMissing {
         /// The number of ranks that connected.
@@ -373,7 +374,7 @@ pub enum RankEnvError {
     Incomplete {
         /// A variable that is set.
         set: &'static str,
-        /// The missing variable or variables.
+        /// The missing variable.
         missing: &'static str,
     },
     /// A variable about ranks has a value that cannot be parsed.

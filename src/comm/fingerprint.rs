@@ -68,7 +68,7 @@ impl CollectiveFingerprint {
         Self { sequence, kind: kind as u64, dtype, elements: elements as u64, tag }
     }
 
-    /// Returns the same description of an operation of another kind.
+    /// Returns this description with another kind of operation.
     pub(super) fn of_kind(self, kind: CollectiveKind) -> Self {
         Self { kind: kind as u64, ..self }
     }

@@ -39,7 +39,7 @@ pub(crate) struct GpuCollectives {
     sums: NcclSumMode,
     /// The number of collectives so far.
     sequence: AtomicU64,
-    /// The memory in which other ranks' elements wait to be summed.
+    /// The ledger entry for the memory in which other ranks' elements wait to be summed.
     room: Mutex<MemoryLedgerEntry>,
 }
 

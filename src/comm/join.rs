@@ -34,8 +34,8 @@ pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     }
 }
 
-/// The inherited region and the ranks that have entered it. It stays mapped: the descriptor can be taken over only
-/// once.
+/// The inherited region and the ranks that have entered it. The region stays mapped, because the descriptor can be
+/// taken over only once.
 #[derive(Default)]
 struct JoinedJob {
     region: Option<Arc<SharedMemoryRegion>>,
@@ -108,7 +108,7 @@ fn cpus_of(list: &str) -> usize {
     list.split(',').filter_map(count).sum()
 }
 
-/// A handle to the process's communicator, or to that of a group of its ranks.
+/// A handle to the process's communicator, or to that of a group of the job's ranks.
 struct JobCommunicator(Arc<CpuCommunicator>);
 
 impl JobCommunicator {

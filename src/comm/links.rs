@@ -1,4 +1,4 @@
-//! The links of a rank to each other rank, and their threads.
+//! The links of a rank to the other ranks, and their threads.
 
 use super::abort_signal::AbortSignal;
 use super::mpi::MpiMessages;

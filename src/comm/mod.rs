@@ -84,16 +84,17 @@ use std::time::Duration;
 
 /// The rank of this process in the job, and its collectives with the other ranks.
 ///
-/// Every method that exchanges data is collective: all ranks call the same methods, in the same order, with the same
-/// element counts and dtypes. This is checked; ranks that diverge receive an error that shows both sides. `tag`
-/// identifies the content (for example a hash of the parameters in a bucket) and is checked too.
+/// Every method that exchanges data, except [`send`](Self::send) and [`receive`](Self::receive), is collective: all
+/// ranks call the same methods, in the same order, with the same element counts and dtypes. This is checked; ranks that
+/// diverge receive an error that shows both sides. `tag` identifies the content (for example a hash of the parameters
+/// in a bucket) and is checked too.
 ///
 /// # Implementing a communicator
 /// Four methods are enough: [`rank`](Self::rank), [`size`](Self::size), [`gather_bytes`](Self::gather_bytes) and
-/// [`abort`](Self::abort). All others are built on these, with the same bits as over shared memory. Override those that
-/// your network can implement more efficiently; of the sums and gathers, override the methods whose names end in `_as`,
-/// which the others call. Collectives run in the order in which they are launched, while results may be waited for in
-/// any order: a separate thread that runs one collective after another works well.
+/// [`abort`](Self::abort). All other collectives are built on these, with the same bits as over shared memory. Override
+/// those that your network can implement more efficiently; of the sums and gathers, override the methods whose names
+/// end in `_as`, which the others call. Collectives run in the order in which they are launched, while results may be
+/// waited for in any order: a separate thread that runs one collective after another works well.
 ///
 /// ```
 /// use candle_zero::comm::{Communicator, Pending};

@@ -1,4 +1,4 @@
-//! Messages from one rank to another. They are launched first, and waited for where they are needed.
+//! Messages from one rank to another. Each is launched first, and waited for where its result is needed.
 //!
 //! ```text
 //!   send      jobs of the link to that rank ----> its thread: packets into the mailbox, or MPI messages

@@ -1,7 +1,8 @@
 //! The environment variables through which launchers assign a rank to a process.
 //!
-//! The first matching row applies. A row matches if its rank or its world is set. `WORLD_SIZE=1` on its own means rank
-//! 0 of 1.
+//! The first matching row applies. A row matches if its rank or its world is set; the rows of Slurm and PMIx match only
+//! if the rank is set. If `PMIX_RANK` is set and `RANK` is not, `WORLD_SIZE` does not count for the first row.
+//! `WORLD_SIZE=1` on its own means rank 0 of 1.
 //!
 //! | launcher | rank, world | on this host |
 //! | --- | --- | --- |
@@ -57,7 +58,7 @@ pub const PMI_FD: &str = "PMI_FD";
 #[doc(hidden)]
 pub const SCRIPT: &str = "ZERORUN_SCRIPT";
 
-/// DeepSpeed's default for `init_distributed`.
+/// The time limit if [`TIMEOUT_MS`] is not set.
 #[doc(hidden)]
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 const DEFAULT_ADDR: &str = "127.0.0.1";

@@ -27,9 +27,9 @@ pub enum ConfigError {
         origin: String,
         /// The position of the error.
         place: TextPosition,
-        /// The allowed values.
+        /// The text that is allowed at this position.
         expected: String,
-        /// The value found.
+        /// The text found.
         found: String,
     },
     /// A key occurs twice in one object.

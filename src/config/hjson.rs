@@ -11,7 +11,7 @@ use super::json_node::{JsonEntry, JsonNode, JsonValue};
 use super::note::shown;
 use std::collections::HashMap;
 
-/// The maximum nesting depth of objects and lists. DeepSpeed's deepest section has 5.
+/// The maximum nesting depth of objects and lists. DeepSpeed's deepest section has a depth of 5.
 pub(crate) const MAX_DEPTH: usize = 64;
 /// The largest accepted text, in bytes. Real configurations have a few thousand.
 pub(crate) const MAX_BYTES: usize = 4 << 20;

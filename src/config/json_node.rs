@@ -23,7 +23,7 @@ pub(crate) enum JsonValue {
     Null,
     Bool(bool),
     Int(i64),
-    /// An integer out of the range of `Int`, as its digits.
+    /// An integer outside the range of `Int`, as its digits.
     Long(String),
     Float(f64),
     String(String),
@@ -32,7 +32,7 @@ pub(crate) enum JsonValue {
 }
 
 impl JsonNode {
-    /// Builds the same tree from a value that was never text.
+    /// Builds the tree of a value that was never text, without positions.
     pub fn from_value(value: &serde_json::Value) -> Self {
         use serde_json::Value;
         let value = match value {

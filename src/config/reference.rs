@@ -1,4 +1,4 @@
-//! Generates docs/config.md from the table of keys. A test compares the file, or regenerates it.
+//! Generates docs/config.md from the table of keys. A test compares the file with the table, or regenerates the file.
 
 use super::keys::{ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, NO_DEFAULT, sections};
 use super::value_conversion;
@@ -12,10 +12,10 @@ Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --releas
 A configuration is a DeepSpeed JSON file (0.19.8), read as Hjson: comments (`#`, `//`, `/* */`), unquoted keys and
 strings, line breaks instead of commas and a file without its outer braces are allowed.
 In any section, an unknown key is an error that shows its line, its column and the nearest known key. At the top level, a key
-that starts with `_`, `//` or `comment` is a comment. Sections marked *strict* accept `\"3\"` for 3 and `\"true\"` or 1 for
-true. `\"auto\"` is replaced by a value from the run (`RunValues`: micro batch, accumulation, lr and warm-up, which are 1, 1,
-5e-5 and none unless the script sets them, and the number of steps of the schedule), by a batch size derived from the other
-batch keys, or by the default; the value is printed once.
+that starts with `_`, `//` or `comment` is a comment. All sections accept 1 for true; sections marked *strict* also accept
+`\"true\"` for true and `\"3\"` for 3. `\"auto\"` is replaced by a value from the run (`RunValues`: micro batch,
+accumulation, lr and warm-up, which are 1, 1, 5e-5 and none unless the script sets them, and the number of steps of the
+schedule), by a batch size derived from the other batch keys, or by the default; the value is printed once.
 
 | status | meaning |
 | --- | --- |

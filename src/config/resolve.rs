@@ -185,7 +185,7 @@ fn precision(walk: &mut ConfigWalk<'_>) -> Precision {
     }
 }
 
-/// Resolves the dtypes of master weights and optimizer moments by DeepSpeed's rules.
+/// Resolves the dtypes of master weights and optimizer moments according to DeepSpeed's rules.
 fn states(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) -> StatePrecision {
     let keys =
         ["fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"];
@@ -455,7 +455,7 @@ fn check_data_types(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Prec
     }
 }
 
-/// Checks `vocabulary_size`. As in DeepSpeed, it only produces a hint.
+/// Checks `vocabulary_size`. As in DeepSpeed, the key only produces a hint.
 fn check_vocabulary(walk: &mut ConfigWalk<'_>) {
     const TILE: i64 = 8;
     if let Some(size) = walk.int("vocabulary_size").filter(|size| size % TILE != 0) {
@@ -497,7 +497,8 @@ fn check_data_efficiency(walk: &mut ConfigWalk<'_>) {
     }
 }
 
-/// Returns whether every unit recomputes: if candle-zero's own key requests it or, with a note, if any other key does.
+/// Returns whether every unit recomputes. If candle-zero's own key is set, it decides; otherwise, any other key that
+/// requests recomputation does, with a note.
 fn activation_checkpointing(walk: &mut ConfigWalk<'_>) -> bool {
     let path = |key: &str| format!("activation_checkpointing.{key}");
     if let Some(on) = walk.get(&path("every_unit")).and_then(Value::as_bool) {

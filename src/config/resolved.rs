@@ -81,7 +81,7 @@ pub struct Config {
     pub saves_in_background: bool,
     /// `checkpoint.writer.show_statistics`: rank 0 logs the size of a checkpoint and its write speed.
     pub shows_save_statistics: bool,
-    /// The notes about this file: keys accepted without effect, translated, or not supported.
+    /// The notes about this configuration: keys accepted without effect, translated, or not supported.
     pub notes: Vec<ConfigNote>,
     /// Every key of DeepSpeed with its resolved value, including keys that have no effect in candle-zero; see
     /// [`Config::to_deepspeed_json`]. The fields above take precedence.
@@ -185,7 +185,7 @@ pub enum TagValidation {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct ZeroConfig {
-    /// `stage` 0 to 3.
+    /// `stage`, from 0 to 3.
     pub stage: ZeroStage,
     /// `reduce_bucket_size`, in elements. Default 5e8.
     pub reduce_bucket_size: usize,
@@ -237,9 +237,9 @@ pub struct ZeroConfig {
     pub ignore_unused_parameters: bool,
     /// `leaf_module`: units that are gathered together with all units inside them.
     pub leaf_module: LeafModule,
-    /// `offload_optimizer`; `None` if nothing is offloaded (`device` none, stage 0).
+    /// `offload_optimizer`; `None` if nothing is offloaded (`device` none, or stage 0).
     pub offload_optimizer: Option<OffloadOptimizer>,
-    /// `offload_param`; `None` if nothing is offloaded (`device` none, stages below 3).
+    /// `offload_param`; `None` if nothing is offloaded (`device` none, or a stage below 3).
     pub offload_param: Option<OffloadParam>,
 }
 
@@ -282,8 +282,8 @@ impl Config {
         }
     }
 
-    /// Returns the configuration of one island of a job on `hosts` hosts, and the number of islands: as if the job had
-    /// only the ranks of the island.
+    /// Returns the configuration of one island of a job on `hosts` hosts, as if the job had only the ranks of that
+    /// island, and the number of islands.
     pub(crate) fn of_island(&self, hosts: usize) -> (Self, usize) {
         let mut config = self.clone();
         let islands = self.local_steps.as_ref().map_or(1, |local_steps| local_steps.islands.unwrap_or(hosts.max(1)));
@@ -568,9 +568,9 @@ pub struct ScheduleFreeConfig {
     pub weight_decay: f64,
     /// The number of steps in which the learning rate grows. Default 0.
     pub warmup_steps: u64,
-    /// The power of the step's number in the step's weight in the average. Default 0.
+    /// The exponent of the step's number in the step's weight in the average. Default 0.
     pub r: f64,
-    /// The power of the learning rate in the step's weight in the average. Default 2.
+    /// The exponent of the learning rate in the step's weight in the average. Default 2.
     pub weight_lr_power: f64,
 }
 
@@ -680,18 +680,19 @@ pub enum SchedulerConfig {
         warmup_num_steps: u64,
         /// The shape of the warm-up. Default log.
         warmup_type: WarmupType,
-        /// The power of the share of steps that are left after the warm-up. Default 1: linear decay.
+        /// The exponent of the share of steps that are left, to which the rate after the warm-up is proportional.
+        /// Default 1: linear decay.
         decay_power: f64,
     },
     /// `WarmupCosineLR`.
     WarmupCosineLr {
         /// The total number of steps. Required.
         total_num_steps: u64,
-        /// The initial fraction of the learning rate. Default 0.
+        /// The initial learning rate as a fraction of the optimizer's. Default 0.
         warmup_min_ratio: f64,
         /// The number of warm-up steps. Default 1000.
         warmup_num_steps: u64,
-        /// The final fraction of the learning rate. Default 0.0001.
+        /// The final learning rate as a fraction of the optimizer's. Default 0.0001.
         cos_min_ratio: f64,
         /// The shape of the warm-up. Default log.
         warmup_type: WarmupType,

@@ -171,7 +171,7 @@ fn bound(schema: &mut Value, word: &str, at: Option<Value>) {
     }
 }
 
-/// Returns the meaning of a key and, if it differs from DeepSpeed, its treatment in candle-zero.
+/// Returns the meaning of a key and, unless the key is honoured or treated with its section, its treatment.
 fn description(key: &ConfigKey) -> String {
     let meaning = key.meaning;
     match key.status {

@@ -87,7 +87,8 @@ impl ConfigSource {
     /// Reads only `pipeline`, which determines the number of ranks that the other sections are resolved for.
     ///
     /// # Errors
-    /// Problems with that section; others are found when the complete configuration is read.
+    /// Fails if the source cannot be read or the section has problems. Other problems are found when the complete
+    /// configuration is read.
     pub(crate) fn pipeline(&self, run: &RunValues) -> Result<PipelineConfig> {
         let (origin, root) = match self.clone().open()? {
             OpenedSource::Resolved(config) => return Ok(config.pipeline),
@@ -127,7 +128,7 @@ pub fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValues) -> C
     }
 }
 
-/// Reads a file, but not more of it than the parser would accept.
+/// Reads a file, up to one byte more than the parser accepts.
 #[doc(hidden)]
 pub fn read_file(path: &Path) -> Result<Vec<u8>> {
     use std::io::Read;

@@ -31,7 +31,8 @@ const OTHER_NAMES: [(&str, &str); 16] = [
     ("per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
 ];
 
-/// The keys of WarmupCosineLR that replace those of other schedules. Its rates are fractions of the optimizer's rate.
+/// Keys of other schedules that WarmupCosineLR does not have, and what to do instead. Its rates are fractions of the
+/// optimizer's rate.
 const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
     (
         "warmup_max_lr",

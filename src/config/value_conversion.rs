@@ -1,4 +1,4 @@
-//! Converts a value of a file to the value of a key: types, lax forms, bounds.
+//! Converts a value in a file to the value of a key: types, lax forms, bounds.
 
 use super::ConfigRule;
 use super::json_node::{JsonNode, JsonValue};
@@ -11,7 +11,8 @@ pub(crate) type ValueMismatch = (ConfigRule, String);
 
 /// Returns the value in its plain form (`5e8` as 500000000), or the reason why it does not fit.
 ///
-/// Strict sections accept pydantic's lax forms: `"3"` for an integer, and `"true"`, `"on"`, 0 and 1 for a boolean.
+/// All sections accept 0 and 1 for a boolean. Strict sections also accept pydantic's lax forms, such as `"3"` for an
+/// integer, and `"true"` and `"on"` for a boolean.
 pub(crate) fn convert(node: &JsonNode, key: &ConfigKey, strict: bool) -> Result<Value, ValueMismatch> {
     if node.value == JsonValue::Null && key.default == "null" {
         return Ok(Value::Null);

@@ -248,7 +248,7 @@ impl<'a> ConfigWalk<'a> {
         }
     }
 
-    /// Adds the single note or refusal of a section that is treated as a whole.
+    /// Adds the single note or refusal for a section that is treated as a whole.
     fn note_section(&mut self, section: &ConfigSection) {
         let values = self.get(section.path).and_then(Value::as_object).cloned().unwrap_or_default();
         let on = match section.switch {

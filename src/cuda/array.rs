@@ -47,7 +47,7 @@ pub(crate) fn storage_of(device: &CudaDevice, numbers: CudaSlice<f32>) -> CudaSt
 }
 
 /// Returns elements `range` of a storage for kernels to read, or `None` if the dtype is none of f32, bf16 and f16 or
-/// there are fewer elements.
+/// `range` ends after the last element.
 pub(crate) fn elements(storage: &CudaStorage, range: Range<usize>) -> Option<DeviceFlatRef<'_>> {
     match &storage.slice {
         CudaStorageSlice::F32(v) => Some(DeviceFlatRef::F32(v.try_slice(range)?)),
@@ -58,7 +58,7 @@ pub(crate) fn elements(storage: &CudaStorage, range: Range<usize>) -> Option<Dev
 }
 
 /// Returns elements `range` of a storage for kernels to write, or `None` if the dtype is none of f32, bf16 and f16 or
-/// there are fewer elements.
+/// `range` ends after the last element.
 pub(crate) fn elements_mut(storage: &mut CudaStorage, range: Range<usize>) -> Option<DeviceFlatMut<'_>> {
     match &mut storage.slice {
         CudaStorageSlice::F32(v) => Some(DeviceFlatMut::F32(v.try_slice_mut(range)?)),

@@ -271,7 +271,7 @@ impl DeviceFlat {
         self.part_mut(range)?.write(&device, cast.as_ref())
     }
 
-    /// Replaces all elements by values of the same dtype from the host.
+    /// Replaces all elements with values from the host, cast to this buffer's dtype.
     ///
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity), if there is too little room.

@@ -16,9 +16,9 @@
 //! | `error.rs` | errors |
 //!
 //! Collectives run on a separate stream, concurrently with the model's work. A launch takes a buffer, and
-//! [`settle`](PendingNcclCollective::settle) returns it after making Candle's stream wait for the collective. The host
-//! waits only in a launch, until NCCL has accepted the call. The wait is longer when NCCL connects two ranks for the
-//! first time.
+//! [`settle`](PendingNcclCollective::settle) returns it after making Candle's stream wait for the collective. Unless
+//! [`wait_on_host`](PendingNcclCollective::wait_on_host) is called, the host waits only in a launch, until NCCL has
+//! accepted the call. The wait is longer when NCCL connects two ranks for the first time.
 //!
 //! The order and the rounding of NCCL's own sums depend on the number of ranks and on their connections. Exact sums
 //! have the same bits as the sums of `comm`: NCCL only transfers the elements, and a kernel of this library adds them

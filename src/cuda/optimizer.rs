@@ -22,9 +22,9 @@ const MAX_STEPS: usize = 1024;
 /// other crates.
 #[derive(Debug, Clone, Copy)]
 pub enum ElementwiseUpdate {
-    /// `grad_scale`, both betas, 1 - each, `l2`, `decay`, `step_size`, `root_scale`, `eps`.
+    /// `grad_scale`, both betas, 1 minus each beta, `l2`, `decay`, `step_size`, `root_scale`, `eps`.
     Adam([f32; 10]),
-    /// `grad_scale`, both betas, 1 - each, `keep`, `lr`.
+    /// `grad_scale`, both betas, 1 minus each beta, `keep`, `lr`.
     Lion([f32; 7]),
     /// `grad_scale`, `l2`, `lr`, `eps`.
     Adagrad([f32; 4]),

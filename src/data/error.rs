@@ -14,7 +14,7 @@ pub enum DataError {
     NotText {
         /// The file.
         path: PathBuf,
-        /// The offset at which the text ends.
+        /// The offset of the first byte that is not UTF-8.
         offset: usize,
     },
     /// A data folder contains no text file.

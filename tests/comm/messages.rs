@@ -243,5 +243,5 @@ fn what_is_no_division_of_the_ranks_is_refused() {
     });
     insta::assert_snapshot!(error_of(errors.unwrap().swap_remove(0)), @"rank 0 cannot form groups of ranks: rank 1 passes groups that differ from those of this rank, [[0, 1]] (every rank must be in exactly one group, and all ranks must pass the same groups in the same order)");
     let errors = threads::run(2, |comm| comm.group(&[vec![0, 1]])?.group(&[vec![0, 1]]).map(drop));
-    insta::assert_snapshot!(error_of(errors.unwrap().swap_remove(0)), @"rank 0 cannot form groups of ranks: this communicator is a group itself; call `group` on the communicator of the job (every rank must be in exactly one group, and all ranks must pass the same groups in the same order)");
+    insta::assert_snapshot!(error_of(errors.unwrap().swap_remove(0)), @"rank 0 cannot form groups of ranks: this communicator belongs to a group; call `group` on the communicator of the job (every rank must be in exactly one group, and all ranks must pass the same groups in the same order)");
 }

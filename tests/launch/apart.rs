@@ -124,8 +124,8 @@ fn a_rank_that_does_not_come_is_named_when_the_time_is_over() {
     let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
     let known = |text: String| text.replace(&port.to_string(), "PORT");
     let [first, second] = [0, 1].map(|rank| meeting(folder.path(), rank, 3, port, "1500"));
-    insta::assert_snapshot!(known(said(first)), @"rank 0: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 1.5s; rank 2 is missing; start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
-    insta::assert_snapshot!(known(said(second)), @"rank 1: rank 0 cancelled the rendezvous: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 1.5s; rank 2 is missing; start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+    insta::assert_snapshot!(known(said(first)), @"rank 0: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 1.5s; missing ranks: 2; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+    insta::assert_snapshot!(known(said(second)), @"rank 1: rank 0 cancelled the rendezvous: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 1.5s; missing ranks: 2; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
 }
 
 #[test]

@@ -30,7 +30,7 @@ pub(super) struct ObjectBucket {
     url: String,
 }
 
-/// Checks that `url` is a valid address, and that its settings exist.
+/// Checks that `url` is a valid address and that its settings are right, as [`ObjectBucket::open`] does.
 ///
 /// # Errors
 /// [`CheckpointError::Store`] with the problem.
@@ -80,10 +80,11 @@ pub(super) fn objects(manifest: &Manifest) -> impl Iterator<Item = (String, u64)
 }
 
 impl ObjectBucket {
-    /// Opens `s3://BUCKET/PREFIX`, with settings from the environment (`AWS_...`), or `file:///FOLDER`.
+    /// Opens `s3://BUCKET/PREFIX`, with settings from the environment (`AWS_...`), or `file:///FOLDER`, which is
+    /// created.
     ///
     /// # Errors
-    /// [`CheckpointError::Store`] for an invalid address or wrong settings.
+    /// [`CheckpointError::Store`] for an invalid address, wrong settings, or a folder that cannot be created.
     pub fn open(url: &str) -> Result<Self> {
         let form = || {
             wrong(url, "it is not the address of an object store; give s3://BUCKET/PREFIX, or file:///FOLDER".into())
@@ -191,7 +192,7 @@ impl ObjectBucket {
         }
     }
 
-    /// Returns a small object; `None` if it does not exist.
+    /// Returns an object of at most `most` bytes; `None` if it does not exist.
     pub async fn get(&self, names: &[&str], most: u64) -> Result<Option<Vec<u8>>> {
         let refused = |e: StoreError| self.refused("cannot read", names, &e);
         let found = match self.store.get(&self.key(names)).await {

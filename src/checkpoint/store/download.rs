@@ -1,5 +1,5 @@
-//! Downloads a checkpoint from an object store: the newest complete one is written into a folder on each host, and
-//! loaded from there.
+//! Downloads a checkpoint from an object store: the requested one, or the newest complete one, is written into a folder
+//! on each host, and loaded from there.
 //!
 //! A local file counts only if it matches the checksums of the manifest: files of an interrupted or earlier download
 //! are read, and reused if they match.
@@ -117,7 +117,7 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
     }
 }
 
-/// Returns the number of steps of a complete checkpoint; as an error, the missing objects.
+/// Returns the number of steps of a checkpoint or, as the inner error, the reason why the checkpoint is incomplete.
 async fn missing(bucket: &ObjectBucket, tag: &str) -> Result<std::result::Result<u64, String>> {
     let manifest = match bucket.manifest(tag).await {
         Ok(Some(manifest)) => manifest,
@@ -131,8 +131,8 @@ async fn missing(bucket: &ObjectBucket, tag: &str) -> Result<std::result::Result
     Ok(if missing.is_empty() { Ok(manifest.global_steps) } else { Err(format!("it lacks {}", list(&missing))) })
 }
 
-/// Downloads the files of `tag` into `dir`, replacing its contents, and checks every byte. Until the result is dropped,
-/// no other job writes there.
+/// Downloads the files of `tag` into `dir`, from which other checkpoints are removed, and checks every byte. Until the
+/// result is dropped, no other job writes there.
 pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: bool) -> Result<FolderLock> {
     let manifest = bucket.manifest(tag).await?;
     let manifest = manifest.ok_or_else(|| bucket.failed("cannot read", &[tag, MANIFEST], &"it no longer exists"))?;
@@ -184,7 +184,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
         .map_err(io("write"))
 }
 
-/// Checks all checksums of a file in the folder. `number` is a rank; for the file of buffers, it is
+/// Checks all checksums of a file in the folder. `number` is the index of a rank's file; for the file of buffers, it is
 /// the number of ranks.
 fn is_right(folder: &Path, manifest: &Manifest, number: usize) -> Result<()> {
     match (&manifest.buffers, number < manifest.files.len()) {

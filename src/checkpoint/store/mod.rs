@@ -5,7 +5,7 @@
 //!   PREFIX/latest                                          the tag of the newest checkpoint; written last
 //!   PREFIX/TAG/rank_00000_of_00002-CHECKSUM.safetensors    each rank's file, sent by that rank
 //!   PREFIX/TAG/buffers-CHECKSUM.safetensors
-//!   PREFIX/TAG/manifest.json                               from rank 0, after all of the above
+//!   PREFIX/TAG/manifest.json                               from rank 0, after all other files of the tag
 //! ```
 //!
 //! CHECKSUM is the file's checksum from the manifest, so that no file replaces a different one. As long as a manifest
@@ -52,7 +52,7 @@ pub(crate) struct DownloadedCheckpoint {
     /// The folder that contains the checkpoints.
     pub dir: PathBuf,
     pub tag: String,
-    /// The lock, on the rank of each host that has downloaded it.
+    /// The lock, on the rank that has downloaded the checkpoint for its host.
     _lock: Option<FolderLock>,
 }
 

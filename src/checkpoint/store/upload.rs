@@ -105,7 +105,7 @@ impl UploadWorker {
         if self.sending.rank == 0 { self.rest(&manifest).await } else { Ok(()) }
     }
 
-    /// Sends the files of this rank, except those that already exist.
+    /// Sends the files of this rank, except those that already exist, and returns the manifest.
     async fn own(&self) -> Result<Manifest> {
         let UploadRequest { folder, rank, piece, .. } = &self.sending;
         let manifest = Manifest::read(&folder.join(MANIFEST))?;
@@ -147,7 +147,7 @@ impl UploadWorker {
         if self.sending.is_latest {
             self.bucket.put(&[LATEST], tag.as_bytes().to_vec()).await?;
         }
-        // Leftovers of an earlier checkpoint of this name.
+        // Remove the leftovers of an earlier checkpoint of this name.
         let is_of_it = |object: &String| object == MANIFEST || objects(manifest).any(|(own, _)| own == *object);
         for object in there.keys().filter(|object| !is_of_it(object)) {
             self.bucket.remove(&[tag, object]).await;

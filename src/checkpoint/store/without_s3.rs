@@ -1,4 +1,4 @@
-//! A build without feature `s3`: addresses of object stores are errors.
+//! A build without feature `s3`: giving the address of an object store is an error.
 
 use super::{DownloadedCheckpoint, UploadRequest};
 use crate::comm::Communicator;

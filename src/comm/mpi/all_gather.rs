@@ -1,5 +1,5 @@
-//! All-gathers: shards within each host, slices of the host's result from host to host, then these slices within each
-//! host.
+//! All-gathers in three steps: ranks exchange their shards within each host, then slices of the host's result from host
+//! to host, then these slices within each host.
 //!
 //! Each host receives the bytes of the others once, even if only ranks at the same position gather. [`super::traffic`]
 //! gives the cost.
@@ -79,8 +79,8 @@ pub(super) fn gather(inter_host: &mut InterHostExchange, whole: &mut [u8], exact
 
 /// Fills `whole` with the parts of the ranks that have the same position as this one in groups of `ranks` consecutive
 /// ranks. This rank's part is already in its place. Each host has the same number of ranks, and complete groups. Each
-/// part goes to every other host once: to the rank with the same local number, which shares it with those of the other
-/// groups.
+/// part goes to every other host once: to the rank with the same local number, which shares it with the ranks at its
+/// position in the other groups of that host.
 pub(super) fn gather_across(inter_host: &mut InterHostExchange, whole: &mut [u8], ranks: usize) -> Result<()> {
     let (hosts, here) = (inter_host.hosts.clone(), inter_host.hosts.local_ranks());
     let (groups, part) = (here.len() / ranks, whole.len() / (inter_host.size() / ranks));

@@ -15,10 +15,10 @@
 //! # Blocks in flight
 //!
 //! A block is the same piece of every chunk. It is sent, encoded, once it has been added up on this host. The blocks of
-//! the other hosts are awaited when [`MESSAGES_IN_FLIGHT`] further blocks have been added up, so that hosts and their
-//! network links do not wait for individual messages. The partial sums of a block that a rank computes take at most
-//! [`MAX_PARTIAL_SUM_BYTES`] bytes, and their encoded form at most half of that. A rank holds the partial sums of one
-//! block, the encoded form of MESSAGES_IN_FLIGHT + 1 outgoing and 2 MESSAGES_IN_FLIGHT incoming blocks, and
+//! the other hosts are awaited when [`MESSAGES_IN_FLIGHT`] - 1 further blocks have been added up, so that hosts and
+//! their network links do not wait for individual messages. The partial sums of a block that a rank computes take at
+//! most [`MAX_PARTIAL_SUM_BYTES`] bytes, and their encoded form at most half of that. A rank holds the partial sums of
+//! one block, the encoded form of MESSAGES_IN_FLIGHT + 1 outgoing and 2 MESSAGES_IN_FLIGHT incoming blocks, and
 //! MESSAGES_IN_FLIGHT blocks of its own chunk's sums: less than 20 MiB, whatever the size of the sum.
 //! [`super::traffic`] gives the cost on the network.
 

@@ -41,7 +41,7 @@ pub(super) struct InterHostExchange {
     /// The exchange with the ranks of this host, counted from 0.
     pub(super) local: ShmExchange,
     pub(super) link: GroupLink,
-    /// The hosts of the ranks that take part, which are counted from 0.
+    /// The hosts of the ranks that take part, with these ranks counted from 0.
     pub(super) hosts: Arc<HostTopology>,
     wait: MessageWait,
     /// The current collective, and the engine call in which it was launched.

@@ -24,8 +24,8 @@ pub(super) struct IntraHostSum<'a> {
 }
 
 impl IntraHostSum<'_> {
-    /// Adds the elements `block` of the chunks of this host's ranks to `partial`, owner after owner. All ranks of the
-    /// host take part, with the same block.
+    /// Adds the parts that this host's ranks have of elements `block` of the owners' chunks to `partial`, owner after
+    /// owner. All ranks of the host take part, with the same block.
     pub(super) fn add_parts(
         &self,
         inter_host: &mut InterHostExchange,

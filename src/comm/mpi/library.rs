@@ -54,12 +54,12 @@ pub(super) struct MpiLibrary {
 }
 
 impl MpiLibrary {
-    /// Loads the library that the variable names, or the first one found: in the system's search path, then next to the
-    /// `mpirun` that started this process or that is on the PATH.
+    /// Loads the library that the variable names, or the first one found: for each name, in the system's search path,
+    /// then next to the `mpirun` that started this process or that is on the PATH.
     ///
     /// # Errors
-    /// No library is found (the error lists all places), or the library that is found cannot be loaded or lacks a
-    /// required function.
+    /// No library is found (the error lists all places), none that is found can be loaded, or the one that is loaded
+    /// lacks a required function.
     pub(super) fn find() -> Result<Self, CommError> {
         if let Some(path) = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
             let path = PathBuf::from(path);

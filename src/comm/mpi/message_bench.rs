@@ -45,8 +45,8 @@ impl MpiRank {
         coming.into_iter().chain(going).try_for_each(|transfer| self.finish(Some(transfer)))
     }
 
-    /// Returns the latency of a message of a few bytes from the first host's first rank to the second host's: half of
-    /// the median round trip. `None` on all other ranks.
+    /// Returns, on the first host's first rank, the latency of a message of a few bytes to the second host's first
+    /// rank: half of the median round trip. Returns `None` on all other ranks.
     ///
     /// # Errors
     /// The errors of [`MpiRank::send_around`].

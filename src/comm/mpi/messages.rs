@@ -8,7 +8,7 @@ use crate::error::CommError;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// The maximum number of bytes that MPI sends or receives of one message at a time.
+/// The maximum number of bytes in a part of a message.
 const PART_BYTES: usize = 1 << 20;
 /// The number of parts in flight.
 const PARTS_IN_FLIGHT: usize = 4;

@@ -1,4 +1,4 @@
-//! Status notices between ranks of different hosts: each rank sends one, when it leaves or gives up.
+//! Status notices between ranks of different hosts: each rank sends one when it leaves or gives up.
 
 use super::link::{MessageTag, MpiLink, MpiTransfer};
 use super::topology::HostTopology;

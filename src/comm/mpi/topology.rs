@@ -161,8 +161,8 @@ impl HostTopology {
     }
 }
 
-/// Returns the memory that this host's ranks share. It is created by the first of them, and the others open it through
-/// that process's descriptor.
+/// Returns the memory that this host's ranks share. The first of these ranks creates it, and the others open it through
+/// the first rank's descriptor.
 ///
 /// # Errors
 /// Fails if MPI or the system fails.

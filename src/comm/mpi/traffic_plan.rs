@@ -40,8 +40,8 @@ impl UniformHosts {
         Self(HostTopology::even(hosts, each))
     }
 
-    /// Returns the transfers between hosts of a collective whose argument has `elements` elements: none on one host,
-    /// and otherwise one or, for an all-reduce, two.
+    /// Returns the transfers between hosts of a collective whose argument has `elements` elements: none on one host or
+    /// for a message to one rank, and otherwise one or, for an all-reduce, two.
     pub(crate) fn transfers(
         &self,
         kind: CollectiveKind,

@@ -4,7 +4,7 @@
 //! ```text
 //!   rank 0: listens on a socket named by MASTER_PORT <-- JoinRequest -- rank r
 //!           all connected: creates the memory   -- its descriptor, or the reason why there is none --> rank r
-//!   then:   each connection stays open while both its processes live; a hang-up means that one of them has died
+//!   then:   each connection stays open while both of its processes live; a hang-up means that one of them has died
 //! ```
 //!
 //! No launcher watches these ranks: rank 0 watches the others, and they watch rank 0. If rank 0 has exited normally,
@@ -121,8 +121,8 @@ mod tests {
         let port = port();
         let [first, third] = told([env(0, 3, port, 300), env(2, 3, port, 20_000)]);
         let [first, third] = [first, third].map(|text| text.replace(&port.to_string(), "PORT"));
-        insta::assert_snapshot!(first, @"2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; rank 1 is missing; start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
-        insta::assert_snapshot!(third, @"rank 0 cancelled the rendezvous: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; rank 1 is missing; start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+        insta::assert_snapshot!(first, @"2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; missing ranks: 1; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+        insta::assert_snapshot!(third, @"rank 0 cancelled the rendezvous: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; missing ranks: 1; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
     }
 
     #[test]

@@ -14,11 +14,12 @@ use candle_core::DType;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-/// The maximum size of an all-reduce of two ranks that is sent in one exchange. With two ranks, one exchange moves as
-/// many bytes as two exchanges of halves; with more ranks it would move more.
+/// The maximum size in bytes of an all-reduce of two ranks that is sent in one exchange. With two ranks, one exchange
+/// moves as many bytes as two exchanges of halves; with more ranks it would move more.
 const SHORT_BYTES: usize = 16 << 10;
 
-/// The size from which a gathered buffer is written with stores that bypass the caches, which it would otherwise fill.
+/// The size in bytes from which a gathered buffer is written with stores that bypass the caches, which it would
+/// otherwise fill.
 const PAST_CACHE_BYTES: usize = 4 << 20;
 
 type Result<T> = std::result::Result<T, CommError>;
@@ -181,7 +182,7 @@ fn reduce_piece(
     Ok(())
 }
 
-/// Returns the sum of all ranks' `input`, if all of it fits into one piece.
+/// Replaces `input`, which must fit into one piece, with the sum of all ranks' `input`.
 fn reduce_whole(ex: &mut ShmExchange, input: &mut Flat) -> Result<()> {
     let (world, rank, dtype, len) = (ex.size(), ex.rank(), input.dtype(), input.len());
     let bytes = input.size_in_bytes();

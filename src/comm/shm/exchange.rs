@@ -267,8 +267,8 @@ impl PeerFailure {
 
 /// The duration of a wait, and of the silence of the awaited heartbeat.
 ///
-/// Both count turns of the waiting loop rather than clock time: if the complete job was stopped for an hour (Ctrl-Z)
-/// and resumes, no rank has waited for an hour.
+/// In both, a turn of the waiting loop counts for at most [`MAX_COUNTED_TURN`]: if the complete job was stopped for an
+/// hour (Ctrl-Z) and resumes, no rank has waited for an hour.
 pub(in crate::comm) struct PeerWaitTimer {
     last_turn: Instant,
     waited: Duration,

@@ -5,7 +5,7 @@ use super::region::{MAILBOX_BYTES, SharedMemoryRegion, Word32, Word64};
 use crate::error::CommError;
 use memmap2::MmapRaw;
 
-/// The number of packets in flight.
+/// The maximum number of packets in flight.
 pub(super) const PACKETS: u32 = 4;
 /// The maximum number of bytes of a packet.
 pub(in crate::comm) const PACKET_BYTES: usize = 1 << 16;
@@ -26,7 +26,7 @@ pub(in crate::comm) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Opens the mailbox for the messages of one rank of the region to another in a channel.
+    /// Opens the mailbox for the messages from one rank of the region to another in a channel.
     ///
     /// # Errors
     /// The system cannot map its memory.

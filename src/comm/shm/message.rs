@@ -1,4 +1,4 @@
-//! Messages between two ranks of this host, as packets of a mailbox.
+//! Messages between two ranks of this host, as packets in a mailbox.
 //!
 //! A wait ends with an error when the other rank has died, given up or left, when any rank has failed, or when the time
 //! limit is exceeded, as in [`super::exchange`].

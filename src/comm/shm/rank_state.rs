@@ -21,7 +21,7 @@ pub(crate) enum RankState {
     Finished,
     /// The rank gave up, for the reason in this text.
     Aborted(String),
-    /// The rank's process ended, with this cause of death as the launcher saw it.
+    /// The rank's process ended abnormally. The text is the cause of death.
     Dead(String),
 }
 
@@ -62,8 +62,8 @@ const ABORTED: u32 = 3;
 const DEAD: u32 = 4;
 
 impl SharedMemoryRegion {
-    /// Records that the process of `rank` has ended abnormally. Called by the launcher. Every waiting rank returns an
-    /// error with `why`.
+    /// Records that the process of `rank` has ended abnormally. Called by the launcher or, if there is none, by the
+    /// rank that has claimed the cause. Every waiting rank returns an error with `why`.
     pub fn mark_dead(&self, rank: usize, why: &str) {
         self.write_text(rank, FailureText::Cause, why);
         self.record_first_failure(rank, RankFault::Died);

@@ -13,10 +13,11 @@
 //! `zerorun` creates the region as a memfd and the ranks inherit it, or rank 0 creates it and hands it to the others.
 //! It has no name, needs no /dev/shm, and disappears with the last process. Ranks as threads use the same layout.
 //!
-//! A rank's block is written only by that rank, with one exception: `cause` and the transition from a living state to
-//! DEAD are written by the launcher or, if there is none, by the one rank that has claimed them. This file defines
-//! where each word lies; `super::pieces` and `super::rank_state` define the order in which words are written and
-//! read.
+//! A rank's block is written only by that rank, with three exceptions: threads that wait for the rank count themselves
+//! in `sleepers`; `cause` and the transition from a living state to DEAD are written by the launcher or, if there is
+//! none, by the one rank that has claimed them; and the launcher records that a process has ended without an error.
+//! This file defines where each word lies; `super::pieces` and `super::rank_state` define the order in which words are
+//! written and read.
 
 use crate::error::{CommError, Error, Result};
 use memmap2::{MmapOptions, MmapRaw};
@@ -31,7 +32,8 @@ pub(in crate::comm) use std::thread::yield_now;
 const MAGIC: u64 = 0x6361_6e64_6c65_7a30; // "candlez0"
 const VERSION: u64 = 6;
 const PAGE: usize = 4096;
-/// The number of bytes of one rank's data in one piece; each rank has two such slots. Small enough to stay in cache.
+/// The maximum number of bytes of one rank's data in one piece, small enough to stay in cache. Each rank has two slots
+/// of this size.
 pub(in crate::comm) const SLOT_BYTES: usize = 1 << 17;
 /// The number of bytes of a mailbox.
 pub(in crate::comm) const MAILBOX_BYTES: usize = PAGE + (1 << 18);
@@ -72,7 +74,7 @@ const _: () = assert!(CHANNELS * SEAT <= PAGE);
 pub(in crate::comm) enum FailureText {
     /// The rank's reason for giving up.
     LastWords,
-    /// The cause of the rank's death, as the launcher saw it.
+    /// The cause of the rank's death, as the launcher or another rank saw it.
     Cause,
 }
 
@@ -170,7 +172,7 @@ impl SharedMemoryRegion {
         channel * self.world_size + rank
     }
 
-    /// Maps the memory for the messages of one rank to another in a channel. Both ranks do so separately, when they
+    /// Maps the memory for the messages from one rank to another in a channel. Both ranks do so separately, when they
     /// first need it.
     ///
     /// # Errors
@@ -198,8 +200,9 @@ impl SharedMemoryRegion {
         Ok(())
     }
 
-    /// Records that all ranks have been started. Called by the launcher. The ranks that have started sleep until then:
-    /// if many ranks share few cores, the first would otherwise delay the start of the last.
+    /// Records that all ranks have been started. Called by the launcher or the rank that created the region. The ranks
+    /// that have started sleep until then: if many ranks share few cores, the first would otherwise delay the start of
+    /// the last.
     pub fn let_in(&self) {
         let all_started = self.word32(ALL_STARTED);
         all_started.store(1, Ordering::Release);

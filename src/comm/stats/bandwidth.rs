@@ -14,8 +14,8 @@ pub struct Bandwidth {
 
 impl Bandwidth {
     /// Returns the bandwidth of an operation that took `ms` milliseconds on `world_size` ranks, where one rank's part
-    /// has `bytes` bytes. `op` is DeepSpeed's name (`all_reduce`, `all_gather_into_tensor`, ...). Returns zeros if no
-    /// time was measured.
+    /// has `bytes` bytes. `op` is DeepSpeed's name for the operation (`all_reduce`, `all_gather_into_tensor`, ...).
+    /// Returns zeros if no time was measured.
     pub fn of(op: &str, bytes: f64, ms: f64, world_size: usize) -> Self {
         if ms <= 0.0 {
             return Self::default();

@@ -32,7 +32,7 @@ pub struct CollectiveKindReport {
     pub exact_bytes: u64,
     /// The part of `wire_bytes` that came from other hosts.
     pub between_hosts_bytes: u64,
-    /// The seconds that the comm thread spent working or waiting for peers.
+    /// The seconds for which the collectives ran, on any thread, including waits for peers.
     pub busy_s: f64,
 }
 
@@ -52,7 +52,8 @@ impl CommReport {
         self.kinds.get(&kind).copied().unwrap_or_default()
     }
 
-    /// Returns the number of bytes of gradients and parameters as sent (all kinds but control and barrier).
+    /// Returns the number of bytes of gradients and parameters as sent (by all-reduces, reduce-scatters and
+    /// all-gathers).
     pub fn data_wire_bytes(&self) -> u64 {
         self.data().map(|k| k.wire_bytes).sum()
     }
@@ -107,7 +108,7 @@ impl fmt::Display for CommReport {
     }
 }
 
-/// The counters shared between the comm thread, which adds, and the training thread, which reads.
+/// The counters shared between the threads that run collectives, which add, and the training thread, which reads.
 #[derive(Debug, Default)]
 pub(in crate::comm) struct CommCounters(Mutex<CommReport>);
 

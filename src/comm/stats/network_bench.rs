@@ -49,7 +49,7 @@ pub struct TransferMeasurement {
 }
 
 impl TransferMeasurement {
-    /// Returns the number of bytes per second that this host received.
+    /// Returns the number of bytes per second that the host received.
     pub fn rate(self) -> f64 {
         self.into_a_host / self.seconds.max(f64::MIN_POSITIVE)
     }
@@ -153,8 +153,8 @@ fn one_way(comm: &dyn Communicator, place: &MpiRank) -> Result<f64> {
     Ok(comm.gather_f64(vec![own]).wait()?.into_iter().flatten().fold(0.0, f64::max))
 }
 
-/// Runs a function on all ranks at the same time, several times. Returns the fastest time, and the bytes that a host
-/// received in collectives of `kind`.
+/// Runs a function on all ranks at the same time, several times. Returns the shortest time, and the number of bytes
+/// that the host that received the most received in collectives of `kind`.
 fn fastest(comm: &dyn Communicator, kind: CollectiveKind, run: impl Fn() -> Result<()>) -> Result<TransferMeasurement> {
     let between = || comm.report().kind(kind).between_hosts_bytes;
     let mut best = TransferMeasurement { into_a_host: 0.0, seconds: Duration::MAX.as_secs_f64() };

@@ -12,7 +12,7 @@ pub enum WireFormat {
     /// Elements as they are in memory.
     #[default]
     Exact,
-    /// Integers with a scale per [`BLOCK`] elements: ZeRO++.
+    /// Integers with a scale per [`BLOCK`] elements, as in ZeRO++.
     Blocks(IntFormat),
     /// Exact within a host, and encoded between hosts.
     ///
@@ -65,8 +65,8 @@ impl WireFormat {
         let exact = |elements: usize| elements * dtype.size_in_bytes();
         let coded = |elements: usize| self.encoded_len(elements, dtype.size_in_bytes());
         let of_each = match kind {
-            // A reduction receives every other rank's part of this rank's chunk; an all-reduce also receives the
-            // others' sums, which are never encoded.
+            // In a reduction, a rank receives every other rank's part of its chunk; in an all-reduce, it also receives
+            // the others' sums, which are never encoded.
             CollectiveKind::ReduceScatter => coded(elements / world),
             CollectiveKind::AllReduce => coded(elements.div_ceil(world)) + exact(elements.div_ceil(world)),
             CollectiveKind::AllGather | CollectiveKind::Control => coded(elements),

@@ -1,4 +1,5 @@
-//! Sections that are recorded with a note that they have no effect, or refused if they are on.
+//! The keys of all other sections. Some sections have an effect, some are recorded with a note that they have none, and
+//! some are refused if they are on.
 
 use super::shorthand::*;
 

@@ -56,6 +56,9 @@ pub(super) struct AttentionCall<'a> {
 }
 
 impl<'a> AttentionCall<'a> {
+    /// Checks the sizes and prepares the launches.
+    ///
+    /// # Panics
     /// Panics if rows are not within their views.
     pub fn new<E: AttentionElement>(
         device: &'a CudaDevice,

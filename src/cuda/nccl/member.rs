@@ -72,6 +72,8 @@ struct OwnedNcclComm(RawNcclComm);
 unsafe impl Send for OwnedNcclComm {}
 
 impl NcclMember {
+    /// Joins the ranks that have the same `id`.
+    ///
     /// # Errors
     /// Returns an error if the library reports one or a peer does not join.
     pub fn join(
