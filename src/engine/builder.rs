@@ -269,7 +269,7 @@ impl EngineBuilder {
 
     /// Keeps a record of the run, which `zerorun runs` lists, shows and compares: a folder with the configuration, the
     /// command line, the machine, the values of each step, checkpoints, errors and samples. `run` is a name, or a
-    /// [`RunSpec`] with more settings. Rank 0 writes the record, from the first forward pass on. A job that is restarted
+    /// [`RunSpec`] with more settings. Rank 0 writes the record, from the first forward pass on. A restarted job
     /// continues its record, and a job that loads a checkpoint of a run with the same name continues the record of that
     /// run. Default: no record, unless the configuration has a section `run` or the environment variable
     /// `CANDLE_ZERO_RUN` contains a name.

@@ -238,7 +238,7 @@ pub enum EngineError {
         /// The number of optimizer steps so far, including skipped ones and this one.
         step: u64,
     },
-    /// Every gradient overflows with a constant loss scale.
+    /// Gradients overflowed in many optimizer steps in a row with a constant loss scale.
     #[error(
         "gradients overflowed in {steps} optimizer steps in a row, and the loss scale stays {scale} (fp16.loss_scale): \
          no weight will ever change; let the scale adapt (fp16.loss_scale 0), set a smaller one, or train in bf16"

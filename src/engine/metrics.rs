@@ -77,8 +77,7 @@ impl<M> Engine<M> {
         self.trainer.lr()
     }
 
-    /// Returns the momentum of the next optimizer step, one per parameter group, in the order of
-    /// [`lr`](Self::lr).
+    /// Returns the momentum of each parameter group in the next optimizer step, in the order of [`lr`](Self::lr).
     #[doc(alias = "get_mom")]
     pub fn momentum(&self) -> Vec<Momentum> {
         self.trainer.momentum()

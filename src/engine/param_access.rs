@@ -26,8 +26,9 @@ impl<M> Engine<M> {
     /// [`step`](Self::step) would use it before clipping: reduced over ranks, summed over the micro steps of the
     /// accumulation so far, each divided by `gradient_accumulation_steps`, with the loss scale divided out.
     ///
-    /// A gradient exists from the first backward pass of an accumulation to its step. The result is `None` at other
-    /// times, for a frozen parameter, and while [`no_sync`](Self::no_sync) holds all gradients.
+    /// A gradient exists from the first backward pass of an accumulation to the step that updates the weights. The
+    /// result is `None` at other times, for a frozen parameter, and while [`no_sync`](Self::no_sync) holds all
+    /// gradients.
     ///
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param).
@@ -193,8 +194,9 @@ impl<M> Engine<M> {
 
     /// Runs `run` while the parameters `names` are gathered, so that the parameters of [`model`](Self::model) can be
     /// read outside a forward pass (DeepSpeed's `GatheredParameters`, for reading; [`gathered_mut`](Self::gathered_mut)
-    /// changes them). The gathered parameters have the model's dtype. Collective at stage 3; at other stages every rank
-    /// always has all full parameters. With expert parallelism, only the ranks that hold an expert have its parameters.
+    /// changes them). The gathered parameters have the model's dtype. Collective at stage 3; at other stages, every
+    /// rank always has all full parameters. With expert parallelism, only the ranks that hold an expert have its
+    /// parameters.
     ///
     /// ```
     /// # use candle_zero::Engine;
