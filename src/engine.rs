@@ -406,8 +406,8 @@ impl<M> Engine<M> {
         EngineError::NonFiniteGradient { where_, step: self.global_steps }.into()
     }
 
-    /// Updates the weights with the gradients times `multiplier`, and publishes them. Returns whether they have already
-    /// changed.
+    /// Updates the weights with the gradients times `multiplier`, and publishes them. Returns whether the weights
+    /// have changed, which is false if the update is delayed.
     fn update(&mut self, multiplier: f64) -> Result<bool> {
         let trained = self.trainer.for_step(self.optimizer_steps + 1, multiplier as f32)?;
         let weights_changed = self.core.update(&trained)?;

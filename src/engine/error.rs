@@ -5,10 +5,7 @@ use crate::util::counted;
 /// Returns advice about non-finite numbers in optimizer step `step`.
 fn nonfinite_advice(step: u64) -> &'static str {
     match step {
-        0 => {
-            "no weight has changed yet: look for non-finite or very large values in the initial weights and in the \
-             data of this step"
-        }
+        0 => "look for non-finite or very large values in the initial weights and in the data of this step",
         _ => "lower the learning rate, clip gradients (gradient_clipping), and check the data of this step",
     }
 }
@@ -448,7 +445,7 @@ pub enum EngineError {
 fn remedy_of_overflow(adapts: bool) -> &'static str {
     match adapts {
         true => {
-            "the loss scale was still falling: train for more steps, or start with a smaller one \
+            "the loss scale was still falling; train for more steps, or start with a smaller one \
              (fp16.initial_scale_power)"
         }
         false => "let the loss scale adapt (fp16.loss_scale 0), or set a smaller one",

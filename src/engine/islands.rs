@@ -90,7 +90,7 @@ enum ExchangeResult {
 
 impl Islands {
     /// Begins local steps with the weights of `core`, which are the same on all islands. With a server, this rank
-    /// connects to it; `fingerprint` is what all islands must have in common.
+    /// connects to it; `fingerprint` contains the properties that all islands must share.
     pub fn begin(
         ranks: IslandRanks,
         config: &LocalStepsConfig,

@@ -60,8 +60,8 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::ValueShape`];
-    /// [`EngineError::OutOfOrder`] between forward and backward, because the graph contains the old values. In all
-    /// these cases, nothing has changed.
+    /// [`EngineError::OutOfOrder`] between forward and backward, because the graph contains the old values;
+    /// [`EngineError::LocalSteps`] if ranks take local steps. In all these cases, nothing has changed.
     pub fn safe_set_full_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_fp32_param";
         self.not_on_islands(CALL)?;
@@ -79,7 +79,8 @@ impl<M> Engine<M> {
     /// pass of the accumulation adds to it. All ranks must give the same `value`.
     ///
     /// # Errors
-    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`EngineError::GradientAbsent`].
+    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param), except
+    /// [`EngineError::LocalSteps`]; [`EngineError::GradientAbsent`].
     pub fn safe_set_full_grad(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_grad";
         let mut values = self.values_of(CALL, value)?;
@@ -93,7 +94,8 @@ impl<M> Engine<M> {
     /// Collective: sets the optimizer state `key` of parameter `name`. All ranks must give the same `value`.
     ///
     /// # Errors
-    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`ParamError::UnknownState`].
+    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param), except
+    /// [`EngineError::LocalSteps`]; [`ParamError::UnknownState`].
     pub fn safe_set_full_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
         const CALL: &str = "safe_set_full_optimizer_state";
         let values = self.values_of(CALL, value)?;
@@ -144,7 +146,8 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`EngineError::NotSharded`] at stage 0; [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`];
     /// [`ParamError::LocalShape`], and [`EngineError::Elsewhere`] on the ranks whose value is right;
-    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases, nothing has changed.
+    /// [`EngineError::OutOfOrder`] between forward and backward; [`EngineError::LocalSteps`] if ranks take local steps.
+    /// In all these cases, nothing has changed.
     pub fn safe_set_local_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_local_fp32_param";
         self.not_on_islands(CALL)?;
@@ -240,8 +243,8 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`ParamError::Unknown`]; [`EngineError::NoSuchRank`]; [`EngineError::ArgumentsDiffer`] between ranks; the error
     /// of `run`, or [`ParamError::ValueShape`], on the rank where it ran, and [`EngineError::Elsewhere`] on the others;
-    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases, nothing has changed, and the
-    /// engine can continue.
+    /// [`EngineError::OutOfOrder`] between forward and backward; [`EngineError::LocalSteps`] if ranks take local steps.
+    /// In all these cases, nothing has changed, and the engine can continue.
     pub fn gathered_mut(
         &mut self,
         names: &[&str],
