@@ -246,7 +246,9 @@ impl<M> Engine<M> {
     /// ranks must run them in the same order.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a preceding forward pass; [`EngineError::NonFiniteLoss`] in f32; a failed
+    /// [`EngineError::OutOfOrder`] without a preceding forward pass; [`OptimError::NoOptimizer`];
+    /// [`EngineError::LossShape`]; [`EngineError::LossReachesNothing`] for a loss that depends on no trained parameter;
+    /// [`EngineError::OldLoss`] for the loss of an older forward pass; [`EngineError::NonFiniteLoss`] in f32; a failed
     /// collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.check_order("backward", &[MicroStepPhase::Forwarded])?;

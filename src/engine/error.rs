@@ -112,9 +112,9 @@ pub enum EngineError {
         /// The parameter's name.
         name: String,
     },
-    /// An attempt to set a rank's part of a parameter at a stage where every rank has the full parameter.
+    /// An attempt to set a rank's part of a parameter at stage 0, where parameters have no parts.
     #[error(
-        "{call} sets a rank's part of a parameter, but at stage 0 every rank has the complete parameter; call {full} \
+        "{call} sets a rank's part of a parameter, but at stage 0 nothing is divided among the ranks; call {full} \
          on all ranks with the same value, or use stage 1, 2 or 3"
     )]
     NotSharded {

@@ -341,7 +341,7 @@ impl<M> Engine<M> {
         self.attempt(|engine| agree(engine.core.comm(), own, elsewhere))
     }
 
-    /// Returns an error if every rank has full parameters, which cannot be set part by part.
+    /// Returns an error at stage 0, where parameters have no parts that could be set separately.
     fn is_sharded(&self, call: &'static str, full: &'static str) -> Result<()> {
         match self.config.zero.stage.placement().optim.is_sharded() {
             true => Ok(()),
