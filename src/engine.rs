@@ -180,10 +180,10 @@ impl<M> Engine<M> {
     /// Parameters are in memory while `run` runs; at stage 3, a unit's parameters are in memory only while the unit
     /// runs.
     ///
-    /// In the first step, `run` is called three times, the first two times with slightly perturbed weights
-    /// (`gradient_check`). It must therefore compute its result from the model and from inputs fixed before the call (a
-    /// batch, a step number), and must not fetch a new batch. Outside variables that it sets keep the values of the
-    /// last call, which has the true weights.
+    /// In the first step, and in later ones while the result of the gradient check (`gradient_check`) is unclear, `run`
+    /// is called three times, the first two times with slightly perturbed weights. It must therefore compute its result
+    /// from the model and from inputs fixed before the call (a batch, a step number), and must not fetch a new batch.
+    /// Outside variables that it sets keep the values of the last call, which has the true weights.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between backward and step; the error of `run`; a failed collective.
@@ -246,7 +246,9 @@ impl<M> Engine<M> {
     /// ranks must run them in the same order.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a preceding forward pass; [`EngineError::NonFiniteLoss`] in f32; a failed
+    /// [`EngineError::OutOfOrder`] without a preceding forward pass; [`OptimError::NoOptimizer`];
+    /// [`EngineError::LossShape`]; [`EngineError::LossReachesNothing`] for a loss that depends on no trained parameter;
+    /// [`EngineError::OldLoss`] for the loss of an older forward pass; [`EngineError::NonFiniteLoss`] in f32; a failed
     /// collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.check_order("backward", &[MicroStepPhase::Forwarded])?;
@@ -276,8 +278,10 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] without a preceding backward pass; [`EngineError::NonFiniteGradient`] in f32;
-    /// [`EngineError::LossScaleAtMinimum`]; [`EngineError::NoGradient`] in the first step; a failed collective. Also
-    /// the error of a failed background save: in that case the step has been completed, and the engine can continue.
+    /// [`EngineError::LossScaleAtMinimum`] or [`EngineError::StaticLossScaleTooLarge`] in fp16;
+    /// [`EngineError::NoGradient`] in the first step; [`EngineError::WrongGradient`] while gradients are checked; a
+    /// failed collective. Also the error of a failed background save: in that case, the step has been completed, and
+    /// the engine can continue.
     pub fn step(&mut self) -> Result<()> {
         self.check_order("step", &[MicroStepPhase::Backwarded, MicroStepPhase::Held])?;
         if self.accumulation.in_no_sync {
@@ -299,8 +303,8 @@ impl<M> Engine<M> {
         self.failed_save.take().map_or(Ok(()), Err)
     }
 
-    /// Runs the optimizer step: vote, scaler, clip, update, publish. Returns whether an exchange between islands changed
-    /// weights.
+    /// Runs the optimizer step: vote, scaler, clip, update, publish. Returns whether an exchange between islands
+    /// changed weights.
     fn optimizer_step(&mut self) -> Result<bool> {
         self.note_rates();
         self.core.look_for_writes()?;
@@ -388,8 +392,8 @@ impl<M> Engine<M> {
         };
         let applies = applies.and_then(|applies| self.scaler.update(overflow).map(|()| applies));
         if self.islands.is_some() || !matches!(applies, Ok(false)) {
-            // From here on, the state that is being saved changes, or the engine stops. Islands must end a save together,
-            // so with islands every step ends it.
+            // From here on, the state that is being saved changes, or the engine stops. Islands must end a save
+            // together, so with islands every step ends it.
             self.end_saving()?;
         }
         applies
@@ -404,8 +408,8 @@ impl<M> Engine<M> {
         EngineError::NonFiniteGradient { where_, step: self.global_steps }.into()
     }
 
-    /// Updates the weights with the gradients times `multiplier`, and publishes them. Returns whether they have already
-    /// changed.
+    /// Updates the weights with the gradients times `multiplier`, and publishes them. Returns whether the weights
+    /// have changed, which is false if the update is delayed.
     fn update(&mut self, multiplier: f64) -> Result<bool> {
         let trained = self.trainer.for_step(self.optimizer_steps + 1, multiplier as f32)?;
         let weights_changed = self.core.update(&trained)?;

@@ -50,10 +50,10 @@ impl TokenData {
     ///   shortened while it is in use.
     /// - any other file: UTF-8 text, each byte a token. A file of 1 MiB or more is mapped, so that the ranks of a
     ///   machine share its memory, and must not be shortened while it is in use either.
-    /// - a folder: all UTF-8 text files below it, in the order of their paths, each ending in a newline. Hidden
-    ///   entries, folders named `target` and links to folders are left out; other files that are not UTF-8 are skipped
-    ///   and counted.
-    /// - `None`: the sources and documents of this library.
+    /// - a folder: all UTF-8 text files below it, in the order of their paths. A newline is added to each file that
+    ///   does not end in one. Hidden entries, folders named `target` and links to folders are left out; other files
+    ///   that are not UTF-8 are skipped and counted.
+    /// - `None`: the [embedded corpus](Self::embedded).
     ///
     /// # Errors
     /// [`Error::Io`]; [`DataError::NotText`] for a single file that is not UTF-8; [`DataError::NoText`] for a folder
@@ -222,7 +222,7 @@ impl TokenData {
         (0..pieces).into_par_iter().map(check).find_first(Result::is_err).unwrap_or(Ok(()))
     }
 
-    /// Checks that tokens `tokens`, which start at position `start`, are below `vocab`.
+    /// Checks that `tokens`, which start at position `start`, are below `vocab`.
     ///
     /// # Errors
     /// [`DataError::TokenOutOfVocabulary`] with the first token that is not below `vocab`.

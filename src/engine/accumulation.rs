@@ -124,9 +124,9 @@ impl<M> Engine<M> {
     }
 
     /// Sets the learning rate of all parameter groups. As in DeepSpeed and PyTorch, a schedule overwrites it after the
-    /// next update; without a schedule it holds until the next call. Checkpoints store it: a run that resumes from one,
-    /// on any number of ranks, uses this rate instead of the one in its configuration, unless the rate is set again
-    /// after the load. Collective.
+    /// next update; without a schedule, it holds until the next call. Checkpoints store it: a run that resumes from
+    /// one, on any number of ranks, uses this rate instead of the one in its configuration, unless the rate is set
+    /// again after the load. Collective.
     ///
     /// # Errors
     /// [`EngineError::LearningRate`] if it is negative or not finite; [`EngineError::ArgumentsDiffer`] between ranks.

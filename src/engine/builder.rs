@@ -60,8 +60,8 @@ impl Engine<()> {
 }
 
 impl EngineBuilder {
-    /// Sets the job to take part in. Default: the job that the environment describes (zerorun, mpirun, srun; on one
-    /// host also torchrun's variables, whatever has set them).
+    /// Sets the job to take part in. Default: the job that the environment describes (zerorun, mpirun or srun; on
+    /// one host, also torchrun's variables, whichever program has set them).
     ///
     /// A process may have several engines, at the same time or one after the other, for example for a GAN, or for a
     /// teacher and a student. Engines of one job share its communicator, by default or because each of them was given
@@ -98,8 +98,8 @@ impl EngineBuilder {
     }
 
     /// Reads the initial weights from safetensors files that contain exactly the model's parameters, instead of
-    /// initializing them randomly. `path` is a file, an index of several (`model.safetensors.index.json`), or a Hugging
-    /// Face folder with either. Each rank reads only the parts that it keeps.
+    /// initializing them randomly. `path` is a file, an index of several files (`model.safetensors.index.json`), or a
+    /// Hugging Face folder with either. Each rank reads only the parts that it keeps.
     #[must_use]
     pub fn init_from(mut self, path: impl Into<PathBuf>) -> Self {
         self.init_from = Some(path.into());
@@ -194,7 +194,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Treats the missing gradient of a parameter that no backward pass reaches as zero instead of an error; rank 0
+    /// Treats the missing gradient of a parameter that no backward pass reaches as zero instead of as an error; rank 0
     /// reports the parameters that the first step missed, once. Ranks may miss different parameters in one step. This
     /// is the same as `zero_optimization.ignore_unused_parameters: true`.
     ///
@@ -269,7 +269,7 @@ impl EngineBuilder {
 
     /// Keeps a record of the run, which `zerorun runs` lists, shows and compares: a folder with the configuration, the
     /// command line, the machine, the values of each step, checkpoints, errors and samples. `run` is a name, or a
-    /// [`RunSpec`] with more settings. Rank 0 writes the record, from the first forward pass on. A job that is restarted
+    /// [`RunSpec`] with more settings. Rank 0 writes the record, from the first forward pass on. A restarted job
     /// continues its record, and a job that loads a checkpoint of a run with the same name continues the record of that
     /// run. Default: no record, unless the configuration has a section `run` or the environment variable
     /// `CANDLE_ZERO_RUN` contains a name.

@@ -170,11 +170,11 @@ impl<M> Engine<M> {
 
     /// Loads checkpoint `tag` from folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
     /// precision and offload it was saved with. Returns `None` and loads nothing if the folder contains no checkpoint.
-    /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); its newest complete checkpoint
-    /// is first downloaded into a folder in the user's cache. Collective.
+    /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); the checkpoint
+    /// (without `tag`, the newest complete one) is first downloaded into a folder in the user's cache. Collective.
     ///
-    /// An island that has joined others through an island server keeps their state, which is newer: nothing is loaded, and
-    /// the result has the others' `global_samples` and client state.
+    /// An island that has joined others through an island server keeps their state, which is newer: nothing is loaded,
+    /// and the result has the others' `global_samples` and client state.
     ///
     /// Everything needed is checked before anything changes. The optimizer states include the learning rates that were
     /// set with [`set_lr`](Self::set_lr) (DeepSpeed's `param_groups`); if it was never called, the rates of this
@@ -186,6 +186,8 @@ impl<M> Engine<M> {
     /// or belongs to another model or optimizer, or if the folder has checkpoints but neither `tag` nor `latest` names
     /// one. In that case, the engine is unchanged, except that a delayed update has been completed and a forward pass
     /// without a backward pass no longer counts.
+    /// [`CheckpointError::Store`](crate::error::CheckpointError::Store) on all ranks if the checkpoint cannot be
+    /// downloaded;
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation; a
     /// failed collective.
     pub fn load_checkpoint(

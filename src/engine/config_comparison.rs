@@ -54,7 +54,7 @@ impl RankConfig {
         Self { keys, data: data.to_vec() }
     }
 
-    /// Returns a hash of the data. Names are not included, because hosts may store it in different places.
+    /// Returns a hash of the data. Names are not included, because hosts may store the data in different places.
     pub(super) fn data_hash(data: &[SharedContent]) -> u64 {
         fnv1a(&data.iter().flat_map(|shared| shared.content.to_le_bytes()).collect::<Vec<u8>>())
     }
@@ -97,7 +97,7 @@ impl RankConfig {
             keys = "a value passed to same_on_all_ranks, or a setting without a key".into();
         }
         if more > 0 {
-            keys += &format!(", and {more} more keys");
+            keys += &format!(", and {more} more");
         }
         EngineError::ConfigsDiffer { rank, other, keys }.into()
     }

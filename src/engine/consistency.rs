@@ -72,7 +72,8 @@ impl EngineFingerprint {
 
 /// Collective: returns an error if ranks built different models, read different configurations or `data`, start from
 /// different `weights` (a hash), initializers (`inits`) or buffers, have a different optimizer, schedule or param
-/// groups, round states differently, or compute at different SIMD levels.
+/// groups, round states differently, or compute at different SIMD levels. Otherwise, returns the properties that all
+/// islands must have in common.
 pub(super) fn check_same_on_all_ranks(
     (core, islands): (&RankCore, Option<&IslandRanks>),
     config: &Config,
@@ -158,8 +159,8 @@ fn of_any_island(config: &Config) -> Config {
     config
 }
 
-/// Collective among all ranks of the job: returns an error if islands have different fingerprints. `mine` is that of all
-/// ranks of island `number`.
+/// Collective among all ranks of the job: returns an error if islands have different fingerprints. `mine` is the
+/// fingerprint that all ranks of island `number` have in common.
 fn check_same_on_all_islands(number: usize, across: &dyn Communicator, mine: EngineFingerprint) -> Result<()> {
     let all: Vec<EngineFingerprint> =
         gather_u64(across, &mine.numbers())?.iter().map(|numbers| EngineFingerprint::of_numbers(numbers)).collect();
@@ -183,8 +184,8 @@ fn check_same_on_all_islands(number: usize, across: &dyn Communicator, mine: Eng
     Err(EngineError::LocalSteps { why }.into())
 }
 
-/// Collective among all ranks of the job: returns an error if the stages of a pipeline differ in anything but their parts
-/// of the model.
+/// Collective among all ranks of the job: returns an error if the stages of a pipeline differ in anything but their
+/// parts of the model.
 fn check_same_on_all_stages(
     core: &RankCore,
     config: &Config,

@@ -448,7 +448,8 @@ fn note_compression(config: &Config, comm: &dyn Communicator) {
     }
 }
 
-/// Checks that all ranks have disk space for everything in the files, and chooses how files are accessed.
+/// Checks that all ranks have disk space for everything that the files will contain, and chooses how files are
+/// accessed.
 fn choose_access(offload: &OffloadStore, comm: &dyn Communicator) -> Result<()> {
     offload.check_space(comm)?;
     let access = offload.choose_access(comm.size());

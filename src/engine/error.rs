@@ -5,10 +5,7 @@ use crate::util::counted;
 /// Returns advice about non-finite numbers in optimizer step `step`.
 fn nonfinite_advice(step: u64) -> &'static str {
     match step {
-        0 => {
-            "no weight has changed yet: look for non-finite or very large values in the initial weights and in the \
-             data of this step"
-        }
+        0 => "look for non-finite or very large values in the initial weights and in the data of this step",
         _ => "lower the learning rate, clip gradients (gradient_clipping), and check the data of this step",
     }
 }
@@ -115,9 +112,9 @@ pub enum EngineError {
         /// The parameter's name.
         name: String,
     },
-    /// An attempt to set a rank's part of a parameter at a stage where every rank has the full parameter.
+    /// An attempt to set a rank's part of a parameter at stage 0, where parameters have no parts.
     #[error(
-        "{call} sets a rank's part of a parameter, but at stage 0 every rank has the complete parameter; call {full} \
+        "{call} sets a rank's part of a parameter, but at stage 0 nothing is divided among the ranks; call {full} \
          on all ranks with the same value, or use stage 1, 2 or 3"
     )]
     NotSharded {
@@ -238,7 +235,7 @@ pub enum EngineError {
         /// The number of optimizer steps so far, including skipped ones and this one.
         step: u64,
     },
-    /// Every gradient overflows with a constant loss scale.
+    /// Gradients overflowed in many optimizer steps in a row with a constant loss scale.
     #[error(
         "gradients overflowed in {steps} optimizer steps in a row, and the loss scale stays {scale} (fp16.loss_scale): \
          no weight will ever change; let the scale adapt (fp16.loss_scale 0), set a smaller one, or train in bf16"
@@ -448,7 +445,7 @@ pub enum EngineError {
 fn remedy_of_overflow(adapts: bool) -> &'static str {
     match adapts {
         true => {
-            "the loss scale was still falling: train for more steps, or start with a smaller one \
+            "the loss scale was still falling; train for more steps, or start with a smaller one \
              (fp16.initial_scale_power)"
         }
         false => "let the loss scale adapt (fp16.loss_scale 0), or set a smaller one",

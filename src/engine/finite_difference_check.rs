@@ -2,9 +2,9 @@
 //! separately on request.
 //!
 //! ```text
-//!   forward    run with all weights perturbed up | down | run            -> how the output changes
-//!   backward   gradient of the output x that change                      -> how the loss changes
-//!              gradients of the parameters x their perturbations         -> how the loss should change if they are right
+//!   forward    run with all weights perturbed up | down | run          -> how the output changes
+//!   backward   gradient of the output x that change                    -> how the loss changes
+//!              gradients of the parameters x their perturbations       -> how the loss should change if they are right
 //!   step       both changes in the loss are added up over ranks and compared, before any weight changes
 //! ```
 //!
@@ -75,19 +75,19 @@ struct PerturbedOutputs {
 }
 
 impl<M> Engine<M> {
-    /// Checks the gradient of every trained parameter in the next micro step. Each forward pass runs two more times
-    /// per parameter, with that parameter moved slightly up and down, and the next optimizer step compares the change
-    /// in the loss with the gradients that the backward pass computed. Parameters whose result is unclear are checked
-    /// again in the next steps, up to eight steps in total. Then [`gradient_report`](Self::gradient_report) returns the
-    /// result. As soon as a gradient is known to be wrong, the step ends with an error. Collective.
+    /// Checks the gradient of every trained parameter in the next micro step. Each forward pass runs at least two
+    /// more times per parameter, with that parameter moved slightly up and down, and the next optimizer step compares
+    /// the change in the loss with the gradients that the backward pass computed. Parameters whose result is unclear
+    /// are checked again in the next steps, up to eight steps in total. Then [`gradient_report`](Self::gradient_report)
+    /// returns the result. As soon as a gradient is known to be wrong, the step ends with an error. Collective.
     ///
     /// The first step of a run does the same with all parameters together, for two extra forward passes, unless
     /// `gradient_check` in the configuration or [`EngineBuilder::gradient_check`](crate::EngineBuilder::gradient_check)
     /// disables it.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] between forward and step; [`EngineError::ExpertParallel`] if experts are divided among
-    /// ranks.
+    /// [`EngineError::MidAccumulation`] in the middle of an accumulation; [`EngineError::ExpertParallel`] if experts
+    /// are divided among ranks.
     pub fn check_gradients(&mut self) -> Result<()> {
         self.between_steps("check_gradients")?;
         if self.core.experts().is_some() {
@@ -352,8 +352,8 @@ impl<M> Engine<M> {
         self.check.phase = CheckPhase::Measured(outputs, compared, factor);
     }
 
-    /// Collective: compares the measurements of all ranks. `overflow` states that a gradient is not finite and that the
-    /// step is skipped.
+    /// Collective: compares the measurements of all ranks. `overflow` states whether a gradient is not finite, so
+    /// that nothing can be compared in this step.
     pub(super) fn judge_gradients(&mut self, overflow: bool) -> Result<()> {
         if overflow && matches!(self.check.phase, CheckPhase::Measured(..)) && self.check.tries < MAX_NONFINITE_STEPS {
             self.check.phase = CheckPhase::Armed;

@@ -96,7 +96,7 @@ pub struct GradientRow {
 pub struct GradientReport {
     /// The optimizer step, counted from 0; the last one, if there were several.
     pub step: u64,
-    /// One row for all parameters, or one for each.
+    /// One row for all parameters together, or one for each parameter or unit.
     pub rows: Vec<GradientRow>,
     /// The reason why nothing could be compared.
     pub not_judged: Option<String>,
@@ -216,9 +216,9 @@ impl DirectionSamples {
     }
 }
 
-/// Returns the probability that the squares of the bends along `looks` directions are at most `part` of the squares of
-/// the gaps, if both are random, normally distributed and of equal variance: the lower tail of the F distribution, near
-/// 0.
+/// Returns the probability that the sum of the squares of the bends along `looks` directions is at most `part` times
+/// that of the gaps, if both are random, normally distributed and of equal variance: the lower tail of the F
+/// distribution, near 0.
 fn by_chance(looks: u32, part: f64) -> f64 {
     // 1 / (k B(k, k)), k = looks / 2, by recurrence from the values for looks 1 and 2.
     let first = if looks % 2 == 1 { (1, std::f64::consts::FRAC_2_PI) } else { (2, 1.0) };

@@ -116,9 +116,9 @@ impl<M> Engine<M> {
             let is_same_count = count.parse() == Ok(islands.ranks.count());
             if on_each_host && !is_same_count {
                 return Err(refused(format!(
-                    "checkpoint {found} in {} is from {count} islands, but this job has {}, and with \
-                     checkpoint.use_node_local_storage each host has only its island's part; start {count} islands, or \
-                     copy the first island's checkpoint to all hosts and remove that key",
+                    "the number of islands is {count} in checkpoint {found} in {}, but {} in this job, and with \
+                     checkpoint.use_node_local_storage each host has only its island's part; start as many islands as \
+                     before, or copy the first island's checkpoint to all hosts and remove that key",
                     dir.display(),
                     islands.ranks.count()
                 )));

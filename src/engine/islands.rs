@@ -52,7 +52,7 @@ pub(super) struct Islands {
     traffic: CollectiveKindReport,
     /// The client state that was saved, loaded or received last.
     pub client_state: Value,
-    /// The step at which this island has joined others.
+    /// The step at which this island joined others.
     pub joined_at: Option<u64>,
 }
 
@@ -90,7 +90,7 @@ enum ExchangeResult {
 
 impl Islands {
     /// Begins local steps with the weights of `core`, which are the same on all islands. With a server, this rank
-    /// connects to it; `fingerprint` is what all islands must have in common.
+    /// connects to it; `fingerprint` contains the properties that all islands must share.
     pub fn begin(
         ranks: IslandRanks,
         config: &LocalStepsConfig,
@@ -176,7 +176,7 @@ impl Islands {
         Ok(())
     }
 
-    /// Sends this island's change of a fragment, if any island has trained since the last exchange.
+    /// Sends this island's change in a fragment, if any island has trained since the last exchange.
     fn send(&mut self, core: &RankCore, fragment: usize, step: u64) -> Result<()> {
         let across = match &self.ranks.crossing {
             IslandCrossing::Communicator { across, .. } => across.clone(),
@@ -206,7 +206,7 @@ impl Islands {
         Ok(())
     }
 
-    /// Sends this island's change of a fragment to the server. The server weights the changes once it has all of them.
+    /// Sends this island's change in a fragment to the server. The server weights the changes once it has all of them.
     fn send_to_server(&mut self, server: &ServerCrossing, core: &RankCore, fragment: usize, step: u64) -> Result<()> {
         let samples = std::mem::take(&mut self.samples[fragment]);
         let (params, format) = (&self.fragments[fragment], ChangeFormat::from(self.config.wire));
@@ -235,7 +235,7 @@ impl Islands {
     }
 
     /// Waits for a fragment that was sent, and takes the outer step on it. `alpha` is the share of its own weights that
-    /// an island keeps.
+    /// an island keeps. Returns whether weights have changed.
     fn receive(&mut self, core: &RankCore, fragment: usize, alpha: f32) -> Result<bool> {
         // A run that has just begun, or resumed, may not have sent it.
         let Some(at) = self.in_flight.iter().position(|exchange| exchange.fragment == fragment) else {
@@ -274,8 +274,7 @@ impl Islands {
             let text = |members: &[usize]| list(&members.iter().map(usize::to_string).collect::<Vec<_>>());
             let (now, before) = (text(&mean.members), text(&self.members));
             emit(&format!(
-                "local_steps: islands {now} took part in the exchange after step {}; in the exchange before, islands \
-                 {before}",
+                "local_steps: islands in the exchange after step {}: {now}; in the exchange before it: {before}",
                 key.step
             ));
         }

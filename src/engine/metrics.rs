@@ -15,8 +15,8 @@ impl<M> Engine<M> {
         self.global_samples
     }
 
-    /// Returns whether the next [`step`](Self::step) updates the weights, as in DeepSpeed, even if a step has just
-    /// ended. To find out after a step whether it has ended an accumulation, call
+    /// Returns whether the next [`step`](Self::step) updates the weights. As in DeepSpeed, the result is about the next
+    /// step even if a step has just ended. To find out after a step whether it has ended an accumulation, call
     /// [`is_between_accumulations`](Self::is_between_accumulations).
     pub fn is_gradient_accumulation_boundary(&self) -> bool {
         self.accumulation.micro_steps + 1 >= self.config.batch.gradient_accumulation_steps as u64
@@ -77,8 +77,7 @@ impl<M> Engine<M> {
         self.trainer.lr()
     }
 
-    /// Returns the momentum of the next optimizer step, one per parameter group, in the order of
-    /// [`lr`](Self::lr).
+    /// Returns the momentum of each parameter group in the next optimizer step, in the order of [`lr`](Self::lr).
     #[doc(alias = "get_mom")]
     pub fn momentum(&self) -> Vec<Momentum> {
         self.trainer.momentum()

@@ -26,8 +26,9 @@ impl<M> Engine<M> {
     /// [`step`](Self::step) would use it before clipping: reduced over ranks, summed over the micro steps of the
     /// accumulation so far, each divided by `gradient_accumulation_steps`, with the loss scale divided out.
     ///
-    /// A gradient exists from the first backward pass of an accumulation to its step. The result is `None` at other
-    /// times, for a frozen parameter, and while [`no_sync`](Self::no_sync) holds all gradients.
+    /// A gradient exists from the first backward pass of an accumulation to the step that updates the weights. The
+    /// result is `None` at other times, for a frozen parameter, and while [`no_sync`](Self::no_sync) holds all
+    /// gradients.
     ///
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param).
@@ -59,8 +60,8 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::ValueShape`];
-    /// [`EngineError::OutOfOrder`] between forward and backward, because the graph contains the old values. In all
-    /// these cases, nothing has changed.
+    /// [`EngineError::OutOfOrder`] between forward and backward, because the graph contains the old values;
+    /// [`EngineError::LocalSteps`] if ranks take local steps. In all these cases, nothing has changed.
     pub fn safe_set_full_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_fp32_param";
         self.not_on_islands(CALL)?;
@@ -78,7 +79,8 @@ impl<M> Engine<M> {
     /// pass of the accumulation adds to it. All ranks must give the same `value`.
     ///
     /// # Errors
-    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`EngineError::GradientAbsent`].
+    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param), except
+    /// [`EngineError::LocalSteps`]; [`EngineError::GradientAbsent`].
     pub fn safe_set_full_grad(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_grad";
         let mut values = self.values_of(CALL, value)?;
@@ -92,7 +94,8 @@ impl<M> Engine<M> {
     /// Collective: sets the optimizer state `key` of parameter `name`. All ranks must give the same `value`.
     ///
     /// # Errors
-    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`ParamError::UnknownState`].
+    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param), except
+    /// [`EngineError::LocalSteps`]; [`ParamError::UnknownState`].
     pub fn safe_set_full_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
         const CALL: &str = "safe_set_full_optimizer_state";
         let values = self.values_of(CALL, value)?;
@@ -143,7 +146,8 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`EngineError::NotSharded`] at stage 0; [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`];
     /// [`ParamError::LocalShape`], and [`EngineError::Elsewhere`] on the ranks whose value is right;
-    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases, nothing has changed.
+    /// [`EngineError::OutOfOrder`] between forward and backward; [`EngineError::LocalSteps`] if ranks take local steps.
+    /// In all these cases, nothing has changed.
     pub fn safe_set_local_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_local_fp32_param";
         self.not_on_islands(CALL)?;
@@ -193,8 +197,9 @@ impl<M> Engine<M> {
 
     /// Runs `run` while the parameters `names` are gathered, so that the parameters of [`model`](Self::model) can be
     /// read outside a forward pass (DeepSpeed's `GatheredParameters`, for reading; [`gathered_mut`](Self::gathered_mut)
-    /// changes them). The gathered parameters have the model's dtype. Collective at stage 3; at other stages every rank
-    /// always has all full parameters. With expert parallelism, only the ranks that hold an expert have its parameters.
+    /// changes them). The gathered parameters have the model's dtype. Collective at stage 3; at other stages, every
+    /// rank always has all full parameters. With expert parallelism, only the ranks that hold an expert have its
+    /// parameters.
     ///
     /// ```
     /// # use candle_zero::Engine;
@@ -238,8 +243,8 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`ParamError::Unknown`]; [`EngineError::NoSuchRank`]; [`EngineError::ArgumentsDiffer`] between ranks; the error
     /// of `run`, or [`ParamError::ValueShape`], on the rank where it ran, and [`EngineError::Elsewhere`] on the others;
-    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases, nothing has changed, and the
-    /// engine can continue.
+    /// [`EngineError::OutOfOrder`] between forward and backward; [`EngineError::LocalSteps`] if ranks take local steps.
+    /// In all these cases, nothing has changed, and the engine can continue.
     pub fn gathered_mut(
         &mut self,
         names: &[&str],
@@ -336,7 +341,7 @@ impl<M> Engine<M> {
         self.attempt(|engine| agree(engine.core.comm(), own, elsewhere))
     }
 
-    /// Returns an error if every rank has full parameters, which cannot be set part by part.
+    /// Returns an error at stage 0, where parameters have no parts that could be set separately.
     fn is_sharded(&self, call: &'static str, full: &'static str) -> Result<()> {
         match self.config.zero.stage.placement().optim.is_sharded() {
             true => Ok(()),

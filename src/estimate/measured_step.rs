@@ -37,7 +37,7 @@ impl MeasuredStep {
     /// write.
     ///
     /// # Errors
-    /// A file that cannot be read; [`EstimateError::Metrics`] if it contains no steps.
+    /// A file that cannot be read; [`EstimateError::Metrics`] if it contains no steps that can be used.
     pub fn metrics(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let text = std::fs::read_to_string(path);

@@ -77,7 +77,7 @@ const RATE_FORM: &str = "the rate is a number above 0 followed by bit, kbit, Mbi
 const LATENCY_FORM: &str = "the latency is a number followed by us, ms or s (one way)";
 
 impl Network {
-    /// The network that is assumed if none is given: 10 Gbit, with a latency of 50 us.
+    /// The network that is assumed if none is given: 10 Gbit/s, with a latency of 50 us.
     pub const ASSUMED: Self =
         Self { rate: 10.0, rate_unit: RATES[2], latency: 50.0, latency_unit: LATENCIES[0], busy_percent: 0.0 };
 

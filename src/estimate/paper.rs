@@ -27,7 +27,7 @@ pub fn model_state_bytes(parameters: f64, ranks: usize, stage: ZeroStage) -> f64
             + each(optim, BYTES_PER_PARAMETER[2]))
 }
 
-/// Returns the gigabytes (1e9 bytes) of a table cell with three digits, truncated or rounded as in the paper.
+/// Returns the gigabytes (1e9 bytes) of a table cell, truncated or rounded as in the paper.
 pub fn cell(parameters: f64, ranks: usize, stage: ZeroStage) -> String {
     let gigabytes = model_state_bytes(parameters, ranks, stage) / 1e9;
     // From 100 on, the paper truncates fractions. Below 100, it rounds to three digits, with halves rounded up.

@@ -97,7 +97,7 @@ const PLAIN: OptimizerConfig =
     OptimizerConfig::Sgd(SgdConfig { lr: 0.0, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false });
 
 /// Returns the size of the group for a second copy, as an engine on this number of hosts chooses it, or 1 if the engine
-/// would refuse it.
+/// would keep no second copy or refuse the size.
 fn second_group(config: &Config, hosts: usize) -> usize {
     let (group, here) = (config.zero.hpz_partition_size, config.world_size / hosts.max(1));
     let sharded = config.zero.stage.placement().params.is_sharded();
@@ -383,8 +383,8 @@ impl<'a> Rehearsal<'a> {
     }
 
     /// Runs the routed units that `params` belong to, as if the inputs of all ranks together chose all of them. In a
-    /// forward pass (`agrees`), ranks agree on the chosen ones. If experts are divided among ranks, all ranks first exchange
-    /// the numbers of rows that travel. The rows themselves are not counted.
+    /// forward pass (`agrees`), ranks agree on the chosen ones. If experts are divided among ranks, all ranks first
+    /// exchange the numbers of rows that travel. The rows themselves are not counted.
     fn run_routed<'p>(
         &self,
         gather: &mut ParamGatherer<Self>,

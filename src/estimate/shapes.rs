@@ -186,7 +186,7 @@ impl Shapes {
         Self { kept_f32: Some(Box::new(rule)), ..self }
     }
 
-    /// Returns whether frozen parameters are packed.
+    /// Returns whether [`quantized`](Self::quantized) or [`quantized_by`](Self::quantized_by) has selected a format.
     pub fn is_quantized(&self) -> bool {
         self.packing.is_some()
     }

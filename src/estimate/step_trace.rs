@@ -274,8 +274,8 @@ mod tests {
         (step, wire)
     }
 
-    /// Returns the trace of a backward pass of four seconds with two buckets, one launched every two seconds. A bucket
-    /// is waited for when the next one is launched, or at the end.
+    /// Returns the trace of a backward pass of four seconds with two buckets, one launched every two seconds. If it
+    /// `overlaps`, a bucket is waited for when the next one is launched, or at the end; otherwise, immediately.
     fn backward(overlaps: bool) -> StepTrace {
         let mut step_trace = StepTrace::default();
         step_trace.compute(StepPhase::Backward, 1.0);

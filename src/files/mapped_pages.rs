@@ -7,8 +7,8 @@ use std::ops::Range;
 const FAULT_AROUND: usize = 64 << 10;
 
 /// Releases the memory of pages that were read, and of the pages that the system has mapped around them. Otherwise, the
-/// map keeps this memory until it is dropped. If they are read again, they come from the system's cache or from the
-/// file.
+/// map keeps this memory until it is dropped. If the pages are read again, they come from the system's cache or
+/// from the file.
 ///
 /// # Panics
 /// Panics if `bytes` does not lie inside the map.

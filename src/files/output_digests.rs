@@ -8,9 +8,9 @@ use std::hash::Hasher as _;
 use std::io::{Read as _, Result, Write as _};
 use std::path::{Path, PathBuf};
 
-/// The name of the file in a run's folder of checkpoints.
+/// The name of the file that stores the digests in a run's folder of checkpoints.
 const FILE_NAME: &str = ".candle-zero-outputs.json";
-/// The maximum size of the file in bytes; no run writes that much.
+/// The maximum size of that file in bytes; no run writes that much.
 const MAX_FILE_BYTES: u64 = 1 << 24;
 
 /// Digests of the files in each of a run's folders, by the folder's part (its role in the run) and the file's name.
@@ -24,14 +24,14 @@ pub struct OutputDigests {
 
 type DigestsByPart = BTreeMap<String, BTreeMap<String, Vec<String>>>;
 
-/// The content of the file.
+/// The content of the file with the digests.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct DigestsFile {
     written: DigestsByPart,
 }
 
 impl OutputDigests {
-    /// Creates an empty set that is stored in `checkpoints`, if there is such a folder.
+    /// Creates an empty set that is stored in the folder `checkpoints`, if one is given.
     pub fn empty(checkpoints: Option<&Path>) -> Self {
         Self { file: checkpoints.map(|folder| folder.join(FILE_NAME)), of: DigestsByPart::new() }
     }

@@ -120,7 +120,7 @@ pub(crate) struct GradSlot {
 
 /// A part of a gradient that is computed later.
 pub(super) struct DeferredPart {
-    /// The memory that it keeps until then.
+    /// The bytes of memory that the part keeps until it is computed.
     pub bytes: usize,
     /// Computes the part and delivers it to the slot.
     pub compute: Box<dyn FnOnce(Arc<GradSlot>) -> Result<()> + Send>,
@@ -261,7 +261,7 @@ impl GradSlot {
         *lock(&self.grad) = Some((PASS.get(), grad));
     }
 
-    /// Calls `write` to add to the gradient in place (`true`), or to create it (`false`). In the latter case, it
+    /// Calls `write` to add to the gradient in place (`true`), or to create it (`false`). In the latter case, `write`
     /// receives `len` elements with arbitrary values and must write all of them.
     pub fn accumulate<E: TensorElement>(
         &self,

@@ -19,7 +19,7 @@ const GROWTH: u64 = 1 << 20;
 pub(super) enum FrameKind {
     /// To the server: who connects ([`Hello`](super::messages::Hello)).
     Hello = 1,
-    /// To the server: the change of a fragment.
+    /// To the server: the change in a fragment.
     Change = 2,
     /// To the server and on to islands that join: the progress of the donor.
     DonationHead = 3,
@@ -35,11 +35,11 @@ pub(super) enum FrameKind {
     Welcome = 8,
     /// From the server to an island that waits to join: no other island is left, so begin without a donor.
     Begin = 9,
-    /// From the server to an island that joins: the donor is gone; another one follows.
+    /// From the server to an island that joins: the donor is gone; wait for another one.
     DonationAborted = 10,
     /// From the server to an island that joins: the island is part of the run.
     Joined = 11,
-    /// From the server: the mean change of a fragment.
+    /// From the server: the mean change in a fragment.
     Mean = 12,
     /// From the server: a message for the user.
     Notice = 13,
@@ -116,7 +116,7 @@ impl From<io::Error> for ReadError {
     }
 }
 
-/// Reads a frame. `limit` returns the largest length that is allowed for a kind; `None`: the kind is not allowed.
+/// Reads a frame. `limit` returns the largest length that is allowed for a kind, or `None` if the kind is not allowed.
 pub(super) fn read(
     from: &mut impl Read,
     limit: impl FnOnce(FrameKind) -> Option<u64>,

@@ -455,7 +455,8 @@ impl Membership {
     /// Returns whether an exchange is as in the recorded run; `None` if an island was removed.
     fn is_as_recorded(&mut self, key: RoundKey, recorded: &RecordedRound) -> Option<bool> {
         if key != recorded.key {
-            let why = differs(key, &format!("the recorded run has exchanged after step {} next", recorded.key.step));
+            let why =
+                differs(key, &format!("the next exchange of the recorded run was after step {}", recorded.key.step));
             self.remove_all(&why);
             return None;
         }

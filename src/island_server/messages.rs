@@ -132,7 +132,7 @@ pub(crate) struct DonationHead {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct MeanHead {
-    /// The samples of all members; 0: no member has trained, and there is no mean.
+    /// The samples of all members; 0 if no member has trained, in which case there is no mean.
     pub samples: u64,
     /// The slots of the islands that took part.
     pub members: Vec<usize>,

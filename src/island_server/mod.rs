@@ -7,7 +7,7 @@
 //!   island in slot 3: ranks 0, 1   ---/
 //! ```
 //!
-//! Each rank of each island has a connection. In an exchange, a rank sends its change of a fragment and receives the
+//! Each rank of each island has a connection. In an exchange, a rank sends its change in a fragment and receives the
 //! mean of the changes of the ranks at its position. An island that joins receives the state of another island, its
 //! donor, through the server as well. `frame.rs`, `messages.rs` and `wire.rs` define the protocol, `membership.rs`
 //! decides which islands take part, `record.rs` records these decisions, and `server.rs` and `link.rs` are the two ends

@@ -24,9 +24,9 @@ pub(super) struct Outbox {
 struct OutboxState {
     frames: VecDeque<Frame>,
     bytes: usize,
-    /// Further frames are dropped. Waiting frames are still sent.
+    /// Whether further frames are dropped. Waiting frames are still sent.
     closed: bool,
-    /// The connection is broken; no frame is sent.
+    /// Whether the connection is broken, so that no frame is sent.
     broken: bool,
 }
 

@@ -19,7 +19,7 @@ const VERSION: u32 = 1;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase", deny_unknown_fields)]
 pub(super) enum RunEvent {
-    /// The first island has connected.
+    /// The first rank has connected, or the first one after all islands had left.
     Start { version: u32, islands: usize, ranks: usize },
     /// An island begins without a donor.
     Begin { slot: usize },
@@ -74,7 +74,7 @@ impl RecordFile {
             .unwrap_or_else(|error| unreachable!("strings and numbers are valid JSON: {error}"));
         line.push('\n');
         if let Err(error) = file.write_all(line.as_bytes()).and_then(|()| file.sync_data()) {
-            emit(&format!("island server: {} ends here: {error}; the run continues", self.path.display()));
+            emit(&format!("island server: the record {} ends here: {error}; the run continues", self.path.display()));
             self.file = None;
         }
     }
@@ -102,7 +102,8 @@ impl Replay {
     /// Reads a record.
     ///
     /// # Errors
-    /// [`IslandError::Record`] with the line that cannot be read or does not fit the lines before it.
+    /// [`IslandError::Record`] for a file that cannot be read or contains no exchange, or with the line that cannot be
+    /// read or does not fit the lines before it.
     pub fn read(path: &Path) -> Result<Self> {
         let wrong = |why: String| IslandError::Record { path: path.to_owned(), why };
         let text = crate::files::read_text(path, MAX_RECORD_BYTES)
@@ -140,7 +141,7 @@ impl Replay {
             }
             RunEvent::Round { exchange: key, members, weights } => {
                 if self.rounds.back().is_some_and(|last| last.key >= key) || members.is_empty() {
-                    return Err("an exchange that is out of order or has no members".into());
+                    return Err("the exchange is out of order or has no members".into());
                 }
                 self.rounds.push_back(RecordedRound { key, members, weights, joins: Vec::new() });
             }
@@ -212,7 +213,7 @@ mod tests {
         let line = |event: &RunEvent| format!("{}\n", serde_json::to_string(event).unwrap());
         insta::assert_snapshot!(refused("hello\n"), @"the record DIR/record cannot be used: line 1: expected value at line 1 column 1; give a file that `zerorun island-server --record` wrote");
         insta::assert_snapshot!(refused(&line(&RunEvent::Start { version: 9, islands: 2, ranks: 1 })), @"the record DIR/record cannot be used: line 1: it has format version 9, but this program reads version 1; give a file that `zerorun island-server --record` wrote");
-        insta::assert_snapshot!(refused(&(line(&round(5)) + &line(&round(5)))), @"the record DIR/record cannot be used: line 2: an exchange that is out of order or has no members; give a file that `zerorun island-server --record` wrote");
+        insta::assert_snapshot!(refused(&(line(&round(5)) + &line(&round(5)))), @"the record DIR/record cannot be used: line 2: the exchange is out of order or has no members; give a file that `zerorun island-server --record` wrote");
         let join = RunEvent::Join { slot: 1, donor: 1, exchange: key(5) };
         insta::assert_snapshot!(refused(&(line(&round(5)) + &line(&join))), @"the record DIR/record cannot be used: line 2: an island joins without an exchange or a donor; give a file that `zerorun island-server --record` wrote");
         insta::assert_snapshot!(refused(&line(&first_event(2, 1))), @"the record DIR/record cannot be used: it has no exchange; give the record of a run in which islands have exchanged");

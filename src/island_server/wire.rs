@@ -31,7 +31,7 @@ impl From<IslandWire> for ChangeFormat {
 }
 
 impl ChangeFormat {
-    /// Returns the number of bytes of `elements` elements; `None` if there is no such number.
+    /// Returns the number of bytes of `elements` elements, or `None` if no memory holds so many.
     pub fn encoded_len(self, elements: u64) -> Option<u64> {
         /// More elements than any memory holds.
         const MOST: u64 = 1 << 48;

@@ -37,8 +37,8 @@ pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], 
     });
 }
 
-/// Computes the same losses and replaces the logits by their gradients: (softmax - 1 at the target) * the slope of the
-/// cap * `scale` of the row.
+/// Computes the same losses as [`losses`], and replaces the logits by their gradients: (softmax - 1 at the target) *
+/// the slope of the cap * `scale` of the row.
 pub(crate) fn gradients<E: Element>(
     logits: &mut [E],
     classes: usize,

@@ -9,8 +9,8 @@ const CHUNK: usize = 1 << 18;
 const LANES: usize = 8;
 
 /// Returns a digest of `bytes` and of their number, in one pass at memory speed. Equal bytes have equal digests for any
-/// number of threads and any instruction set. Different bytes have different digests, unless a collision was
-/// constructed on purpose.
+/// number of threads and any instruction set. Different bytes almost certainly have different digests, unless a
+/// collision was constructed on purpose.
 pub(crate) fn digest(bytes: &[u8]) -> u64 {
     let chunks = parallel::map(bytes.len().div_ceil(CHUNK), |i| {
         level().run(DigestChunk(&bytes[i * CHUNK..bytes.len().min((i + 1) * CHUNK)]))

@@ -47,7 +47,7 @@ fn drop_some<E: Element>(x: &[E], (bound, scale): (u32, f32), seed: u64, offset:
         let words = group_words(seed, group);
         let n = (GROUP - skip).min(x.len() - done);
         let (x, y) = (&x[done..][..n], &mut y[done..][..n]);
-        // A full group is handled separately, so that its length is known.
+        // A full group is handled separately, so that the compiler knows its length.
         match (x.first_chunk::<GROUP>(), y.first_chunk_mut::<GROUP>()) {
             (Some(x), Some(y)) => keep(x, &words, bound, scale, y),
             _ => keep(x, &words[skip..], bound, scale, y),

@@ -107,7 +107,8 @@ mod f16c {
         to_rest.iter_mut().zip(from_rest).for_each(|(d, s)| *d = f32_from_f16(*s));
     }
 
-    /// Does the same in vectors of sixteen: a load of a full vector stalls if its halves have just been stored.
+    /// Does the same as [`widen`] in vectors of sixteen: a load of a full vector stalls if its halves have just been
+    /// stored.
     #[target_feature(enable = "avx512f")]
     pub fn widen_16(src: &[u16], dst: &mut [f32]) {
         let ((from, from_rest), (to, to_rest)) = (src.as_chunks::<16>(), dst.as_chunks_mut::<16>());
@@ -146,7 +147,7 @@ mod tests {
         }
     }
 
-    /// Returns every 1009th f32, and those around the ties of both formats.
+    /// Returns every 1009th f32, and the ties of both formats.
     fn many() -> Vec<f32> {
         let [step, ties] = if cfg!(miri) { [0x80_0009, 0x100_1000] } else { [1009, 1 << 12] };
         (0..=u32::MAX).step_by(step).chain((0..=u32::MAX).step_by(ties)).map(f32::from_bits).collect()

@@ -55,7 +55,7 @@ fn exp_of_rest(x: f32, n: f32) -> f32 {
     p * (r * r) + r + 1.0
 }
 
-/// Returns 2^n for n + [`ROUND_TO_EXPONENT`]: 0 at n = -127, infinity at n = 128.
+/// Returns 2^n, given n + [`ROUND_TO_EXPONENT`]: 0 at n = -127, infinity at n = 128.
 #[inline(always)]
 fn power_of_2(shifted: f32) -> f32 {
     f32::from_bits(shifted.to_bits() << 23)
@@ -93,14 +93,14 @@ fn polynomial<const N: usize>(coefficients: &[f32; N], x: f32) -> f32 {
     sum
 }
 
-/// Returns exact GELU, x Phi(x) (Hendrycks and Gimpel 2016), to 3e-7 (1 + |x|). Phi is the normal distribution
-/// function.
+/// Returns exact GELU, x Phi(x) (Hendrycks and Gimpel 2016), to within 3e-7 (1 + |x|). Phi is the normal
+/// distribution function.
 #[inline(always)]
 pub fn gelu(x: f32) -> f32 {
     x * normal(x)
 }
 
-/// Returns the derivative of [`gelu`], to 4e-7.
+/// Returns the derivative of [`gelu`], to within 4e-7.
 #[inline(always)]
 pub fn gelu_slope(x: f32) -> f32 {
     // exp(-x^2 / 2) / sqrt(2 pi).
@@ -108,7 +108,7 @@ pub fn gelu_slope(x: f32) -> f32 {
     normal(x) + between(x, 1e15) * density
 }
 
-/// Returns the normal distribution function at x: (1 + erf(x / sqrt(2))) / 2, to 2e-7.
+/// Returns the normal distribution function at x: (1 + erf(x / sqrt(2))) / 2, to within 2e-7.
 #[inline(always)]
 pub(crate) fn normal(x: f32) -> f32 {
     0.5 + 0.5 * erf(x * std::f32::consts::FRAC_1_SQRT_2)
@@ -236,8 +236,8 @@ fn exponent_of_odds(t: f32, high: f32) -> f32 {
     if t > high { high } else { t }
 }
 
-/// Returns 2^t to be added to 1, for a t within the bounds of [`exponent_of_odds`]. It is accurate to a few units in
-/// the last place, because t itself is no more accurate.
+/// Returns 2^t to be added to 1, for a t within the bounds of [`exponent_of_odds`]. It is accurate only to a few
+/// units in the last place, because t itself is no more accurate.
 #[inline(always)]
 fn odds(t: f32) -> f32 {
     // t = n + f with |f| <= 1/2, exactly.

@@ -1,8 +1,8 @@
 //! Arithmetic on slices, used by the layers, the optimizers and the engine on the CPU.
 //!
 //! Nothing in this module depends on tensors. A kernel reads elements of one storage dtype, computes in f32, and rounds
-//! a result once when it is stored. SIMD is chosen at run time (`simd::level`). Results have the same bits for any
-//! number of threads, and the result of a row does not depend on the number of other rows.
+//! a result once when it is stored. The SIMD level is chosen at run time (`simd::level`). Results have the same bits
+//! for any number of threads, and the result of a row does not depend on the number of other rows.
 
 pub(crate) mod activation;
 pub(crate) mod add;

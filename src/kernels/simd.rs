@@ -40,8 +40,8 @@ impl InstructionSet {
     }
 }
 
-/// Evaluates an expression that is compiled for the widest vector instructions of this machine, together with
-/// everything that is inlined into it. Mark functions and closures that it calls `#[inline(always)]`.
+/// Evaluates an expression that is compiled for the SIMD level of this process, together with everything that is
+/// inlined into it. Mark functions and closures that it calls `#[inline(always)]`.
 macro_rules! vectorized {
     ($body:expr $(,)?) => {
         $crate::kernels::simd::dispatch(
@@ -52,7 +52,7 @@ macro_rules! vectorized {
 }
 pub(crate) use vectorized;
 
-/// Calls `f` compiled for the widest vector instructions of this machine.
+/// Calls `f` compiled for the SIMD level of this process.
 #[inline(always)]
 pub(crate) fn dispatch<R>(f: impl FnOnce() -> R) -> R {
     struct CallLoop<F>(F);

@@ -312,7 +312,7 @@ fn a_part_that_cannot_be_set_is_refused_on_every_rank_and_changes_nothing() {
         let mut engine = tiny(comm, &config(0, 1, json!({}), json!({})))?;
         let value = Tensor::zeros(12, DType::F32, &Device::Cpu)?;
         insta::allow_duplicates! {
-            insta::assert_snapshot!(engine.safe_set_local_fp32_param(NAMES[1], &value).unwrap_err(), @"safe_set_local_fp32_param sets a rank's part of a parameter, but at stage 0 every rank has the complete parameter; call safe_set_full_fp32_param on all ranks with the same value, or use stage 1, 2 or 3");
+            insta::assert_snapshot!(engine.safe_set_local_fp32_param(NAMES[1], &value).unwrap_err(), @"safe_set_local_fp32_param sets a rank's part of a parameter, but at stage 0 nothing is divided among the ranks; call safe_set_full_fp32_param on all ranks with the same value, or use stage 1, 2 or 3");
         }
         assert!(engine.safe_set_local_grad(NAMES[1], &value).is_err());
         assert!(engine.safe_set_local_optimizer_state(NAMES[1], &value, "exp_avg").is_err());

@@ -1,7 +1,7 @@
 //! Activations and gradients as messages between the stages of a pipeline.
 //!
 //! ```text
-//!   header   rank, dimensions, dtype, position in the random stream     each f32 carries 16 bits of a number
+//!   header   number of dimensions, dtype, position in the random stream, dimensions; each f32 carries 16 bits
 //!   data     the elements, in row-major order
 //! ```
 

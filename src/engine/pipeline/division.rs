@@ -111,7 +111,7 @@ impl PipelineDivision {
             .map_err(|e| EngineError::Pipeline { why: format!("pipeline.stages is {ranks}, but {e}") }.into())
     }
 
-    /// Checks that ranks of a pipeline can run at this stage.
+    /// Checks that a pipeline can run at ZeRO stage `stage`.
     ///
     /// # Errors
     /// Gradients or parameters would be sharded.

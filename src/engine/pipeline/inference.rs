@@ -55,7 +55,8 @@ impl<B> PipelineEngine<B> {
     /// ```
     ///
     /// # Errors
-    /// The error of `next` or of a layer; a failed collective.
+    /// The error of `next` or of a layer; an output whose dtype or number of dimensions other ranks cannot receive; a
+    /// failed collective.
     pub fn infer_batch(&mut self, micro_batches: usize, next: impl FnMut(usize) -> Result<B>) -> Result<Vec<Tensor>> {
         self.engine.check_in_step()?;
         let outputs = self.outputs_on_all_ranks(micro_batches, next);
@@ -66,7 +67,7 @@ impl<B> PipelineEngine<B> {
     /// and `None` on the others. Outputs may have any dtype.
     ///
     /// # Errors
-    /// The same as [`infer_batch`](Self::infer_batch).
+    /// The same as [`infer_batch`](Self::infer_batch), except for the outputs of the last layer.
     pub fn infer_batch_on_last_stage(
         &mut self,
         micro_batches: usize,

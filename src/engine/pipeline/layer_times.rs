@@ -190,8 +190,8 @@ fn without_number(name: &str) -> String {
 }
 
 /// Returns the largest number of bytes of the training state: weights, and for each trained element its gradient, its
-/// f32 master weight if the weight has 16 bits, and two optimizer states in f32, which at stage 1 are divided among the
-/// pipelines.
+/// f32 master weight if the weight has 16 bits, and two optimizer states in f32. At stage 1, the master weights and the
+/// states are divided among the pipelines.
 fn training_bytes([trained, frozen]: [u64; 2], config: &Config, pipelines: usize) -> u64 {
     const F32: u64 = 4;
     let dtype = config.precision.dtype().size_in_bytes() as u64;

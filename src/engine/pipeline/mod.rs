@@ -1,8 +1,8 @@
 //! Training in a pipeline: each rank runs the operations of its stages in the order of the schedule.
 //!
 //! ```text
-//!   forward    activation of the previous stage --> [layers of the stage] --> activation to the next stage
-//!   backward   gradient to the previous stage  <-- [layers of the stage] <-- gradient of the next stage
+//!   forward    activation from the previous stage --> [layers of the stage] --> activation to the next stage
+//!   backward   gradient to the previous stage  <-- [layers of the stage] <-- gradient from the next stage
 //!   step       vote of all stages -> clip -> update, each stage its own parameters
 //! ```
 //!

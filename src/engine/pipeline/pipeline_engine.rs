@@ -73,7 +73,7 @@ pub struct PipelineEngine<B> {
 
 /// A forward pass whose backward pass has not run yet.
 struct HeldForward {
-    /// The stage's input, if the previous stage needs its gradient.
+    /// The stage's input, if the previous stage or, for a tied weight, the last stage needs its gradient.
     input: Option<Var>,
     /// The stage's output, or the loss.
     output: Tensor,
@@ -168,7 +168,8 @@ impl<B> PipelineEngine<B> {
     }
 
     /// Runs one optimizer step as [`train_batch`](Self::train_batch) does. Calls `tell` with the number of micro
-    /// batches that have passed through this rank's stages, each time this number grows.
+    /// batches that have passed through this rank's stages, each time this number grows, and possibly
+    /// again with the same number.
     ///
     /// # Errors
     /// The same as [`train_batch`](Self::train_batch).

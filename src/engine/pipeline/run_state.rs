@@ -51,7 +51,7 @@ impl<B> PipelineEngine<B> {
         self.engine.comm_report()
     }
 
-    /// Returns whether a signal has asked any rank to end, as [`Engine::stop_requested`](crate::Engine::stop_requested)
+    /// Returns whether the job was asked to end, as [`Engine::stop_requested`](crate::Engine::stop_requested)
     /// does. Collective.
     ///
     /// # Errors

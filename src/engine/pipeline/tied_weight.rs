@@ -45,8 +45,8 @@ pub(super) struct KeptGradient {
 }
 
 impl TiedWeight {
-    /// Collective along the pipeline: returns this rank's role in training the weight `name`. `None` if the weight is
-    /// frozen, or this rank does not have it.
+    /// Collective along the pipeline: returns this rank's role in training the weight `name`, or `None` if the weight
+    /// is frozen or this rank does not have it.
     pub fn agreed<M>(
         engine: &Engine<M>,
         name: &str,

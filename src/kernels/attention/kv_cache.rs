@@ -89,7 +89,7 @@ fn for_each_head<E: Element>(
 /// whose keys and values are in the cache.
 ///
 /// `q` and `out` are as in [`forward()`](super::forward()). Panics if the slices do not match the sizes, or if the rule
-/// has several sequences or lets queries see later positions.
+/// defines the starts of sequences or lets queries see later positions.
 pub fn forward_cached<E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     q: MultiHeadRows<'_, E>,

@@ -216,7 +216,7 @@ pub(super) struct BackwardRowStatistics {
 }
 
 /// Converts a tile of scores to probabilities p, and their gradients g to the scores' gradients p (g - along). With a
-/// cap, the results are multiplied by its slope, and `p` contains capped scores at first.
+/// cap, `p` contains capped scores at first, and the scores' gradients are multiplied by the cap's slope.
 ///
 /// # Safety
 /// The processor must have the instructions of `V`.

@@ -160,7 +160,7 @@ fn sizes() -> Vec<AttentionShape> {
     .collect()
 }
 
-/// Returns rules for a sequence of `time` positions, and the starts of the sequences in packed rows.
+/// Returns rules for sequences of `h.time` positions, and the starts of the sequences in packed rows.
 fn rules(h: &AttentionShape) -> Vec<(AttentionRule<'static>, Option<Vec<Vec<usize>>>)> {
     let usual = AttentionRule::causal(h.head);
     let windows = [1, 12, 64, 65, 100].map(|window| AttentionRule { window: Some(window), ..usual });

@@ -116,8 +116,8 @@ pub(super) unsafe fn scatter<T: ScoreTiles>(
     }
 }
 
-/// Returns the (first, number) of rows to multiply at a time: all rows, or on the diagonal the rows with the same
-/// bound.
+/// Returns the groups of rows to multiply at a time, each as its first row and the number of its rows: all rows, or on
+/// the diagonal the rows with the same bound.
 fn bands(s: TileShape, rows: usize) -> impl Iterator<Item = (usize, usize)> {
     let step = if s.diagonal { BAND } else { rows.max(1) };
     (0..rows).step_by(step).map(move |first| (first, step))

@@ -490,9 +490,9 @@ struct FewRowsTask {
     panels: ColumnPanels,
     /// Room for a turn of a panel, if `b` is packed.
     piece: Option<*mut f32>,
-    /// The steps of a turn.
+    /// The number of steps of a turn.
     turn: usize,
-    /// The words of a row of sums.
+    /// The number of words of a row of sums.
     width: usize,
 }
 

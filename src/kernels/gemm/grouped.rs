@@ -4,8 +4,8 @@
 //! therefore, all products are first divided into tasks of similar size, and these are divided among the threads:
 //!
 //! ```text
-//!   rows of expert 0   | task | task | task | task |     the columns of each product are divided as the caches require,
-//!   rows of expert 1   |    task     |    task     |     and further if the product is large
+//!   rows of expert 0   | task | task | task | task |    the columns of each product are divided as the caches require,
+//!   rows of expert 1   |    task     |    task     |    and further if the product is large
 //!   rows of expert 2   |           task            |
 //! ```
 //!
@@ -138,7 +138,7 @@ fn run<W: ElementArithmetic<E> + Microkernels, E: Element, C: Element>(parts: &[
     if threads == 1 { (0..tasks).for_each(task) } else { parallel::for_each(tasks, task) }
 }
 
-/// Returns the number of the first task of each part, and of all tasks.
+/// Returns the index of the first task of each part, and the number of all tasks.
 fn starts<P>(parts: &[P], count: impl Fn(&P) -> usize) -> Vec<usize> {
     let mut starts = vec![0];
     starts.extend(parts.iter().scan(0, |all, part| {

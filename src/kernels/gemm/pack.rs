@@ -104,7 +104,7 @@ impl<E: Element> GemmOperand<E> {
     /// Returns the words of a step for a vector of adjacent columns.
     ///
     /// # Safety
-    /// The call must be inside `W::V::with`; the step exists.
+    /// The call must be inside `W::V::with`, and the step must exist.
     #[inline(always)]
     pub(super) unsafe fn words<W: ElementArithmetic<E>>(&self, outer: usize, step: usize) -> W::V {
         let inner = step * W::DEPTH;
@@ -144,7 +144,7 @@ impl<E: Element> GemmOperand<E> {
     /// start at 0. The words are those of a vector of columns whose elements are adjacent.
     ///
     /// # Safety
-    /// The call must be inside `W::V::with`; the steps exist.
+    /// The call must be inside `W::V::with`, and the steps must exist.
     #[inline(always)]
     pub(super) unsafe fn transposed<W: ElementArithmetic<E>>(
         &self,

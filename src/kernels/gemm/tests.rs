@@ -235,7 +235,8 @@ fn what_a_thread_keeps_for_the_next_product_is_bounded() {
                 gemm_by(method, MatrixMut::new(&mut c, m, n), a.view(), b.view(), Epilogue::default());
                 scratch::bytes_kept()
             });
-            // With AVX-512 up to 4 MiB of `a`, 512 KiB of `b` and some rows of sums; less at other levels.
+            // With AVX-512, a thread keeps up to 4 MiB of `a`, 512 KiB of `b` and some rows of sums; other levels keep
+            // less.
             assert!(kept > 0 && kept < 8 << 20, "{method:?} {m}x{n}x{k}: {kept} bytes");
         }
     }
@@ -350,7 +351,7 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// The rows of each of several products, with empty, small and large ones.
+/// The numbers of rows of several products, some of which are empty, small or large.
 const GROUPS: [usize; 9] = [3, 0, 70, 1, 16, 17, 0, 33, 66];
 
 /// Returns the results of one product for each of [`GROUPS`], computed in one pass or one by one.

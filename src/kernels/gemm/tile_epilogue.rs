@@ -25,7 +25,7 @@ impl<C: Element> EpilogueOutput<'_, C> {
     }
 }
 
-/// Finishes and stores a tile of sums whose rows start `stride` apart. The sums are overwritten.
+/// Finishes and stores a tile of sums whose rows start `stride` apart. The sums may be overwritten.
 ///
 /// # Safety
 /// The processor must have the vectors' instructions; rows of sums can be read and written up to a multiple of a

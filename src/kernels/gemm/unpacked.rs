@@ -16,8 +16,8 @@ pub(super) const ROWS: usize = 4;
 /// [`AccumulatorInit::Continue`].
 ///
 /// # Safety
-/// The processor must have the instructions of `W`; `a`, `b` and `sums` contain the rows, columns and steps that this
-/// function reads and writes.
+/// The processor must have the instructions of `W`; `a`, `b` and `sums` must contain the rows, columns and steps that
+/// this function reads and writes.
 #[expect(clippy::too_many_arguments, reason = "the arguments of a microkernel, and the position in `b`")]
 pub(super) unsafe fn multiply<W: ElementArithmetic<E>, E: Element>(
     rows: usize,

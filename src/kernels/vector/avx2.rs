@@ -189,7 +189,7 @@ impl SimdVector for Avx2 {
     }
 }
 
-/// Adds three products with fixed registers. Four rows of three sums, a row of three vectors and one number use all
+/// Adds three products in a fixed order. Four rows of three sums, a row of three vectors and one number use all
 /// sixteen registers. In the compiler's own order, the next number would be loaded before this one is used up, and sums
 /// would be moved to make room. This assembly keeps the order.
 #[inline]
