@@ -220,7 +220,7 @@ impl AdaptedSizes {
         da
     }
 
-    /// Writes the adapter's part of x's gradient, or adds it.
+    /// Computes the adapter's part of x's gradient, and writes it to `dx` or, with `accumulate`, adds it to `dx`.
     fn gradient_of_x<E: TensorElement>(&self, dh: &[f32], a: &[f32], dx: &mut [E], accumulate: bool) {
         let (LinearSizes { rows, inputs, .. }, rank) = (self.sizes, self.rank);
         let epilogue = |accumulate| Epilogue { accumulate, ..Epilogue::default() };

@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-/// The offloaded state of one rank. Exists if something is offloaded to `nvme`.
+/// The offloaded state of one rank. It exists only if something is offloaded to `nvme`.
 pub(crate) struct OffloadStore {
     pub io: Arc<FileIo>,
     /// The folder of parameter shards.
@@ -128,8 +128,9 @@ impl OffloadStore {
     /// for use after all requests.
     ///
     /// # Errors
-    /// [`OffloadError::Space`](crate::error::OffloadError::Space) on all ranks, with the bytes that all of them need on
-    /// the disk that is too small.
+    /// [`OffloadError::Space`](crate::error::OffloadError::Space), or
+    /// [`OffloadError::Memory`](crate::error::OffloadError::Memory) for tmpfs, on all ranks that have a folder on the
+    /// disk that is too small, with the bytes that all of them need there; a failed collective.
     pub fn check_space(&self, comm: &dyn Communicator) -> Result<()> {
         let numbers = |d: SpaceDemand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full), d.memory];
         let own: Vec<u64> = self.folders.iter().flat_map(|f| numbers(f.demand())).collect();
