@@ -130,8 +130,8 @@ pub(crate) struct MemoryLedger(Arc<Mutex<LedgerTotals>>);
 #[derive(Debug, Default)]
 struct LedgerTotals {
     tiers: BTreeMap<(MemoryKind, MemoryTier), HeldBytes>,
-    /// Device and host together, including page-locked memory. Counted separately, because the peaks of the tiers need
-    /// not coincide.
+    /// The bytes of device and host together, including page-locked memory. They are counted separately, because the
+    /// peaks of the tiers need not coincide.
     memory: BTreeMap<MemoryKind, HeldBytes>,
 }
 

@@ -79,8 +79,8 @@ impl DecoderBlock {
 
     /// Applies the block to `x` `[batch, time, hidden_size]`.
     ///
-    /// If the router's logits are wanted, they are part of the result, which is then `[batch, time, hidden_size +
-    /// experts]`, so that a loss outside a block that recomputes can depend on them.
+    /// If the router's logits are wanted, they are part of the result, so that a loss outside a block that recomputes
+    /// can depend on them. The result is then `[batch, time, hidden_size + experts]`.
     pub(super) fn run(&self, x: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
         let normalized = |norm: &Option<BlockNorm>, x: &Tensor| match norm {
             Some(norm) => norm.forward(x),

@@ -170,7 +170,7 @@ pub(super) fn check_format(op: &'static str, x: &Tensor, parameter: &Tensor) -> 
     if [lhs, DType::F32].contains(&rhs) { Ok(()) } else { Err(Error::DTypeMismatchBinaryOp { lhs, rhs, op }.bt()) }
 }
 
-/// Layer normalization with parameters "weight" and, unless the options leave it out, "bias" (starts at 0).
+/// Layer normalization with parameters "weight" and, unless the options leave it out, "bias", which starts at 0.
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
     weight: Tensor,

@@ -286,7 +286,7 @@ impl DiskBenchRun<'_> {
     }
 
     fn sequential(&mut self, io: &FileIo, aio: &Aio, accesses: &[DiskAccess]) -> Result<Vec<SequentialBench>> {
-        // Enough buffers for every thread to have a block, plus one that is being handed to the next thread.
+        // There are enough buffers for every thread to have a block, plus one that is being handed to the next thread.
         let under_way = threads(aio) * aio.block_size.min(CHUNK);
         let mut buffers: Vec<AlignedBuffer> = (0..under_way.div_ceil(CHUNK) + 1).map(|_| pattern(CHUNK)).collect();
         // Reserved space must be written once before it can be read from the disk. Writing it before the measurement

@@ -109,7 +109,7 @@ impl OffloadStore {
     /// storage.
     pub fn choose_access(&self, world_size: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
-        // A file that does not allow direct access is mapped. If no file allows it, mapping is chosen, and reported.
+        // A file that does not allow direct access is mapped. If no file allows it, mapping is chosen in its place.
         let direct_is_possible = lock(&self.files).values().any(|file| file.allows_direct());
         let access = match self.access.unwrap_or_else(|| DiskAccess::fastest(bytes, direct_is_possible)) {
             DiskAccess::Direct if !direct_is_possible => DiskAccess::Mapped,
