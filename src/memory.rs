@@ -119,7 +119,7 @@ impl MemoryKind {
 pub struct HeldBytes {
     /// The bytes held now.
     pub held: usize,
-    /// The maximum bytes held at any time.
+    /// The maximum number of bytes held at any time.
     pub peak: usize,
 }
 
@@ -130,8 +130,8 @@ pub(crate) struct MemoryLedger(Arc<Mutex<LedgerTotals>>);
 #[derive(Debug, Default)]
 struct LedgerTotals {
     tiers: BTreeMap<(MemoryKind, MemoryTier), HeldBytes>,
-    /// Device and host together, including page-locked memory. Counted separately, because the peaks of the tiers need
-    /// not coincide.
+    /// The bytes of device and host together, including page-locked memory. They are counted separately, because the
+    /// peaks of the tiers need not coincide.
     memory: BTreeMap<MemoryKind, HeldBytes>,
 }
 
@@ -196,7 +196,7 @@ impl HeldBytes {
 }
 
 impl MemoryTier {
-    /// Returns the tier of tensors of `device`.
+    /// Returns the tier of tensors on `device`.
     pub fn of(device: &Device) -> Self {
         if device.is_cpu() { Self::Host } else { Self::Device }
     }
@@ -248,7 +248,7 @@ pub struct MemoryRow {
     /// The bytes that the formula gives (ZeRO, arXiv 1910.02054, section 5), if it covers this kind: memory and files
     /// together.
     pub formula: Option<f64>,
-    /// The bytes of padding in the shards: the difference between the formula and the allocated bytes.
+    /// The bytes of padding in the shards: the size of this rank's shards with padding, minus the formula.
     pub padding: f64,
 }
 
@@ -400,7 +400,7 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
         Self { flat, held }
     }
 
-    /// Calls `grow` to change the buffer's size, and accounts for it.
+    /// Calls `grow` to change the buffer's size, and records the new size in the ledger.
     ///
     /// # Errors
     /// The error of `grow`.

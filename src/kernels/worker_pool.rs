@@ -2,7 +2,7 @@
 //!
 //! A step runs thousands of kernels, and most take less than a millisecond. Waking a sleeping thread each time would
 //! take a large part of that time, so helpers spin for a moment before they sleep. The caller never waits for a helper
-//! that has not entered: the caller works too, and closes the job when no task is left.
+//! that has not entered the job: the caller works too, and closes the job when no task is left.
 //!
 //! ```text
 //!   caller:  open ── works ─────────────── close ── waits for those inside ── returns

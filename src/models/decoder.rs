@@ -14,7 +14,7 @@ use candle_nn::{Module, VarBuilder};
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 
-/// A language model described by a [`DecoderConfig`], of any family that [`DecoderConfig::read`] knows.
+/// A language model described by a [`DecoderConfig`], of any family that [`DecoderConfig::read`] supports.
 ///
 /// The parameters have the names of the model's files in Hugging Face format. Each block is a unit
 /// ([`crate::zero::unit()`]).

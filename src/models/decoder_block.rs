@@ -12,8 +12,8 @@ use crate::nn::{
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-/// One transformer block: attention and an MLP or a mixture of experts, which add to the residual stream, with norms at
-/// the places of a [`NormPlacement`].
+/// One transformer block: attention and an MLP or a mixture of experts, which add to the residual stream, with norms
+/// placed according to a [`NormPlacement`].
 #[derive(Debug, Clone)]
 pub struct DecoderBlock {
     before_attention: Option<BlockNorm>,
@@ -79,8 +79,8 @@ impl DecoderBlock {
 
     /// Applies the block to `x` `[batch, time, hidden_size]`.
     ///
-    /// The router's logits leave the block with the result, `[batch, time, hidden_size + experts]`, if they are wanted,
-    /// so that a loss outside a block that recomputes can depend on them.
+    /// If the router's logits are wanted, they are part of the result, so that a loss outside a block that recomputes
+    /// can depend on them. The result is then `[batch, time, hidden_size + experts]`.
     pub(super) fn run(&self, x: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
         let normalized = |norm: &Option<BlockNorm>, x: &Tensor| match norm {
             Some(norm) => norm.forward(x),

@@ -19,7 +19,7 @@ pub struct DecoderClassifierConfig {
     pub decoder: DecoderConfig,
     /// The names of the classes.
     pub labels: Vec<String>,
-    /// The padding token, which the classified position must not have.
+    /// The padding token. A text is classified by its last token that is not padding.
     pub pad_token_id: Option<u32>,
     /// The standard deviation of a randomly initialized projection to logits.
     pub initializer_range: f64,

@@ -241,8 +241,8 @@ impl DecoderConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0 or beyond the limits, numbers of heads that do not divide the sizes that they must divide, a number
-    /// that is not positive and finite, or options that cannot be combined.
+    /// A size of 0 or beyond the limits, a number of key and value heads that does not divide the number of query
+    /// heads, another value out of its range, or options that cannot be combined.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("vocab_size", self.vocab),

@@ -165,7 +165,7 @@ impl EncoderNaming {
         }
     }
 
-    /// Returns the module that maps the head's values to logits.
+    /// Returns the name of the module that maps the head's values to logits.
     pub fn classifier(self) -> &'static str {
         match self {
             Self::Roberta | Self::Electra => "classifier.out_proj",
@@ -173,7 +173,7 @@ impl EncoderNaming {
         }
     }
 
-    /// Returns the module with the head's other parameters.
+    /// Returns the name of the module with the head's other parameters.
     pub fn head(self) -> &'static str {
         match self {
             Self::Bert => "bert.pooler",
@@ -183,7 +183,7 @@ impl EncoderNaming {
         }
     }
 
-    /// Returns the linear layer of the head.
+    /// Returns the name of the linear layer of the head.
     pub(super) fn head_dense(self) -> &'static str {
         match self {
             Self::Bert => "bert.pooler.dense",
@@ -231,7 +231,7 @@ impl EncoderConfig {
             return Err(refused("pad_token_id", self.pad_token_id, &allowed));
         }
         self.validate_positions(rows)?;
-        // Layers store it in f32. There, 1e-12 is small but not 0.
+        // Layers store this number in f32, in which 1e-12 is small but not 0.
         if !((self.norm_eps as f32) > 0.0 && self.norm_eps.is_finite()) {
             let key = if self.naming == EncoderNaming::ModernBert { "norm_eps" } else { "layer_norm_eps" };
             return Err(refused(key, self.norm_eps, "a positive finite number, such as 1e-12"));

@@ -243,7 +243,7 @@ impl EncoderKeys<'_> {
         })
     }
 
-    /// Returns blocks without windows. `key` is the key for their number.
+    /// Reads the number of blocks from `key`, and returns that many blocks without windows.
     fn equal_blocks(&self, key: &'static str, default: usize) -> Result<Vec<EncoderBlockConfig>> {
         let blocks = self.size(key, default)?;
         // The number is checked before memory for the blocks is allocated.

@@ -1,5 +1,5 @@
-//! The parameters of experts as adapters see them: one parameter for all experts of a projection, whatever tensors the
-//! files contain.
+//! The parameters of experts as adapters see them: for each projection, one parameter for all experts, whatever tensors
+//! the files contain.
 
 use super::decoder_mixture::{EXPERT_PARAMETERS, EXPERTS};
 use super::{DecoderConfig, MixtureNaming};
@@ -25,7 +25,7 @@ pub struct ExpertPart {
 }
 
 impl DecoderConfig {
-    /// Returns the names of the parameters of all experts, of each sparse block, that can have an adapter.
+    /// Returns, for each sparse block, the names of the parameters of all experts. These parameters can have adapters.
     pub fn expert_parameters(&self) -> Vec<String> {
         let of_block = |block| self.expert_parameters_of(block);
         self.sparse_blocks().flat_map(of_block).collect()

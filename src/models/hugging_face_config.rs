@@ -224,8 +224,8 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
     })
 }
 
-/// Returns the longest input of a model with this `max_position_embeddings`. With dynamic frequencies, the context is
-/// longer by the scaling factor.
+/// Returns the maximum length of an input to a model with this `max_position_embeddings`. With dynamic frequencies, the
+/// context is longer by the scaling factor.
 fn longest_input(ctx: usize, rules: &[BlockConfig]) -> usize {
     let factor = |rule: &BlockConfig| match rule.rotary.as_ref()?.scaling {
         RotaryScaling::Dynamic { factor, .. } => Some(factor),

@@ -252,7 +252,7 @@ struct OuterKeys<'a> {
     family: &'a ModelFamily,
     /// `max_position_embeddings`.
     ctx: usize,
-    /// The original context, if it is a key of the model, which then takes precedence.
+    /// The original context, if the family has an outer key for it, which then takes precedence.
     original: Option<usize>,
 }
 

@@ -70,7 +70,8 @@ pub(super) enum LayerKinds {
     TypesOrWindowed,
     /// The key `layer_types`, or, if `use_sliding_window` is set, a window from block `max_window_layers` on.
     Qwen,
-    /// The key `layer_types`, or full attention in every block whose number is a multiple of the pattern.
+    /// The key `layer_types`, or full attention in every block whose number, counted from 1, is a multiple
+    /// of the pattern.
     Pattern { default: usize, keys: &'static [&'static str] },
     /// The key `layer_types`, or, if `use_sliding_window` is set, a window in the blocks without positions.
     SmolLm3,
@@ -258,7 +259,7 @@ const MINISTRAL3: ModelFamily = ModelFamily {
     ..MISTRAL
 };
 
-/// Windows are refused for Qwen's mixtures, because versions of transformers differ in the blocks that have one.
+/// Windows are refused for Qwen's mixtures, because versions of transformers differ in which blocks have one.
 const QWEN_MOE_REFUSED: &[(&str, bool, &str)] =
     &[("use_sliding_window", false, "windows are not supported in this model")];
 

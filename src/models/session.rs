@@ -49,7 +49,7 @@ impl Session {
     }
 
     /// Sets the text length, in tokens, for which memory is allocated when the text begins or next outgrows its memory.
-    /// The model's context limits it. Without this call, memory doubles each time.
+    /// The model's context limits this length. Without this call, memory doubles each time the text outgrows it.
     pub fn reserve(&mut self, tokens: usize) {
         self.expected = tokens;
     }

@@ -27,7 +27,7 @@ pub enum MonitorError {
     },
     /// The environment variable for the id of a Weights & Biases run does not contain a valid id.
     #[error(
-        "environment variable WANDB_RUN_ID is `{value}`; give 1 to 64 letters (a to z), digits, `-` or `_`, or remove it"
+        "environment variable WANDB_RUN_ID is `{value}`; give 1 to 64 ASCII letters, digits, `-` or `_`, or remove it"
     )]
     WandbRunId {
         /// The value of the variable.

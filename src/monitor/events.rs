@@ -51,7 +51,7 @@ pub trait Monitor: Send {
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum RunMilestone<'a> {
-    /// Training begins or continues. Precedes all events; a program that only evaluates has no milestones.
+    /// Training begins or continues. This precedes all events; a program that only evaluates has no milestones.
     Begins(&'a RunDescription),
     /// A checkpoint was loaded after the beginning: events of later samples are repeated.
     Loaded {
@@ -83,7 +83,7 @@ pub struct RunDescription {
     pub configuration: Value,
     /// The settings of the program that are not part of the configuration.
     pub settings: Value,
-    /// The number of steps of the complete run, if the program knows it.
+    /// The number of steps of the complete run, if it is known.
     pub total_steps: Option<u64>,
     /// The folder of checkpoints from which a checkpoint was loaded, if any.
     pub loaded_from: Option<PathBuf>,

@@ -43,7 +43,7 @@ const OUTPUT_KEYS: [&str; 14] = [
     "wall_clock_breakdown",
     "wandb",
 ];
-/// The maximum number of hyperparameters, and of characters of a text.
+/// The maximum number of hyperparameters, and of characters in a text.
 const MAX_COUNT: usize = 1000;
 const MAX_CHARS: usize = 1000;
 

@@ -85,7 +85,7 @@ impl MetricsWriter {
             line.and_then(|line| line["step"].as_u64()).is_some_and(|s| s < step)
         };
         let kept: String = text.lines().filter(is_earlier).map(|line| format!("{line}\n")).collect();
-        // The new file is written under another name and then renamed, so that the log survives if the process is
+        // The new file is written under another name and then renamed, so that the metrics survive if the process is
         // killed.
         let replace = || {
             let mut new = AtomicFile::beside(path)?;
@@ -290,7 +290,7 @@ mod tests {
         let path = dir.path().join("m.jsonl");
         let mut first = MetricsWriter::create(&path).unwrap();
         first.write(&json!({"step": 0})).unwrap();
-        // A shell is used because it is another process: this one may open its own file twice.
+        // Another process is needed, because this process may open its own file twice.
         drop(MetricsWriter::resume(&path, 1).unwrap());
         drop(first);
         let mut other = std::process::Command::new("flock");

@@ -15,7 +15,7 @@ pub struct AttentionOptions {
     /// The window: the query at position q sees the keys k with q - window < k <= q, that is, as many keys as the
     /// window is long, including the key at q. Without a window, it sees all keys up to the one at q.
     pub window: Option<usize>,
-    /// Whether a query also sees later positions: all positions of its sequence, or with a window the keys k with
+    /// Whether a query also sees later positions: all positions of its sequence, or, with a window, the keys k with
     /// |q - k| < window (ModernBERT's local attention).
     pub bidirectional: bool,
 }
@@ -25,7 +25,7 @@ impl AttentionOptions {
     pub(super) fn rule<'a>(&self, head: usize, sequences: Option<&'a Sequences>) -> Result<AttentionRule<'a>> {
         let above_0 = |x: Option<f64>| x.is_none_or(|x| x > 0.0 && x.is_finite());
         if !above_0(self.scale) || !above_0(self.soft_cap) || self.window == Some(0) {
-            bail!("attention: scale, soft cap and window must be above 0; they are {self:?}")
+            bail!("attention: scale, soft cap and window must be positive and finite; they are {self:?}")
         }
         let usual = AttentionRule::causal(head);
         Ok(AttentionRule {

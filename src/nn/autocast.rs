@@ -12,7 +12,7 @@ use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
 
-/// Returns the lower format for a product of these operands, if it differs from theirs.
+/// Returns the lower format for a product of these operands, if autocast is enabled and both operands are f32.
 pub(super) fn lower(x: &Tensor, weight: &Tensor) -> Option<DType> {
     autocast_format().filter(|_| x.dtype() == DType::F32 && weight.dtype() == DType::F32)
 }

@@ -18,7 +18,7 @@ const NAME: &str = "sync_batch_norm";
 ///
 /// x is `[batch, features, ..]` of f32, bf16 or f16. Arithmetic is in f32; sums are in f64, in rank order. Training
 /// uses one collective in the forward pass and one in the backward pass, each with two numbers per feature. The running
-/// statistics are equal on all ranks. In a model on a GPU, the layer computes on the host.
+/// statistics are equal on all ranks. In a model on a GPU, the layer's training passes run on the host.
 ///
 /// "running_mean" and "running_var" are [buffers](crate::EngineBuilder::buffers) of f32, in 16-bit models too. "weight"
 /// and "bias", in x's dtype or f32, exist if `affine` is set. The names are those of [`candle_nn::BatchNorm`] and of
@@ -36,8 +36,8 @@ pub struct SyncBatchNorm {
 /// Builds a [`SyncBatchNorm`] with this number of features, with the arguments of [`candle_nn::batch_norm()`].
 ///
 /// # Errors
-/// A negative `eps`, a `momentum` outside the range 0 to 1, `remove_mean: false`, which is not supported; any error of
-/// the `VarBuilder`.
+/// A negative `eps`, a `momentum` outside the range 0 to 1, or `remove_mean: false`, which is not supported; any error
+/// of the `VarBuilder`.
 pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
     num_features: usize,
     config: C,

@@ -96,8 +96,8 @@ const CHUNK: usize = 52 << 20;
 
 /// Computes [`cross_entropy`] for the logits h w of hidden states `h` `[.., width]`. The logits are never in memory all
 /// at once: they are computed, and turned into gradients, for a block of rows at a time. `weight` is `[classes, width]`
-/// with [`WeightLayout::OutIn`], otherwise `[width, classes]`. If it is in f32 and `h` has 16 bits, the logits are f32
-/// too.
+/// with [`WeightLayout::OutIn`], otherwise `[width, classes]`. If the weight is in f32 and `h` in 16 bits, the logits
+/// are f32 too.
 ///
 /// If gradients are needed, they are computed together with the loss, in f32 and without the incoming gradient.
 /// The backward pass multiplies them by the incoming gradient before they are rounded. Until then, the gradients of `h`
@@ -248,7 +248,7 @@ fn sizes(op: &str, h: &Tensor, weight: &Tensor, layout: WeightLayout, targets: &
 fn cap(soft_cap: Option<f64>) -> Result<Option<f32>> {
     match soft_cap {
         Some(cap) if !(cap > 0.0 && cap.is_finite()) => {
-            bail!("cross_entropy: the soft cap is {cap}; it must be above 0")
+            bail!("cross_entropy: the soft cap is {cap}; it must be a positive finite number")
         }
         cap => Ok(cap.map(|cap| cap as f32)),
     }
@@ -391,7 +391,7 @@ impl HostTargetIds {
     fn divisor(&self, given: Option<f64>, shapes: &dyn Fn() -> String) -> Result<f64> {
         match given {
             Some(divisor) if divisor > 0.0 && divisor.is_finite() => Ok(divisor),
-            Some(divisor) => bail!("cross_entropy: the divisor is {divisor}; it must be above 0"),
+            Some(divisor) => bail!("cross_entropy: the divisor is {divisor}; it must be a positive finite number"),
             None if self.count == 0 => bail!(
                 "cross_entropy: the mean over zero rows is undefined; {}, and a target of -100 does not count",
                 shapes()

@@ -22,7 +22,7 @@ pub fn default(head: usize, theta: f64) -> Result<Vec<f64>> {
     Ok((0..head / 2).map(|i| theta.powf(-((2 * i) as f64) / head as f64)).collect())
 }
 
-/// Returns frequencies that are slower by a factor, as if positions were closer together (rope type "linear").
+/// Returns the frequencies divided by a factor, as if positions were closer together (rope type "linear").
 ///
 /// # Errors
 /// A factor that is not above 0.

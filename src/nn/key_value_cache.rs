@@ -103,7 +103,7 @@ impl KeyValueCache {
         self.wanted = positions;
     }
 
-    /// Removes all positions but the first `len`; their memory is kept.
+    /// Removes all positions but the first `len`, and keeps the memory.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }

@@ -7,8 +7,8 @@
 //!                  +-- D -- A --> h [rows, r] -- s B
 //! ```
 //!
-//! The adapter's part is computed in f32, whatever the format of the rest; 16-bit rows are widened a few at a time.
-//! Besides x, h is kept for the backward pass, and with DoRA also the product.
+//! The adapter's part is computed in f32, whatever the format of the base weight; 16-bit rows are widened a few at a
+//! time. Besides x, h and, with DoRA, the product are kept for the backward pass.
 
 use super::dropout::{DropoutMask, dropout};
 use super::f32_parameters::{follow, is_wider, with_wide};
@@ -220,7 +220,7 @@ impl AdaptedSizes {
         da
     }
 
-    /// Writes the adapter's part of x's gradient, or adds it.
+    /// Computes the adapter's part of x's gradient, and writes it to `dx` or, with `accumulate`, adds it to `dx`.
     fn gradient_of_x<E: TensorElement>(&self, dh: &[f32], a: &[f32], dx: &mut [E], accumulate: bool) {
         let (LinearSizes { rows, inputs, .. }, rank) = (self.sizes, self.rank);
         let epilogue = |accumulate| Epilogue { accumulate, ..Epilogue::default() };

@@ -17,7 +17,7 @@
 //! numbers in 16 bits.
 //!
 //! The layers in this module work on f32, bf16 and f16 storage with f32 arithmetic inside; each result is rounded once.
-//! In a 16-bit model their parameters may also be f32 (`data_types.keep_in_fp32_modules`,
+//! In a 16-bit model, their parameters may also be f32 (`data_types.keep_in_fp32_modules`,
 //! [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)), while activations between layers remain in 16
 //! bits. Layers of candle-nn reject operands of different formats; cast their inputs and results. The layers in this
 //! module return the same bits for any number of threads, and a row of a result does not depend on the number of rows.

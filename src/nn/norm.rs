@@ -17,7 +17,7 @@ use candle_nn::{Module, VarBuilder, init};
 /// kept for the backward pass. Results are rounded once, to x's dtype. A gradient has the dtype of its operand.
 ///
 /// # Errors
-/// A weight or bias of a different length or dtype.
+/// A weight or bias of a different length, or of a dtype that is neither that of x nor f32.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     let width = width_of(LAYER_NORM, x, &[("weight", weight), ("bias", bias)])?;
     #[cfg(feature = "cuda")]
@@ -65,7 +65,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// gradient has the dtype of its operand.
 ///
 /// # Errors
-/// A weight of a different length or dtype.
+/// A weight of a different length, or of a dtype that is neither that of x nor f32.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     rms_norm_with(x, weight, RmsNormOptions { eps, ..RmsNormOptions::default() })
 }
@@ -170,7 +170,7 @@ pub(super) fn check_format(op: &'static str, x: &Tensor, parameter: &Tensor) -> 
     if [lhs, DType::F32].contains(&rhs) { Ok(()) } else { Err(Error::DTypeMismatchBinaryOp { lhs, rhs, op }.bt()) }
 }
 
-/// Layer normalization with parameters "weight" and, unless the options leave it out, "bias" (starts at 0).
+/// Layer normalization with parameters "weight" and, unless the options leave it out, "bias", which starts at 0.
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
     weight: Tensor,

@@ -15,7 +15,7 @@ pub struct ProjectionOptions<'a> {
     pub bias: bool,
     /// The standard deviation of the initial weight, if it is not read from a file.
     pub std: f64,
-    /// The model's adapters: this projection gets one if they select its name.
+    /// The settings of the model's adapters: this projection gets an adapter if they select its name.
     pub lora: Option<&'a LoraConfig>,
 }
 

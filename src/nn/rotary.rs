@@ -56,12 +56,12 @@ struct AnglesByLength {
 const RECENT_TABLES: usize = 2;
 
 impl Rotary {
-    /// Creates the tables for heads of `head` elements, an even number, at positions below `ctx`. The slowest frequency
+    /// Creates the tables for heads of `head` elements, an even number, at positions below `ctx`. The lowest frequency
     /// follows from `theta` (10000 in most models). As in most of Hugging Face's models, an element is paired with the
     /// element half a head away.
     ///
     /// # Errors
-    /// An odd head size, or a theta that is not above 0.
+    /// A head size that is odd or 0, or a theta that is not above 0.
     pub fn new(head: usize, ctx: usize, theta: f64) -> Result<Self> {
         Self::from_frequencies(ctx, frequencies::default(head, theta)?)
     }

@@ -15,8 +15,8 @@ use candle_core::{DType, Layout, Result, Tensor, bail};
 /// `indexes` (u8, u32 or i64) and `source` have the same shape, which may exceed that of `init` only along `dim`. An
 /// index equal to its type's largest value is ignored, as in Candle.
 ///
-/// This is [`Tensor::scatter`] with correct gradients: elements that were overwritten, in `init` or by a later element
-/// of the source, have none.
+/// This is [`Tensor::scatter`] with correct gradients: overwritten elements of `init`, and elements of the source that
+/// a later one overwrites, have a gradient of 0.
 ///
 /// # Errors
 /// Shapes or dtypes that do not match, or an index out of range.

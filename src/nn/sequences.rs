@@ -3,8 +3,9 @@
 use candle_core::{Device, Result, Tensor, bail};
 use std::sync::Arc;
 
-/// The division of the rows of a batch `[batch, time]` into consecutive sequences. Positions begin at 0 in each, and
-/// attention does not cross from one into another. Padding is a sequence too, but its results are not used.
+/// The division of the rows of a batch `[batch, time]` into consecutive sequences. Positions begin at 0 in each
+/// sequence, and attention does not cross from one sequence into another. Padding is a sequence too, but its results
+/// are not used.
 ///
 /// ```
 /// use candle_zero::nn::Sequences;

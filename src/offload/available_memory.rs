@@ -2,7 +2,7 @@
 //! groups.
 //!
 //! A container, a Slurm job or a systemd scope limits memory in the process's group or in a group above it, through
-//! version 1 or 2 of the kernel's interface, and does not always have its own view of the file system. Therefore the
+//! version 1 or 2 of the kernel's interface, and does not always have its own view of the file system. Therefore, the
 //! group is found through `/proc/self/cgroup` and `/proc/self/mountinfo`.
 
 use std::path::{Path, PathBuf};
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn a_view_of_its_own_shows_the_group_at_the_mount_point() {
-        // The container's group is mounted as the root, while the process sees its path as it is outside the container.
+        // The container's group is mounted as the root, while the process sees the path outside the container.
         for (own, root) in
             [("0::/", "/"), ("0::/docker/abc", "/docker/abc"), ("0::/../other", "/"), ("0::/x", "/docker/abc")]
         {

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 /// The way in which files of offloaded state are accessed.
 ///
-/// Measured on a virtual disk, in GB/s, for cold reads and for writes including a final sync: without the page cache,
-/// 2.5 to 3.6 and 4 to 6; through the page cache, 2.0 to 3.3 and 3.5; through a mapping, 1 to 2 and 1.2 to 2. State
-/// that is already in the page cache is read through it at 20 to 40 GB/s, and through a mapping at 7 to 15 GB/s.
+/// The following speeds in GB/s were measured on a virtual disk, for cold reads and for writes including a final sync:
+/// without the page cache, 2.5 to 3.6 and 4 to 6; through the page cache, 2.0 to 3.3 and 3.5; through a mapping, 1 to 2
+/// and 1.2 to 2. State that is already in the page cache is read through it at 20 to 40 GB/s, and through a mapping at
+/// 7 to 15 GB/s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -17,8 +18,8 @@ pub enum DiskAccess {
     Direct,
     /// Through the page cache, by system calls: fastest if the page cache can hold the state.
     Cached,
-    /// Through the page cache, by copies to and from the mapped file, whose pages are released after use. For file
-    /// systems that refuse direct access.
+    /// Through the page cache, by copies to and from the mapped file, whose pages are released after use. This is for
+    /// file systems that refuse direct access.
     Mapped,
 }
 

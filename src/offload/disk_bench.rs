@@ -71,7 +71,7 @@ pub struct DiskBenchSettings {
     pub sweep: bool,
 }
 
-/// The measured speed of a folder. Serializes to the object that `zerorun bench disk --json` prints.
+/// The measured speed of a folder. It serializes to the object that `zerorun bench disk --json` prints.
 #[derive(Debug, Clone, Serialize)]
 pub struct DiskBenchReport {
     /// The folder.
@@ -138,8 +138,8 @@ pub struct StepBench {
     pub window: usize,
     /// The number of bytes that a step reads and writes.
     pub bytes: u64,
-    /// One thread that reads every stream of a window in blocks of 1 MiB and writes back the streams that a step
-    /// changes, without the update. The faster loop is the reference.
+    /// The plain loops: one thread reads the streams of a window that a step reads, and writes those that a step
+    /// changes, in blocks of 1 MiB and without the update. The faster loop is the reference.
     pub plain: Vec<PlainLoopBench>,
     /// The engine's pipeline, with the update.
     pub pipeline: Vec<PipelineBench>,
@@ -215,8 +215,8 @@ impl DiskPassTiming {
 }
 
 /// Measures a folder, which is locked in the meantime, as during a job. `tell` is called with the number of finished
-/// passes, the total number of passes and a description of the next pass. The files have no names, and are gone when
-/// this function returns or the process ends.
+/// passes, the total number of passes and a description of the pass that begins or has ended. The files have no names,
+/// and are gone when this function returns or the process ends.
 ///
 /// # Errors
 /// The folder is unusable or in use, its disk is too small (before anything is written), or a file operation fails.
@@ -286,11 +286,11 @@ impl DiskBenchRun<'_> {
     }
 
     fn sequential(&mut self, io: &FileIo, aio: &Aio, accesses: &[DiskAccess]) -> Result<Vec<SequentialBench>> {
-        // Enough buffers for every thread to have a block, plus one that is being handed to the next thread.
+        // There are enough buffers for every thread to have a block, plus one that is being handed to the next thread.
         let under_way = threads(aio) * aio.block_size.min(CHUNK);
         let mut buffers: Vec<AlignedBuffer> = (0..under_way.div_ceil(CHUNK) + 1).map(|_| pattern(CHUNK)).collect();
         // Reserved space must be written once before it can be read from the disk. Writing it before the measurement
-        // also makes writes like those of a step.
+        // also makes the measured writes like those of a step, which overwrite data.
         io.choose(if accesses.contains(&DiskAccess::Direct) { DiskAccess::Direct } else { DiskAccess::Cached });
         self.time("filling the files", |files| files.pass(io, true, &mut buffers))?;
         // Space that was never written is not read from the disk, so what this pass found in the page cache does not

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OffloadError {
-    /// A value of `nvme_path` to which state cannot be offloaded.
+    /// A path in `nvme_path` to which state cannot be offloaded.
     #[error("cannot offload to {}: {problem}", path.display())]
     Folder {
         /// The folder of `nvme_path`.
@@ -29,8 +29,8 @@ pub enum OffloadError {
     },
     /// A disk that cannot hold the offloaded state.
     #[error(
-        "cannot offload to {}: files there need {needed} bytes, but {available} are free: {} more bytes are needed; \
-         free that much space, or set nvme_path to a folder on a larger disk",
+        "cannot offload to {}: files there need {needed} bytes, but {available} are available: {} more bytes are \
+         needed; free that much space, or set nvme_path to a folder on a larger disk",
         path.display(),
         needed.saturating_sub(*available)
     )]

@@ -79,8 +79,8 @@ impl FileArena {
     ) -> Result<Arc<Self>> {
         let cached = folder.unnamed_file()?;
         let direct = open_direct(&cached);
-        // If the file system copied the file on every write (btrfs), every write would need new space. Other file
-        // systems lack this flag.
+        // Without this flag, btrfs copies the written data to a new place, so every write needs new space. Other file
+        // systems lack the flag.
         let _ = ioctl_getflags(&cached).and_then(|flags| ioctl_setflags(&cached, flags | IFlags::NOCOW));
         let held = ledger.hold_in(MemoryTier::File, kind, 0);
         Ok(Arc::new(Self {

@@ -113,7 +113,7 @@ struct FileTransferShared<B> {
 struct FileTransferState<B> {
     left: usize,
     buffer: Option<B>,
-    /// The bytes that count as unwritten until the transfer is over. The buffer is then dropped.
+    /// The bytes that count as unwritten until the transfer is over. If there are any, the buffer is then dropped.
     unwritten: usize,
     error: Option<Error>,
 }

@@ -37,11 +37,11 @@ pub(crate) struct OffloadFolder {
     /// The bytes that were free when the folder was opened, and the device number of the file system.
     free: u64,
     device: u64,
-    /// The memory that files occupy, if they are in memory.
+    /// The memory that is available to files, if they are in memory.
     memory: Option<TmpfsMemory>,
 }
 
-/// The memory that files on tmpfs occupy.
+/// The memory that is available to files on tmpfs.
 #[derive(Debug)]
 struct TmpfsMemory {
     /// The bytes that were free when the folder was opened, and a function that returns the bytes that are free now.
@@ -121,7 +121,7 @@ impl OffloadFolder {
     fn remove_leftovers(&self) {
         let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
         for entry in entries.filter(|e| e.file_name().to_string_lossy().starts_with(FILE_PREFIX)) {
-            // A file that cannot be removed occupies no space.
+            // These files are empty, so a file that cannot be removed occupies no space.
             let _ = std::fs::remove_file(entry.path());
         }
     }

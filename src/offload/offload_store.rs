@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-/// The offloaded state of one rank. Exists if something is offloaded to `nvme`.
+/// The offloaded state of one rank. It exists only if something is offloaded to `nvme`.
 pub(crate) struct OffloadStore {
     pub io: Arc<FileIo>,
     /// The folder of parameter shards.
@@ -109,7 +109,7 @@ impl OffloadStore {
     /// storage.
     pub fn choose_access(&self, world_size: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
-        // A file that does not allow direct access is mapped. If no file allows it, mapping is chosen, and reported.
+        // A file that does not allow direct access is mapped. If no file allows it, mapping is chosen in its place.
         let direct_is_possible = lock(&self.files).values().any(|file| file.allows_direct());
         let access = match self.access.unwrap_or_else(|| DiskAccess::fastest(bytes, direct_is_possible)) {
             DiskAccess::Direct if !direct_is_possible => DiskAccess::Mapped,
@@ -128,8 +128,9 @@ impl OffloadStore {
     /// for use after all requests.
     ///
     /// # Errors
-    /// [`OffloadError::Space`](crate::error::OffloadError::Space) on all ranks, with the bytes that all of them need on
-    /// the disk that is too small.
+    /// [`OffloadError::Space`](crate::error::OffloadError::Space), or
+    /// [`OffloadError::Memory`](crate::error::OffloadError::Memory) for tmpfs, on all ranks that have a folder on the
+    /// disk that is too small, with the bytes that all of them need there; a failed collective.
     pub fn check_space(&self, comm: &dyn Communicator) -> Result<()> {
         let numbers = |d: SpaceDemand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full), d.memory];
         let own: Vec<u64> = self.folders.iter().flat_map(|f| numbers(f.demand())).collect();

@@ -28,7 +28,8 @@ fn longest(access: DiskAccess) -> usize {
     if access == DiskAccess::Direct { 4 << 20 } else { 256 << 10 }
 }
 
-/// In every file, requests may begin at multiples of this number of elements.
+/// In files of f32 or 16-bit elements, requests may begin at multiples of this number of elements. In files of 8-bit
+/// codes, they may begin at multiples of [`ALIGN`].
 pub(crate) const STEP: usize = ALIGN / 2;
 
 /// The settings for a sweep through files.

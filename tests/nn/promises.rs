@@ -271,8 +271,8 @@ fn losses_over_a_divisor_add_up_to_the_mean_of_the_whole_batch() {
     assert_eq!((bits(&loss), bits(loss.backward().unwrap().get(&logits).unwrap())), (vec![0.0], vec![0.0; 4]));
     let text = |options| nn::cross_entropy_with(&logits, &none, options).unwrap_err().to_string();
     let text = |options| text(options).lines().next().unwrap().to_string();
-    insta::assert_snapshot!(text(LossOptions { divisor: Some(0.0), ..options }), @"cross_entropy: the divisor is 0; it must be above 0");
-    insta::assert_snapshot!(text(LossOptions { soft_cap: Some(-1.0), ..options }), @"cross_entropy: the soft cap is -1; it must be above 0");
+    insta::assert_snapshot!(text(LossOptions { divisor: Some(0.0), ..options }), @"cross_entropy: the divisor is 0; it must be a positive finite number");
+    insta::assert_snapshot!(text(LossOptions { soft_cap: Some(-1.0), ..options }), @"cross_entropy: the soft cap is -1; it must be a positive finite number");
 }
 
 #[test]
@@ -334,7 +334,7 @@ fn sequences_and_options_that_do_not_fit_are_refused() {
     };
     let usual = AttentionOptions::default();
     insta::assert_snapshot!(text(usual, Some(&one)), @"causal_attention: the sequences cover [1, 6] positions, but the input has [2, 6]");
-    insta::assert_snapshot!(text(AttentionOptions { window: Some(0), ..usual }, None), @"attention: scale, soft cap and window must be above 0; they are AttentionOptions { scale: None, soft_cap: None, window: Some(0), bidirectional: false }");
+    insta::assert_snapshot!(text(AttentionOptions { window: Some(0), ..usual }, None), @"attention: scale, soft cap and window must be positive and finite; they are AttentionOptions { scale: None, soft_cap: None, window: Some(0), bidirectional: false }");
     let mut cache = nn::KeyValueCache::new(6);
     let both_ways = AttentionOptions { bidirectional: true, ..usual };
     let error = cache.fused_attention(&qkv, 2, &both_ways).unwrap_err().to_string();

@@ -310,8 +310,8 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
     let name = |text: &Value| text.as_str().unwrap().replace(folder.path().to_str().unwrap(), "FOLDER");
     let missing = number("needed") - number("available");
     let expected = format!(
-        "cannot offload to FOLDER: files there need {} bytes, but {} are free: {missing} more bytes are needed; free \
-         that much space, or set nvme_path to a folder on a larger disk",
+        "cannot offload to FOLDER: files there need {} bytes, but {} are available: {missing} more bytes are needed; \
+         free that much space, or set nvme_path to a folder on a larger disk",
         number("needed"),
         number("available")
     );
@@ -322,7 +322,7 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
     let begin = format!("cannot offload to FOLDER: files there need {} bytes, but ", reserved(2));
     for text in found["shared"].as_array().unwrap() {
         assert!(name(text).starts_with(&begin), "{text}, not {begin}");
-        assert!(name(text).contains(&format!(" but {} are free: ", number("available"))), "{text}");
+        assert!(name(text).contains(&format!(" but {} are available: ", number("available"))), "{text}");
     }
     assert!(name(&found["apart"]).starts_with("cannot offload to FOLDER/narrow: "), "{}", found["apart"]);
 }

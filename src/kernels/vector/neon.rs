@@ -130,7 +130,7 @@ impl SimdVector for Neon {
 
     #[inline(always)]
     unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self {
-        // SAFETY: as the caller promises; a full vector is only read if there are enough elements.
+        // SAFETY: as the caller promises; a full vector is read only if there are enough elements.
         unsafe {
             if E::KIND == ElementDtype::F32 && n >= LANES {
                 return Self(vld1q_f32(from.cast()));

@@ -47,20 +47,20 @@ unsafe fn check<V: SimdVector>(fused: bool) {
             assert!(same(*got, want(*a, *b)), "{a} {b}: {got} {}", want(*a, *b));
         }
     };
-    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
+    // SAFETY: `check` calls the closure only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.add(b) }, &|a, b| a + b);
-    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
+    // SAFETY: `check` calls the closure only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.sub(b) }, &|a, b| a - b);
-    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
+    // SAFETY: `check` calls the closure only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.mul(b) }, &|a, b| a * b);
-    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
+    // SAFETY: `check` calls the closure only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.div(b) }, &|a, b| a / b);
-    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
+    // SAFETY: `check` calls the closure only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.max(b) }, &|a, b| if a > b { a } else { b });
     let multiply_add = |a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };
-    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
+    // SAFETY: `check` calls the closure only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.mul_add(b, a) }, &|a, b| multiply_add(a, b, a));
-    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
+    // SAFETY: `check` calls the closure only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.mul_sub(b, a) }, &|a, b| multiply_add(a, b, -a));
     // SAFETY: the caller guarantees that the processor has the instructions.
     let powers = unsafe { each::<V>(&a, &b, |a, _| a.exp2()) };
@@ -156,7 +156,8 @@ unsafe fn check_pairs() {
     let numbers = |from: usize| std::array::from_fn::<f32, MAX_LANES, _>(|i| (from + i) as f32 * 0.3);
     let (a, b) = (numbers(1), numbers(100));
     let mut got = [[bf16::ZERO; 2 * MAX_LANES]; 2];
-    // SAFETY: the caller guarantees that the processor has the instructions; words of two elements.
+    // SAFETY: the caller guarantees that the processor has the instructions; a row of `got` is as long
+    // as a vector.
     unsafe {
         Avx512Bf16::with(|| {
             let (a, b) = (Avx512Bf16::load(a.as_ptr()), Avx512Bf16::load(b.as_ptr()));
@@ -174,7 +175,7 @@ unsafe fn check_pairs() {
 #[test]
 fn vectors_compute_what_their_numbers_alone_would_give() {
     for level in InstructionSet::available() {
-        // SAFETY: the processor has the level.
+        // SAFETY: the processor supports the level.
         unsafe {
             match level {
                 InstructionSet::Portable => check::<PortableVector>(false),

@@ -24,9 +24,9 @@
 //! were made in this file by hand, one by one, and each was found too: waking without the lock, falling asleep without
 //! a second look, `asleep` that is never incremented, closing that does not wait, no closing when the caller panics, a
 //! helper's panic that is not caught or not cleared, entering without taking a place, entering a different job from the
-//! one looked at, and looking for any job instead of a new one. Relaxed only in `enter` is not found, because the look
-//! before it also uses Acquire. The check does not cover the clock, a job number that wraps around, or the start of
-//! threads.
+//! one looked at, and looking for any job instead of a new one. A Relaxed only in `enter` is not found, because the
+//! look before it also uses Acquire. The check does not cover the clock, a job number that wraps around, or the start
+//! of threads.
 
 use super::primitives::{AtomicU64, AtomicUsize, CallerMutex, Condvar, JobCell, Lookout, Mutex, MutexGuard, pause};
 use std::any::Any;
@@ -143,7 +143,7 @@ impl WorkerPool {
         number(state)
     }
 
-    /// Waits for a job after the one that was entered last, and returns the state in which it is open.
+    /// Waits for a job with a number other than `last`, and returns the state in which it is open.
     fn next(&self, last: u64) -> u64 {
         let open = |state: u64| places(state) > 0 && number(state) != last;
         let mut lookout = Lookout::new();

@@ -24,7 +24,7 @@ use transaction_log::TransactionLog;
 
 /// A tag of the engine's events, which are written at each step.
 const ENGINE_TAG: &str = "Train/Samples/lr";
-/// The folder of runs if `WANDB_DIR` names no other.
+/// The name of the folder of runs, in the working directory or in the folder that `WANDB_DIR` names.
 const FOLDER: &str = "wandb";
 
 /// The environment variables that have the same meaning as in wandb.
@@ -61,7 +61,7 @@ impl WandbMonitor {
     ///
     /// # Errors
     /// [`Error::Io`] if the folder, or a folder in it, cannot be created; [`MonitorError::WandbRunId`] if
-    /// `WANDB_RUN_ID` cannot be part of a name.
+    /// `WANDB_RUN_ID` cannot be part of a file name.
     pub fn create(config: &WandbConfig) -> Result<Option<Self>> {
         Self::of_environment(config, |name| std::env::var_os(name))
     }
@@ -340,7 +340,7 @@ mod tests {
         let mut named = with(NAME, "a name").unwrap().unwrap();
         named.note(&RunMilestone::Begins(&description(0, None))).unwrap();
         assert_eq!(named.run.unwrap().identity.display_name, "a name");
-        insta::assert_snapshot!(with(RUN_ID, "../x").unwrap_err(), @"environment variable WANDB_RUN_ID is `../x`; give 1 to 64 letters (a to z), digits, `-` or `_`, or remove it");
+        insta::assert_snapshot!(with(RUN_ID, "../x").unwrap_err(), @"environment variable WANDB_RUN_ID is `../x`; give 1 to 64 ASCII letters, digits, `-` or `_`, or remove it");
         std::fs::write(dir.path().join("file"), "").unwrap();
         let file = dir.path().join("file").into_os_string();
         let error = WandbMonitor::of_environment(&WandbConfig::default(), |name| (name == DIR).then(|| file.clone()));

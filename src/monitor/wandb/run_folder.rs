@@ -35,7 +35,7 @@ struct RunOrigin {
     name: String,
     job: String,
     restart: u64,
-    /// A hash of the path of the folder of checkpoints, once one is saved. A path may contain a secret.
+    /// A hash of the path of the folder of checkpoints, once a checkpoint is saved. A path may contain a secret.
     checkpoints: Option<u64>,
 }
 
@@ -59,8 +59,8 @@ pub(super) struct WandbRunFolder {
 impl WandbRunFolder {
     /// Creates the folder of a new run in `folder`, and the empty file of its log.
     pub fn create(folder: &Path, identity: &WandbRunIdentity, run: &RunDescription) -> Result<(Self, File)> {
-        /// The maximum number of seconds that are added to the start time in the folder's name, because runs whose id
-        /// the environment gives may begin in the same second.
+        /// The number of start times, one second apart, that are tried in the folder's name. Runs whose id the
+        /// environment gives may begin in the same second.
         const MAX_SECONDS: u32 = 100;
         files::sweep_unfinished(folder);
         for later in 0..MAX_SECONDS {
@@ -100,9 +100,9 @@ impl WandbRunFolder {
         Ok((folder, file.map_err(|source| Error::Io { action: "create", path, source })?))
     }
 
-    /// Returns the folders in `folder` of the runs that `run` may continue, best first: those that saved the checkpoint
-    /// that was loaded, newest first, and those of the same job before its restart, oldest first. Folders that another
-    /// process writes are left out.
+    /// Returns the folders in `folder` of the runs that `run` may continue, best first: those that saved to the folder
+    /// from which a checkpoint was loaded, newest first, and those of the same job before its restart, oldest first.
+    /// Folders that another process writes are left out.
     pub fn continued_by<'a>(run: &'a RunDescription, folder: &Path) -> impl Iterator<Item = Self> + 'a {
         let loaded = run.loaded_from.as_ref().map(|folder| path_hash(folder));
         let mut found: Vec<(PathBuf, RunOrigin)> = std::fs::read_dir(folder)

@@ -21,14 +21,14 @@ use std::sync::Arc;
 ///   b [out, experts * r]   B_e = columns e, e + experts, e + 2 experts, ..
 /// ```
 ///
-/// It is computed in f32, whatever the dtype of the rest.
+/// The adapter's part of the result is computed in f32, whatever the dtype of the projection.
 #[derive(Debug, Clone)]
 pub struct ExpertAdapter {
     /// The matrices A, `[experts * r, in]`.
     pub a: Tensor,
     /// The matrices B, `[out, experts * r]`.
     pub b: Tensor,
-    /// The factor, in PEFT alpha / r.
+    /// The factor: in PEFT, alpha / r.
     pub scale: f64,
 }
 

@@ -39,7 +39,7 @@ impl ExpertAssignment {
     }
 
     /// Does the same as [`ExpertAssignment::new`], but keeps only the experts in `range`, such as those of one rank.
-    /// They are numbered from 0.
+    /// In the result, they are numbered from 0.
     ///
     /// # Errors
     /// The errors of [`ExpertAssignment::new`]; a range that ends after the last expert.
@@ -185,7 +185,7 @@ mod tests {
         (1usize..9, 0usize..40).prop_flat_map(|(experts, rows)| {
             (1..=experts, Just(experts), Just(rows)).prop_flat_map(|(k, experts, rows)| {
                 let all: Vec<u32> = (0..experts as u32).collect();
-                // Few rows choose the last experts: some are chosen by no row.
+                // If there are few rows, some experts are chosen by none of them.
                 let row = Just(all).prop_shuffle().prop_map(move |order| order[..k].to_vec());
                 proptest::collection::vec(row, rows).prop_map(move |rows| (experts, k, rows.concat()))
             })

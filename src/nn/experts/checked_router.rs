@@ -19,7 +19,7 @@ pub(crate) struct CheckedRouter {
     held: Arc<Mutex<Option<HeldChoices>>>,
 }
 
-/// The choices of the forward pass of a check that moves no parameter.
+/// The choices of a gradient check's forward pass that moves no parameter.
 #[derive(Debug)]
 struct HeldChoices {
     /// The random stream of the forward pass that the check repeats.

@@ -5,7 +5,7 @@ pub use crate::kernels::gate_up::{ExpertGate, GateUpOrder};
 /// The order of a router's operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RouterOrder {
-    /// A softmax over all experts, of which the largest are chosen: Mixtral, Qwen, OLMoE.
+    /// A softmax over all experts, whose largest values are chosen: Mixtral, Qwen, OLMoE.
     SoftmaxThenTop {
         /// Whether the weights of a row are divided by their sum. Mixtral always does so; in other families this is
         /// the key `norm_topk_prob`.

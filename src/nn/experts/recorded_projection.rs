@@ -260,8 +260,8 @@ impl ProjectionBackward {
 
 impl ProjectionPass<'_> {
     /// Computes the gradients of the rows `x` of a part from the gradient `g` of their results, and writes them to
-    /// `dx`, or adds them (`true`). Parts come in the order of the experts, each once. If `dx` is `None`, only the
-    /// adapter's gradients are computed.
+    /// `dx` or, if its flag is true, adds them to it. Parts come in the order of the experts, each once. If `dx` is
+    /// `None`, only the adapter's gradients are computed.
     pub fn rows<E: TensorElement>(&mut self, part: &ExpertSlots, g: &[E], dx: Option<(&mut [E], bool)>) -> Result<()> {
         let ProjectionBackward { projection, h, .. } = self.of;
         let mut dh = Vec::new();

@@ -33,7 +33,7 @@ impl Routing {
         &self.weights
     }
 
-    /// Returns the chosen experts of all rows, the best first.
+    /// Returns the chosen experts, row by row; within a row, the best is first.
     pub fn choices(&self) -> &[u32] {
         &self.choices
     }
@@ -156,7 +156,7 @@ fn weights_of(
     {
         row_weights(order, row, chosen, weights);
     }
-    // The logits were replaced by their softmax.
+    // A softmax over all experts has replaced the logits.
     let probabilities = if inputs.are_wanted() { host } else { Vec::new() };
     let kept = if inputs.are_wanted() { weights.clone() } else { Vec::new() };
     let storage = with_element!(dtype, NAME, W => {
@@ -184,8 +184,8 @@ fn weights_of(
     })
 }
 
-/// Replaces a row of logits by their softmax, over all experts or over the chosen ones, and writes the chosen experts'
-/// weights.
+/// Writes the weights of the chosen experts. With [`RouterOrder::SoftmaxThenTop`], also replaces the row of logits by
+/// their softmax.
 fn row_weights(order: RouterOrder, row: &mut [f32], chosen: &[u32], weights: &mut [f32]) {
     let pick = |row: &[f32], weights: &mut [f32]| {
         weights.iter_mut().zip(chosen).for_each(|(weight, expert)| *weight = row[*expert as usize]);

@@ -105,7 +105,7 @@ fn the_best_experts_are_chosen_and_of_equal_ones_the_lowest() {
         let are_whole = sums.iter().all(|sum| (sum - 1.0).abs() < 1e-6);
         assert_eq!(are_whole, order != RouterOrder::SoftmaxThenTop { renormalize: false });
     }
-    // Two experts whose probabilities are both 0 in f32: the softmax comes first, so they are equal.
+    // The probabilities of experts 0, 2 and 3 are 0 in f32. If the softmax comes first, these experts are equal.
     let logits = Tensor::new(&[[0f32, 200.0, -10.0, 10.0]], &Device::Cpu).unwrap();
     let choose = |order| {
         let options = RouterOptions { experts_per_row: 2, order, keep_f32: false };
@@ -276,7 +276,7 @@ fn rows_go_to_their_experts_and_back_with_their_gradients() {
 
 #[test]
 fn a_row_adds_its_experts_by_rising_number_starting_from_zero() {
-    // Row 0 chooses expert 2 first, and then expert 0; in f32 the order of three terms shows.
+    // Row 0 chooses the experts in the order 2, 0, 1. A sum of three terms in f32 depends on their order.
     let of = Arc::new(ExpertAssignment::new(&[2, 0, 1], 3, 3).unwrap());
     let y = Tensor::new(&[[1e8f32], [1.0], [-1e8]], &Device::Cpu).unwrap();
     let weights = Tensor::new(&[[1f32, 1.0, 1.0]], &Device::Cpu).unwrap();
@@ -294,7 +294,7 @@ fn gated_activations_are_those_of_the_definition() {
         for gate in gates {
             for order in [GateUpOrder::Halves, GateUpOrder::Interleaved] {
                 for shape in [vec![1, 2], vec![7, 3, 10], vec![300, 130]] {
-                    // Beyond the limits on both sides. No 16-bit number is exactly at the limit.
+                    // The values reach beyond the limits on both sides. No 16-bit number is exactly at a limit.
                     let t =
                         [((tensor(&shape, 1, DType::F32) * 4.0).unwrap() + 0.003).unwrap().to_dtype(dtype).unwrap()];
                     check(
@@ -503,7 +503,7 @@ fn rows_of_an_expert_have_the_same_bits_whatever_the_others_choose() {
 
 #[test]
 fn columns_of_b_belong_to_the_experts_in_turn() {
-    // PEFT: A is [experts, r, in], B is [out, r, experts]. With one input and one output the delta is a number.
+    // In PEFT, A is [experts, r, in] and B is [out, r, experts]. With one input and one output, the delta is a number.
     let weights = ExpertTensors::Fused(Tensor::zeros((2, 1, 1), DType::F32, &Device::Cpu).unwrap());
     let a = Tensor::new(&[[1f32], [10.0], [100.0], [1000.0]], &Device::Cpu).unwrap();
     let b = Tensor::new(&[[2f32, 3.0, 5.0, 7.0]], &Device::Cpu).unwrap();

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 const NAME: &str = "experts";
 
-/// The largest number of experts of a layer: every number up to it is an f32.
+/// The maximum number of experts of a layer: f32 represents every integer up to it exactly.
 const MAX_EXPERTS: usize = 1 << 24;
 
 /// The routes of one forward pass, and of its backward pass.
@@ -56,7 +56,7 @@ impl RowRoutes {
     /// Collective among the ranks that hold the experts: sends each row of `x` `[.., width]` to the ranks of its experts.
     ///
     /// # Errors
-    /// A failed collective; invalid rows from other ranks.
+    /// An input that does not match the routing; too many experts; a failed collective; invalid rows from other ranks.
     pub fn send(exchange: RowExchange, x: &Tensor, routing: &Routing) -> Result<(Arc<Self>, ReceivedRows)> {
         let (experts, k) = (routing.assignment().experts(), routing.experts_per_row());
         let width = x.dims().last().copied().unwrap_or(0);
