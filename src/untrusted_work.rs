@@ -172,8 +172,9 @@ fn begin() {
     });
 }
 
-/// Makes the process end with an error at every later panic that occurs because a thread or a stack cannot be created.
-/// The error names the cause: too little memory within the limits set for this process (`ulimit`).
+/// If limits are set for the memory or the threads of this process (`ulimit`), makes the process end with an error at
+/// any later panic that occurs because a thread or a stack cannot be created. The error names the cause: too little
+/// memory within these limits.
 pub fn explain_limits() {
     use rustix::process::Resource;
     let is_set = |resource| rustix::process::getrlimit(resource).current.is_some();

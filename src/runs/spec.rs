@@ -134,7 +134,8 @@ pub(crate) struct RecordPlan {
     pub settings: Value,
     pub total_steps: Option<u64>,
     pub command: Option<Vec<String>>,
-    /// Whether the user has requested the record. A folder that cannot be written is then an error.
+    /// Whether the record was requested explicitly, and not only by default. A folder that cannot be written is then an
+    /// error.
     pub is_required: bool,
 }
 

@@ -119,9 +119,9 @@ pub struct SweepSettings {
     pub trials: Option<usize>,
     /// Whether small or large values are good.
     pub goal: SweepGoal,
-    /// How parameters are chosen.
+    /// The method by which parameters are chosen.
     pub searcher: SweepSearcher,
-    /// Which trials continue.
+    /// The rule that determines which trials continue.
     pub scheduler: TrialScheduler,
     /// The seed of all random choices.
     pub seed: u64,
@@ -251,8 +251,9 @@ impl SweepSettings {
                 }
                 match self.searcher {
                     SweepSearcher::Tpe => {
-                        let problem = "searcher tpe learns from complete trials, but pbt changes the parameters during \
-                                       training; give the searcher random or grid, or another scheduler";
+                        let problem = "the searcher tpe compares trials by their parameters, but pbt changes the \
+                                       parameters during training; give the searcher random or grid, or another \
+                                       scheduler";
                         Err(SweepError::Conflict { problem: problem.into() })
                     }
                     SweepSearcher::Grid | SweepSearcher::Random => Ok(()),

@@ -28,7 +28,7 @@ pub(crate) fn is_recording() -> bool {
     any_records() && CURRENT.with_borrow(|context| context.track.is_some())
 }
 
-/// An event from now to the span's end; empty if nothing is recorded.
+/// An event that lasts from the span's creation to its end; empty if nothing is recorded.
 #[must_use = "an event ends when its span is dropped"]
 #[derive(Default)]
 pub(crate) struct TimelineSpan(Option<(Arc<EngineTrack>, TimelineEvent)>);
