@@ -28,8 +28,9 @@ use std::sync::Arc;
 ///     ParameterGroup::new().names(["*.bias"]).lr(2e-3).weight_decay(0.0),
 ///     ParameterGroup::no_decay(),
 /// ];
-/// let config = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay":
-/// 0.1}}}"#; let builder = Engine::builder().parameter_groups(groups);
+/// let config =
+///     r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}}"#;
+/// let builder = Engine::builder().parameter_groups(groups);
 /// let engine = builder.initialize(|vb| candle_nn::linear(4, 1, vb.pp("head")), config)?;
 /// // The second group is empty (the only vector is in the first group), so it is dropped.
 /// assert_eq!(engine.lr(), [2e-3, 1e-3]);

@@ -53,7 +53,7 @@ pub enum TrialScheduler {
     /// Every trial runs to its last step.
     #[default]
     None,
-    /// A trial ends if it is worse than the median of the others at the same step.
+    /// A trial ends if its best value is worse than the median of the others' mean values up to the same step.
     MedianStop {
         /// The number of steps between comparisons.
         every: u64,
@@ -115,7 +115,8 @@ pub struct SweepSettings {
     pub space: SweepSpace,
     /// The number of steps of a complete trial.
     pub steps: u64,
-    /// The number of trials. `None`: all combinations of a grid, otherwise [`DEFAULT_TRIALS`].
+    /// The number of trials. `None`: all combinations of a grid, otherwise [`DEFAULT_TRIALS`]. In a finite space, there
+    /// are at most as many trials as combinations, except with population-based training.
     pub trials: Option<usize>,
     /// Whether small or large values are good.
     pub goal: SweepGoal,

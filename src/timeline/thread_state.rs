@@ -83,7 +83,7 @@ impl Drop for TimelineSpan {
 }
 
 impl TimelineRecorder {
-    /// Begins an event of the thread that calls the engine; returns an empty span without a recorder.
+    /// Begins an event of the thread that calls the engine. If there is no recorder, returns an empty span.
     pub fn span(recorder: Option<&Self>, kind: EventCategory, name: &'static str) -> TimelineSpan {
         recorder.map_or_else(TimelineSpan::default, |recorder| {
             TimelineSpan::begin((recorder.track().clone(), TimelineLane::Training), kind, name)
