@@ -1,5 +1,5 @@
-//! Small helpers for every module: locks, ranges split into pieces, a stable hash, the leaves of JSON, names and bytes
-//! formatted for messages, and name patterns.
+//! Small helpers for every module: locks, ranges split into pieces, stable hashes and permutations, facts about the
+//! host, names and bytes formatted for messages, and name patterns.
 
 use std::ffi::OsString;
 use std::fmt::Display;

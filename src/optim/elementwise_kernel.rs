@@ -11,8 +11,8 @@ use crate::precision::{FlatMut, FlatRef, cast};
 /// The number of elements that one thread processes at a time.
 const CHUNK: usize = 64 * 1024;
 
-/// The number of elements that are widened, updated and narrowed together: 4 KiB for each of the four to six f32
-/// buffers.
+/// The number of elements that are widened, updated and narrowed together: 4 KiB for each f32 buffer (the parameter,
+/// the widened gradient, and up to two states).
 const BLOCK: usize = 1024;
 
 /// The number of elements passed to a kernel at a time, small enough to unroll the loop over them.

@@ -31,8 +31,10 @@ pub enum OptimError {
         /// The name of the optimizer.
         optimizer: String,
     },
-    /// The names of an optimizer's states cannot be told apart in checkpoints.
-    #[error("the states of optimizer {optimizer} are called {names}: {problem}; give each state a unique name")]
+    /// The names of an optimizer's states cannot be used in checkpoints.
+    #[error(
+        "the states of optimizer {optimizer} are called {names}: {problem}; give each state a valid and unique name"
+    )]
     States {
         /// The name of the optimizer.
         optimizer: String,
@@ -49,7 +51,7 @@ pub enum OptimError {
         /// The problem, and how to fix it.
         problem: String,
     },
-    /// A parameter of the learning-rate schedule is not allowed.
+    /// The value of a parameter of the learning-rate schedule is not allowed.
     #[error("{key} is {found} (allowed: {allowed}); {fix}")]
     ScheduleParameter {
         /// The path of the key.

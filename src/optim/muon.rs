@@ -1,4 +1,5 @@
-//! Muon: orthogonalized momentum for matrices, and AdamW for all parameters that are not matrices.
+//! Muon: orthogonalized momentum for matrices, and AdamW for vectors, and for matrices whose names contain
+//! `embed` or `lm_head`.
 
 use super::adam::Adam;
 use super::elementwise_kernel::{ElementwiseKernel, StepSlices};

@@ -17,8 +17,8 @@ pub struct StepContext {
     pub eps: Option<f64>,
     /// The weight decay of a [`ParameterGroup`](super::ParameterGroup); `None` means the optimizer's own.
     pub weight_decay: Option<f64>,
-    /// Whether a [`Layerwise`] optimizer multiplies the learning rate by the parameter's trust ratio, unless a
-    /// [`ParameterGroup`](super::ParameterGroup) switches that off. Other optimizers ignore it.
+    /// Whether a [`Layerwise`] optimizer multiplies the learning rate by the parameter's trust ratio: true unless a
+    /// [`ParameterGroup`](super::ParameterGroup) switches that off. Other optimizers ignore this field.
     pub trust_ratio: bool,
     /// The number of this step, counted from 1. Skipped steps are not counted.
     pub step: u64,
@@ -296,12 +296,12 @@ pub struct SlicePosition<'a> {
 
 /// An optimizer that keeps sums over the rows and columns of a matrix instead of a state for each element.
 ///
-/// These factored states have their own lengths. They are small, and an element's step depends on many of them, so every
-/// rank has all of them, and all ranks change them in the same way.
+/// These factored states have their own lengths. They are small, and an element's step depends on many of them, so
+/// every rank has all of them, and all ranks change them in the same way.
 ///
-/// A step has three passes over a parameter. The first, only for parameters with factored states, adds up sums over the
-/// gradient of all ranks ([`add_sums`](Self::add_sums)), from which [`take_sums`](Self::take_sums) computes the new
-/// factored states. The second sums squares ([`add_squares`](Self::add_squares)). The third performs
+/// A step has three passes over a parameter. The first, only for parameters with factored states, computes sums over
+/// the parts of the gradient on all ranks ([`add_sums`](Self::add_sums)), from which [`take_sums`](Self::take_sums)
+/// computes the new factored states. The second sums squares ([`add_squares`](Self::add_squares)). The third performs
 /// the step ([`update`](Self::update)) in place of [`Optimizer::update`]. In the second and third passes, `factored`
 /// contains the new factored states, and the states of the elements are those before the step.
 pub trait FactoredOptimizer {
@@ -311,8 +311,8 @@ pub trait FactoredOptimizer {
     /// Returns the lengths of the factored states of a parameter of `shape`, in the order of their names.
     fn factored_lens(&self, shape: &[usize]) -> Vec<usize>;
 
-    /// Adds the terms of a slice to the sums, of which there is one for each element of the factored states. The slices of
-    /// a parameter are processed in order, and give the same bits wherever they end.
+    /// Adds the terms of a slice to the sums, of which there is one for each element of the factored states. The slices
+    /// of a parameter are processed in order, and give the same bits wherever they end.
     fn add_sums(&self, ctx: &StepContext, at: SlicePosition<'_>, grad: FlatRef<'_>, sums: &mut [f64]);
 
     /// Updates the factored states of a parameter of `shape` with the sums of all ranks.

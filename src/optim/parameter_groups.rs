@@ -28,8 +28,9 @@ use std::sync::Arc;
 ///     ParameterGroup::new().names(["*.bias"]).lr(2e-3).weight_decay(0.0),
 ///     ParameterGroup::no_decay(),
 /// ];
-/// let config = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay":
-/// 0.1}}}"#; let builder = Engine::builder().parameter_groups(groups);
+/// let config =
+///     r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}}"#;
+/// let builder = Engine::builder().parameter_groups(groups);
 /// let engine = builder.initialize(|vb| candle_nn::linear(4, 1, vb.pp("head")), config)?;
 /// // The second group is empty (the only vector is in the first group), so it is dropped.
 /// assert_eq!(engine.lr(), [2e-3, 1e-3]);
@@ -61,7 +62,7 @@ impl ParameterGroup {
         Self::default()
     }
 
-    /// Creates a group of all parameters with at most one dimension, which are norms and biases, without weight decay.
+    /// Creates a group of all parameters with at most one dimension, such as norms and biases, without weight decay.
     pub fn no_decay() -> Self {
         Self::new().dims(0..=1).weight_decay(0.0)
     }
@@ -124,7 +125,9 @@ impl ParameterGroup {
     /// Sets DeepSpeed's parameter attribute of this name: whether Muon or AdamW trains the matrices of this group,
     /// whatever their names. (Parameters that are not matrices are trained by AdamW.) Without this setting, matrices
     /// with `embed` or `lm_head` in their names are trained by AdamW, as in DeepSpeed, whereas GPT-2's embeddings,
-    /// `wte` and `wpe`, are trained by Muon. Other optimizers train all parameters.
+    /// `wte` and `wpe`, are trained by Muon. The setting affects every optimizer with an
+    /// [`auxiliary`](Optimizer::auxiliary), such as those with 8-bit states: with `false`, the auxiliary trains the
+    /// parameters of this group. Other optimizers train all parameters themselves.
     #[must_use]
     pub fn use_muon(mut self, use_muon: bool) -> Self {
         self.use_muon = Some(use_muon);
@@ -202,7 +205,7 @@ impl ParameterGrouping {
     ///
     /// # Errors
     /// [`OptimError::ParameterGroup`] for hyperparameters that no optimizer can work with; [`OptimError::States`] for
-    /// names of states that a checkpoint cannot distinguish.
+    /// names of states that a checkpoint cannot use.
     pub fn new(optimizer: Option<Arc<dyn Optimizer>>, given: Vec<ParameterGroup>) -> Result<Self> {
         if let Some(optimizer) = &optimizer {
             for half in [Some(&**optimizer), optimizer.auxiliary()].into_iter().flatten() {

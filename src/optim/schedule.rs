@@ -51,7 +51,7 @@ pub trait LrSchedule: Send + Sync {
     /// Returns the rate of the optimizer step after `applied` steps: `lr(0)` is that of the first step.
     fn lr(&self, applied: u64) -> f64;
 
-    /// Returns the rate of a parameter group in that step. Groups are numbered as in
+    /// Returns the rate of a parameter group in the optimizer step after `applied` steps. Groups are numbered as in
     /// [`Engine::get_lr`](crate::Engine::get_lr). The default is the rate that all groups share, regardless of the
     /// group's own rate.
     fn lr_of_group(&self, applied: u64, group: usize) -> f64 {
@@ -59,8 +59,8 @@ pub trait LrSchedule: Send + Sync {
         self.lr(applied)
     }
 
-    /// Returns the betas of that step; `None` stands for the optimizer's own. An optimizer without betas keeps its
-    /// momentum.
+    /// Returns the betas of the optimizer step after `applied` steps; `None` stands for the optimizer's own. An
+    /// optimizer without betas keeps its momentum.
     fn betas(&self, applied: u64) -> Option<(f64, f64)> {
         let _ = applied;
         None

@@ -9,7 +9,7 @@ use crate::precision::{FlatMut, FlatRef, cast};
 use crate::util::lock;
 use std::sync::Mutex;
 
-/// Schedule-Free AdamW: AdamW whose steps are averaged, instead of a schedule that lowers the learning rate.
+/// Schedule-Free AdamW: AdamW that averages the weights instead of lowering the learning rate by a schedule.
 ///
 /// There are three sequences of weights: `z`, to which steps are applied; `x`, the average of `z`, for evaluation and
 /// export; and `y` between them, with which the model computes gradients. `g` is the scaled gradient at `y`, and `t` is
@@ -233,7 +233,7 @@ struct StepWeights {
 struct WeightSums {
     /// The sums over the first [`STRIDE`] steps, over twice as many, ...
     at_strides: Vec<f64>,
-    /// The sum over this many steps.
+    /// The number of steps of the sum that was requested last, and that sum.
     last: (u64, f64),
 }
 
@@ -256,7 +256,7 @@ impl StepWeights {
 
     /// Returns the share of step `step` in the average of all steps up to it.
     fn share(&self, step: u64) -> f64 {
-        // All steps after the warm-up have the same weight, so nothing has to be added up.
+        // Without a warm-up, and with `r` = 0, all steps have the same weight, so nothing has to be added up.
         if self.r == 0.0 && self.warmup_steps <= 1 {
             return 1.0 / step as f64;
         }

@@ -56,7 +56,9 @@ pub enum ParamError {
         names: String,
     },
     /// Name patterns that freeze all parameters.
-    #[error("{patterns} freezes all {count} parameters, so there is nothing to train; leave some trainable")]
+    #[error(
+        "all {count} parameters match {patterns} and are frozen, so there is nothing to train; leave some trainable"
+    )]
     AllOfPatterns {
         /// The patterns.
         patterns: String,
@@ -339,7 +341,7 @@ pub enum ParamError {
         /// The shape in the model.
         expected: Vec<usize>,
     },
-    /// A tensor whose type is not floating point.
+    /// A tensor of a type other than F32, F16 and BF16.
     #[error("tensor {name} in {} is of type {found}; only F32, F16 and BF16 can be read", path.display())]
     TensorDtype {
         /// The file.

@@ -1,4 +1,4 @@
-//! The leaf under a parameter's tensor, which receives the parameter's gradient.
+//! The capture of a parameter's gradient, by an operation between an empty leaf and the parameter's tensor.
 //!
 //! ```text
 //!   empty leaf --Capture--> token --> parameter --> the model's operations --> loss

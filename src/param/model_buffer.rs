@@ -86,10 +86,10 @@ impl ModelBuffer {
         Ok(bytes::to_bytes(&self.tensor)?)
     }
 
-    /// Checks that the buffer still has as many elements, and of the same type, as when it was requested.
+    /// Checks that the buffer still has the number and the type of elements with which it was requested.
     ///
     /// # Errors
-    /// [`ParamError::BufferChanged`] if something has replaced them.
+    /// [`ParamError::BufferChanged`] if either has changed.
     pub fn check(&self) -> Result<()> {
         let expected = (self.tensor.elem_count(), self.tensor.dtype());
         match bytes::held(&self.tensor).filter(|held| *held != expected) {

@@ -35,7 +35,7 @@ impl WeightFile {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
         // SAFETY: the map is only read. A file that another process truncates would raise SIGBUS; nothing in
-        // candle-zero writes weights in place, and copying a model of any size to avoid the signal would cost more.
+        // candle-zero writes weights in place, and copying a whole model to avoid the signal would be too expensive.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let bad = |e: safetensors::SafeTensorError| {
             let why = match described_length(&map) {

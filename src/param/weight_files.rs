@@ -11,8 +11,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
-/// The names of the weight files in a Hugging Face model folder.
+/// The name of the weight file in a Hugging Face model folder.
 pub const FILE_OF_FOLDER: &str = "model.safetensors";
+/// The name of the index in such a folder, if the weights are in several files.
 pub const INDEX_OF_FOLDER: &str = "model.safetensors.index.json";
 
 /// The maximum size in bytes of an index, which has a line of about a hundred bytes for each tensor.

@@ -33,7 +33,7 @@ pub trait InitialValues: Debug + Send + Sync {
 /// A source of initial values.
 #[derive(Debug)]
 pub enum WeightSource {
-    /// A rule that uses seed and name, with the model's own init hints.
+    /// A rule that uses the seed and the parameter's name, with the model's own init hints.
     Random {
         /// The seed.
         seed: u64,

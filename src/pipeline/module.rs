@@ -17,8 +17,8 @@ pub trait PipelineLayer<B>: Send {
     fn forward(&self, x: &Tensor, batch: &B) -> Result<Tensor>;
 
     /// Returns the layer's output in inference, where it may differ: the last layer of
-    /// [`decoder_pipeline`](crate::models::decoder_pipeline) returns logits instead of the loss. If a text is continued,
-    /// `state` contains what this layer has kept for the tokens before `x`.
+    /// [`decoder_pipeline`](crate::models::decoder_pipeline) returns logits instead of the loss. If a text is
+    /// continued, `state` contains what this layer has kept for the tokens before `x`.
     ///
     /// # Errors
     /// Any error of the layer's operations.

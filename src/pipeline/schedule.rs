@@ -96,7 +96,7 @@ impl fmt::Display for PipelineOp {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ScheduleError {
-    /// A number of ranks, chunks or micro batches is 0.
+    /// The number of ranks, chunks or micro batches is 0.
     Empty,
     /// The kind does not exist for this number of chunks per rank.
     Chunks {
@@ -151,7 +151,8 @@ pub struct PipelineSchedule {
 }
 
 impl PipelineSchedule {
-    /// Returns the schedule for `micro_batches` per step on `ranks` ranks, each with `chunks` chunks of the model.
+    /// Returns the schedule for `micro_batches` micro batches per step on `ranks` ranks, each with `chunks` chunks of
+    /// the model.
     ///
     /// # Errors
     /// [`ScheduleError`]: the kind does not exist for these numbers.

@@ -135,7 +135,7 @@ impl PipelineSchedule {
         needed
     }
 
-    /// Returns whether the gradient of a stage's input exists after this part of its work.
+    /// Returns whether `pass` computes the gradient of its stage's input.
     fn ends_backward(self, pass: PipelinePass) -> bool {
         matches!(pass, PipelinePass::Backward | PipelinePass::BackwardInput)
     }

@@ -78,7 +78,7 @@ impl IntFormat {
         // As integers, magnitudes have the same order as floats, and a NaN is larger than all of them.
         let largest = values.iter().fold(0, |m, x| (x.to_bits() & 0x7fff_ffff).max(m));
         let step = f32::from_bits(largest) / self.largest_code();
-        // Below this limit, the inverse would not be finite.
+        // Below this limit, the inverse might not be finite.
         let (step, inverse) = if step < f32::MIN_POSITIVE { (0.0, 0.0) } else { (step, 1.0 / step) };
         let (scale, codes) = record.split_at_mut(SCALE);
         scale.copy_from_slice(&step.to_ne_bytes());

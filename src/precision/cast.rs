@@ -9,7 +9,8 @@ use crate::kernels::parallel;
 use crate::kernels::simd::{SimdLoop, level};
 use half::bf16;
 
-/// The number of elements that one thread processes at a time. Shorter buffers stay on the calling thread.
+/// Buffers are divided among threads at multiples of this number of elements. A buffer of at most twice as many
+/// elements stays on the calling thread.
 const CHUNK: usize = 128 * 1024;
 
 /// The number of elements that are widened, computed and narrowed together.
@@ -56,7 +57,7 @@ pub(super) fn add_scaled(dst: FlatMut<'_>, src: FlatRef<'_>, factor: f32) {
     in_chunks(dst, src, &|dst, src| level().run(AddScaledLoop { dst, src, factor }));
 }
 
-/// Runs `f` over equal parts of both buffers, on the threads of the pool.
+/// Runs `f` over corresponding parts of both buffers, on the threads of the pool.
 fn in_chunks(dst: FlatMut<'_>, src: FlatRef<'_>, f: &(impl Fn(FlatMut<'_>, FlatRef<'_>) + Sync)) {
     let len = dst.len();
     assert_eq!(len, src.len(), "two flat buffers of different length");

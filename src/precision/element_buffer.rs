@@ -1,4 +1,4 @@
-//! The properties of a buffer on which decisions depend (dtype, length and capacity), without the values.
+//! A buffer whose values may be absent, because decisions depend only on its dtype, length and capacity.
 
 use super::{Flat, FlatMut, FlatRef, sum_of_squares};
 use crate::error::Result;

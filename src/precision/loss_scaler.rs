@@ -39,16 +39,15 @@ pub struct DynamicLossScale {
     scale: f64,
     min: f64,
     window: u64,
-    /// `fp16.hysteresis`: the number of overflows that it takes to halve the scale.
+    /// The number of overflows that it takes to halve the scale: `fp16.hysteresis`, or 1 at stage 0.
     patience: u32,
     /// The remaining hysteresis.
     patience_left: u32,
-    /// Whether an overflow with the scale at its minimum ends the run.
+    /// Whether the run ends if an overflow should lower the scale but the scale is at its minimum.
     ends_at_min: bool,
     refill_each_clean_step: bool,
     steps: u64,
-    /// The number of steps since the start of the run or the last overflow. The clean step that starts a count is
-    /// step 0.
+    /// The number of clean steps since the start of the run or the last overflow.
     clean: u64,
 }
 
@@ -62,7 +61,7 @@ pub struct ScalerState {
     pub patience_left: u32,
     /// The number of steps so far.
     pub steps: u64,
-    /// The number of steps since the start of the run or the last overflow.
+    /// The number of clean steps since the start of the run or the last overflow.
     pub clean: u64,
 }
 
@@ -115,9 +114,9 @@ impl LossScaler {
     /// the same value.
     ///
     /// # Errors
-    /// Returns [`EngineError::LossScaleAtMinimum`] on an overflow while the dynamic scale is at `fp16.min_loss_scale`
-    /// at stages 1 to 3, and [`EngineError::StaticLossScaleTooLarge`] on the 20th consecutive overflow with a constant
-    /// scale.
+    /// Returns [`EngineError::LossScaleAtMinimum`] on an overflow that would lower the dynamic scale if the scale were
+    /// not at `fp16.min_loss_scale` already, at stages 1 to 3, and [`EngineError::StaticLossScaleTooLarge`] on the 20th
+    /// consecutive overflow with a constant scale.
     pub fn update(&mut self, overflow: bool) -> Result<()> {
         match self {
             Self::None => Ok(()),

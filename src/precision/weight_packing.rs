@@ -22,7 +22,8 @@ pub enum WeightPacking {
 
 impl WeightPacking {
     /// Returns the number of elements that are packed together, independently of all others: 128, 64, or 16384 with
-    /// double-quantized scales. The length of a shard is a multiple of this number, except perhaps for the last shard.
+    /// double-quantized scales. The length of a shard is a multiple of this number, except perhaps that of the last
+    /// shard.
     pub fn unit(self) -> usize {
         match self {
             Self::Int8 => BLOCK,

@@ -201,7 +201,8 @@ impl fmt::Display for ProfileTable<'_> {
     }
 }
 
-/// Formats a number with a unit, such as `1.50 GFLOP`: two decimals, in steps of 1000.
+/// Formats a number with a unit, such as `1.50 GFLOP`, in steps of 1000. Numbers below 1000 have no decimals, and
+/// others have two.
 fn si(value: f64, unit: &str) -> String {
     let prefixes = ["", "K", "M", "G", "T", "P", "E"];
     let step = (0..prefixes.len() - 1).find(|step| value < 1000f64.powi(*step as i32 + 1));

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 /// The rule for names of runs, for messages.
 pub(super) const NAME_RULE: &str =
-    "give 1 to 100 letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit";
+    "give 1 to 100 bytes of letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit";
 
 /// Errors of the record of runs.
 #[derive(Debug, thiserror::Error)]

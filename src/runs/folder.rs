@@ -159,7 +159,7 @@ impl RunsFolder {
 }
 
 /// Returns whether a folder contains a run, even a damaged one. A folder without the files of a run, such as one whose
-/// process was killed immediately after it had created the folder, is not a run.
+/// process was killed immediately after creating it, is not a run.
 fn is_run(folder: &Path) -> bool {
     [INFO, EVENTS, METRICS].iter().any(|name| folder.join(name).symlink_metadata().is_ok_and(|found| found.is_file()))
 }

@@ -27,7 +27,7 @@ pub struct MetricsRow {
     pub step: u64,
     /// The time at which the step ended, in seconds since 1970.
     pub time: f64,
-    /// The values by name. Numbers that are not finite are NaN or infinite.
+    /// The values by name. They may be NaN or infinite.
     pub values: BTreeMap<String, f64>,
 }
 
@@ -39,7 +39,7 @@ pub struct RunMetrics {
     pub rows: Vec<MetricsRow>,
     /// The first damaged line, if there is one.
     pub problem: Option<String>,
-    /// The number of bytes up to the end of the last complete line, at which a [`RunTail`](super::RunTail) continues.
+    /// The number of bytes up to the end of the last complete line, from which a [`RunTail`](super::RunTail) continues.
     pub bytes: u64,
 }
 
@@ -56,8 +56,8 @@ pub enum MetricsLine {
         /// The time at which the process began, in seconds since 1970.
         time: f64,
     },
-    /// Values of a step. The values of all its lines belong to the step, except that a line with the value `loss`
-    /// begins the step anew.
+    /// Values of a step. The values of all lines of a step are merged, except that a line with the value `loss` begins
+    /// the step anew.
     Values(MetricsRow),
 }
 

@@ -11,9 +11,9 @@
 //! A run is a folder of files. `run.json` describes the run and is written once. `metrics.jsonl`, `events.jsonl` and
 //! `samples.jsonl` only grow: they are JSON lines, and an incomplete last line is ignored. `summary.json` is an
 //! index: it summarizes the first bytes of the other files and contains the number of those bytes, so listing many runs
-//! does not require reading their metrics. `ranks.json` is the last report of all ranks, and `experts.json` has the newest
-//! loads of the experts of a mixture. The launcher writes `launch.jsonl` and `log.txt` (launch_writer.rs). Requests
-//! from the user are files, too (requests.rs). docs/runs.md describes the format.
+//! does not require reading their metrics. `ranks.json` is the last report of all ranks, and `experts.json` contains
+//! the newest loads of the experts of a mixture. The launcher writes `launch.jsonl` and `log.txt` (launch_writer.rs).
+//! Requests from the user are files, too (requests.rs). docs/runs.md describes the format.
 
 pub(crate) mod error;
 mod expert_loads;
@@ -83,10 +83,10 @@ const LOG: &str = "log.txt";
 const EARLIER_LOG: &str = "log.1.txt";
 const SUMMARY: &str = "summary.json";
 
-/// The maximum number of bytes of `run.json` and of `summary.json`.
+/// The maximum number of bytes of `run.json`, `summary.json`, `ranks.json` or `experts.json`.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Returns a new id of a job: the time in UTC, and random digits.
+/// Returns an id for a new job: the time in UTC, and random digits.
 pub fn new_job() -> String {
     let random = std::hash::BuildHasher::hash_one(&std::collections::hash_map::RandomState::new(), std::process::id());
     format!("{}-{:06x}", wall_clock::stamp(now()), random & 0xff_ffff)

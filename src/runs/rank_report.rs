@@ -51,7 +51,7 @@ impl RankReport {
         }
     }
 
-    /// Returns the report as numbers. Their number is the same on every rank.
+    /// Returns the report as numbers, whose count is the same on every rank.
     pub fn to_numbers(&self) -> Vec<f64> {
         let StepTimings { forward_ms, backward_ms, step_ms, comm_ms, disk_ms } = self.timings;
         let [now, peak] = self.resident;

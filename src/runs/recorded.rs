@@ -25,7 +25,7 @@ pub enum RecordedState {
     Running,
     /// The run ended as planned.
     Finished,
-    /// A signal asked the run to end, and it ended after a step.
+    /// A signal or a request asked the run to end, and it ended after a step.
     Stopped,
     /// An error ended the run.
     Failed,
@@ -169,8 +169,9 @@ impl RecordedRun {
         RecordedLoads::read(&self.folder)
     }
 
-    /// Sends a request to the program that records this run. The program finds it within a second or at the end of its
-    /// step, and acts on it if it calls [`Engine::stop_requested`](crate::Engine::stop_requested) or
+    /// Sends a request to the program that records this run. The program finds it at the end of a step, within
+    /// about a second or, if a step takes longer, at the end of that step. The program acts on it if it calls
+    /// [`Engine::stop_requested`](crate::Engine::stop_requested) or
     /// [`Engine::save_requested`](crate::Engine::save_requested).
     ///
     /// # Errors

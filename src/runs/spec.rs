@@ -134,7 +134,8 @@ pub(crate) struct RecordPlan {
     pub settings: Value,
     pub total_steps: Option<u64>,
     pub command: Option<Vec<String>>,
-    /// Whether the user has requested the record. A folder that cannot be written is then an error.
+    /// Whether the record was requested explicitly, and not only by default. A folder that cannot be written is then an
+    /// error.
     pub is_required: bool,
 }
 
@@ -252,12 +253,12 @@ mod tests {
     #[test]
     fn names_that_make_no_folder_are_refused_and_default_names_are_changed() {
         let wrong = |name: &str| plan(Some(RunSpec::new(name)), None, &[]).unwrap_err().to_string();
-        insta::assert_snapshot!(wrong("a/b"), @"EngineBuilder::run is `a/b`, which cannot be the name of a run; give 1 to 100 letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
+        insta::assert_snapshot!(wrong("a/b"), @"EngineBuilder::run is `a/b`, which cannot be the name of a run; give 1 to 100 bytes of letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
         for name in ["", ".", "..", "-x", "a\nb", "a\u{1b}[1m", "<b>", &"x".repeat(101), " a"] {
-            assert!(wrong(name).contains("give 1 to 100 letters"), "{name}");
+            assert!(wrong(name).contains("give 1 to 100 bytes of letters"), "{name}");
         }
-        insta::assert_snapshot!(plan(None, Some(config(true, "a:b", "")), &[]).unwrap_err(), @"run.name is `a:b`, which cannot be the name of a run; give 1 to 100 letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
-        insta::assert_snapshot!(plan(None, None, &[(RUN, "../x")]).unwrap_err(), @"--run or CANDLE_ZERO_RUN is `../x`, which cannot be the name of a run; give 1 to 100 letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
+        insta::assert_snapshot!(plan(None, Some(config(true, "a:b", "")), &[]).unwrap_err(), @"run.name is `a:b`, which cannot be the name of a run; give 1 to 100 bytes of letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
+        insta::assert_snapshot!(plan(None, None, &[(RUN, "../x")]).unwrap_err(), @"--run or CANDLE_ZERO_RUN is `../x`, which cannot be the name of a run; give 1 to 100 bytes of letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
         for (name, made) in [("a/b c", "a-b c"), ("..", "run"), ("", "run"), ("modèle", "modèle"), ("--x", "x")] {
             assert_eq!(plan(Some(RunSpec::by_default(name)), None, &[]).unwrap().unwrap().name, made);
         }

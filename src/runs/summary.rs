@@ -187,7 +187,7 @@ impl RunSummary {
         (self.session_started, self.last_time) = (time, time);
     }
 
-    /// Adds the values of a step. The steps must not repeat earlier ones.
+    /// Adds the values of a step, which must not repeat an earlier step.
     pub(super) fn add_row(&mut self, row: &MetricsRow) -> std::result::Result<(), StepsRepeated> {
         let (step, loss) = (row.step, row.values.get(LOSS).copied());
         if step < self.steps || step == self.steps && loss.is_some() && self.loss.is_some_and(|last| last.step == step)

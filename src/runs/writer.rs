@@ -27,9 +27,9 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// The time for which lines are collected.
+/// The time since the last flush after which recorded values pass all collected lines to the system.
 const FLUSH_INTERVAL: Duration = Duration::from_secs(1);
-/// The number of bytes of lines that are collected.
+/// The number of bytes of collected metrics at which recorded values do so earlier.
 const FLUSH_BYTES: usize = 1 << 16;
 /// The time between two summaries.
 const SUMMARY_INTERVAL: Duration = Duration::from_secs(10);

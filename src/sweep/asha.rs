@@ -1,5 +1,5 @@
-//! Asynchronous successive halving (ASHA, Li et al. 2020), with trials that pause: a trial that is promoted continues from
-//! its checkpoint.
+//! Asynchronous successive halving (ASHA, Li et al. 2020), with trials that pause: a trial that is promoted continues
+//! from its checkpoint.
 
 use super::settings::SweepGoal;
 use super::trial::{SweepTrial, TrialState};

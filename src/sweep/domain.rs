@@ -6,7 +6,7 @@ use serde_json::Value;
 
 /// The maximum number of values of a choice.
 const MAX_VALUES: usize = 10_000;
-/// The largest whole number that every f64 represents exactly.
+/// The number up to which an f64 represents every whole number exactly.
 const MAX_INTEGER: i64 = 1 << 53;
 /// The number of significant digits of a drawn number: enough for any search, and short on a command line.
 const DRAWN_DIGITS: usize = 6;

@@ -3,8 +3,8 @@
 use crate::util::mix;
 use std::f64::consts::TAU;
 
-/// The purpose of random numbers. Each purpose and number has a separate stream, so that a decision does not depend on how
-/// many numbers earlier decisions have drawn.
+/// The purpose of random numbers. Each purpose and number has a separate stream, so that a decision does not depend on
+/// how many numbers earlier decisions have drawn.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum DrawnFor {
     /// The parameters of the trial with this number.

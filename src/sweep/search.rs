@@ -21,8 +21,9 @@ pub(super) fn next_parameters(settings: &SweepSettings, trials: &[SweepTrial]) -
     }
 }
 
-/// Returns the index of the combination that a grid tries after `tried` others. The order is random if trials are compared
-/// before all have begun: in the order of a grid, neighbours are similar, and later combinations are often better.
+/// Returns the index of the combination that a grid tries after `tried` others. The order is random if trials are
+/// compared before all have begun: in the order of a grid, neighbours are similar, and later combinations are often
+/// better.
 fn grid_index(settings: &SweepSettings, tried: u64) -> u64 {
     match (settings.scheduler, settings.space.grid_count()) {
         (TrialScheduler::Asha { .. } | TrialScheduler::MedianStop { .. }, Some(count)) => {
@@ -32,7 +33,7 @@ fn grid_index(settings: &SweepSettings, tried: u64) -> u64 {
     }
 }
 
-/// Draws parameters. In a finite space, each combination is drawn once.
+/// Draws parameters. In a finite space, each combination is drawn once, except for the members of a population.
 fn drawn(settings: &SweepSettings, trials: &[SweepTrial], random: &mut RandomStream) -> TrialParameters {
     let is_population = matches!(settings.scheduler, TrialScheduler::Pbt { .. });
     match settings.space.count().filter(|_| !is_population) {

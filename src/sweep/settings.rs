@@ -53,7 +53,7 @@ pub enum TrialScheduler {
     /// Every trial runs to its last step.
     #[default]
     None,
-    /// A trial ends if it is worse than the median of the others at the same step.
+    /// A trial ends if its best value is worse than the median of the others' mean values up to the same step.
     MedianStop {
         /// The number of steps between comparisons.
         every: u64,
@@ -115,13 +115,14 @@ pub struct SweepSettings {
     pub space: SweepSpace,
     /// The number of steps of a complete trial.
     pub steps: u64,
-    /// The number of trials. `None`: all combinations of a grid, otherwise [`DEFAULT_TRIALS`].
+    /// The number of trials. `None`: all combinations of a grid, otherwise [`DEFAULT_TRIALS`]. In a finite space, there
+    /// are at most as many trials as combinations, except with population-based training.
     pub trials: Option<usize>,
     /// Whether small or large values are good.
     pub goal: SweepGoal,
-    /// How parameters are chosen.
+    /// The method by which parameters are chosen.
     pub searcher: SweepSearcher,
-    /// Which trials continue.
+    /// The rule that determines which trials continue.
     pub scheduler: TrialScheduler,
     /// The seed of all random choices.
     pub seed: u64,
@@ -251,8 +252,9 @@ impl SweepSettings {
                 }
                 match self.searcher {
                     SweepSearcher::Tpe => {
-                        let problem = "searcher tpe learns from complete trials, but pbt changes the parameters during \
-                                       training; give the searcher random or grid, or another scheduler";
+                        let problem = "the searcher tpe compares trials by their parameters, but pbt changes the \
+                                       parameters during training; give the searcher random or grid, or another \
+                                       scheduler";
                         Err(SweepError::Conflict { problem: problem.into() })
                     }
                     SweepSearcher::Grid | SweepSearcher::Random => Ok(()),

@@ -328,7 +328,7 @@ fn wrong_settings_are_refused_with_what_is_allowed() {
     pbt.every is 0; give at least 1 and fewer than the 100 steps of a complete trial
     pbt.quantile is 0.6; give a fraction above 0 and at most 0.5
     pbt.resample is NaN; give a probability from 0 to 1
-    searcher tpe learns from complete trials, but pbt changes the parameters during training; give the searcher random or grid, or another scheduler
+    the searcher tpe compares trials by their parameters, but pbt changes the parameters during training; give the searcher random or grid, or another scheduler
     trials is 3; pbt compares quarters of the trials; give at least 4
     the number of parameters is 0; give 1 to 64 parameters to vary
     parameter --lr has points, which only the searcher grid uses; leave them out, or give the searcher grid

@@ -18,7 +18,7 @@ macro_rules! with_number {
         match $dtype {
             $(DType::$variant => {
                 type $T = $ty;
-                #[allow(unused_imports, reason = "not every user needs the variant")]
+                #[allow(unused_imports, reason = "not every use needs the variant")]
                 use CpuStorage::$variant as $v;
                 $body
             })*
@@ -120,7 +120,7 @@ const IN_FILE: [(DType, InFile); 9] = [
     (DType::F64, InFile::F64),
 ];
 
-/// Returns a tensor's elements, in row-major order.
+/// Returns the bytes of a tensor's elements, in row-major order.
 pub(crate) fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
     let tensor = tensor.contiguous()?;
     let (storage, layout) = tensor.storage_and_layout();

@@ -112,7 +112,8 @@ pub(crate) fn change(tensor: &Tensor, change: impl FnOnce(DeviceFlatMut<'_>) -> 
     tensor.inplace_op1(&ChangeStorage(Mutex::new(Some(change))))
 }
 
-/// Computes `sum + other` in the memory of `sum`, which must have no other holder; rounded once.
+/// Computes `sum + other`, rounded once. On a GPU, the result is in the memory of `sum`, which must have no other
+/// holder.
 pub(crate) fn add_in_place(sum: Tensor, other: &Tensor) -> Result<Tensor> {
     let Some(device) = gpu_of(&sum).cloned() else { return sum + other };
     if other.dtype() != sum.dtype() {

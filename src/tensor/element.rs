@@ -44,8 +44,8 @@ macro_rules! element {
 element!(f32, F32);
 element!(bf16, BF16);
 element!(f16, F16);
-/// Runs `$body` with `$E` as the Rust type of `$dtype`. A dtype other than f32, bf16 and f16 gives Candle's "unsupported"
-/// error for the op named `$op`; a SIMD level at which kernels cannot run is an error too.
+/// Runs `$body` with `$E` as the Rust type of `$dtype`. A dtype other than f32, bf16 and f16 gives Candle's
+/// "unsupported" error for the op named `$op`; a SIMD level at which kernels cannot run is an error too.
 macro_rules! with_element {
     ($dtype:expr, $op:expr, $E:ident => $body:expr) => {
         match ($crate::kernels::checked_level(), $dtype) {
@@ -70,8 +70,8 @@ pub(crate) use with_element;
 
 /// Returns the elements of a contiguous CPU storage.
 ///
-/// A storage of a different dtype is an error. A storage with fewer elements than its shape requires is also an error: the
-/// engine leaves a non-resident parameter in this state, and computing with it must not be possible.
+/// A storage of a different dtype is an error. A storage with fewer elements than its shape requires is also an error:
+/// the engine leaves a non-resident parameter in this state, and computing with it must not be possible.
 pub(crate) fn elements<'a, E: WithDType>(s: &'a CpuStorage, l: &Layout, op: &'static str) -> Result<&'a [E]> {
     use candle_core::backend::BackendStorage;
     let found = s.dtype();

@@ -28,7 +28,7 @@ pub(crate) fn is_recording() -> bool {
     any_records() && CURRENT.with_borrow(|context| context.track.is_some())
 }
 
-/// An event from now to the span's end; empty if nothing is recorded.
+/// An event that lasts from the span's creation to its end; empty if nothing is recorded.
 #[must_use = "an event ends when its span is dropped"]
 #[derive(Default)]
 pub(crate) struct TimelineSpan(Option<(Arc<EngineTrack>, TimelineEvent)>);
@@ -83,7 +83,7 @@ impl Drop for TimelineSpan {
 }
 
 impl TimelineRecorder {
-    /// Begins an event of the thread that calls the engine; returns an empty span without a recorder.
+    /// Begins an event of the thread that calls the engine. If there is no recorder, returns an empty span.
     pub fn span(recorder: Option<&Self>, kind: EventCategory, name: &'static str) -> TimelineSpan {
         recorder.map_or_else(TimelineSpan::default, |recorder| {
             TimelineSpan::begin((recorder.track().clone(), TimelineLane::Training), kind, name)

@@ -13,7 +13,7 @@ pub struct SandboxAllocator;
 /// The number of bytes that a thread counts before it adds them to [`HELD_BYTES`].
 const LOCAL_COUNT_BYTES: isize = 256 << 10;
 
-/// The number of bytes held by all sandboxed work, in multiples of about [`LOCAL_COUNT_BYTES`].
+/// The number of bytes held by all sandboxed work, updated in steps of at least [`LOCAL_COUNT_BYTES`].
 static HELD_BYTES: AtomicIsize = AtomicIsize::new(0);
 
 /// The allocations of this thread's work.

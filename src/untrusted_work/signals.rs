@@ -51,7 +51,7 @@ pub(super) fn end(subject: &str, problem: &str) -> ! {
     for text in ["error: ", subject, problem, advice, "\n"] {
         let mut rest = text.as_bytes();
         while !rest.is_empty() {
-            // SAFETY: the bytes are those of a text.
+            // SAFETY: the pointer and the length are those of `rest`.
             match unsafe { libc::write(2, rest.as_ptr().cast(), rest.len()) } {
                 written if written > 0 => rest = rest.get(written.cast_unsigned()..).unwrap_or_default(),
                 _ => break,

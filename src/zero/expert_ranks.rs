@@ -10,7 +10,7 @@
 //! ```
 //!
 //! All ranks train on different data. The parameters of an expert, their gradients and optimizer states are only on its
-//! holders, which divide them as the ZeRO stage says. All other parameters are on all ranks.
+//! holders, which divide them as the ZeRO stage requires. All other parameters are on all ranks.
 
 use crate::comm::Communicator;
 use crate::error::{EngineError, Result};
@@ -35,8 +35,8 @@ pub(crate) struct ExpertRanks {
 }
 
 impl ExpertRanks {
-    /// Collective: divides the ranks of `comm` into groups of `size`, each of which holds all experts. Returns `None` if
-    /// `size` is 1.
+    /// Collective: divides the ranks of `comm` into groups of `size`, each of which holds all experts. Returns `None`
+    /// if `size` is 1.
     ///
     /// # Errors
     /// A size that does not divide the number of ranks; a communicator without groups.

@@ -94,9 +94,9 @@ impl RankCore {
         Ok(output?.detach())
     }
 
-    /// Differentiates `loss`. On return, all gradients are reduced and added to this rank's share, and no
-    /// parameter is gathered. Returns the gradients of variables that are not parameters. A pipeline stage, unlike a
-    /// complete model (`is_complete`), may have no parameters.
+    /// Differentiates `loss`. On return, all gradients are reduced and added to this rank's share, or kept unreduced in
+    /// `no_sync`, and all parameters except the persistent ones are released. Returns the gradients of variables that
+    /// are not parameters. A pipeline stage, unlike a complete model (`is_complete`), may have no parameters.
     pub fn backward(&self, loss: &Tensor, is_complete: bool) -> Result<GradStore> {
         self.begin_call()?;
         // Failed backward passes may have left gradients in the parameters' slots.
@@ -124,7 +124,8 @@ impl RankCore {
         once(|| on_big_stack(|| scalar.backward()))
     }
 
-    /// Reduces the remaining gradients, and releases all parameters.
+    /// Reduces the remaining gradients, unless they are kept unreduced, and releases all parameters except the
+    /// persistent ones.
     fn end_backward(&self) -> Result<()> {
         let end = || {
             if self.holds_unreduced() {
@@ -269,7 +270,7 @@ impl RankCore {
     /// Reports that the backward pass of a unit, or of the root, is about to begin.
     pub(super) fn begin_backward(&self, unit: UnitId) -> candle_core::Result<()> {
         if !self.is_in_backward() {
-            // This backward pass belongs to a forward pass that runs for a check, with its parameters moved.
+            // If this backward pass is part of a forward pass that runs for a check, the unit's parameters are moved.
             let pass = || lock(&self.gather).pass(self, unit).and_then(|()| self.shift_unit(unit));
             return if self.shards_params() { pass().map_err(|e| self.stash(e)) } else { Ok(()) };
         }

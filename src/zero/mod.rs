@@ -13,11 +13,11 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `rank_core.rs` | the state of one rank, shared by engine and graph |
-//! | `step_executor.rs` | the interface through which decisions act on a rank: the core, or a rehearsal that only counts |
+//! | `step_executor.rs` | the interface through which decisions act on a rank, or on a rehearsal that only counts |
 //! | `engine_step_executor.rs` | the core as a `StepExecutor` |
 //! | `expert_ranks.rs` | the ranks among which experts are divided |
 //! | `hooks.rs` | forward and backward passes: the methods that the engine, units and parameters call |
-//! | `model_buffers.rs` | tensors that are not parameters: the same on all ranks |
+//! | `model_buffers.rs` | tensors that are not parameters, and their synchronization between ranks |
 //!
 //! The decisions of a step are written once, over `step_executor::StepExecutor`. The core and a rehearsal carry them
 //! out.

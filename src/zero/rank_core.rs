@@ -84,7 +84,7 @@ pub(crate) struct RankCore {
     pub(super) params: Vec<Param>,
     /// Names of the units, the root (an empty name) first.
     pub(super) units: Vec<String>,
-    /// Whether each unit is a leaf, or is in one.
+    /// The position of each unit relative to leaves.
     pub(super) leaves: Vec<LeafPosition>,
     pub(super) buffers: ModelBuffers,
     /// The sub-group and the slot of each parameter.

@@ -183,9 +183,9 @@ fn what_cannot_work_is_refused_by_name() {
     let plain = json!({"optimizer": null, "scheduler": null});
     insta::assert_snapshot!(refused(Own::new(), 1, plain, vec![]), @r#"optimizer own counts as untested with ZeRO (stage 1); set "zero_allow_untested_optimizer": true in the configuration, or use stage 0"#);
     let named = |names| refused(Own { names }, 0, keys(), vec![]);
-    insta::assert_snapshot!(named(&["a", "a"]), @"the states of optimizer own are called a, a: two have the same name; give each state a unique name");
-    insta::assert_snapshot!(named(&["fp32"]), @"the states of optimizer own are called fp32: checkpoints call the weights fp32; give each state a unique name");
-    insta::assert_snapshot!(named(&["a", ""]), @"the states of optimizer own are called a, : one has no name; give each state a unique name");
+    insta::assert_snapshot!(named(&["a", "a"]), @"the states of optimizer own are called a, a: two have the same name; give each state a valid and unique name");
+    insta::assert_snapshot!(named(&["fp32"]), @"the states of optimizer own are called fp32: checkpoints call the weights fp32; give each state a valid and unique name");
+    insta::assert_snapshot!(named(&["a", ""]), @"the states of optimizer own are called a, : one has no name; give each state a valid and unique name");
     let groups = vec![ParameterGroup::new().betas(0.9, 0.99)];
     insta::assert_snapshot!(refused(Own::new(), 0, keys(), groups), @"parameter group 0 (counted from 0): it has betas, but own has none; leave them out");
 }

@@ -267,7 +267,7 @@ fn names_and_folders_that_cannot_be_used_are_refused_before_training() {
     let dir = tempfile::tempdir().unwrap();
     let output = zerorun().args(["--run", "a/b", "train.rs"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    insta::assert_snapshot!(stderr(&output).lines().next().unwrap(), @"zerorun: invalid value 'a/b' for '--run <NAME>': give 1 to 100 letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
+    insta::assert_snapshot!(stderr(&output).lines().next().unwrap(), @"zerorun: invalid value 'a/b' for '--run <NAME>': give 1 to 100 bytes of letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
     std::fs::write(dir.path().join("file"), "").unwrap();
     let mut command = program(&dir.path().join("file"), &[(STEPS, "1")]);
     let output = command.stdout(std::process::Stdio::piped()).output().unwrap();

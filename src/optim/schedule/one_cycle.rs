@@ -1,4 +1,5 @@
-//! OneCycle: the rate goes up and down once while beta1 goes down and up; then both decay.
+//! OneCycle: the rate goes up and down once while beta1 goes down and up; then the rate decays, and beta1 grows by
+//! `decay_mom_rate`.
 
 use crate::config::OneCycleConfig;
 
@@ -54,7 +55,7 @@ fn phase(config: &OneCycleConfig, it: f64) -> OneCyclePhase {
     };
     OneCyclePhase::Cycle(match stairs {
         0 => height,
-        // Computed from integers, because `height` may be slightly below the edge of a stair.
+        // Computed from the number of steps, because `height` may be slightly below the edge of a stair.
         stairs => (steps * stairs as f64 / size).floor() / stairs as f64,
     })
 }

@@ -17,7 +17,7 @@ pub(super) struct ForwardOutputsState {
     pub(super) updates: u64,
     /// The last output.
     pub(super) last: Option<Arc<ForwardOutput>>,
-    /// The outputs since the last step that do not run a hook.
+    /// The outputs of the current micro step that do not run a hook.
     pub(super) unmarked: Vec<TensorId>,
     /// Whether there has ever been such an output.
     pub(super) any_unmarked: bool,

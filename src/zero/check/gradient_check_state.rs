@@ -51,7 +51,7 @@ impl Perturbation<'_> {
 pub(crate) struct FiniteDifferenceCheck {
     /// Whether forward passes are observed: their changes are undone, and their outputs report their gradients.
     pub(super) armed: AtomicBool,
-    /// Whether a forward pass runs with moved parameters.
+    /// Whether a forward pass runs for the check, with moved or unmoved parameters.
     pub(super) shifts: AtomicBool,
     /// Whether layers of the model keep their choices during a check.
     pub(super) holds_choices: AtomicBool,
@@ -66,7 +66,7 @@ pub(super) struct GradientCheckState {
     /// The distance by which parameters are moved, relative to the size of each.
     pub(super) relative: f64,
     pub(super) seed: u64,
-    /// The direction: 1 is up, -1 is down.
+    /// The direction: 1 is up, -1 is down, 0 is unchanged.
     pub(super) sign: f32,
     /// The parameters that are moved, or all of them if there is no list.
     pub(super) only: Option<Vec<ParamId>>,

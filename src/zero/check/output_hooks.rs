@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex};
 const MAX_COPIED_ELEMENTS: usize = 1 << 12;
 
 impl RankCore {
-    /// Returns the output of the engine's last forward pass, if it has a gradient.
+    /// Returns the output of the engine's last forward pass, if the output runs a hook.
     pub fn last_output(&self) -> Option<Arc<ForwardOutput>> {
         lock(&self.outputs.0).last.clone()
     }

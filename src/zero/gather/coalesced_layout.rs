@@ -29,8 +29,8 @@ pub(crate) struct CoalescedLayout {
 }
 
 impl CoalescedLayout {
-    /// Creates one layout for each large parameter, and one for all small parameters of the same weight format on the same
-    /// ranks. `mesh` is that of all ranks, here and in the other functions.
+    /// Creates one layout for each large parameter, and one for all small parameters of the same weight format on the
+    /// same ranks. `mesh` is that of all ranks, here and in the other functions.
     pub fn split(params: &[ParamId], all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Vec<Self> {
         let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);
@@ -45,7 +45,7 @@ impl CoalescedLayout {
         alike.into_values()
     }
 
-    /// Creates a layout of weights for a collective. Some weights may already be packed.
+    /// Creates a layout of weights, all in the same format, for a collective. The weights may already be packed.
     pub fn of_weights(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Self {
         let weights = params.first().map_or(WeightFormat::Model, |p| all[*p].weights);
         let Some(packing) = weights.packing() else {
@@ -106,7 +106,7 @@ impl CoalescedLayout {
         }
         if let [param] = &self.params[..] {
             let param = &rank.params()[*param];
-            // The rest is padding, less than one element per rank.
+            // The rest is padding.
             chunks.truncate(param.numel);
             return install(param, chunks);
         }

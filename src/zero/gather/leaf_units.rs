@@ -1,9 +1,9 @@
-//! Leaf units: gathered together with all units inside them, whichever of these a rank runs.
+//! Leaf units, which are gathered together with all units inside them, whichever of these units a rank runs.
 //!
-//! They correspond to DeepSpeed's `z3_leaf_module`. The experts of a mixture are units that some ranks run and others
-//! do not. If each were gathered separately, ranks would wait for different gathers. Nothing inside a leaf is gathered
-//! separately: all ranks that enter the leaf gather everything in it, and gradients that a rank's experts did not
-//! produce count as zeros.
+//! Leaf units correspond to DeepSpeed's `z3_leaf_module`. The experts of a mixture are units that some ranks run and
+//! others do not. If each were gathered separately, ranks would wait for different gathers. Nothing inside a leaf is
+//! gathered separately: all ranks that enter the leaf gather everything in it, and gradients that a rank's experts did
+//! not produce count as zeros.
 
 use crate::config::{LeafModule, ZeroConfig};
 use crate::param::{Param, UnitId};

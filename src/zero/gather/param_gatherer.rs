@@ -54,8 +54,9 @@ pub(crate) struct ParamGatherer<R: StepExecutor> {
     traces: [UnitTrace; 2],
     /// The number of elements of gathered parameters, without the persistent ones.
     live: usize,
-    /// The number of elements of pending gathers, and the maximum for those ahead of use.
+    /// The number of elements of pending gathers.
     in_flight: usize,
+    /// The maximum number of elements of pending gathers for units to be gathered ahead of use.
     ahead: usize,
     /// Whether packed shares are unpacked in place. Packed units are then not gathered ahead, because they are local.
     unpacks_in_place: bool,

@@ -66,7 +66,7 @@ impl RowExchange {
         self.ranks
     }
 
-    /// Returns the number in the exchange of the rank that holds an expert.
+    /// Returns the number, within the exchange, of the rank that holds an expert.
     pub fn rank_of(&self, expert: usize) -> usize {
         expert / self.experts.len().max(1)
     }
@@ -76,9 +76,9 @@ impl RowExchange {
         self.trains
     }
 
-    /// Tells each rank the number of rows that it will receive from this one, and returns the number of rows that come
-    /// from each rank. A row has `choices` experts and at most `width` elements in a message. Collective among all ranks of
-    /// the job, so that a rank that does not run the layer is noticed, whatever it does instead.
+    /// Sends each rank the number of rows that it will receive from this one, and returns the number of rows that come
+    /// from each rank. A row has `choices` experts and at most `width` elements in a message. Collective among all
+    /// ranks of the job, so that a rank that does not run the layer is noticed, whatever it does instead.
     ///
     /// # Errors
     /// A failed collective; impossible numbers.
@@ -122,8 +122,8 @@ impl RowExchange {
         })
     }
 
-    /// Sends each rank of the exchange its part of `values`: `sent[r]` rows of `width` elements to rank r. Returns the rows from all
-    /// ranks, in rank order, of which there are `received[r]` from rank r.
+    /// Sends each rank of the exchange its part of `values`: `sent[r]` rows of `width` elements to rank r. Returns the
+    /// rows from all ranks, in rank order, of which there are `received[r]` from rank r.
     ///
     /// # Errors
     /// A failed collective.

@@ -48,8 +48,8 @@ pub(crate) trait UnitRegistrar {
     fn close_unit(&self);
     /// Marks a unit to be gathered together with all units inside it.
     fn mark_leaf(&self, unit: UnitId);
-    /// Marks a unit to be gathered only if the input of a layer chose it. `first` is the first such unit of the layer,
-    /// and `number_of` the unit's number among them and their number.
+    /// Marks a unit to be gathered only if the input of a layer chose it. `first` is the first such unit of the layer.
+    /// `number_of` contains the unit's number among those of the layer, and how many there are.
     ///
     /// # Errors
     /// A number of units that cannot be divided among the ranks that share them.
@@ -263,7 +263,7 @@ impl<M> Unit<M> {
 
 impl<M> Unit<M> {
     /// Computes the input's gradient from the output's gradient, by a second forward pass, which must reproduce the
-    /// output of the `first`, and a separate backward pass.
+    /// output of the `first` one, and a separate backward pass.
     fn run_again(
         &self,
         run: &impl Fn(&M, &Tensor) -> Result<Tensor>,

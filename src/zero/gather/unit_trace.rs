@@ -64,7 +64,7 @@ impl UnitTrace {
         self.changes
     }
 
-    /// Returns the units that will be needed next, in order. Empty during a recording.
+    /// Returns the uses of units that come next, in order, or nothing during a recording.
     pub fn coming(&self) -> &[UnitEvent] {
         if self.complete { &self.events[self.at..] } else { &[] }
     }

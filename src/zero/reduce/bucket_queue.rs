@@ -50,8 +50,8 @@ impl<I, T> BucketQueue<I, T> {
     }
 }
 
-/// The batches of parameters that are on all ranks and, separately, those of experts that are divided among ranks: which
-/// experts' items arrive, and when, differs between ranks that hold different experts.
+/// The batches of parameters that are on all ranks and, separately, those of experts that are divided among ranks:
+/// which experts' items arrive, and when, differs between ranks that hold different experts.
 pub(in crate::zero) struct BucketQueues<I, T> {
     on_all_ranks: BucketQueue<I, T>,
     of_experts: BucketQueue<I, T>,

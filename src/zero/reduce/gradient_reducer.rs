@@ -118,8 +118,8 @@ pub(crate) trait GradientBackend: StepExecutor {
     fn zeros(&self, param: &Param) -> Self::Grad;
     /// Returns the sum of two gradients of one parameter.
     fn sum(a: Self::Grad, b: Self::Grad) -> Result<Self::Grad>;
-    /// Packs gradients according to a layout, piece by piece, for their collective. Each is dropped once it has been
-    /// copied.
+    /// Packs gradients according to a layout, piece by piece, for their collective. Each gradient is dropped once it
+    /// has been copied.
     fn pack(
         &self,
         plan: &ReducePlan,
@@ -139,7 +139,7 @@ pub(crate) struct GradientReducer<C: GradientBackend> {
     optional: Vec<bool>,
     /// The gradients of such parameters that have arrived, until the backward pass ends.
     waiting: BTreeMap<ParamId, ArrivedGradient<C::Grad>>,
-    /// Whether each parameter's gradient has arrived in the first accumulation; `None` once that has been judged.
+    /// Whether each parameter's gradient has arrived in the first accumulation; `None` once that has been checked.
     seen: Option<Vec<bool>>,
 }
 
@@ -171,8 +171,8 @@ impl<C: GradientBackend> GradientReducer<C> {
         Self { plan, buckets, leaving: VecDeque::new(), held, optional, waiting, seen }
     }
 
-    /// Declares that the gradients of these parameters may arrive in different orders on different ranks, or on some ranks
-    /// not at all: from now on, they wait until the backward pass ends.
+    /// Declares that the gradients of these parameters may arrive in different orders on different ranks, or on some
+    /// ranks not at all: from now on, they wait until the backward pass ends.
     pub fn make_optional(&mut self, params: impl IntoIterator<Item = ParamId>) {
         params.into_iter().for_each(|param| self.optional[param] = true);
     }

@@ -17,7 +17,8 @@ impl RankCore {
     /// steps.
     ///
     /// # Errors
-    /// [`EngineError::NoGradient`] if no rank has a gradient of a parameter that a backward pass must reach.
+    /// [`EngineError::NoGradient`] if no rank has a gradient of a parameter that a backward pass must reach, unless
+    /// unused parameters are ignored.
     pub(in crate::zero) fn judge_unused(&self) -> Result<()> {
         let Some(seen) = lock(&self.gradients).take_seen() else { return Ok(()) };
         let seen = self.comm.gather_bytes(seen.into_iter().map(u8::from).collect()).wait()?;

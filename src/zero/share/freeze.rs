@@ -22,7 +22,8 @@ use std::sync::atomic::Ordering;
 
 impl RankCore {
     /// Collective: trains exactly the parameters that `trained` selects from now on. Those that were not trained
-    /// before get fresh optimizer states; the others have had `updates` updates. No gradients may exist at this point.
+    /// before get fresh optimizer states. `updates` is the number of weight updates so far. No gradients may exist at
+    /// this point.
     ///
     /// # Errors
     /// Fails on all ranks, without any change, if a file gets no space. Also fails if a collective fails.

@@ -228,7 +228,8 @@ impl<'a> OptimStateView<'a> {
     }
 
     /// Sets range `range` of these elements to `values`, rounded to nearest or stochastically. The range begins at a
-    /// block boundary. For stochastic rounding, `chance` has the index of the first element in its parameter.
+    /// block boundary. For stochastic rounding, `chance` contains the source of random bits and the index of the first
+    /// element in its parameter.
     pub fn narrow(&mut self, range: Range<usize>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
         match self {
             Self::Floats(own) => round(own.reborrow().slice(range), values, chance),
@@ -240,7 +241,8 @@ impl<'a> OptimStateView<'a> {
     }
 }
 
-/// Writes `values` into `own` in the format of `own`: rounded to nearest, or stochastically if the format is bfloat16.
+/// Writes `values` into `own` in the format of `own`: rounded to nearest, or stochastically if the format is bfloat16
+/// and there is a `chance`.
 pub(in crate::zero) fn round(own: FlatMut<'_>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
     match (own, chance) {
         (FlatMut::BF16(own), Some((dice, first))) => dice.round(values, own, first),

@@ -38,7 +38,7 @@ impl RankCore {
         Ok(Some(own))
     }
 
-    /// Collective: gathers a whole optimizer state, in f32. Every rank has all of a factored state.
+    /// Gathers a whole state, in f32. Collective except for a factored state, which every rank has in full.
     pub fn whole_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
         if let ParamStateKind::Factored(_) = state {
             return self.own_state(state, param);
@@ -73,15 +73,15 @@ impl RankCore {
         self.write_state(moment, param, owned, part)
     }
 
-    /// Sets a gradient that has been reduced. Returns false if there is none. Collective for experts that are divided among
-    /// ranks.
+    /// Sets a gradient that has been reduced. Returns false if there is none. Collective for experts that are divided
+    /// among ranks.
     pub fn set_gradient(&self, param: ParamId, whole: &[f32]) -> Result<bool> {
         let is_set = self.set_own_gradient(param, &whole[self.owned(param)])?;
         self.exists_on_holders(param, is_set)
     }
 
-    /// Returns whether something that this rank has, or has not, `exists` on the ranks that hold a parameter. Collective for
-    /// experts that are divided among ranks: the other ranks do not know.
+    /// Returns on all ranks whether something `exists` on the ranks that hold a parameter. Collective for experts that
+    /// are divided among ranks, because a rank cannot see what exists on the holders of another rank's experts.
     fn exists_on_holders(&self, param: ParamId, exists: bool) -> Result<bool> {
         if self.params[param].expert.is_none() {
             return Ok(exists);

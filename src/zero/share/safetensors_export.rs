@@ -49,7 +49,8 @@ impl RankCore {
         agree(self.job(), written.map_err(failed), elsewhere)
     }
 
-    /// Checks whether [`export`](Self::export) can write the parameters of `model` to `path`, and has enough space there.
+    /// Checks that [`export`](Self::export) can write the parameters of `model` to `path`, and that there is enough
+    /// space.
     ///
     /// # Errors
     /// The errors that the export would return.
@@ -110,8 +111,8 @@ impl RankCore {
         self.spread_from_holders(param, whole)
     }
 
-    /// Collective if the parameter is on some ranks only: returns the whole parameter on all ranks. `whole` is the whole
-    /// parameter on the ranks that hold it, and not used on the others.
+    /// Collective if the parameter is on some ranks only: returns the whole parameter on all ranks. `whole` is the
+    /// whole parameter on the ranks that hold it, and not used on the others.
     fn spread_from_holders(&self, param: usize, whole: Flat) -> Result<Flat> {
         if self.params[param].expert.is_none() {
             return Ok(whole);

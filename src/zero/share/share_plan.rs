@@ -139,7 +139,7 @@ impl SharePlan {
         all.into_iter().filter_map(|(kind, passes)| passes.then_some(kind))
     }
 
-    /// Returns whether a GPU keeps and updates the share of a model that it computes.
+    /// Returns whether the GPU on which the model computes also keeps and updates the share.
     fn stays_on_device(&self) -> bool {
         let wide = self.dtype == DType::F32 || self.has_master();
         let in_f32 = |role: &OptimizerRole| self.formats(*role).iter().all(|format| *format == StateFormat::F32);

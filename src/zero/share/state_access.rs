@@ -130,7 +130,8 @@ impl RankCore {
     }
 
     /// Passes elements `range` of a parameter's state to `take`, which should only copy them, because state in memory
-    /// is locked in the meantime. The range must be one of the [`pieces`] of the elements that this rank owns.
+    /// is locked in the meantime. The range must be part of the elements that this rank owns, and begin where one of
+    /// their [`pieces`] begins.
     pub fn read_state(
         &self,
         state: ParamStateKind,
@@ -309,7 +310,7 @@ impl RankCore {
         }
     }
 
-    /// Sets elements of a parameter that this rank holds in full.
+    /// Sets all elements of a parameter whose tensor always holds it in full. Does nothing for other parameters.
     pub fn write_whole(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
         let Some(param) = self.params.get(param).filter(|_| self.keeps_whole(param)) else { return Ok(()) };
         if let Some(packing) = param.packing() {

@@ -9,7 +9,7 @@
 //! |---|---|---|---|
 //! | owned | the whole parameter | its shard | its shard |
 //! | `weights` | - (in the tensors) | - (in the tensors) | shards in the model's dtype |
-//! | `master` | 16-bit only | 16-bit only | 16-bit only |
+//! | `master` | 16-bit or averaged weights only | 16-bit or averaged weights only | 16-bit or averaged weights only |
 //! | `grads`, `moments` | whole | shards | shards |
 //!
 //! If nothing is offloaded to files, all states are in memory. With the device `nvme`, `offload_param` moves `weights`
@@ -88,8 +88,8 @@ pub(crate) struct SubGroup<R: ShareStorage> {
     /// The file extent of gradients, if they are not in memory.
     pub grad_file: Option<FileExtentOf<R>>,
     pub moments: Vec<OptimState<R>>,
-    /// The factored states of each slot's parameter, one after the other, if the optimizer has any. They are complete on
-    /// every rank, and never in files.
+    /// The factored states of each slot's parameter, one after the other, if the optimizer has any. They are complete
+    /// on every rank, and never in files.
     pub factored: Vec<TrackedBuffer<R::Buffer>>,
     /// The states of the outer optimizer, if ranks take local steps. An optimizer step does not touch them.
     pub outer: Vec<StateStorage<R>>,
