@@ -92,7 +92,7 @@ fn without_an_optimizer_an_engine_evaluates_and_does_not_train() {
 
 // ---- eval ------------------------------------------------------------------------------------------------------
 
-/// Takes two optimizer steps of two micro steps each, and calls `probe` before and after every call in a micro step.
+/// Takes two optimizer steps of two micro steps each, and calls `probe` after every forward and every backward pass.
 fn probed(config: &Value, shape: Shape, probe: impl Fn(&mut Engine<Tiny>, u32) -> Result<()> + Sync) -> Vec<Vec<u32>> {
     on_ranks(2, |comm| {
         let rank = comm.rank();

@@ -30,7 +30,7 @@ use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
 impl DelayedUpdate {
-    /// Returns the new weights of a sub-group that the model does not have yet.
+    /// Returns the new weights of a sub-group if the model does not have them yet.
     pub(in crate::zero) fn weights(&self, group: usize) -> Option<&FlatBuffer> {
         let Self::Ready(ready) = self else { return None };
         ready[group].as_ref().map(TrackedBuffer::buffer)
