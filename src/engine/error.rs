@@ -5,10 +5,7 @@ use crate::util::counted;
 /// Returns advice about non-finite numbers in optimizer step `step`.
 fn nonfinite_advice(step: u64) -> &'static str {
     match step {
-        0 => {
-            "no weight has changed yet: look for non-finite or very large values in the initial weights and in the \
-             data of this step"
-        }
+        0 => "this step is the first: look for non-finite or very large values in the initial weights and in its data",
         _ => "lower the learning rate, clip gradients (gradient_clipping), and check the data of this step",
     }
 }
@@ -348,7 +345,7 @@ pub enum EngineError {
     },
     /// Ranks built different models.
     #[error(
-        "rank {rank} built a different model than rank {other}: {mine} instead of {theirs} (with a hash of names, \
+        "rank {rank} built a different model than rank {other}: {mine}, instead of {theirs} (the hash is of the names, \
          shapes and units); every rank must build the same model"
     )]
     ModelsDiffer {

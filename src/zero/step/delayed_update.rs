@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The thread has the states and the gradients, and computes new weights in separate memory: the model computes with
-//! the old weights, and gathers use them too. States return to their sub-groups as soon as something reads them, and
+//! the old weights, and gathers use them too. States return to their sub-groups before anything reads them, and
 //! whatever reads weights as state gets the new weights. The model gets the new weights at the next step, or before all
 //! ranks save, load or change state.
 
