@@ -5,7 +5,7 @@ use crate::util::counted;
 /// Returns advice about non-finite numbers in optimizer step `step`.
 fn nonfinite_advice(step: u64) -> &'static str {
     match step {
-        0 => "this step is the first: look for non-finite or very large values in the initial weights and in its data",
+        0 => "this is the first step: look for non-finite or very large values in the initial weights and in the data",
         _ => "lower the learning rate, clip gradients (gradient_clipping), and check the data of this step",
     }
 }

@@ -1,5 +1,5 @@
 //! Gradients and weights that are sent in fewer bytes: `communication_data_type`, `zero_quantized_gradients` and
-//! `zero_quantized_weights`. The tests check values, bytes, and settings that must not change either.
+//! `zero_quantized_weights`. The tests check the values and the bytes, and that other settings change neither.
 
 use crate::support::tiny::{Outcome, Shape, config, train};
 use candle_core::{DType, Device, Tensor};

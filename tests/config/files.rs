@@ -21,7 +21,7 @@ fn load(value: Value) -> Config {
     Config::load(value, 1).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// Returns a configuration with the keys in `more` and those without which none is complete.
+/// Returns a complete configuration that contains the keys in `more`.
 fn with(more: Value) -> Value {
     let mut value = json!({"train_batch_size": 8});
     value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());

@@ -380,7 +380,7 @@ fn without_a_schedule_a_rate_that_was_set_holds_and_is_what_trains() {
     assert_ne!(train(0.3, None), train(0.02, None));
 }
 
-/// Returns a configuration with a warm-up of 20 steps, or without a schedule.
+/// Returns a configuration with a warm-up of 4 steps, or without a schedule.
 fn with_rate(stage: u8, lr: f64, scheduled: bool) -> Value {
     let optimizer = json!({"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.1}});
     let mut config = config(stage, 1, json!({}), json!({"optimizer": optimizer}));

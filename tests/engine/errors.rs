@@ -181,8 +181,8 @@ fn a_gradient_that_is_not_finite_with_a_finite_loss_stops_f32_and_names_the_para
         });
         let texts: Vec<String> = results.unwrap().into_iter().map(|r| r.unwrap()).collect();
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"the gradient of radius is not finite on rank 0 in optimizer step 0; the weights are unchanged; this step is the first: look for non-finite or very large values in the initial weights and in its data");
-            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged; this step is the first: look for non-finite or very large values in the initial weights and in its data");
+            insta::assert_snapshot!(texts[0], @"the gradient of radius is not finite on rank 0 in optimizer step 0; the weights are unchanged; this is the first step: look for non-finite or very large values in the initial weights and in the data");
+            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged; this is the first step: look for non-finite or very large values in the initial weights and in the data");
         }
     }
 }
@@ -201,8 +201,8 @@ fn a_gradient_that_is_not_finite_in_one_shard_names_its_rank_to_the_others() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"gradients are not finite on ranks [1] in optimizer step 0; the weights are unchanged; this step is the first: look for non-finite or very large values in the initial weights and in its data");
-            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged; this step is the first: look for non-finite or very large values in the initial weights and in its data");
+            insta::assert_snapshot!(texts[0], @"gradients are not finite on ranks [1] in optimizer step 0; the weights are unchanged; this is the first step: look for non-finite or very large values in the initial weights and in the data");
+            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged; this is the first step: look for non-finite or very large values in the initial weights and in the data");
         }
     }
 }

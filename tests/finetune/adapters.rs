@@ -191,7 +191,7 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
     // The line after the warning about a single-step run.
     let is_told = |line: &&str| ["zerorun: warning: ", "step 0/"].iter().any(|start| line.starts_with(start));
     let loss = said[3].lines().find(|line| !is_told(line)).unwrap();
-    insta::assert_snapshot!(loss, @"zerorun: the loss is NaN on rank 0 in optimizer step 0 (micro step 0); this step is the first: look for non-finite or very large values in the initial weights and in its data");
+    insta::assert_snapshot!(loss, @"zerorun: the loss is NaN on rank 0 in optimizer step 0 (micro step 0); this is the first step: look for non-finite or very large values in the initial weights and in the data");
 }
 
 #[test]
