@@ -61,7 +61,7 @@ impl EngineFingerprint {
 
     fn describe(&self) -> String {
         let Self { parameters, elements, model, .. } = self;
-        format!("{parameters} parameters of {elements} elements, {:08x}", *model as u32)
+        format!("{parameters} parameters with {elements} elements in total, hash {:08x}", *model as u32)
     }
 
     /// Returns the fingerprint without initial values, which are compared one by one if only they differ.

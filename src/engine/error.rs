@@ -345,7 +345,7 @@ pub enum EngineError {
     },
     /// Ranks built different models.
     #[error(
-        "rank {rank} built a different model than rank {other}: {mine} instead of {theirs} (with a hash of names, \
+        "rank {rank} built a different model than rank {other}: {mine}, instead of {theirs} (the hash is of the names, \
          shapes and units); every rank must build the same model"
     )]
     ModelsDiffer {

@@ -110,7 +110,7 @@ fn block_mlps(keys: &JsonKeys<'_>, family: &MixtureFamily, blocks: usize) -> Res
         let mlp = usize::try_from(number).ok().and_then(|number| mlps.get_mut(number));
         let Some(mlp) = mlp else {
             let found = format!("a list with {number}");
-            return Err(keys.refuse_as(DENSE, found, format!("numbers below num_hidden_layers ({blocks})")));
+            return Err(keys.refuse_as(DENSE, found, format!("a list of numbers below num_hidden_layers ({blocks})")));
         };
         *mlp = BlockMlp::Dense;
     }

@@ -1,9 +1,9 @@
 //! The interface through which the decisions of a training step act on a rank.
 //!
-//! Decisions are written once, over [`StepExecutor`]. They are carried out by the engine's core, or by the rehearsal of
-//! an estimate, which has sizes in place of values and counts transferred bytes. The work that either does with values
-//! of gradients and states is defined next to the decisions, as the traits `GradientBackend` and `StepBackend`: in
-//! `reduce/gradient_reducer.rs` and `step/state_sweep.rs`.
+//! Decisions are written once, for any [`StepExecutor`]. They are carried out by the engine's core, or by the rehearsal
+//! of an estimate, which has sizes in place of values and counts transferred bytes. The work that either does with
+//! values of gradients and states is defined next to the decisions, as the traits `GradientBackend` and `StepBackend`:
+//! in `reduce/gradient_reducer.rs` and `step/state_sweep.rs`.
 
 use super::share::share_storage::{BufferPlaceOf, ShareStorage};
 use super::share::sub_group::SubGroup;
@@ -26,7 +26,7 @@ use std::sync::MutexGuard;
 pub(crate) struct RankInfo<'a> {
     pub rank: usize,
     pub mesh: ShardMesh,
-    /// The number of ranks in a group that keeps a second copy of gathered parameters. 1: no group keeps one.
+    /// The number of ranks in a group that keeps a second copy of gathered parameters; 1 if no group keeps one.
     pub second_group: usize,
     pub params: &'a [Param],
     pub zero: &'a ZeroConfig,
@@ -62,7 +62,8 @@ pub(crate) trait StepExecutor: ShareStorage {
     ) -> Result<Self::Pending>;
     /// Waits for a collective's result, which is in the memory of its argument.
     fn wait(&self, pending: Self::Pending) -> Result<Self::Buffer>;
-    /// Begins to move a buffer to a place, unless it is already there. On a GPU, it gets room for `capacity` elements.
+    /// Begins to move a buffer to the host or a GPU, unless it is already there. On a GPU, the buffer gets room for
+    /// `capacity` elements.
     fn send(
         &self,
         kind: CopyKind,
@@ -94,13 +95,13 @@ pub(crate) trait StepExecutor: ShareStorage {
         self.mesh().world_size()
     }
 
-    /// Returns the mesh of the ranks that hold parameters, all of which are on the same ranks: that of all ranks, or of
+    /// Returns the mesh of the ranks that hold `params`, which are all on the same ranks: the mesh of all ranks, or of
     /// those that hold an expert.
     fn mesh_of(&self, params: &[ParamId]) -> ShardMesh {
         params.first().map_or(self.mesh(), |param| self.mesh().of(self.params()[*param].cut()))
     }
 
-    /// Returns this rank's number among those that hold these parameters.
+    /// Returns this rank's number among the ranks that hold `params`.
     fn rank_among(&self, params: &[ParamId]) -> usize {
         params.first().map_or(self.rank(), |param| self.mesh().number_of(self.params()[*param].cut(), self.rank()))
     }

@@ -13,7 +13,7 @@ use candle_zero::models::{Gpt, GptConfig};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// The relative tolerances of loss and gradient norm: f32, bf16, fp16.
+/// The relative tolerances for the loss and the gradient norm in f32, bf16 and fp16.
 const TOLERANCES: [(f64, f64); 3] = [(2e-5, 2e-4), (5e-3, 3e-2), (5e-3, 3e-2)];
 
 fn temporary() -> tempfile::TempDir {

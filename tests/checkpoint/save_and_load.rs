@@ -42,7 +42,7 @@ fn run(world: usize, config: &Value, until: u64, at: impl Fn(&mut Engine<Tiny>) 
                 break;
             }
             for step in 0..accumulation as u64 {
-                // The samples of a step do not depend on the number of ranks and micro steps.
+                // The samples of a step do not depend on the number of ranks or micro steps.
                 let at = (engine.global_steps() * accumulation as u64 + step) as usize * world + rank;
                 let (ids, targets) = batch(at);
                 let loss = engine.forward(|model| model.loss(&ids, &targets))?;
@@ -91,7 +91,7 @@ fn precisions() -> [Value; 3] {
     ]
 }
 
-/// Returns the rows of a run after the first `steps`.
+/// Returns each rank's observations after the first `steps` steps of a run.
 fn after(run: &[Seen], steps: usize) -> Vec<Seen> {
     run.iter()
         .map(|seen| {
@@ -293,7 +293,7 @@ fn groups_save_the_files_of_stage_3_without_groups_and_load_any() {
         assert!(rank_files(plain.path()) == rank_files(dir.path()), "files: {groups}");
         // Loads a checkpoint that was saved without groups into groups.
         assert_eq!(after(&straight, 3), run(4, &with(3, 4, groups.clone()), 5, loads(plain.path())), "{groups}");
-        // Then loads it into other combinations.
+        // Loads the checkpoint that was saved with groups into other combinations.
         for (stage, world, more) in [(3, 4, json!({})), (2, 3, json!({})), (3, 2, json!({"mics_shard_size": 1}))] {
             let again = folder();
             run(world, &with(stage, world, more), 3, |engine| {
@@ -376,7 +376,7 @@ fn options_say_what_is_loaded() {
     assert!(module.0 == 1 && module.1 != rate && parameters(&module.2) == parameters(&saved));
     let without = loaded_with(dir.path(), LoadOptions { load_optimizer_states: false, ..all });
     assert!(without.0 == 3 && without.1 == rate && parameters(&without.2) == parameters(&saved));
-    // In both cases, the states are those of the engine's own step.
+    // In both cases, the moments are those of the engine's own step.
     assert!(moments(&without.2) == moments(&module.2) && moments(&without.2) != moments(&saved));
     let schedule = loaded_with(dir.path(), LoadOptions { load_lr_scheduler_states: false, ..all });
     assert!(schedule.0 == 3 && schedule.1 == module.1 && schedule.2 == saved);

@@ -1,5 +1,5 @@
 //! Gradients and weights that are sent in fewer bytes: `communication_data_type`, `zero_quantized_gradients` and
-//! `zero_quantized_weights`. Values, bytes, and settings that must not change them.
+//! `zero_quantized_weights`. The tests check the values and the bytes, and that other settings change neither.
 
 use crate::support::tiny::{Outcome, Shape, config, train};
 use candle_core::{DType, Device, Tensor};
@@ -28,7 +28,7 @@ fn assert_same(a: &[Outcome], b: &[Outcome], what: &str) {
 /// One vector `w`, whose gradient is the input `x`, because the loss is sum(w * x).
 struct Weights(Tensor);
 
-/// Longer than a packed message, and not a multiple of anything.
+/// More elements than a packed message holds, and not a multiple of any block length.
 const LONG: usize = 70_001;
 const SHORT: usize = 1_001;
 
@@ -248,7 +248,7 @@ fn an_overflow_on_one_rank_is_seen_through_quantized_gradients() {
 /// The number of samples in a step, over all ranks.
 const NANO_BATCH: usize = 8;
 
-/// Returns the mean loss over ranks of every step, and rank 0's communication reports after the first step and after
+/// Returns every step's mean loss over the ranks, and rank 0's communication reports after the first step and after
 /// the last. The model is trained on candle-zero's sources.
 fn train_nano(world: usize, config: &Value, steps: usize) -> (Vec<f64>, [CommReport; 2]) {
     let model = GptConfig::preset("nano").unwrap();
@@ -319,13 +319,14 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
     }
     println!("in total {:.2} times fewer", total.0 / total.1);
     assert!(total.0 / total.1 > 4.0);
-    // Half as many if gradients are sent in 16 bits.
+    // With gradients in 16 bits, half as many bytes are sent.
     let bf16 = train_nano(2, &nano_config(2, [false; 2], json!({"communication_data_type": "bf16"})), STEPS).1;
     let gradients = |reports| bytes_per_step(reports, STEPS, CollectiveKind::ReduceScatter).0;
     assert_eq!(gradients(&exact), 2.0 * gradients(&bf16));
 }
 
-/// The name of a run, its number of ranks, whether weights and gradients are quantized, and further keys of its configuration.
+/// The name of a run, its number of ranks, whether weights and gradients are quantized, and further keys of its
+/// configuration.
 type CompressedRun = (&'static str, usize, [bool; 2], Value);
 
 /// Prints the table in docs/compression.md:

@@ -195,7 +195,7 @@ proptest! {
                     sent.wait()?;
                 }
             }
-            // Requesting the same groups again returns the same communicator; otherwise, the 17th would be one too many.
+            // Requesting the same groups again returns the same communicator; otherwise, 20 groups would be too many.
             for _ in 0..20 {
                 comm.group(&mesh.groups(&[MeshAxis::Data]))?.barrier().wait()?;
             }

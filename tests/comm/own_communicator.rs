@@ -90,7 +90,7 @@ fn networks(world: usize) -> Vec<Network> {
     wires.enumerate().map(network).collect()
 }
 
-/// The methods that a communicator must have, and no others.
+/// A communicator that has only the required methods.
 struct Least(Network);
 
 impl Communicator for Least {
@@ -318,7 +318,7 @@ fn an_error_of_my_own_communicator_reaches_the_one_who_trains() {
     }
 }
 
-/// Rank 0 of two, whose peer is an echo that `spoil` changes.
+/// Rank 0 of two. The peer echoes rank 0's messages, and the function changes the messages of both ranks.
 struct Spoilt(fn(Vec<Vec<u8>>) -> Vec<Vec<u8>>);
 
 impl Communicator for Spoilt {

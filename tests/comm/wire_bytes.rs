@@ -1,4 +1,4 @@
-//! Bytes on the wire per step: 2, 2, 2, 3 Psi (N-1)/N at stages 0 to 3, padding listed separately.
+//! Bytes on the wire per step: 2, 2, 2 and 3 Psi (N-1)/N at stages 0 to 3, plus the padding of shards.
 
 use crate::support::tiny::{Outcome, Shape, VOCAB, WIDTH, config, train};
 use candle_zero::comm::{CollectiveKind, CommReport};

@@ -20,7 +20,7 @@ fn canonical(path: &str) -> String {
 
 /// Returns the output of `zerorun check --json`.
 fn check(file: &Path, world_size: &str) -> Value {
-    // A run provides the number of steps of its schedule.
+    // A training run would provide the number of steps of its schedule itself.
     let more = ["--world_size", world_size, "--total_num_steps", "1000", "--json"];
     let output = zerorun().arg("check").arg(file).args(more).output().unwrap();
     let printed: Value = serde_json::from_str(&stdout(&output)).unwrap();

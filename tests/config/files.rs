@@ -21,7 +21,7 @@ fn load(value: Value) -> Config {
     Config::load(value, 1).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// Returns a configuration that is complete except for the keys in `more`.
+/// Returns a complete configuration that contains the keys in `more`.
 fn with(more: Value) -> Value {
     let mut value = json!({"train_batch_size": 8});
     value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -897,7 +897,7 @@ fn an_auto_of_the_run_has_the_runs_value() {
             warmup_type: WarmupType::Log,
         })
     );
-    // A given train batch takes precedence; values of the run are checked like those of a file.
+    // A given train batch size takes precedence; values of the run are checked like those of a file.
     let config = Config::load_for(with(text.clone()), 2, &run).unwrap();
     assert_eq!((config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps), (4, 1));
     let wrong = RunValues { lr: -1.0, train_micro_batch_size_per_gpu: 0, hidden_size: Some(0), ..run };
@@ -1022,7 +1022,7 @@ proptest! {
         };
         let again = Config::load(config.to_deepspeed_json(), world_size).unwrap();
         prop_assert_eq!(plain(again), plain(config.clone()));
-        // Also as text.
+        // The same holds if it is loaded as text.
         let text = serde_json::to_string_pretty(&config.to_deepspeed_json()).unwrap();
         prop_assert_eq!(plain(Config::load(text, world_size).unwrap()), plain(config));
     }

@@ -1,8 +1,8 @@
 //! The output of `zerorun check` for invalid configurations: the position, the value found, the allowed values and the
 //! fix.
 //!
-//! One snapshot for each kind of mistake (snapshots/config__wrong_configs__*.snap); for every configuration, exactly
-//! the given number of problems is reported, and the exit code is 2.
+//! There is one snapshot for each kind of mistake (snapshots/config__wrong_configs__*.snap). For every configuration,
+//! exactly the given number of problems is reported, and the exit code is 2.
 
 use crate::support::processes::{stderr, stdout, zerorun};
 use std::fmt::Write as _;

@@ -102,7 +102,7 @@ fn counters_and_schedule_count_skipped_steps_as_recorded() {
                     "total_num_steps": 100, "warmup_num_steps": 10, "warmup_min_ratio": 0.1, "warmup_type": "linear"}},
                 "fp16": {"enabled": true}, "zero_optimization": {"stage": stage},
             });
-            // The learning rate after this number of steps of the schedule.
+            // `rates[i]` is the learning rate after i steps of the schedule.
             let resolved = Config::load(config.clone(), 2).unwrap();
             let mut schedule = Schedule::new(resolved.scheduler.as_ref(), resolved.optimizer.as_ref()).unwrap();
             let mut rates = vec![schedule.lr()];

@@ -20,7 +20,7 @@ const STRICT: [(&str, &[&str]); 8] = [
     ("data loading", &["data-loader"]),
 ];
 
-/// The largest share of an area's cases that may be left out, in percent.
+/// The largest share of the cases of all these areas together that may be left out, in percent.
 const MOST_LEFT_OUT: usize = 5;
 
 fn read(path: &Path) -> Vec<Value> {

@@ -9,7 +9,7 @@ pub fn partition_uniform(items: usize, parts: usize) -> Vec<usize> {
 }
 
 /// Returns the bounds of `parts` contiguous parts, such that the sums of the heaviest and the lightest part differ as
-/// little as possible. Of equally good splits, returns the one with the later bound. If there are no more items than
+/// little as possible. Of equally good splits, returns the one with the later bounds. If there are no more items than
 /// parts, each part has at most one item.
 pub fn partition_balanced(weights: &[u64], parts: usize) -> Vec<usize> {
     let n = weights.len();

@@ -35,8 +35,8 @@ fn schedule(case: &Value, group: usize, base_lr: &Value) -> Schedule {
     Schedule::new(config.scheduler.as_ref(), config.optimizer.as_ref()).unwrap()
 }
 
-/// Returns the keys that are refused in a case with one parameter group; the configuration does not know the number of
-/// groups.
+/// Returns the keys that are refused in a case with one parameter group; the configuration does not contain the number
+/// of groups.
 fn refused_keys(case: &Value) -> Vec<String> {
     match load(case, 0, &json!(0.1)) {
         Err(problems) => problems.into_iter().map(|problem| problem.path).collect(),

@@ -1,6 +1,6 @@
 //! Recorded training of DeepSpeed 0.19.8 on small networks, case by case, with ranks as threads.
 //!
-//! The cases do not contain the following, which reproduces every recorded loss of the first steps to 8 digits
+//! The cases do not contain the following rules, which reproduce every recorded loss of the first steps to 8 digits
 //! (`%` is the remainder, `i` counts elements in row-major order):
 //!
 //! | | |
@@ -26,7 +26,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// The largest relative difference from a record of an f32 run.
+/// The largest relative difference that is allowed from the record of an f32 run.
 const F32: f64 = 2e-6;
 
 // ---- cases -----------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ fn with_zero(input: &Value, zero: Value) -> Value {
 
 // ---- train-trace -----------------------------------------------------------------------------------------------
 
-/// Compares `steps` optimizer steps with a record, and the weights if these are all of its steps. Returns the worst
+/// Compares `steps` optimizer steps with a record, and the weights if the trace has no further steps. Returns the worst
 /// differences of losses, norms and weights.
 fn compare(id: &str, trace: &Trace, expect: &Value, rtol: f64, steps: usize) -> [f64; 3] {
     let until = |values: Vec<f64>| values[..steps].to_vec();

@@ -322,7 +322,7 @@ fn a_part_that_cannot_be_set_is_refused_on_every_rank_and_changes_nothing() {
         on_ranks(2, |comm| {
             let mut engine = tiny(comm, &config(stage, 1, json!({}), json!({})))?;
             let before = bits(&engine.safe_get_full_fp32_param(NAMES[1])?);
-            // The length is right on rank 0 and too long on rank 1.
+            // The value has the right length on rank 0 and is too long on rank 1.
             let value = Tensor::zeros(6 + engine.rank(), DType::F32, &Device::Cpu)?;
             let error = engine.safe_set_local_fp32_param(NAMES[1], &value).unwrap_err();
             insta::allow_duplicates! {

@@ -211,13 +211,13 @@ fn zero_grad_drops_what_the_accumulation_has_and_nothing_else() {
                 for micro in 0..4 {
                     let sample = 2 * micro + engine.rank();
                     if dropped {
-                        // Half of an unrelated micro step, dropped after its backward pass ...
+                        // In one run, half of an unrelated micro step is dropped after its backward pass.
                         pass(&mut engine, sample + 50)?;
                         engine.zero_grad()?;
                         let error = engine.step().unwrap_err();
                         assert!(error.to_string().starts_with("step was called before backward"), "{error}");
                     }
-                    // ... and the first micro step of each accumulation as well.
+                    // In the other run, the first backward pass of each accumulation is dropped and repeated.
                     if dropped || micro % 2 == 1 {
                         pass(&mut engine, sample)?;
                     } else {
@@ -277,8 +277,8 @@ fn the_batch_size_of_a_running_engine_changes_the_accumulation_at_its_boundary()
         };
         accumulate(&mut engine, 3)?;
         assert_eq!((engine.global_steps(), engine.global_samples()), (1, 12));
-        // Four micro steps come after three: DeepSpeed's remainder of all micro steps would end this
-        // accumulation too early.
+        // Four micro steps come after three: DeepSpeed's rule, the remainder of the count of all micro steps, would
+        // end this accumulation too early.
         engine.set_train_batch_size(16)?;
         accumulate(&mut engine, 4)?;
         assert_eq!((engine.global_steps(), engine.global_samples()), (2, 28));
@@ -341,7 +341,7 @@ fn ranks_that_set_different_values_are_told_and_nothing_changes() {
 fn a_rate_that_was_set_holds_until_the_schedule_goes_on() {
     let step = |engine: &mut Engine<Tiny>| pass(engine, 3).and_then(|()| engine.step());
     on_ranks(2, |comm| {
-        // WarmupLR.
+        // The schedule is WarmupLR.
         let mut engine = tiny(comm, &config(2, 1, json!({}), json!({})))?;
         step(&mut engine)?;
         step(&mut engine)?;
@@ -380,7 +380,7 @@ fn without_a_schedule_a_rate_that_was_set_holds_and_is_what_trains() {
     assert_ne!(train(0.3, None), train(0.02, None));
 }
 
-/// Returns a configuration with a warm-up of 20 steps, or without a schedule.
+/// Returns a configuration with a warm-up of 4 steps, or without a schedule.
 fn with_rate(stage: u8, lr: f64, scheduled: bool) -> Value {
     let optimizer = json!({"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.1}});
     let mut config = config(stage, 1, json!({}), json!({"optimizer": optimizer}));

@@ -92,7 +92,7 @@ fn without_an_optimizer_an_engine_evaluates_and_does_not_train() {
 
 // ---- eval ------------------------------------------------------------------------------------------------------
 
-/// Takes two optimizer steps of two micro steps each, and calls `probe` before and after every call in a micro step.
+/// Takes two optimizer steps of two micro steps each, and calls `probe` after every forward and every backward pass.
 fn probed(config: &Value, shape: Shape, probe: impl Fn(&mut Engine<Tiny>, u32) -> Result<()> + Sync) -> Vec<Vec<u32>> {
     on_ranks(2, |comm| {
         let rank = comm.rank();
@@ -322,7 +322,8 @@ impl Module for Bias {
     }
 }
 
-/// Returns rank 0's actions in each of three optimizer steps with units of 40, 30, 20 and 10 elements.
+/// Returns rank 0's actions in each of three optimizer steps with units of 40, 30, 20 and 10 elements, its
+/// communication report, and its peak of bytes in gathered parameters.
 fn order(prefetch: usize, zero: Value) -> (Vec<String>, CommReport, usize) {
     let mut config = config(3, 1, released(), json!({"gradient_check": false}));
     config["zero_optimization"]["stage3_prefetch_bucket_size"] = json!(prefetch);
@@ -480,7 +481,7 @@ fn a_stopped_engine_says_why_at_every_call() {
         assert!(matches!(error, Error::Engine(EngineError::Stopped(_))));
         assert_eq!(error.to_string(), "the engine stopped after an earlier error: no data today");
     }
-    // The order of calls no longer matters.
+    // After the first error, the order of calls does not matter.
     let mut engine = Engine::initialize(|vb| linear(4, 3, vb), config(2, 1, json!({}), json!({}))).unwrap();
     let loss = engine.forward(linear_loss).unwrap();
     let infinite = loss.affine(f64::INFINITY, 0.0).unwrap();

@@ -189,7 +189,7 @@ fn a_gradient_that_is_not_finite_with_a_finite_loss_stops_f32_and_names_the_para
 
 #[test]
 fn a_gradient_that_is_not_finite_in_one_shard_names_its_rank_to_the_others() {
-    // Only the last of six elements is bad; it is in rank 1's shard at every stage.
+    // Only the last of six elements is bad; it is in rank 1's piece at every stage.
     for stage in 0..4 {
         let results = threads::run(2, |comm| {
             let build = |vb: VarBuilder<'_>| vb.get_with_hints(6, "radius", Init::Const(0.0));
@@ -218,8 +218,8 @@ fn models_that_differ_between_ranks_are_refused_on_every_rank() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"rank 0 built a different model than rank 1: 2 parameters of 15 elements, 8e013166 instead of 2 parameters of 20 elements, 6e925670 (with a hash of names, shapes and units); every rank must build the same model");
-            insta::assert_snapshot!(texts[1], @"rank 1 built a different model than rank 0: 2 parameters of 20 elements, 6e925670 instead of 2 parameters of 15 elements, 8e013166 (with a hash of names, shapes and units); every rank must build the same model");
+            insta::assert_snapshot!(texts[0], @"rank 0 built a different model than rank 1: 2 parameters with 15 elements in total, hash 8e013166, instead of 2 parameters with 20 elements in total, hash 6e925670 (the hash is of the names, shapes and units); every rank must build the same model");
+            insta::assert_snapshot!(texts[1], @"rank 1 built a different model than rank 0: 2 parameters with 20 elements in total, hash 6e925670, instead of 2 parameters with 15 elements in total, hash 8e013166 (the hash is of the names, shapes and units); every rank must build the same model");
         }
     }
     // First equal sizes with different names, then different units.
@@ -227,7 +227,7 @@ fn models_that_differ_between_ranks_are_refused_on_every_rank() {
         let name = ["left", "right"][comm.rank()];
         Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb.pp(name)), plain(2)).map(drop)
     });
-    insta::assert_snapshot!(errors(results.unwrap())[0], @"rank 0 built a different model than rank 1: 2 parameters of 15 elements, bd869fe8 instead of 2 parameters of 15 elements, 6e06c99e (with a hash of names, shapes and units); every rank must build the same model");
+    insta::assert_snapshot!(errors(results.unwrap())[0], @"rank 0 built a different model than rank 1: 2 parameters with 15 elements in total, hash bd869fe8, instead of 2 parameters with 15 elements in total, hash 6e06c99e (the hash is of the names, shapes and units); every rank must build the same model");
     let results = threads::run(2, |comm| {
         let rank = comm.rank();
         let build = |vb: VarBuilder<'_>| {

@@ -229,8 +229,8 @@ fn a_graph_that_is_cut_or_a_backward_that_is_wrong_ends_the_first_step_at_every_
 
 #[test]
 fn in_16_bits_mistakes_are_found_that_are_larger_than_rounding() {
-    /// Cases in which the checked direction contains only a small part of the mistake, or rounding errors are as large as
-    /// the mistake.
+    /// The cases in which the checked direction contains only a small part of the mistake, or rounding errors are as
+    /// large as the mistake.
     const UNCLEAR: [&str; 3] = ["rope", "a part that is detached", "a product of views"];
     let formats = [
         (DType::BF16, "bf16", json!({"enabled": true})),
@@ -405,7 +405,7 @@ fn forward_runs_three_times_in_the_first_micro_step_and_once_afterwards() {
     assert_eq!(by_step, [3, 1, 1]);
 }
 
-/// Two units, batch norm, dropout.
+/// A model with two units, batch norm and dropout.
 struct Mixed {
     blocks: Vec<candle_zero::zero::Unit<candle_nn::Linear>>,
     norm: candle_nn::BatchNorm,
@@ -477,7 +477,7 @@ fn a_loss_that_is_drawn_anew_each_time_is_not_judged() {
     }
 }
 
-/// Convolutions, batch norm over few values, ReLU and max pooling: a loss with many kinks.
+/// A model whose loss has many kinks: convolutions, batch norm over few values, ReLU and max pooling.
 struct Kinked {
     convolutions: Vec<(candle_nn::Conv2d, candle_zero::nn::SyncBatchNorm)>,
     head: candle_nn::Linear,

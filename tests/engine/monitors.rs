@@ -308,7 +308,7 @@ impl Monitor for Collector {
 /// The name, the operator and the value of a label.
 type Label<'a> = (&'a str, &'a str, &'a str);
 
-/// Returns the selectors of an expression of PromQL: the name of a metric, and its labels.
+/// Returns the selectors in a PromQL expression: for each, the metric's name and the labels.
 fn selectors(expression: &str) -> Vec<(&str, Vec<Label<'_>>)> {
     let ends_name = |c: char| !(c.is_ascii_alphanumeric() || c == '_');
     let mut found = Vec::new();
@@ -340,7 +340,7 @@ fn the_dashboard_of_grafana_asks_for_metrics_labels_and_tags_that_are_served() {
         engine.backward(&loss).unwrap();
         engine.step().unwrap();
     }
-    // `zerorun finetune` records both, `train_gpt` the second.
+    // `zerorun finetune` records both metrics; `train_gpt` records only the second.
     engine.record_metrics(&[("val_loss", 1.0), ("tokens_per_s", 2.0)]);
     drop(engine);
     let events: Vec<MonitorEvent> = collected.iter().collect();

@@ -44,7 +44,8 @@ fn recorded_weights_are_met_over_any_number_of_ranks_at_every_stage() {
     candle_core::safetensors::save(&named, &init).unwrap();
     for case in file["cases"].as_array().unwrap().iter().filter(|c| c["name"] == "Muon") {
         let (hyper, aux) = (&case["hyper"], &case["hyper"]["aux_adam"]);
-        // Muon and Adam share one key for the weight decay. In the second case, their values differ, so a group sets Adam's.
+        // Muon and Adam share one key for the weight decay. In the second case, their values differ, so a group sets
+        // Adam's.
         let groups = vec![ParameterGroup::new().dims(1..=1).weight_decay(aux["weight_decay"].as_f64().unwrap())];
         let params = json!({"muon_lr": hyper["lr"], "adam_lr": aux["lr"], "momentum": hyper["momentum"],
             "weight_decay": hyper["weight_decay"], "ns_method": hyper["ns_method"], "betas": aux["betas"],

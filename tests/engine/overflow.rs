@@ -28,7 +28,7 @@ fn on_two_ranks<T: Send>(config: &Value, train: impl Fn(&mut Engine<Linear>, usi
 
 #[test]
 fn bf16_skips_and_counts_every_bad_step_and_keeps_the_weights() {
-    // Conformance case bf16-check of the area loss-scaler: eight bad gradients.
+    // This is the conformance case bf16-check in the area loss-scaler: eight bad gradients.
     let folder = tempfile::tempdir().unwrap();
     for stage in 0..4 {
         let config = config(stage, 1, json!({}), json!({"bf16": {"enabled": true}}));

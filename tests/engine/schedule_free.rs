@@ -19,7 +19,7 @@ fn keys(more: Value) -> Value {
     keys
 }
 
-/// A place in a micro step where a program may evaluate.
+/// A point in a micro step at which a program may evaluate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum EvaluationAfter {
     Forward,
@@ -29,7 +29,7 @@ enum EvaluationAfter {
 
 type Losses = Vec<u32>;
 
-/// Trains, calls `at` at every place, and returns the losses of rank 0 and the exported file.
+/// Trains, calls `at` at every such point, and returns the losses of rank 0 and the exported file.
 fn train(
     world: usize,
     config: &Value,

@@ -1,4 +1,4 @@
-//! Several engines in one rank.
+//! Several engines on one rank.
 
 use crate::support::gan::Gan;
 use candle_zero::comm::threads;

@@ -224,7 +224,7 @@ fn ranks_that_are_threads_share_a_trace_and_compute_the_same() {
         let trace = Trace::read(&path);
         assert_eq!(trace.ranks(), [0, 1].into());
         for (rank, unit) in [(0, "layer.0"), (0, "layer.1"), (1, "layer.0"), (1, "layer.1")] {
-            // A backward pass begins with one of candle-zero's operations, or with gathering the unit.
+            // The event of a backward pass begins with one of candle-zero's operations, or when the unit is gathered.
             for what in if stage == 3 { &["forward", "backward"][..] } else { &["forward"] } {
                 let times = trace.times(rank, |cat, name| cat == "unit" && name == format!("{what} {unit}"));
                 assert_eq!(times.len(), 10, "{what} of {unit}, stage {stage}");

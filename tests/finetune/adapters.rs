@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// A folder for a test with `adapter`, a copy of one that PEFT wrote; `model`, its base model; and `data.jsonl`.
+/// A test's folder, which contains `adapter`, a copy of an adapter that PEFT wrote; `model`, its base model; and
+/// `data.jsonl`.
 struct Place(tempfile::TempDir);
 
 impl Place {

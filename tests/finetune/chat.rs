@@ -1,4 +1,5 @@
-//! Conversations of five models: the text matches transformers byte for byte, ids and targets token for token.
+//! Conversations of five models: the text matches that of transformers byte for byte, and the ids and targets match
+//! token for token.
 
 use crate::support::processes::repository;
 use crate::support::skips;
@@ -17,7 +18,7 @@ fn recorded(name: &str) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// Returns the special tokens that the template of a model writes, and those that may end a turn.
+/// Returns the special tokens that the template of a model writes, and the texts of all special tokens.
 fn special_tokens(name: &str) -> (SpecialTokens, Vec<String>) {
     let (bos, others): (&str, &[&str]) = match name {
         "llama3" => {

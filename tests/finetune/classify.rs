@@ -185,7 +185,7 @@ fn data_without_labels_to_learn_is_refused() {
     insta::assert_snapshot!(refused("cut.json", "[{\"text\": "), @"DIR/cut.json has no sample to learn from: 1 record (line 1) could not be used (line 1: the file ends within the list)");
     let many: String = (0..10_002).map(|i| format!("x,{i}\n")).collect();
     insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; a label must be a class that several texts share");
-    // A validation file with a label that training does not have.
+    // A validation file with a label that the training data does not have.
     let options = DataOptions { labels: labels(&["no", "yes"]), ..DataOptions::new(TrainingTask::Classify, 16) };
     let source = file(&folder, "val.csv", "text,label\nx,no\ny,maybe\nz,yes\n");
     let dataset = prepare(&folder, std::slice::from_ref(&source), &options).unwrap();
@@ -448,7 +448,7 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
     }
 }
 
-/// Writes texts whose label depends on which of two opinion words comes first, after any number of other words.
+/// Writes texts that each contain one opinion word, which determines the label, among other words.
 fn opinions(folder: &TempDir, count: usize) -> String {
     const WORDS: [&str; 8] = ["the", "film", "was", "and", "plot", ",", "cafe", "!"];
     let text = |i: usize| {

@@ -6,7 +6,7 @@ use crate::support::processes::repository;
 use candle_zero_finetune::{Columns, DataOptions, Dataset, Source, Template, Tokenizer, TrainingTask, labels_of, show};
 use proptest::prelude::*;
 
-/// Messages between markers, without tools.
+/// A template that writes messages between markers, without tools.
 const CHATML: &str = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}\
                       {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
@@ -29,17 +29,17 @@ const THOUGHTLESS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '
 const TRIMS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{{ m.content | trim }}{{ '<|im_end|>\\n' }}\
                      {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// Two blocks per answer; the second contains the end marker.
+/// A template with two blocks per answer; the second contains the end marker.
 const BLOCKS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}\
                       {% generation %}{{ m.content }}{% endgeneration %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}\
                       {{ '\\n' }}{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}";
 
-/// A block around the last answer only.
+/// A template with a block around only the last answer.
 const LAST: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}\
                     {% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}\
                     {{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}";
 
-/// Blocks around pieces of an answer, in a template that changes the text of the answer.
+/// A template with blocks around pieces of an answer, whose text it changes.
 const PIECES: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}\
                       {% for part in m.content.split('E') %}{% generation %}{{ part | upper }}{% endgeneration %}{{ 'E' }}{% endfor %}\
                       {% generation %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}\
@@ -50,8 +50,8 @@ fn template(desk: &Desk, source: &str) -> Template {
     Template::new(source, desk.tokenizer.special_tokens(), special).unwrap()
 }
 
-/// Returns the report on a file with this name and text: its notes and its samples, with brackets around targets; or the
-/// reason why the file is refused.
+/// Returns the report on a file with this name and text, with its notes and its samples, in which brackets enclose
+/// targets; or the reason why the file is refused.
 fn made_with(desk: &Desk, template: Option<&Template>, name: &str, text: &str, options: &DataOptions) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(name);
@@ -256,7 +256,7 @@ fn calls_of_tools_are_learned_in_each_form_or_the_record_is_refused() {
         let without = made(CHATML, &text, TrainingTask::Generate, "");
         holds(&without, &["refused", "the template does not render the tool_calls of message 2"]);
     }
-    // A value that is not an object remains text, with a note.
+    // Arguments that are not a JSON object remain text, with a note.
     let text = format!(
         r#"{{"messages": [{ask}, {{"role": "assistant", "content": "", "tool_calls": [{{"type": "function", "function": {{"name": "fly", "arguments": "up"}}}}]}}]}}"#
     );

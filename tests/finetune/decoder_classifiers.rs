@@ -22,8 +22,8 @@ fn weights(model: &str) -> (HashMap<String, Tensor>, Tensor) {
     (weights, output)
 }
 
-/// Writes `weights` into a copy of a model's folder, with a score for three classes that consists of rows of the output
-/// projection.
+/// Returns a copy of a model's folder whose weights contain a score for three classes, which consists of rows of the
+/// output projection.
 fn with_score(model: &str) -> tempfile::TempDir {
     let folder = copy(model);
     let (mut weights, output) = weights(model);

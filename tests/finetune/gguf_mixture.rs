@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 
-/// The types of mixtures in transformers, and the architectures in GGUF files.
+/// The types of mixtures in transformers, and their architectures in GGUF files.
 const KINDS: [(&str, &str); 4] =
     [("mixtral", "llama"), ("qwen2_moe", "qwen2moe"), ("qwen3_moe", "qwen3moe"), ("olmoe", "olmoe")];
 

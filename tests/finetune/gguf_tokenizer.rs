@@ -24,7 +24,7 @@ const TEXTS: [&str; 9] = [
     "a1b22c333d4444 ... !!! ???",
 ];
 
-/// Returns a copy of the Llama's folder with a changed tokenizer, and its GGUF file in a separate folder.
+/// Returns a copy of the tiny Llama's folder with a changed tokenizer, and its GGUF file in a separate folder.
 fn folder_and_file(change: impl FnOnce(&mut Json)) -> (tempfile::TempDir, tempfile::TempDir, PathBuf) {
     let (folder, alone) = (copy("llama"), tempfile::tempdir().unwrap());
     let tokenizer = folder.path().join("tokenizer.json");

@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// Starts a Hub with the tiny Llama, and files that are not needed.
+/// Starts a Hub with the tiny Llama, a license, and files that are not needed.
 fn tiny() -> Server {
     let more =
         [("README.md", "about"), ("pytorch_model.bin", "weights"), ("model.onnx", "weights"), ("LICENSE", "free")];

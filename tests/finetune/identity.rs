@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-/// A folder with data, and a run of four steps whose checkpoints are saved in `saves`.
+/// A folder with a model and data for runs of four steps.
 struct Desk {
     folder: tempfile::TempDir,
     model: PathBuf,

@@ -5,7 +5,7 @@ use candle_core::{DType, Device};
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero_finetune::BaseModel;
 
-/// The absolute tolerance, from the README next to the records.
+/// The absolute tolerances, from the README next to the records.
 const LOGITS: f32 = 1e-4;
 const LOSS: f64 = 2e-5;
 

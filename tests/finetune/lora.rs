@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The tolerance from the records' README.
+/// The tolerances from the records' README.
 const LOSS: f64 = 1e-4;
 const NORM: f64 = 2e-4;
 const LOGITS: f32 = 2e-4;

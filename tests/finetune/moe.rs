@@ -1,5 +1,5 @@
-//! Mixtures of experts: logits, choices, losses and training match transformers, with both styles of config.json, at every
-//! stage and on several ranks.
+//! Mixtures of experts: logits, choices, losses and training match transformers, with both styles of config.json, at
+//! every stage and on several ranks.
 
 use crate::fixtures::{
     ProbeTolerances, Records, adamw, check_probes, check_session, far, ids, mean, next_tokens, numbers, step, values,
@@ -189,7 +189,7 @@ struct Run {
     weights: Vec<u8>,
 }
 
-/// How a model is trained.
+/// The way in which a model is trained.
 #[derive(Clone, Copy)]
 struct Training {
     world: usize,

@@ -171,7 +171,7 @@ fn a_run_resumes_with_another_number_of_stages_and_without_a_pipeline() {
     }
 }
 
-/// Returns the files of a folder, without the model card.
+/// Returns the names and contents of the files in a folder.
 fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let file = |path: PathBuf| (path.file_name().unwrap().to_str().unwrap().to_owned(), std::fs::read(&path).unwrap());

@@ -8,7 +8,8 @@ use candle_zero::optim::ParameterGroup;
 use candle_zero::{Engine, Result};
 use serde_json::Value;
 
-/// The tolerance from the records' README, plus the rounding of the recorded change to f16.
+/// The tolerances from the records' README; that of the weights also allows for the rounding of the recorded changes to
+/// f16.
 const LOSS: f64 = 1e-4;
 const NORM: f64 = 1e-4;
 const WEIGHTS: f32 = 5e-5 + 4e-6;

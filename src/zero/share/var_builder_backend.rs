@@ -68,7 +68,7 @@ struct VarBuilderBackendInner {
 }
 
 impl VarBuilderBackend {
-    /// Creates a registry. `offload` has the files of offloaded state.
+    /// Creates a backend. `offload` has the files of offloaded state.
     pub fn new(
         plan: SharePlan,
         device: Device,
@@ -102,7 +102,7 @@ impl VarBuilderBackend {
         })))
     }
 
-    /// Creates a registry that collects names, shapes and units, for a model that is only inspected: its tensors are
+    /// Creates a backend that collects names, shapes and units, for a model that is only inspected: its tensors are
     /// absent.
     pub fn of_shapes(dtype: DType) -> Self {
         let plan = SharePlan {
@@ -135,12 +135,13 @@ impl VarBuilderBackend {
         registry
     }
 
-    /// Declares that this rank builds a part of a model whose parameters and buffers have these names. The part may have none.
+    /// Declares that this rank builds a part of a model whose parameters and buffers have these names. The part may
+    /// have no parameters.
     pub fn part_of(&self, complete: BTreeSet<String>) {
         lock(&self.0).complete = Some(complete);
     }
 
-    /// Finds tensors in `source` when the model asks whether they exist.
+    /// Replaces the source. If the model asks whether a tensor exists, it is looked up in `source`.
     pub fn with_source(self, source: WeightSource) -> Self {
         lock(&self.0).source = source;
         self
@@ -275,7 +276,7 @@ impl VarBuilderBackendInner {
         let (id, class) = (self.params.len(), ParamClass::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));
         if !cut.is_on(plan.rank) {
-            // An expert of other ranks: there is only its name. It gets no gradient here.
+            // A parameter of an expert on other ranks: only its name is known here, and it gets no gradient.
             self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
             let tensor = self.absent(&shape, dtype, &Arc::default())?;
             return Ok(self.add(name, (shape, cut), kept, tensor, Residency::Absent));
@@ -333,7 +334,7 @@ impl VarBuilderBackendInner {
         Err(EngineError::ExpertParallel { why }.into())
     }
 
-    /// Returns whether the model requests a buffer.
+    /// Returns whether the tensor that the model requests is a buffer.
     fn is_buffer(&self, name: &str, shape: &Shape, dtype: DType) -> bool {
         let is_chosen = || self.buffer_rule.as_ref().is_some_and(|rule| rule(name, shape.dims()));
         !self.by_name.contains_key(name)
@@ -344,7 +345,7 @@ impl VarBuilderBackendInner {
         self.buffers.iter().find(|buffer| buffer.name == name)
     }
 
-    /// Creates the tensor of a buffer, which is a variable.
+    /// Returns the tensor of a buffer: a variable, which is created at the first request.
     fn buffer(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
         let dtype = match self.plan.buffer_dtype {
             Some(cast) if dtype.is_float() => cast,

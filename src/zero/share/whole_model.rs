@@ -1,5 +1,5 @@
-//! The parameters of the complete model, one after the other, on the rank that writes them. In a pipeline, a rank has only
-//! those of its stages; the first rank receives the others from the ranks that own them.
+//! The parameters of the complete model, one after the other, on the rank that writes them. In a pipeline, a rank has
+//! only those of its stages; the first rank receives the others from the ranks that own them.
 
 use crate::comm::agree::texts;
 use crate::error::Result;

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The thread has the states and the gradients, and computes new weights in separate memory: the model computes with
-//! the old weights, and gathers use them too. States return to their sub-groups as soon as something reads them, and
+//! the old weights, and gathers use them too. States return to their sub-groups before anything reads them, and
 //! whatever reads weights as state gets the new weights. The model gets the new weights at the next step, or before all
 //! ranks save, load or change state.
 
@@ -30,7 +30,7 @@ use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
 impl DelayedUpdate {
-    /// Returns the new weights of a sub-group that the model does not have yet.
+    /// Returns the new weights of a sub-group if the model does not have them yet.
     pub(in crate::zero) fn weights(&self, group: usize) -> Option<&FlatBuffer> {
         let Self::Ready(ready) = self else { return None };
         ready[group].as_ref().map(TrackedBuffer::buffer)

@@ -1,7 +1,7 @@
 //! Steps of optimizers with factored states (Adafactor).
 //!
 //! ```text
-//!   sweep that changes nothing -> sums over rows and columns, of all ranks -> new factored states, the same on all ranks
+//!   sweep that changes nothing -> sums over rows and columns, of all ranks -> new factored states, equal on all ranks
 //!   sweep that changes nothing -> sums of squares of all ranks
 //!   sweep that updates
 //! ```
@@ -44,7 +44,7 @@ pub(super) fn update_factored<C: StepBackend>(
     if which.is_empty() {
         return Ok(());
     }
-    // A sweep visits the sub-groups, so their factored states are elsewhere in the meantime.
+    // A sweep borrows the sub-groups mutably, so their factored states are kept outside them in the meantime.
     let mut states = FactoredStates::<C>::new();
     for group in &mut *groups {
         let params = group.slots.iter().map(|slot| slot.param);
@@ -155,7 +155,7 @@ fn factored_optimizer<'a>(
     (factored, ctx)
 }
 
-/// Returns the factored states of a parameter; nothing if it has none, or if a rehearsal has no values.
+/// Returns the factored states of a parameter; an empty slice if it has none, or in a rehearsal, which has no values.
 fn values_of<C: StepBackend>(states: &FactoredStates<C>, param: ParamId) -> &[f32] {
     match states.get(&param).and_then(|states| states.buffer().values()) {
         Some(FlatRef::F32(values)) => values,

@@ -12,7 +12,7 @@
 //! | `whole_param_step.rs` | norms of whole parameters, and directions computed from whole parameters |
 //! | `factored_step.rs` | factored states, and steps that depend on them |
 //! | `shown_weights.rs` | the trained weights or their average in the model |
-//! | `weight_publisher.rs` | sends updated shards to all ranks |
+//! | `weight_publisher.rs` | the transfer of updated shards to all ranks |
 //! | `delayed_update.rs` | an update that runs during the next step |
 
 #[cfg(feature = "cuda")]

@@ -85,14 +85,14 @@ impl RankCore {
         publisher.finish(self)
     }
 
-    /// Calls `work` with every part of a trained parameter that this rank owns, in pieces that begin at offsets at
+    /// Calls `work` with every part of the trained parameters that this rank owns, in pieces that begin at offsets at
     /// which file access may begin.
     fn of_owned_parts(&self, mut work: impl FnMut(ParamId, Range<usize>) -> Result<()>) -> Result<()> {
         self.trained_params()
             .try_for_each(|(param, _)| pieces(&self.owned(param)).try_for_each(|part| work(param, part)))
     }
 
-    /// Returns the state of the outer optimizer that is called `name`.
+    /// Returns the outer optimizer's state that is called `name`.
     pub fn outer(&self, name: &str) -> ParamStateKind {
         let at = self.share_plan.outer_states.iter().position(|own| *own == name);
         ParamStateKind::Outer(at.expect("a state that local steps need"))
@@ -261,7 +261,7 @@ impl RankCore {
 
 /// The changes of the pieces of some ranks, one rank after the other, each in the order of its parameters.
 struct PieceChanges {
-    /// The number of elements from one rank's pieces to the next one's.
+    /// The number of elements from the beginning of one rank's pieces to the beginning of the next rank's.
     stride: usize,
     all: Flat,
     /// The ranks, and the number of elements of each that have been taken.

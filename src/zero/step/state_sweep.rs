@@ -63,7 +63,7 @@ pub(super) struct StateSweep<'a, C: StepBackend> {
     core: &'a C,
     window_len: usize,
     pipeline: Option<WindowPipeline<'a, C::Files>>,
-    /// The f32 copies of states in other formats, while a step works on them.
+    /// The ledger's entry for the f32 copies of states in other formats, while a step works on them.
     _room: MemoryLedgerEntry,
 }
 
@@ -173,7 +173,7 @@ impl StepBackend for RankCore {
         let piece = host_step.as_ref().map_or(usize::MAX, HostStep::piece);
         #[cfg(not(feature = "cuda"))]
         let (piece, mut weights) = (usize::MAX, weights.as_mut());
-        // A slot without room is that of an expert of other ranks, whose tensor is absent.
+        // A slot of length 0 belongs to a parameter of an expert on other ranks; the parameter's tensor is absent.
         for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| slot.len > 0) {
             let here = slot.at.max(range.start)..slot.range().end.min(range.end);
             for part in pieces(here.len(), piece).map(|part| within(&here, part)) {

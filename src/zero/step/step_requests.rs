@@ -34,7 +34,7 @@ impl StepRequests {
         f64::from(u8::from(flag) | (self.to_bits() << 1))
     }
 
-    /// Returns the flag and the requests of [`with_flag`](Self::with_flag).
+    /// Returns the flag and the requests that [`with_flag`](Self::with_flag) has combined.
     pub(super) fn of_number(number: f64) -> (bool, Self) {
         let bits = number as u8;
         (bits & 1 != 0, Self::from_bits(bits >> 1))

@@ -16,7 +16,7 @@ use candle_core::DType;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// The number of elements that are in f32 at a time: complete blocks of every format.
+/// The number of elements that are converted to f32 at a time: a multiple of the block of every format.
 const PIECE: usize = 256 * 1024;
 
 /// The part of a parameter that a sweep works on at a time. States that a sweep does not load have no elements.
@@ -47,7 +47,7 @@ pub(super) struct StateRounding<'a> {
     pub param: ParamId,
     /// The parameter's element at which the part begins.
     pub first: usize,
-    /// Whether states are changed. Otherwise they stay as they are.
+    /// Whether the sweep changes the states. If not, the f32 copies are not written back.
     pub changes: bool,
 }
 
@@ -124,8 +124,8 @@ fn wide<'a>(master: Option<&'a mut [f32]>, weights: Option<FlatMut<'a>>) -> (&'a
 }
 
 impl StateRounding<'_> {
-    /// Returns the random numbers for rounding a state (0: the weights) from an element of the part on. `None`:
-    /// rounding to nearest.
+    /// Returns the random numbers for rounding a state (0: the weights), beginning with element `start` of the part;
+    /// `None` for rounding to nearest.
     fn chance(&self, state: usize, start: usize) -> Option<(RoundingDice, usize)> {
         let RankCore { update, params, .. } = self.core;
         let step = update.load(Ordering::Relaxed);

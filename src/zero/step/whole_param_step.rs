@@ -80,8 +80,8 @@ pub(super) fn trust_ratios<C: StepBackend>(
     Ok(squares.into_iter().enumerate().map(ratio).collect())
 }
 
-/// Collective: replaces each rank's sums of squares, by parameter, by those of all ranks, added up in the order of their
-/// pieces.
+/// Collective: replaces each rank's sums of squares, by parameter, with those of all ranks, added up in the order of
+/// their pieces.
 pub(super) fn sum_of_ranks<C: StepBackend>(core: &C, squares: &mut [SquareSums]) -> Result<()> {
     for squares in squares.chunks_mut(SQUARES_PER_MESSAGE) {
         let own = squares.iter().flat_map(|s| [s.weights, s.update]).collect();

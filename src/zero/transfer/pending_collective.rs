@@ -86,7 +86,7 @@ pub(crate) enum PendingCollective {
     Alone(DeviceFlat),
     #[cfg(feature = "cuda")]
     BetweenGpus(PendingGpuCollective),
-    /// The contents of the buffer have been copied.
+    /// The contents of the buffer have been copied to the host.
     #[cfg(feature = "cuda")]
     Copied {
         copy: Pending<Flat>,

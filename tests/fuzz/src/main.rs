@@ -2,17 +2,17 @@
 //! may fail.
 //!
 //! ```text
-//! candle-zero-fuzz [--target NAME]... [--seconds 10] [--seed 1] [--first 0] [--jobs 1]     all targets, or some
-//! candle-zero-fuzz --target NAME --input FILE                                              one input
-//! candle-zero-fuzz --seeds DIR                                                             writes the seeds to DIR/NAME/
-//! candle-zero-fuzz --planted                                                               checks that faults are found
+//! candle-zero-fuzz [--target NAME]... [--seconds 10] [--seed 1] [--first 0] [--jobs 1]   all targets, or some
+//! candle-zero-fuzz --target NAME --input FILE                                            one input
+//! candle-zero-fuzz --seeds DIR                                                           writes the seeds to DIR/NAME/
+//! candle-zero-fuzz --planted                                                             checks that faults are found
 //! ```
 //!
-//! Case N of a target depends only on the seed and N. Each target runs for `--seconds`, and `--jobs` of them run at a time.
-//! With one target, all jobs run different cases of it. A panic, a signal, a case of more than 10 seconds, and more
-//! than 1 GiB of memory are failures: the program spends a few seconds shrinking the input and writes it to
-//! `artifacts/`, and the exit code is 1. If candle-zero's sandbox ends the process with an error message, that is not a
-//! failure.
+//! Case N of a target depends only on the seed and N. Each target runs for `--seconds`, and `--jobs` of them run at a
+//! time. With one target, all jobs run different cases of it. A panic, a signal, a case that takes more than 10 seconds
+//! of CPU time or a minute in total, and more than 1 GiB of memory are failures: the program spends up to 15 seconds
+//! shrinking the input and writes it to `artifacts/`, and the exit code is 1. If candle-zero's sandbox ends the process
+//! with an error message, that is not a failure.
 
 use candle_zero::untrusted_work::SandboxAllocator;
 use candle_zero_fuzz::mutator;
@@ -172,7 +172,7 @@ fn write_seeds(options: &Options, folder: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-// ---- the process that runs cases -------------------------------------------------------------------------------------
+// ---- the process that runs cases ------------------------------------------------------------------------------------
 
 /// The numbers that a process running cases writes for the process that watches it.
 #[derive(Default, Clone, Copy)]
@@ -282,7 +282,7 @@ fn on_usual_stack<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) 
     std::thread::spawn(work).join().unwrap_or_else(|_| std::process::exit(EXIT_PANIC))
 }
 
-// ---- the process that watches ----------------------------------------------------------------------------------------
+// ---- the process that watches ---------------------------------------------------------------------------------------
 
 /// A failure of a target.
 struct Failure {
@@ -292,7 +292,7 @@ struct Failure {
     text: String,
 }
 
-/// How a process that ran cases ended.
+/// The outcome of a process that ran cases.
 enum Ending {
     Done,
     /// The sandbox ended the process.
@@ -405,7 +405,7 @@ fn try_input(target: &Target, data: &[u8]) -> Option<Failure> {
     }
 }
 
-/// Spends a few seconds shrinking a failing input by leaving out parts of it.
+/// Shrinks a failing input by leaving out parts of it, for at most [`MINIMIZING`].
 fn minimized(target: &Target, data: Vec<u8>, signature: &str) -> Vec<u8> {
     let end = Instant::now() + MINIMIZING;
     let mut data = data;
@@ -439,7 +439,7 @@ struct TargetResult {
     failures: BTreeSet<String>,
 }
 
-/// Runs the cases of a target for some time, in a new process after each failure, and reports failures.
+/// Runs the cases of a target for some time, in a new process whenever one has ended early, and reports failures.
 fn run_target(target: &Target, options: &Options, part: u64, parts: u64) -> TargetResult {
     let mut result = TargetResult::default();
     let mut next = options.first + part;

@@ -56,7 +56,8 @@ const NUMBERS: [&str; 22] = [
     "NaN",
 ];
 
-/// Returns the input of a case: a seed of the target with some changes. The first inputs of a run are the unchanged seeds.
+/// Returns the input of a case: a seed of the target with some changes. The inputs of the first cases are the unchanged
+/// seeds.
 pub fn input(target: &Target, seeds: &[Vec<u8>], seed: u64, case: u64) -> Vec<u8> {
     let mut random = Random::of_case(seed, target.name, case);
     if let Some(unchanged) = usize::try_from(case).ok().and_then(|case| seeds.get(case)) {
@@ -120,7 +121,7 @@ fn change(data: &mut Vec<u8>, random: &mut Random, seeds: &[Vec<u8>], words: &[&
         7 | 8 => integer(data, random, at),
         9 => data.truncate(at),
         10 if random.below(8) == 0 => {
-            // Nesting, and long texts.
+            // Repeating a piece creates nested structures and long texts.
             let copy = data[piece(random, data.len(), 8)].to_vec();
             let times = [16, 256, 4096, 20_000][random.below(4)];
             drop(data.splice(at..at, copy.repeat(times)));

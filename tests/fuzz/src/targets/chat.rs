@@ -154,7 +154,7 @@ pub(super) fn prepare(name: &str, bytes: &[u8], kind: &DataKind) -> bool {
 /// Renders a conversation, which is a JSON list of messages.
 ///
 /// # Panics
-/// If the assistant's ranges are not within the text.
+/// If the targets are not in order within the text, or if the text differs from that of a plain rendering.
 fn render(text: &str, kind: &DataKind) -> bool {
     let (Ok(conversation), Some(template)) = (Conversation::from_json(text), kind.template()) else { return false };
     let rendered = template.render(&conversation, false);

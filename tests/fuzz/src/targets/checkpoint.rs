@@ -1,4 +1,5 @@
-//! A checkpoint of candle-zero. The first byte selects its manifest, the file of a rank, or the header of such a file.
+//! A checkpoint of candle-zero. The first byte selects what the rest replaces: the manifest, the file of a rank, or the
+//! header of such a file.
 //! Checksums are recomputed for changed files, because they would otherwise reveal every random change.
 
 use super::{join, split};
@@ -43,7 +44,8 @@ pub(super) const WORDS: [&str; 23] = [
 /// Reads a checkpoint.
 ///
 /// # Panics
-/// If a manifest changes when it is written and read again.
+/// If a manifest changes when it is written and read again, or if `examine` and [`Checkpoint`] disagree about whether
+/// the checkpoint is intact.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     let [manifest, file, _] = originals();
@@ -135,7 +137,7 @@ fn read(manifest: &[u8], file: &[u8]) -> bool {
     is_intact
 }
 
-/// Returns a manifest, a file and a header.
+/// Returns two manifests, a file and a header.
 pub fn seeds() -> Vec<Vec<u8>> {
     let [manifest, file, _] = originals();
     let header = file[8..4096].trim_ascii_end();

@@ -75,7 +75,8 @@ fn world_is_kept(world: &WorldInfo) -> bool {
         for placement in world.ranks_of(node) {
             assert_eq!(placement.rank, rank);
             rank += 1;
-            // A rank's variables contain as many numbers as the host has slots, so they are built only for the first ranks.
+            // A rank's variables contain as many numbers as the host has slots, so they are built only for the first
+            // ranks.
             if rank < 8 {
                 let _ = world.variables(&placement);
             }

@@ -68,8 +68,8 @@ pub(super) const WORDS: [&str; 52] = [
 /// Reads a file.
 ///
 /// # Panics
-/// If the number of elements of a decoder's parameters differs from [`DecoderConfig::num_parameters`], or an adapter
-/// changes when it is written and read again.
+/// If the number of elements of a decoder's parameters differs from [`DecoderConfig::num_parameters`], or if an adapter
+/// that was written cannot be read again.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     match first % 8 {
