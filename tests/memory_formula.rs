@@ -116,11 +116,11 @@ fn every_rank_holds_what_the_formula_says_plus_named_padding() {
 fn states_of_every_optimizer_take_what_the_formula_says_and_factored_ones_are_on_every_rank() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
     let shape = Shape { units: true, layers: 2, ..Shape::default() };
-    // The elements of matrices and vectors of the model, and the sum of rows and columns of its matrices.
+    // The numbers of elements in the model's matrices and vectors, and the sum of the rows and columns of its matrices.
     let (matrices, vectors, rows_and_columns) = (2.0 * 37.0 * 12.0 + 2.0 * (12.0 * 36.0 + 144.0), 181.0, 242.0);
     let all = matrices + vectors;
     let no_schedule = |params: Value, kind: &str| json!({"optimizer": {"type": kind, "params": params}, "scheduler": null, "zero_allow_untested_optimizer": true});
-    // For each optimizer, the elements of its states that are sharded, those that are not, and those of the average.
+    // For each optimizer, the number of elements of its sharded states, of its other states, and of the average.
     let optimizers = [
         (no_schedule(json!({}), "LARS"), all, 0.0, 0.0),
         (no_schedule(json!({}), "Adafactor"), vectors, rows_and_columns, 0.0),
@@ -372,7 +372,7 @@ fn the_ledger_equals_what_the_allocator_gave() {
 #[test]
 fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
-    // One parameter of 4 MB on 4 ranks: a complete copy anywhere would be visible.
+    // Each of four parameters has 4 MB and is divided among 4 ranks: a complete copy of one would be visible.
     let peak = Mutex::new(0isize);
     let before = LIVE.load(Ordering::SeqCst);
     let config = config(3, 1, zero(), json!({}));

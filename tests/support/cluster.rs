@@ -193,7 +193,7 @@ impl Hosts {
         pids.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 
-    /// Returns the processes on a host whose program has this name.
+    /// Returns the IDs of the processes on a host whose program has this name.
     pub fn processes(&self, host: usize, program: &str) -> Vec<i32> {
         let of = |pid: &i32| {
             let file = std::fs::read_link(format!("/proc/{pid}/exe"));
