@@ -312,7 +312,8 @@ fn live_and_ledger(world: usize, config: &Value, access: Option<DiskAccess>) -> 
         let barrier = comm.clone();
         let start = LIVE.load(Ordering::SeqCst);
         barrier.barrier().wait()?;
-        // Memory that threads keep for products does not belong to a model: it is allocated, and bounded, before counting.
+        // Memory that threads keep for products does not belong to a model: it is allocated, and bounded, before
+        // counting.
         multiply()?;
         barrier.barrier().wait()?;
         let before = LIVE.load(Ordering::SeqCst);
@@ -357,7 +358,8 @@ fn the_ledger_equals_what_the_allocator_gave() {
             for (stage, zero, access) in in_memory.chain(in_files) {
                 let offload = zero.to_string().matches("nvme\"").count();
                 let (live, ledger) = live_and_ledger(world, &config(stage, 1, zero, more.clone()), access);
-                // Besides the model states, there are names, queues and the tensors' own nodes: a few tens of KiB per rank.
+                // Besides the model states, there are names, queues and the tensors' own nodes: a few tens of KiB per
+                // rank.
                 let slack = 100_000 * world as isize;
                 let what = format!(
                     "stage {stage}, world {world}, {more}, {offload} in files {access:?}: {live} live, {ledger} in the ledger"
@@ -463,7 +465,8 @@ fn an_evaluation_needs_the_memory_of_a_plain_forward_without_variables() {
             Engine::builder().device(Device::Cpu).initialize(move |vb| Chain::new(per_unit, &vb), config).unwrap()
         };
         let weights = (CHAIN * CHAIN_WIDTH * (CHAIN_WIDTH + 1) * 4) as isize * isize::from(stage == 3) * 2;
-        // The caller of a unit holds the unit's input during the call, and tensors without their values take some bytes.
+        // The caller of a unit holds the unit's input during the call, and tensors without their values take some
+        // bytes.
         let slack = ACTIVATION + weights + 4096;
         // One layer in each unit, ten layers in each, and no units.
         for per_unit in [Some(1), Some(10), None] {

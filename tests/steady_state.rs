@@ -1,5 +1,5 @@
-//! A training step reuses the buffers of the previous step: `step()` allocates almost nothing, memory does not grow, and
-//! ranks get hardly any pages from the system.
+//! A training step reuses the buffers of the previous step: `step()` allocates almost nothing, memory does not grow,
+//! and ranks get hardly any pages from the system.
 #![allow(clippy::unwrap_used)]
 
 mod support;

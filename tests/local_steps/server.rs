@@ -57,8 +57,8 @@ fn error<T>(island: JoinHandle<Vec<candle_zero::Result<T>>>) -> String {
     island.join().unwrap().into_iter().find_map(Result::err).unwrap().to_string()
 }
 
-/// Runs one island per slot, all from the beginning, for `steps` steps and a synchronization. Returns the weights of each
-/// rank after the synchronization, followed by those before it.
+/// Runs one island per slot, all from the beginning, for `steps` steps and a synchronization. Returns the weights of
+/// each rank after the synchronization, followed by those before it.
 fn run_all(section: &Value, stage: usize, (islands, ranks): (usize, usize), steps: usize) -> Vec<Weights> {
     let all = (0..islands).map(|slot| {
         let config = configuration(section, stage, islands);

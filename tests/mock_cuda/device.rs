@@ -1,4 +1,5 @@
-//! A device of the driver without cudarc's additions: it records no events by itself, so that a test can leave out a wait.
+//! A device of the driver without cudarc's additions: it records no events by itself, so that a test can leave out a
+//! wait.
 
 use candle_core::cuda_backend::cudarc::driver::result::{self, event, stream};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
@@ -150,7 +151,8 @@ impl Device {
         self.launch(stream, "add_one", (u32::try_from(floats.div_ceil(32)).unwrap(), 32, 0), &[values, floats as u64])
     }
 
-    /// Launches a kernel with these numbers of blocks, threads per block and bytes of shared memory, and 8-byte arguments.
+    /// Launches a kernel with these numbers of blocks, threads per block and bytes of shared memory, and 8-byte
+    /// arguments.
     pub fn launch(
         &self,
         stream: CUstream,

@@ -11,7 +11,8 @@ fn indexes(values: &[u32], shape: &[usize]) -> Tensor {
     Tensor::from_slice(values, shape, &Device::Cpu).unwrap()
 }
 
-/// Returns the cases. In f64, a layer is composed of Candle's operations, so most cases are compared with themselves in f64.
+/// Returns the cases. In f64, a layer is composed of Candle's operations, so most cases are compared with themselves in
+/// f64.
 pub fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for (x, w, padding, stride, dilation, groups) in [

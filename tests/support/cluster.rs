@@ -93,8 +93,8 @@ pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
 pub struct Hosts {
     names: [String; 2],
     folder: tempfile::TempDir,
-    /// The turn of this test. Other tests wait for its end before they create two hosts, because ranks that wait for each
-    /// other use all cores of a small machine.
+    /// The turn of this test. Other tests wait for its end before they create two hosts, because ranks that wait for
+    /// each other use all cores of a small machine.
     _turn: MutexGuard<'static, ()>,
 }
 
