@@ -116,11 +116,11 @@ fn every_rank_holds_what_the_formula_says_plus_named_padding() {
 fn states_of_every_optimizer_take_what_the_formula_says_and_factored_ones_are_on_every_rank() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
     let shape = Shape { units: true, layers: 2, ..Shape::default() };
-    // The elements of matrices and vectors of the model, and the sum of rows and columns of its matrices.
+    // The numbers of elements in the model's matrices and vectors, and the sum of the rows and columns of its matrices.
     let (matrices, vectors, rows_and_columns) = (2.0 * 37.0 * 12.0 + 2.0 * (12.0 * 36.0 + 144.0), 181.0, 242.0);
     let all = matrices + vectors;
     let no_schedule = |params: Value, kind: &str| json!({"optimizer": {"type": kind, "params": params}, "scheduler": null, "zero_allow_untested_optimizer": true});
-    // For each optimizer, the elements of its states that are sharded, those that are not, and those of the average.
+    // For each optimizer, the number of elements of its sharded states, of its other states, and of the average.
     let optimizers = [
         (no_schedule(json!({}), "LARS"), all, 0.0, 0.0),
         (no_schedule(json!({}), "Adafactor"), vectors, rows_and_columns, 0.0),
@@ -312,7 +312,8 @@ fn live_and_ledger(world: usize, config: &Value, access: Option<DiskAccess>) -> 
         let barrier = comm.clone();
         let start = LIVE.load(Ordering::SeqCst);
         barrier.barrier().wait()?;
-        // Memory that threads keep for products does not belong to a model: it is allocated, and bounded, before counting.
+        // Memory that threads keep for products does not belong to a model: it is allocated, and bounded, before
+        // counting.
         multiply()?;
         barrier.barrier().wait()?;
         let before = LIVE.load(Ordering::SeqCst);
@@ -357,7 +358,8 @@ fn the_ledger_equals_what_the_allocator_gave() {
             for (stage, zero, access) in in_memory.chain(in_files) {
                 let offload = zero.to_string().matches("nvme\"").count();
                 let (live, ledger) = live_and_ledger(world, &config(stage, 1, zero, more.clone()), access);
-                // Besides the model states, there are names, queues and the tensors' own nodes: a few tens of KiB per rank.
+                // Besides the model states, there are names, queues and the tensors' own nodes: a few tens of KiB per
+                // rank.
                 let slack = 100_000 * world as isize;
                 let what = format!(
                     "stage {stage}, world {world}, {more}, {offload} in files {access:?}: {live} live, {ledger} in the ledger"
@@ -372,7 +374,7 @@ fn the_ledger_equals_what_the_allocator_gave() {
 #[test]
 fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
-    // One parameter of 4 MB on 4 ranks: a complete copy anywhere would be visible.
+    // Each of four parameters has 4 MB and is divided among 4 ranks: a complete copy of one would be visible.
     let peak = Mutex::new(0isize);
     let before = LIVE.load(Ordering::SeqCst);
     let config = config(3, 1, zero(), json!({}));
@@ -463,7 +465,8 @@ fn an_evaluation_needs_the_memory_of_a_plain_forward_without_variables() {
             Engine::builder().device(Device::Cpu).initialize(move |vb| Chain::new(per_unit, &vb), config).unwrap()
         };
         let weights = (CHAIN * CHAIN_WIDTH * (CHAIN_WIDTH + 1) * 4) as isize * isize::from(stage == 3) * 2;
-        // The caller of a unit holds the unit's input during the call, and tensors without their values take some bytes.
+        // The caller of a unit holds the unit's input during the call, and tensors without their values take some
+        // bytes.
         let slack = ACTIVATION + weights + 4096;
         // One layer in each unit, ten layers in each, and no units.
         for per_unit in [Some(1), Some(10), None] {

@@ -1,5 +1,5 @@
-//! A training step reuses the buffers of the previous step: `step()` allocates almost nothing, memory does not grow, and
-//! ranks get hardly any pages from the system.
+//! A training step reuses the buffers of the previous step: `step()` allocates almost nothing, memory does not grow,
+//! and ranks get hardly any pages from the system.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -58,7 +58,7 @@ unsafe impl GlobalAlloc for Counting {
 /// thread would allocate its buffers in whichever step it first gets work.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
-    // The second test finds the pool already initialized.
+    // Later tests find the pool already initialized.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(1).build_global();
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -70,7 +70,7 @@ struct StepBytes {
     in_step: u64,
     /// Allocated in forward, backward and step.
     allocated: u64,
-    /// Held at the end and not at the beginning.
+    /// Held at the end, minus those held at the beginning.
     grown: i64,
 }
 

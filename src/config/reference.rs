@@ -14,7 +14,7 @@ strings, line breaks instead of commas and a file without its outer braces are a
 In any section, an unknown key is an error that shows its line, its column and the nearest known key. At the top level, a key
 that starts with `_`, `//` or `comment` is a comment. All sections accept 1 for true; sections marked *strict* also accept
 `\"true\"` for true and `\"3\"` for 3. `\"auto\"` is replaced by a value from the run (`RunValues`: micro batch,
-accumulation, lr and warm-up, which are 1, 1, 5e-5 and none unless the script sets them, and the number of steps of the
+accumulation, lr and warm-up, which are 1, 1, 5e-5 and one step unless the script sets them, and the number of steps of the
 schedule), by a batch size derived from the other batch keys, or by the default; the value is printed once.
 
 | status | meaning |

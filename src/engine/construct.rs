@@ -395,7 +395,8 @@ fn check_experts(config: &Config, grouping: &ParameterGrouping, device: &Device,
         ),
         (
             config.zero.ignore_unused_parameters || !leaves.names.is_empty() || !leaves.name_suffixes.is_empty(),
-            "zero_optimization.ignore_unused_parameters or leaf_module is set, for experts that are gathered together; remove it",
+            "zero_optimization.ignore_unused_parameters or leaf_module is set, which is only for experts that are \
+             gathered together; remove it",
         ),
     ];
     match conflicts.into_iter().find(|(is_so, _)| *is_so) {

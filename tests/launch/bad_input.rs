@@ -52,8 +52,8 @@ impl Folder {
         told
     }
 
-    /// Does the same as [`Folder::mistake`] with two ranks. Returns the messages of the ranks (equal except for the rank
-    /// numbers), then those of `zerorun`.
+    /// Does the same as [`Folder::mistake`] with two ranks. Returns the messages of the ranks (equal except for the
+    /// rank numbers), then those of `zerorun`.
     fn mistake_of_two(&self, args: &str) -> String {
         let output = self.run(2, args, "0");
         let errors = comparable(&stderr(&output));

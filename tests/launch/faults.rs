@@ -387,8 +387,8 @@ fn a_rank_that_leaves_early_is_named_by_all_others_and_its_exit_code_0_does_not_
 
 #[test]
 fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
-    // An error in a method of the engine, which informs the other ranks. The rank's process ends a second later, or
-    // never.
+    // If a method of the engine returns an error, the engine informs the other ranks. The rank's process ends a second
+    // later, or never.
     let slow = Case { linger_ms: 1000, ..case(3, "forward", 1, Deed::Fail) };
     // Candle adds a backtrace to its messages. The messages of the other ranks stay readable.
     let ended = Run::start(Case { backtrace: "1", ..slow }).end();

@@ -49,7 +49,7 @@ fn first_host(hosts: &Hosts) -> Command {
     command
 }
 
-/// Writes a configuration at stage 3 whose shards are divided among the ranks of a host, or among all ranks.
+/// Writes a configuration for stage 3 with shards that are divided among the ranks of a host, or among all ranks.
 fn stage_3(folder: &Path, shards: Option<usize>) -> String {
     let file = folder.join(format!("zero3-{shards:?}.json"));
     let mut zero = json!({"stage": 3});

@@ -45,7 +45,8 @@ impl Training {
         self.folder.path().join(format!("{name}.jsonl"))
     }
 
-    /// Adds the program to a command, with `name` for its metrics and checkpoints, which are saved every `save_every` steps.
+    /// Adds the program to a command, with `name` for its metrics and checkpoints, which are saved every `save_every`
+    /// steps.
     fn of(&self, mut command: Command, name: &str, steps: usize, save_every: Option<usize>) -> Command {
         // The number of samples in a step is the same for any number of ranks.
         let config = self.folder.path().join("zero3.json");
@@ -186,7 +187,7 @@ pub fn done(metrics: &Path) -> usize {
     std::fs::read_to_string(metrics).map_or(0, |text| text.lines().filter(|line| line.contains("\"loss\"")).count())
 }
 
-/// Returns the ranks on a host.
+/// Returns the process IDs of the ranks on a host.
 fn ranks(hosts: &Hosts, host: usize) -> Vec<i32> {
     hosts.processes(host, "train_gpt")
 }
@@ -286,7 +287,7 @@ fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str
 #[test]
 fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     let test = a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back;
-    // The job takes hundreds of steps, and its checkpoints are kept.
+    // The job takes hundreds of steps and keeps its checkpoints, so it does not save at each step.
     const EVERY: usize = 20;
     let Some(hosts) = cluster(test) else { return };
     let training = Training::new();
@@ -544,7 +545,7 @@ fn a_hostfile_that_is_wrong_or_names_an_unreachable_host_ends_with_its_name() {
 #[test]
 fn a_launcher_of_a_hostfile_that_cannot_start_its_ranks_ends_the_job() {
     let folder = host_folder();
-    // A host without zerorun.
+    // This program acts as a host without zerorun.
     let shell = program(folder.path(), "rsh", "echo \"sh: zerorun: not found\" >&2; exit 127");
     std::fs::write(folder.path().join("hosts"), "localhost slots=1\nfar.invalid slots=1\n").unwrap();
     let mut command = zerorun();

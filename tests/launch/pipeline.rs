@@ -1,5 +1,5 @@
-//! Pipelines as jobs of processes: `examples/train_pipeline.rs` under zerorun, with ranks that are killed, and with ranks
-//! on two hosts.
+//! Pipelines as jobs of processes: `examples/train_pipeline.rs` under zerorun, with ranks that are killed, and with
+//! ranks on two hosts.
 
 use crate::mpi::{hosts, with_each};
 use crate::support::processes::{descendants, example, runs, start, stderr, wait_up_to, zerorun};
@@ -99,7 +99,8 @@ fn a_job_whose_ranks_are_killed_at_many_moments_ends_with_the_same_bytes() {
     kill_ranks(2..20);
 }
 
-/// Runs a job for each of `kills`, kills a rank of it, and compares the job's results with those of a job without kills.
+/// Runs a job for each of `kills`, kills one of its ranks, and compares the job's results with those of a job without
+/// kills.
 fn kill_ranks(kills: std::ops::Range<u64>) {
     let pipelines = [json!({}), json!({"schedule": "zero_bubble"}), json!({"stages": 2})];
     let expected = pipelines.each_ref().map(|pipeline| trained(4, pipeline));

@@ -21,8 +21,8 @@ fn reach(port: u16) -> TcpStream {
     wait_up_to(Duration::from_secs(60), "the first launcher", || TcpStream::connect(("127.0.0.1", port)).ok())
 }
 
-/// Returns the messages of two launchers with these variables: those of the first, which gets a SIGTERM after the
-/// second has ended, and those of the second.
+/// Returns the exit codes and the messages of two launchers with these variables: those of the first, which gets a
+/// SIGTERM if the second fails, and those of the second.
 fn two(first: &[(&str, &str)], second: &[(&str, &str)]) -> [(Option<i32>, String); 2] {
     let (folder, port) = (host_folder(), free_port());
     let mut launcher = launcher_in(folder.path(), port, "--nnodes 2 --node_rank 0", ARGS);
@@ -293,7 +293,7 @@ fn strangers_at_the_port_neither_stop_a_job_nor_restart_it_nor_take_much_of_its_
         let (pair, port, mut state) = (Pair::new(sealed), free_port(), seed);
         let first = pair.launcher(0, port);
         drop(reach(port));
-        // Connections before the second host arrives, and while the job runs.
+        // These connections exist before the second host arrives and while the job runs.
         let nobody: Vec<TcpStream> = (0..200).map_while(|_| TcpStream::connect(("127.0.0.1", port)).ok()).collect();
         let tapped = Tapped::new(port);
         let second = pair.launcher(1, tapped.port);

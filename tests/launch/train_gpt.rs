@@ -240,7 +240,8 @@ fn dropout_changes_the_losses_but_not_those_of_a_rerun_or_of_another_stage() {
 #[test]
 fn an_exported_model_begins_where_training_ended() {
     let folder = Folder::new(3);
-    // In sequential order, sample i starts at (i x context) mod (tokens - context - 1), so each step sees the same batch.
+    // In sequential order, sample i starts at (i x context) mod (tokens - context - 1), so each step sees the same
+    // batch.
     let text: String = (0..8 * 32 + 33).map(|i| char::from(b'a' + (i * i % 23) as u8)).collect();
     std::fs::write(folder.path("text.txt"), text).unwrap();
     let args = |more: &[&'static str]| {
@@ -353,7 +354,7 @@ fn zerorun_builds_the_example_and_a_second_start_compiles_nothing() {
     let folder = Folder::new(1);
     let start = || {
         let mut command = zerorun();
-        // The build settings of this test run, so that its build results are reused.
+        // These are the build settings of this test run, so that its build results are reused.
         for name in ["CARGO_TARGET_DIR", "RUSTFLAGS"] {
             command.envs(std::env::var_os(name).map(|value| (name, value)));
         }

@@ -30,7 +30,7 @@ fn run(folder: &Path, ranks: usize, stage: u8, args: &[&str]) -> Output {
     command.args(SMALL).args(args).output().unwrap()
 }
 
-/// Returns the computed results of a run: its lines without times, and the exported weights and running statistics.
+/// Returns the computed results of a run: its metrics without times, and the exported weights and running statistics.
 fn result(folder: &Path, output: &Output) -> (Vec<Value>, Vec<u8>) {
     assert!(output.status.success(), "{}", stderr(output));
     let lines = std::fs::read_to_string(folder.join("m.jsonl")).unwrap();

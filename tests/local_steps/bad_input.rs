@@ -11,7 +11,7 @@ use candle_zero::pipeline::PipelineModule;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Returns the first error of `ranks` ranks.
+/// Runs `rank` on `ranks` ranks, and returns the first error.
 fn error<T: Send>(ranks: usize, rank: impl Fn(Arc<dyn Communicator>) -> candle_zero::Result<T> + Sync) -> String {
     let results = threads::run(ranks, rank).unwrap();
     let error = results.into_iter().find_map(Result::err).expect("an error");

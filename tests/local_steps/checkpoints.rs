@@ -29,7 +29,7 @@ fn resumed(
 
 #[test]
 fn a_run_that_resumes_within_a_window_has_the_bits_of_one_that_never_stopped() {
-    // Saved with nothing in flight, with one fragment in flight, and with the other fragment in flight.
+    // The run is saved with nothing in flight, with one fragment in flight, and with the other fragment in flight.
     for saved_after in [1, 3, 5] {
         let dir = tempfile::tempdir().unwrap();
         let expected = on_ranks(4, |comm| {
@@ -45,7 +45,7 @@ fn a_run_that_resumes_within_a_window_has_the_bits_of_one_that_never_stopped() {
             Ok(weights(&mut engine))
         });
         assert!(expected == without_saving, "saving changes nothing");
-        // At any stage, and with any number of ranks per island.
+        // At any stage, the resumed run has the same bits.
         for (ranks, stage) in [(4, 2), (4, 3), (4, 0)] {
             let found = on_ranks(ranks, |comm| resumed(comm, config(&section(), stage, 2), dir.path(), 11));
             for (rank, (first, weights)) in found.iter().enumerate() {
@@ -53,6 +53,7 @@ fn a_run_that_resumes_within_a_window_has_the_bits_of_one_that_never_stopped() {
                 assert!(*weights == expected[rank], "saved after {saved_after}, stage {stage}, rank {rank}");
             }
         }
+        // With one rank per island, the loaded weights are the same.
         let of_one_rank_each = on_ranks(2, |comm| resumed(comm, config(&section(), 1, 2), dir.path(), saved_after));
         let before = on_ranks(4, |comm| resumed(comm, config(&section(), 1, 2), dir.path(), saved_after));
         assert!(of_one_rank_each[0] == before[0] && of_one_rank_each[1] == before[2]);
@@ -76,7 +77,7 @@ fn another_number_of_islands_begins_with_the_weights_of_the_last_exchange() {
         let found = on_ranks(islands, |comm| resumed(comm, config(&section, 1, islands), dir.path(), 6));
         assert!(found.iter().all(|(_, weights)| *weights == at_exchange[0]));
     }
-    // Without islands, the checkpoint is that of the first island.
+    // A run without islands loads the checkpoint of the first island.
     let of_first = on_ranks(1, |comm| resumed(comm, without_islands(1), dir.path(), 6));
     assert_ne!(of_first[0].1, at_exchange[0]);
 }

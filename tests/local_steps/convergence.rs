@@ -26,8 +26,8 @@ fn tokens(data: &TokenData, starts: impl Iterator<Item = usize>) -> (Tensor, Ten
     (tensor(inputs), tensor(targets))
 }
 
-/// Trains on the first nine tenths of the corpus. Returns the validation loss on the rest, and the bytes that rank 0 sent
-/// and received between islands, or between all ranks without islands.
+/// Trains on the first nine tenths of the corpus. Returns the validation loss on the rest, and the bytes that rank 0
+/// sent and received between islands, or between all ranks without islands.
 fn trained(comm: Arc<dyn Communicator>, local_steps: Option<Value>, steps: usize) -> candle_zero::Result<(f64, u64)> {
     let data = TokenData::open(None)?;
     let (rank, split) = (comm.rank(), data.len() / 10 * 9);

@@ -57,7 +57,8 @@ fn error<T>(island: JoinHandle<Vec<candle_zero::Result<T>>>) -> String {
     island.join().unwrap().into_iter().find_map(Result::err).unwrap().to_string()
 }
 
-/// Runs one island per slot, all from the beginning, and returns the weights of each rank after `steps` steps.
+/// Runs one island per slot, all from the beginning, for `steps` steps and a synchronization. Returns the weights of
+/// each rank after the synchronization, followed by those before it.
 fn run_all(section: &Value, stage: usize, (islands, ranks): (usize, usize), steps: usize) -> Vec<Weights> {
     let all = (0..islands).map(|slot| {
         let config = configuration(section, stage, islands);
@@ -464,7 +465,7 @@ fn islands_that_do_not_fit_are_refused_and_the_others_continue() {
         Engine::builder().communicator(comm).device(Device::Cpu).initialize(build, of_other.clone()).map(drop)
     });
     insta::assert_snapshot!(error(other_model).replace(&address, "ADDRESS"), @"the island server at ADDRESS refuses this island: it and the islands of the run have different models; start the same program with the same files and configuration for all islands");
-    // A program that is not an island.
+    // This connection is from a program that is not an island.
     use std::io::{Read, Write};
     let mut stream = std::net::TcpStream::connect(&address).unwrap();
     stream.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();

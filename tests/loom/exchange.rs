@@ -1,7 +1,8 @@
 //! The protocol between ranks, run by loom in every order that the memory model allows.
 //!
-//! `src/comm/shm/pieces.rs`, `published_count.rs` and `rank_state.rs` are compiled here unchanged; `region.rs` gives them memory
-//! that loom observes. The last tests plant an error in that memory and pass when loom finds it.
+//! `pieces.rs`, `mailbox.rs`, `published_count.rs` and `rank_state.rs` in `src/comm/shm` are compiled here unchanged;
+//! `region.rs` and `mailbox_memory.rs` give them memory that loom observes. The last tests plant an error in that
+//! memory and pass when loom finds it.
 //!
 //!     cargo test --release --manifest-path tests/loom/Cargo.toml
 

@@ -43,13 +43,13 @@ pub enum PoolPlant {
 /// How the pool of a test behaves.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
-    /// Whether helpers that find no job sleep. Otherwise they keep looking.
+    /// Whether helpers that find no job sleep. Otherwise, they keep looking.
     pub sleep: bool,
     pub plant: PoolPlant,
 }
 
 thread_local! {
-    /// Loom runs all threads of a model on one thread of the operating system.
+    /// The settings of the test. Loom runs all threads of a model on one thread of the operating system.
     static SETTINGS: Cell<Settings> = const { Cell::new(Settings { sleep: false, plant: PoolPlant::None }) };
 }
 

@@ -1,9 +1,9 @@
 //! Loom's memory in place of `src/comm/shm/region.rs`: the same words, slots and texts, each observed by loom.
 //!
 //! - Atomic words are loom's. A load may return any value that the C11 memory model allows it to return.
-//! - Slots and texts are loom's cells: loom reports two accesses, of which at least one writes, unless one happens before
-//!   the other. An access is recorded where the pointer is taken. No loom operation occurs between that place and the
-//!   last use of the pointer, so no other thread runs in between.
+//! - Slots and texts are loom's cells: loom reports two accesses, of which at least one writes, unless one happens
+//!   before the other. An access is recorded where the pointer is taken. No loom operation occurs between that place
+//!   and the last use of the pointer, so no other thread runs in between.
 //! - The futex is a mutex and a condition variable around the same comparison that the kernel makes. A nap has no
 //!   clock: it lasts until any rank has published or left since the previous nap.
 //!

@@ -240,7 +240,8 @@ fn panic_as_planted() {
     resume_unwind(Box::new("as planted"));
 }
 
-/// The thread that takes part 0 panics. The other part is done, and the next job runs like any other.
+/// The thread that takes part 0 panics. If another thread works on the job, it does the other part. The next job runs
+/// like any other.
 #[test]
 fn a_panic_in_a_part_reaches_the_caller_and_the_pool_goes_on() {
     in_every_order(5, LOOKS_ON, || {

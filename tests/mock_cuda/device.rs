@@ -1,4 +1,5 @@
-//! A device of the driver without cudarc's additions: it records no events, so that a test can leave out a wait.
+//! A device of the driver without cudarc's additions: it records no events by itself, so that a test can leave out a
+//! wait.
 
 use candle_core::cuda_backend::cudarc::driver::result::{self, event, stream};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
@@ -64,7 +65,7 @@ impl Device {
     }
 
     pub fn make_current(&self) {
-        // SAFETY: a context that is never released.
+        // SAFETY: the context is never released.
         unsafe { result::ctx::set_current(self.context) }.unwrap();
     }
 
@@ -82,7 +83,7 @@ impl Device {
     }
 
     pub fn try_alloc(&self, stream: CUstream, floats: usize) -> Result<CUdeviceptr, String> {
-        // SAFETY: a live stream of this device, as everywhere below.
+        // SAFETY: `stream` is a live stream of this device, as everywhere below.
         unsafe { result::malloc_async(stream, floats * 4) }.map_err(name_of)
     }
 
@@ -97,7 +98,7 @@ impl Device {
 
     pub fn filled(&self, stream: CUstream, values: &[f32]) -> CUdeviceptr {
         let p = self.alloc(stream, values.len());
-        // SAFETY: as many bytes as were allocated.
+        // SAFETY: `p` has as many bytes as `values`.
         unsafe { result::memcpy_htod_async(p, values, stream) }.unwrap();
         p
     }
@@ -105,13 +106,13 @@ impl Device {
     /// Returns the values when all of the stream's work is done.
     pub fn read(&self, stream: CUstream, p: CUdeviceptr, floats: usize) -> Vec<f32> {
         let mut values = vec![0f32; floats];
-        // SAFETY: `p` and `values` have this number of bytes.
+        // SAFETY: `p` and `values` have this number of elements.
         unsafe { result::memcpy_dtoh_async(&mut values, p, stream) }.unwrap();
         values
     }
 
     pub fn copy(&self, stream: CUstream, to: CUdeviceptr, from: CUdeviceptr, floats: usize) {
-        // SAFETY: both allocations have this number of bytes.
+        // SAFETY: both allocations have this number of elements.
         unsafe { result::memcpy_dtod_async(to, from, floats * 4, stream) }.unwrap();
     }
 
@@ -122,14 +123,14 @@ impl Device {
     }
 
     pub fn copy_to_pinned(&self, stream: CUstream, to: &mut [f32], from: CUdeviceptr) {
-        // SAFETY: as many bytes as were allocated.
+        // SAFETY: `from` has as many bytes as `to`.
         unsafe { result::memcpy_dtoh_async(to, from, stream) }.unwrap();
     }
 
     /// Orders two streams: work that `second` receives later waits until `first` has finished its current work.
     pub fn order(&self, first: CUstream, second: CUstream) {
         let event = event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).unwrap();
-        // SAFETY: live handles of this device.
+        // SAFETY: the event and the streams are live and belong to this device.
         unsafe {
             event::record(event, first).unwrap();
             stream::wait_event(second, event, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT).unwrap();
@@ -137,7 +138,7 @@ impl Device {
     }
 
     pub fn wait(&self, stream: CUstream) {
-        // SAFETY: a live stream.
+        // SAFETY: `stream` is live.
         unsafe { stream::synchronize(stream) }.unwrap();
     }
 
@@ -150,7 +151,8 @@ impl Device {
         self.launch(stream, "add_one", (u32::try_from(floats.div_ceil(32)).unwrap(), 32, 0), &[values, floats as u64])
     }
 
-    /// Launches a kernel with these numbers of blocks, threads per block and bytes of shared memory, and 8-byte arguments.
+    /// Launches a kernel with these numbers of blocks, threads per block and bytes of shared memory, and 8-byte
+    /// arguments.
     pub fn launch(
         &self,
         stream: CUstream,
@@ -169,10 +171,10 @@ impl Device {
     fn function(&self, kernel: &str) -> CUfunction {
         let module = *self.module.get_or_init(|| {
             let image = CString::new(std::fs::read(ptx()).unwrap()).unwrap();
-            // SAFETY: a string that ends with a zero.
+            // SAFETY: the string ends with a zero.
             unsafe { result::module::load_data(image.as_ptr().cast()) }.unwrap() as usize
         });
-        // SAFETY: a module that is never unloaded.
+        // SAFETY: the module is never unloaded.
         unsafe { result::module::get_function(module as sys::CUmodule, CString::new(kernel).unwrap()) }.unwrap()
     }
 }

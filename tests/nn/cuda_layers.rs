@@ -66,7 +66,8 @@ pub(super) fn run(function: &Function, args: &[Tensor]) -> (Tensor, Vec<Tensor>)
     (y.detach(), tensors.iter().map(of).collect())
 }
 
-/// Asserts that each value of `got` differs from `want` by at most `tolerance` times the larger of the value and `floor`.
+/// Asserts that each value of `got` differs from `want` by at most `tolerance` times the larger of the value and
+/// `floor`.
 fn close(got: &[f64], want: &[f64], tolerance: f64, floor: f64, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
     for (i, (g, w)) in got.iter().zip(want).enumerate() {
@@ -78,8 +79,8 @@ fn largest(values: &[f64]) -> f64 {
     values.iter().fold(1.0, |most: f64, x| most.max(x.abs()))
 }
 
-/// Compares every case in every dtype with the composed function on the GPU (f32) and in f64 on the CPU (all dtypes), and
-/// checks that a second run gives the same bits.
+/// Compares every case in every dtype with the composed function on the GPU (f32) and in f64 on the CPU (all dtypes),
+/// and checks that a second run gives the same bits.
 pub(super) fn check(gpu: &Device, cases: Vec<Case>) {
     for case in cases {
         for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {

@@ -140,7 +140,7 @@ fn evaluation_drops_nothing() {
     assert!(training(&dropping) != training(&dropping), "each use draws again");
 }
 
-/// Two layers of dropout and a parameter, because an engine needs one.
+/// Two layers of dropout, and a linear layer, because an engine needs at least one parameter.
 struct Masks {
     first: Dropout,
     second: Dropout,

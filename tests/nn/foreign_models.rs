@@ -189,7 +189,7 @@ fn language_models_whose_frozen_norms_cut_the_graph_end_the_first_step() {
     };
     let sizes = || mamba::Config { d_model: 32, n_layer: 2, vocab_size: 64, pad_vocab_size_multiple: 8 };
     let loss_of_mamba = |model: &mamba::Model, rank: usize| {
-        // With a single text, because Candle's models cannot process more.
+        // The batch has a single text, because Candle's Mamba cannot process more.
         let mut state = mamba::State::new(1, &sizes(), DType::F32, &Device::Cpu)?;
         let ids = texts(rank).narrow(0, 0, 1)?;
         let logits = (0..7).map(|i| model.forward(&ids.narrow(1, i, 1)?.squeeze(1)?, &mut state));

@@ -4,7 +4,7 @@ use crate::{gpt, llama};
 use candle_core::{DType, Result};
 use candle_zero::models::{Architecture, GptConfig, LanguageModel, LlamaConfig, Session};
 
-/// Returns a GPT-2 with a context of `ctx` tokens; the Llama below has grouped heads.
+/// Returns the configuration of a GPT-2 with a context of `ctx` tokens; the Llama below has grouped heads.
 fn gpt_config(ctx: usize) -> GptConfig {
     GptConfig { ctx, ..GptConfig::preset("nano").unwrap() }
 }
@@ -112,7 +112,7 @@ fn a_refusal_leaves_the_session_as_it_was() {
     for session in [&mut session, &mut untouched] {
         gpt.extend(session, &prompt(6)).unwrap();
     }
-    // Without a backtrace, which may follow.
+    // The message is the first line; a backtrace may follow.
     let text =
         |result: Result<Vec<f32>>| result.unwrap_err().to_string().lines().next().unwrap_or_default().to_string();
     assert!(text(gpt.extend(&mut session, &[4, 256])).contains("token id 256"));

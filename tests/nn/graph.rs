@@ -26,8 +26,8 @@ fn close(got: &Tensor, want: &Tensor, what: &str) {
     }
 }
 
-/// Combines all kinds of use: `x` goes into two layers and into Candle's product, `w` into a layer, into Candle's
-/// square and, transposed, into another layer; results of layers pass through Candle's operations into other layers.
+/// Combines all kinds of use: `x` goes into two layers and into Candle's product, `w` into two layers, into Candle's
+/// square and, transposed, into a third layer; results of layers pass through Candle's operations into other layers.
 fn mixed(x: &Tensor, w: &Tensor, b: &Tensor, own: bool) -> Result<Tensor> {
     let gelu = |residual| LinearEpilogue { activation: Some(Activation::GeluTanh), residual: Some(residual) };
     let linear_then = if own { nn::linear_then } else { composed::linear_then };

@@ -11,7 +11,8 @@ fn indexes(values: &[u32], shape: &[usize]) -> Tensor {
     Tensor::from_slice(values, shape, &Device::Cpu).unwrap()
 }
 
-/// Returns the cases. In f64, a layer is composed of Candle's operations, so each case is compared with itself in f64.
+/// Returns the cases. In f64, a layer is composed of Candle's operations, so most cases are compared with themselves in
+/// f64.
 pub fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for (x, w, padding, stride, dilation, groups) in [
@@ -195,7 +196,7 @@ fn values_and_gradients_are_those_of_pytorch() {
 
 #[test]
 fn the_gradient_of_a_maximum_is_its_slope() {
-    // Distinct whole numbers: half a step changes no maximum.
+    // The numbers are distinct and whole, so a change of 0.25 moves no maximum.
     let data: Vec<f32> = (0..210u32).map(|i| (i * 97 % 210) as f32).collect();
     for pooling in [Pooling::new(2), Pooling::new((3, 2)).stride((1, 2)).padding((1, 0)), Pooling::new(3).stride(2)] {
         let value = |data: &[f32]| {

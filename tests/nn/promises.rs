@@ -19,7 +19,7 @@ fn bits(t: &Tensor) -> Vec<f32> {
     t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Returns the result of a small network with every op, and its variables.
+/// Returns the loss of a small network of several ops, and its variables.
 fn network(dtype: DType) -> (Tensor, Vec<Var>) {
     let shapes: [&[usize]; 8] = [&[50, 24], &[24], &[24], &[24, 72], &[72], &[300, 24], &[300], &[50, 300]];
     let vars: Vec<Var> = (0..)
@@ -80,7 +80,7 @@ fn rows_do_not_depend_on_how_many_rows_there_are() {
 
 #[test]
 fn views_give_what_their_copies_give() {
-    // Transposed, cut out of a larger tensor, and broadcast: none of them contiguous.
+    // The tensors are transposed, cut out of a larger tensor or broadcast; none of them is contiguous.
     let x = tensor(&[6, 4, 5], 0).transpose(0, 1).unwrap();
     let wide = tensor(&[4, 9, 24], 1).narrow(1, 2, 6).unwrap();
     let (w, b) = (tensor(&[9, 5], 2).t().unwrap(), tensor(&[1], 3).broadcast_as(9).unwrap());
@@ -104,7 +104,7 @@ fn views_give_what_their_copies_give() {
         let g = nn::gelu_tanh(&arg(&a.transpose(1, 2).unwrap())).unwrap();
         let e = nn::embedding(&arg(&ids(&[3, 4], 5).t().unwrap()), &wt).unwrap();
         let c = nn::cross_entropy(&arg(&y.transpose(0, 1).unwrap()), &arg(&ids(&[4, 6], 9).t().unwrap())).unwrap();
-        // Gradients that come back as views: of a transpose and of a broadcast.
+        // These operations return gradients as views of a transpose or of a broadcast.
         let all = [y.transpose(0, 2), n.transpose(0, 1), g.transpose(0, 1), e.transpose(0, 1)];
         let sum =
             all.into_iter().fold(c.clone(), |sum, t| (sum + t.unwrap().sqr().unwrap().sum_all().unwrap()).unwrap());

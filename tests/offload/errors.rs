@@ -1,7 +1,7 @@
 //! Folders that cannot be offloaded to, folders in use, and disks that are too small or full: the error of each rank.
 //!
-//! Small and read-only file systems are mounted in a mount namespace of a child process: this test binary (`program`
-//! below). If the system does not allow mounting, the test is skipped.
+//! Small and read-only file systems are mounted in the mount namespace of a child process, which runs this test binary
+//! (`program` below). If the system does not allow mounting, the test is skipped.
 
 use crate::support::processes::as_program;
 use crate::support::skips::skipped;
@@ -75,7 +75,7 @@ fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
 #[test]
 fn a_folder_belongs_to_one_job_at_a_time() {
     let folder = folder();
-    // Another job: a lock that no engine of this process holds.
+    // This lock, which no engine of this process holds, represents another job.
     let other = std::fs::File::create(folder.path().join(".candle-zero.lock")).unwrap();
     other.try_lock().unwrap();
     let text = refusal(folder.path()).replace(folder.path().to_str().unwrap(), "FOLDER");
@@ -199,10 +199,10 @@ fn too_small(at: &Path, other: &Path) -> Value {
         start(comm, &all_in(path)).map(drop)
     });
     let both: Vec<String> = both.unwrap().into_iter().map(|r| r.unwrap_err().to_string()).collect();
-    // All ranks on the small disk, together.
+    // All ranks share the small disk.
     let shared = threads::run(2, |comm| start(comm, &all_in(at)).map(drop)).unwrap();
     let shared: Vec<String> = shared.into_iter().map(|r| r.unwrap_err().to_string()).collect();
-    // The other kinds of state, which need more space, are on a different disk.
+    // The optimizer's states, which need more space, are on a different disk.
     let mut config = all_in(at);
     config["zero_optimization"]["offload_optimizer"]["nvme_path"] = json!(other);
     config["zero_optimization"]["offload_param"]["nvme_path"] = json!(at.join("narrow"));

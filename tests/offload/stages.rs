@@ -163,8 +163,8 @@ impl Mixed {
     }
 }
 
-/// Returns the bits of losses (of training and of an evaluation after each step), gradient norms and loss scales, and
-/// the exported parameters.
+/// Returns the bits of losses (of training and of an evaluation after each micro step), gradient norms and loss scales,
+/// the numbers of skipped steps, and the exported parameters.
 fn run_mixed(world: usize, config: &Value, steps: usize) -> (Vec<Vec<u64>>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");

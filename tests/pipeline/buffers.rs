@@ -53,8 +53,8 @@ impl Model {
     }
 }
 
-/// Loads the checkpoint in `from`, if given, trains for some steps, and saves into `to`. Returns the loss of each step and
-/// of an evaluation at the end, on rank 0.
+/// Loads the checkpoint in `from`, if given, trains for some steps, and saves into `to`. Returns the loss of each step
+/// and of an evaluation at the end, on rank 0.
 fn trained(
     (world, pipeline): (usize, Option<Value>),
     from: Option<&Path>,

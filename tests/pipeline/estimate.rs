@@ -67,8 +67,8 @@ fn the_memory_of_each_rank_is_that_of_the_engine() {
         if dtype == "bf16" {
             config["bf16"] = json!({"enabled": true});
         }
-        // The gradient of a tied weight is accumulated after the others, and the gradients of one chunk, or of a divided
-        // backward pass, are fewer than those of all the rank's layers.
+        // The gradient of a tied weight is accumulated after the others, and the gradients of one chunk, or of a
+        // divided backward pass, are fewer than those of all the rank's layers.
         let exact = !model.tie_word_embeddings && pipeline.get("schedule").is_none();
         let about = format!("{world_size} ranks, {config}, frozen: {frozen}");
         let prepare = |shapes: Shapes| shapes.trainable(|name, _| !name.contains(frozen));

@@ -67,7 +67,7 @@ fn weights_are_read_from_a_file_of_the_complete_model() {
     assert!(path.exists());
     let options = |builder: EngineBuilder| builder.init_from(&path);
     assert!(plain(&config(4, 0), options) == piped(2, module, &config(4, 0), options));
-    // A tensor that no stage has.
+    // The file does not contain this parameter.
     let other = || module().layer("more", |vb| Linear::new(3, 3, vb));
     let run = |comm| options(builder(comm)).initialize_pipeline(other(), config(4, 0)).map(drop);
     let error = threads::run(2, run).unwrap().into_iter().find_map(std::result::Result::err).unwrap();
@@ -96,7 +96,7 @@ fn param_groups_have_the_same_numbers_on_all_ranks() {
         builder.parameter_groups(groups.collect::<Vec<_>>()).schedule(Rates)
     };
     assert!(plain(&config(4, 0), options) == piped(3, module, &config(4, 0), options));
-    // Frozen, on one rank only.
+    // The frozen parameters are on one rank only.
     let options = |builder: EngineBuilder| {
         builder.parameter_groups(vec![ParameterGroup::default().names(["layer.0.*"]).frozen()])
     };

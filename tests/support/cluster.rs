@@ -93,8 +93,8 @@ pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
 pub struct Hosts {
     names: [String; 2],
     folder: tempfile::TempDir,
-    /// The turn of this test. Other tests wait for its end before they create two hosts, because ranks that wait for each
-    /// other use all cores of a small machine.
+    /// The turn of this test. Other tests wait for its end before they create two hosts, because ranks that wait for
+    /// each other use all cores of a small machine.
     _turn: MutexGuard<'static, ()>,
 }
 
@@ -193,7 +193,7 @@ impl Hosts {
         pids.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 
-    /// Returns the processes on a host whose program has this name.
+    /// Returns the IDs of the processes on a host whose program has this name.
     pub fn processes(&self, host: usize, program: &str) -> Vec<i32> {
         let of = |pid: &i32| {
             let file = std::fs::read_link(format!("/proc/{pid}/exe"));

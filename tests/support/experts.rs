@@ -176,7 +176,7 @@ impl Mixture {
         self.last.forward(&self.first.forward(x)?)?.sqr()?.sum_all()
     }
 
-    /// Returns a loss, which is a number even if there are no rows.
+    /// Returns a loss, which is finite even if there are no rows.
     pub fn loss(&self, x: &Tensor) -> Result<Tensor> {
         let x = x.to_dtype(self.first.weight().dtype())?;
         let x = self.blocks.iter().try_fold(self.first.forward(&x)?, |x, block| block.forward(&x))?;

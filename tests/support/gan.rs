@@ -116,7 +116,7 @@ impl Gan {
         let folder = tempfile::tempdir().unwrap();
         for (name, engine) in [("generator", &mut self.generator), ("discriminator", &mut self.discriminator)] {
             let file = folder.path().join(name);
-            // Rank 0 writes the file in its own folder. The other ranks return only their losses.
+            // Rank 0 writes the file in its own folder. The other ranks return only their losses and norms.
             engine.export_safetensors(&file)?;
             let bytes = if engine.rank() == 0 { std::fs::read(&file).unwrap() } else { vec![] };
             bits.extend(bytes.iter().map(|byte| u64::from(*byte)));

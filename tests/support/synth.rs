@@ -1,5 +1,5 @@
-//! Initial weights and tokens from integer arithmetic only, which are therefore the same in any programming language:
-//! the inputs of the recorded runs.
+//! Initial weights and tokens, computed with integers and IEEE doubles, and therefore the same in any programming
+//! language: the inputs of the recorded runs.
 
 /// The sizes of a GPT-2.
 #[derive(Debug, Clone, Copy)]

@@ -109,7 +109,7 @@ pub struct Outcome {
     pub comm: CommReport,
 }
 
-/// Returns a configuration with `more` merged into the top level.
+/// Returns a configuration with `zero` merged into the section `zero_optimization`, and `more` into the top level.
 pub fn config(stage: u8, accumulation: usize, zero: Value, more: Value) -> Value {
     let mut config = json!({
         "train_micro_batch_size_per_gpu": 2,
@@ -208,7 +208,7 @@ fn train_as(
     outcomes.into_iter().map(outcome).collect()
 }
 
-/// Checks that at stage 3, any operation that uses a unit's parameter outside the unit fails with an error that names
+/// Checks that, at stage 3, any operation that uses a unit's parameter outside the unit fails with an error that names
 /// the parameter.
 pub fn absent_parameters_are_named(device: fn() -> Result<Device>) {
     type Use = fn(&Tensor, &Tensor) -> Result<Tensor>;

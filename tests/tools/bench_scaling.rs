@@ -103,7 +103,7 @@ fn one_and_two_ranks_are_measured_with_both_kinds_of_scaling_and_drawn() {
     let svg = std::fs::read_to_string(folder.path().join("scaling.svg")).unwrap();
     let elements = elements(&svg);
     let count = |name: &str| elements.iter().filter(|element| *element == name).count();
-    // Two points and a name in each of four panels.
+    // In each of the four panels, the curve has two points and a marker in the legend.
     assert_eq!((elements[0].as_str(), count("svg"), count("g"), count("circle")), ("svg", 1, 4, 12));
     // An earlier picture is replaced.
     let again = scaling(folder.path(), &["--ranks", "1", "--stages", "0", "--scaling", "weak", "--svg", "scaling.svg"]);

@@ -244,7 +244,7 @@ fn read_json(file: &Path) -> Value {
     serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap()
 }
 
-/// Checks that `found` are the exported parameters, rounded to `dtype`, with `prefix` before their names.
+/// Checks that `found` contains exactly the exported parameters, rounded to `dtype`, with `prefix` before their names.
 fn assert_exported(found: &BTreeMap<String, Tensor>, exported: &Path, dtype: DType, prefix: &str) {
     let expected = tensors(exported);
     assert_eq!(found.len(), expected.len());

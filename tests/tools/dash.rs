@@ -1,5 +1,5 @@
-//! `zerorun dash` and `--dashboard`: the page of a job, requests to it, and what its record says about its ranks. The page
-//! itself is tested in a browser, by `scripts/test_dashboard.py`.
+//! `zerorun dash` and `--dashboard`: the page of a job, requests to the page, and what the job's record says about its
+//! ranks. The page itself is tested in a browser, by `scripts/test_dashboard.py`.
 
 use crate::support::processes::{as_program, send, start, stderr, wait_for, zerorun};
 use candle_core::{DType, Tensor};
@@ -147,7 +147,7 @@ fn a_job_with_a_dashboard_is_recorded_without_a_name_and_stops_when_its_page_ask
     let dir = tempfile::tempdir().unwrap();
     let mut job = job(dir.path(), &["--dashboard", "0"]);
     let (token, address, mut rest) = link(job.stderr.take().unwrap());
-    // The launcher continues to write.
+    // The launcher continues to write, so its output must be read.
     let rest = std::thread::spawn(move || {
         let mut text = String::new();
         rest.read_to_string(&mut text).map(|_| text)

@@ -238,7 +238,7 @@ fn wrong_words_are_refused_with_what_is_allowed() {
         assert_eq!(output.status.code(), Some(2), "{words:?}");
         let text = stderr(&output).replace(dir.path().to_str().unwrap(), "RUNS");
         let text = text.split("\n\nUsage").next().unwrap().split("\n\nFor more").next().unwrap().replace('\n', " ");
-        // The times in names.
+        // Replaces the times in names.
         let digits = |word: &str| match word.split_once("-20") {
             Some((name, _)) => format!("{name}-TIME"),
             None => word.to_owned(),

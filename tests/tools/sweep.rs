@@ -121,7 +121,7 @@ impl Folder {
         std::fs::read(self.path(name)).unwrap()
     }
 
-    /// Trains the best configuration of a sweep by its script, without the sweep.
+    /// Trains the best configuration of a sweep with its script, without the sweep.
     fn train_best(&self, sweep: &str, out: &str) {
         let mut command = Command::new("sh");
         let launcher = crate::support::processes::launcher();

@@ -1,4 +1,5 @@
-//! A parameter that stage 3 has released cannot be used in a computation unnoticed. (cuda.rs has the same test for a GPU.)
+//! A parameter that stage 3 has released cannot be used in a computation unnoticed. (cuda.rs has the same test for a
+//! GPU.)
 
 use crate::support::tiny::absent_parameters_are_named;
 use candle_core::Device;

@@ -59,7 +59,8 @@ fn running_statistics_are_those_of_candle_alone() {
     assert_eq!(var, alone.running_var().to_vec1::<f32>().unwrap());
 }
 
-/// Returns the statistics of 2 ranks before and after the forward pass of a second step, under this rule.
+/// Returns, for each of 2 ranks under this rule, the statistics after the first step, at the beginning of the second
+/// step's forward pass, and after that pass.
 fn of_second_step(sync: BufferSync) -> Vec<(Vec<f32>, Vec<f32>, Vec<f32>)> {
     let config = config(1, 1, json!({}), json!({}));
     let results = threads::run(2, |comm| {
@@ -277,7 +278,7 @@ fn one_buffer_has_one_shape_and_one_type() {
     assert!(matches!(&other, Error::Param(_)), "{other}");
 }
 
-/// Returns the errors of 3 ranks whose models depend on the rank's index.
+/// Returns the results of 3 ranks whose models depend on the rank's index.
 fn errors_of_ranks(
     stage: u8,
     build: impl Fn(usize, VarBuilder<'_>) -> candle_core::Result<()> + Sync,
@@ -369,7 +370,7 @@ fn a_buffer_whose_shape_changes_is_an_error_with_its_name_in_a_step_and_the_last
         });
         let errors: Vec<Error> = results.unwrap().into_iter().map(|result| result.unwrap_err()).collect();
         assert!(is_changed_ids(&errors[broken]), "world {world}: {}", errors[broken]);
-        // The others do not wait forever, and name the rank that failed.
+        // The other ranks do not wait forever, and repeat the error of the rank that failed.
         let others = errors.iter().enumerate().filter(|(rank, _)| *rank != broken);
         others.for_each(|(_, error)| assert!(error.to_string().contains("buffer rows.ids of shape [3]"), "{error}"));
         let loaded = threads::run(1, |comm| {

@@ -139,7 +139,7 @@ fn backward_may_give_a_leaf_variable_nothing() {
     static CALLS: AtomicUsize = AtomicUsize::new(0);
     let (x, w) = (var(&[3, 4]), var(&[4, 5]));
     let hooked = w.apply_op1(Hook { calls: &CALLS, pass: false }).unwrap();
-    // Used twice: its gradient is complete when the hook is called.
+    // `hooked` is used twice, and its gradient is complete when the hook is called.
     let y = (x.matmul(&hooked).unwrap() + x.matmul(&hooked).unwrap()).unwrap();
     let grads = y.sum_all().unwrap().backward().unwrap();
     assert_eq!(CALLS.load(Ordering::SeqCst), 1);

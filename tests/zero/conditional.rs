@@ -47,8 +47,8 @@ impl Branches {
         Tensor::stack(&losses, 0)?.sum_all()
     }
 
-    /// Returns the same loss as `loss`, but unused parameters have gradients of zero, because their outputs, multiplied
-    /// by zeros, are added.
+    /// Returns the same loss as `loss`, but unused parameters have gradients of zero, because the outputs of unused
+    /// parts, multiplied by zeros, are added.
     fn loss_with_zeros(&self, x: &Tensor, path: Way) -> Result<Tensor> {
         let mut zeros = vec![];
         let mut x = x.clone();

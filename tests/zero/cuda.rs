@@ -90,7 +90,8 @@ fn an_absent_parameter_is_an_error_with_its_name() {
 /// The variable that is set for a child process, which runs the body of a single test.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
-/// Runs `test` alone in a process with a variable of the mock, because other tests use the same GPUs. Returns its output.
+/// Runs `test` alone in a process with a variable of the mock, because other tests use the same GPUs. Returns its
+/// output.
 fn alone(test: &str, (name, value): (&str, u64)) -> String {
     alone_with(test, name, &value.to_string(), "use NCCL")
 }
@@ -265,8 +266,8 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         }
         others.push(peak - bytes - windows);
     }
-    // Besides its windows, a GPU holds only activations and gradients of the layers in progress: at stage 3, no more than
-    // with all parameters on it.
+    // Besides its windows, a GPU holds only activations and gradients of the layers in progress: at stage 3, no more
+    // than with all parameters on it.
     assert!(others[0] <= others[1], "{others:?}");
 }
 
@@ -536,8 +537,8 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
     }
     if std::env::var_os(ALONE).is_none() {
         insta::assert_snapshot!(alone(name, ("MOCK_CUDA_MEMORY", 100_000)), @"
-        stage 2: the GPU of rank 0 has no memory left; this model holds parameters 8.7 KiB, moments 8.7 KiB, buckets 1.5 KiB, and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu, units that recompute, or shard parameters (zero_optimization.stage 3)
-        stage 3: the GPU of rank 0 has no memory left; this model holds parameters 4.3 KiB, moments 8.7 KiB, gathered 8.7 KiB, buckets 1.5 KiB, and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu, units that recompute, or shard parameters (zero_optimization.stage 3)
+        stage 2: the GPU of rank 0 has no memory left; this model holds parameters 8.7 KiB, moments 8.7 KiB, buckets 1.5 KiB, and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that recompute, or shard parameters (zero_optimization.stage 3)
+        stage 3: the GPU of rank 0 has no memory left; this model holds parameters 4.3 KiB, moments 8.7 KiB, gathered 8.7 KiB, buckets 1.5 KiB, and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that recompute, or shard parameters (zero_optimization.stage 3)
         ");
         return;
     }

@@ -1,5 +1,5 @@
-//! Experts that are divided among ranks: rows travel to them. Results have the same bits at every stage, and are those
-//! of a job whose ranks all hold all experts, except for rounding.
+//! Experts that are divided among ranks: rows travel to the ranks that hold their experts. Results have the same bits
+//! at every stage, and are those of a job whose ranks all hold all experts, except for rounding.
 
 use crate::support::experts::{EXPERT, Mixture, SHAPE, Shape, WIDTH, allow, choose_in_turn, rows};
 use crate::support::processes::{as_program, descendants, start, stderr, wait_for, zerorun};
@@ -21,7 +21,8 @@ use std::path::Path;
 
 const STEPS: usize = 3;
 
-/// The number of each rank's rows, and the experts among which their routers choose.
+/// A function that returns, for a micro step and a rank, the number of the rank's rows and the experts among which its
+/// routers choose.
 type Routes = dyn Fn(usize, usize) -> (usize, Vec<usize>) + Sync;
 
 /// Changes an engine's options.
@@ -48,8 +49,7 @@ fn divided(mut config: Value, size: usize) -> Value {
     config
 }
 
-/// Trains with `routes`, which returns the number of rows and the experts of a micro step (the first argument) on a rank
-/// (the second one).
+/// Trains with `routes`.
 fn train_with(
     job: Job,
     shape: Shape,
@@ -92,7 +92,8 @@ fn train(job: Job, shape: Shape, config: &Value, routes: &Routes) -> Trained {
     train_with(job, shape, config, routes, |builder| builder)
 }
 
-/// Returns routes with which each rank chooses among three separate experts, and each rank in turn has no rows.
+/// Returns the number of rows and the experts of a micro step on a rank. Each rank chooses among three experts, none of
+/// which the previous rank may choose, and each rank in turn has no rows.
 fn disjoint(micro: usize, rank: usize) -> (usize, Vec<usize>) {
     let count = if (micro + rank).is_multiple_of(4) { 0 } else { 5 + rank };
     (count, (0..3).map(|i| (3 * rank + i + micro) % SHAPE.experts).collect())
@@ -540,7 +541,7 @@ fn divisions_that_cannot_be_are_refused() {
     insta::assert_snapshot!(refused(2, 2, json!({"optimizer": {"type": "Muon"}})), @"cannot divide experts among ranks: expert_parallel.autoep_size is 2, but the optimizer needs complete parameters, or their norms over all ranks; use an optimizer such as AdamW");
     insta::assert_snapshot!(refused(2, 2, json!({"torch_autocast": {"enabled": true, "dtype": "bfloat16"}})), @"the configuration value: `expert_parallel.autoep_size`: 2 cannot be used together with torch_autocast, because experts are computed in the model's own format; remove one of the two");
     insta::assert_snapshot!(refusal(2, SHAPE, &with(2, json!({"mics_shard_size": 2}), json!({}))), @"the configuration value: `expert_parallel.autoep_size`: 2 cannot be used together with zero_optimization.mics_shard_size, because experts are sharded only among the ranks that hold them; remove one of the two");
-    insta::assert_snapshot!(refusal(2, SHAPE, &with(2, json!({"leaf_module": {"names": ["layer.0"]}}), json!({}))), @"cannot divide experts among ranks: expert_parallel.autoep_size is 2, but zero_optimization.ignore_unused_parameters or leaf_module is set, for experts that are gathered together; remove it");
+    insta::assert_snapshot!(refusal(2, SHAPE, &with(2, json!({"leaf_module": {"names": ["layer.0"]}}), json!({}))), @"cannot divide experts among ranks: expert_parallel.autoep_size is 2, but zero_optimization.ignore_unused_parameters or leaf_module is set, which is only for experts that are gathered together; remove it");
     let of_leaf = threads::run(2, |comm| {
         let builder = Engine::builder().communicator(comm).leaf_units(["layer.1"]);
         builder.initialize(|vb| Mixture::new(SHAPE, vb), with(2, json!({}), json!({}))).map(drop)
@@ -638,7 +639,7 @@ fn a_killed_job_with_divided_experts_ends_with_the_bytes_of_one_that_never_was()
 
 #[test]
 fn a_rank_that_dies_while_rows_travel_is_named_and_nobody_hangs() {
-    // A step consists mostly of exchanges of rows, so the rank is killed in different ones of them.
+    // A step consists mostly of exchanges of rows, so the kills hit different exchanges.
     for kill_after in 1..7 {
         let folder = folder();
         let mut job = start(&mut program(folder.path()));

@@ -138,7 +138,7 @@ fn a_frozen_parameter_has_weights_and_nothing_else_on_any_rank_or_wire() {
     }
 }
 
-/// Two frozen units, one that is trained, and a frozen one above it, all made of Candle's own layers.
+/// Four units, made of Candle's own layers, of which each test freezes some.
 struct Stack(Vec<Unit<Linear>>);
 
 impl Stack {

@@ -111,7 +111,7 @@ fn a_parameter_kept_in_f32_has_four_bytes_and_no_master_weights() {
     assert_eq!(kept[1], all[1] - 4 * scales, "master weights");
 }
 
-/// Returns a small GPT-2: 16 wide, two blocks.
+/// Returns the configuration of a small GPT-2 with a width of 16 and two blocks.
 fn gpt() -> GptConfig {
     GptConfig { vocab: 31, ctx: 8, n_embd: 16, n_layer: 2, n_head: 2, ..GptConfig::preset("nano").unwrap() }
 }

@@ -196,7 +196,7 @@ fn stages_agree(world: usize, residual: bool, to_nobody: ToNobody) {
         let losses = &reference.0[world - 1].0;
         assert_ne!(losses[0], losses[losses.len() - 1]);
         for stage in 0..4 {
-            // Below stage 3 nothing is gathered: small buckets are enough.
+            // Below stage 3, nothing is gathered: small buckets are enough.
             let ways = if stage == 3 { &gathering()[..] } else { &gathering()[3..] };
             for zero in ways {
                 let config = config(stage, accumulation, zero.clone(), json!({}));

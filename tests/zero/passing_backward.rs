@@ -296,7 +296,8 @@ fn plain_backwards_on_another_thread_do_not_count_while_the_engine_differentiate
 
 #[test]
 fn a_plain_backward_inside_of_a_forward_may_use_the_model() {
-    // Fast gradient sign (Goodfellow et al. 2014): the loss of an input that was computed with the model's own gradient.
+    // Fast gradient sign (Goodfellow et al. 2014): the loss of an input that was computed with the model's own
+    // gradient.
     let run = |config: &Value| {
         let losses = threads::run(2, |comm| {
             let mut engine = engine(&comm, of_candle, config)?;

@@ -1,7 +1,7 @@
 //! Random programs that combine everything that an engine can do (frozen and packed parameters, groups, batch norm's
 //! statistics, units that recompute, dropout, experts that ranks choose, every optimizer, gradients dropped, rates and
-//! weights set, parameters frozen and thawed, evaluation, checkpoints) give the same bits as stage 0, whatever is sharded
-//! and offloaded.
+//! weights set, parameters frozen and thawed, evaluation, checkpoints) give the same bits as stage 0, whatever is
+//! sharded and offloaded.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{BatchNorm, Linear, Module, ModuleT, VarBuilder, batch_norm, linear};
@@ -295,7 +295,8 @@ impl Program {
         }
     }
 
-    /// Returns the results of every rank, by name: bits of losses and norms, and at the end those of all parameters.
+    /// Returns the results of every rank, by name: bits of losses and norms, and at the end those of several
+    /// parameters.
     fn run(&self, engines: &[How], saves: bool) -> Vec<Vec<(String, Vec<u64>)>> {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let (files, checkpoints) = (folder.path().join("files"), folder.path().join("checkpoints"));
@@ -325,7 +326,7 @@ impl Program {
                         seen.push(("norm".to_owned(), vec![engine.global_grad_norm().unwrap().to_bits()]));
                     }
                     Call::Eval => {
-                        // Between steps each rank has its own statistics, until a checkpoint or this call.
+                        // Between steps, each rank has its own statistics, until a checkpoint or this call.
                         engine.sync_buffers()?;
                         let loss = engine.eval(|model| model.loss(comm.rank()))?;
                         seen.push(("evaluation".to_owned(), vec![bits(&loss)?]));

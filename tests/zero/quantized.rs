@@ -75,7 +75,7 @@ fn packed_bytes(packing: WeightPacking, elements: usize) -> usize {
     }
 }
 
-/// Returns a GPT-2 with 1.7 million elements, of which all but the last norm are frozen.
+/// Returns the configuration of a GPT-2 with 1.7 million elements.
 fn gpt() -> GptConfig {
     let sizes = GptConfig::preset("gpt2").unwrap();
     GptConfig { n_layer: 2, n_head: 4, n_embd: 256, ctx: 16, vocab: 512, ..sizes }

@@ -76,8 +76,8 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Returns the number of rows and the experts of a micro step on a rank. Each rank chooses among three separate
-/// experts, and each rank in turn has no rows.
+/// Returns the number of rows and the experts of a micro step on a rank. Each rank chooses among three experts, none of
+/// which the previous rank may choose, and each rank in turn has no rows.
 fn disjoint(micro: usize, rank: usize) -> (usize, Vec<usize>) {
     let count = if (micro + rank).is_multiple_of(4) { 0 } else { 5 + rank };
     (count, (0..3).map(|i| (3 * rank + i + micro) % SHAPE.experts).collect())
@@ -255,7 +255,8 @@ proptest! {
 
 // ---- bytes ---------------------------------------------------------------------------------------------------------
 
-/// The bytes of one micro step: read from files, gathered from all ranks, and the peak of gathered parameters.
+/// The bytes read from files in one micro step, the elements gathered from all ranks, and the peak bytes of gathered
+/// parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Moved {
     read: u64,
@@ -267,7 +268,7 @@ struct Moved {
     chosen: usize,
 }
 
-/// Returns what the forward and backward pass of a micro step move if the rows of each rank choose among `allowed`.
+/// Returns what the forward and backward passes of a micro step move if the rows of each rank choose among `allowed`.
 fn moved(world: usize, shape: Shape, zero: &Value, allowed: impl Fn(usize) -> Vec<usize> + Sync) -> Moved {
     let config = config(3, 1, zero.clone(), json!({}));
     let ranks = threads::run(world, |comm| {
@@ -321,7 +322,7 @@ fn the_bytes_read_in_a_step_are_those_of_the_experts_that_rows_chose() {
             // Each rank reads its shard of the experts that any rank chose, in each pass of each layer.
             let experts = |moved: Moved| (passes * moved.chosen * EXPERT / world * 4) as u64;
             assert_eq!(four.read - two.read, experts(four) - experts(two), "world {world}, {checkpointed}");
-            // The rest are the dense units.
+            // The rest is read for the dense units.
             let dense = (32 * 4 + 32 + 2 * (32 + 8 * 32)) as u64 * 4 / world as u64;
             let rest = two.read - experts(two);
             assert!(rest >= dense && rest < 8 * dense.max(4096), "{rest} {dense}");

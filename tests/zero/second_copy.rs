@@ -1,4 +1,5 @@
-//! `zero_hpz_partition_size`: values gathered from all hosts are gathered again from a copy on this host, with the same bits.
+//! `zero_hpz_partition_size`: values gathered from all hosts are gathered again from a copy on this host, with the same
+//! bits.
 
 use crate::support::experts::{self, EXPERT, Mixture, allow, rows};
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_over};
@@ -15,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The number of ranks on a host.
 const HERE: usize = 2;
 
-/// Elements that a rank gathered from all ranks, and from those of its group.
+/// The numbers of elements that a rank gathered from all ranks, and from those of its group.
 #[derive(Default)]
 struct Gathered {
     from_all: AtomicUsize,
@@ -173,7 +174,7 @@ fn each_parameter_comes_from_all_hosts_once_per_step_and_takes_one_copy_per_grou
     };
     let (without, with) = (of(1), of(HERE));
     for ([all, within, ..], [all_with, within_with, shares, held, peak]) in without.into_iter().zip(with) {
-        // The root is gathered once in a micro step, a unit twice.
+        // In a micro step, the root is gathered once, and a unit twice.
         assert_eq!((all_with, within), (shares, 0));
         // In a group, a part is larger by a factor of world size / group size.
         assert_eq!(all_with + within_with / (4 / HERE), all);

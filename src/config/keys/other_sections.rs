@@ -238,7 +238,8 @@ const MODEL_HAS_NAMES: &str = "the model's code determines which of its paramete
 const MODEL_ROUTES: &str =
     "the model's code or its config.json determines how tokens are routed, and ignoring the key would change training";
 const OWN_KERNELS: &str = "experts are computed as grouped products";
-const OWN_MESSAGES: &str = "tokens travel through the communicator, in messages as long as their rows";
+const OWN_MESSAGES: &str =
+    "tokens travel through the communicator, in messages that are only as long as their rows require";
 
 const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "Spread experts over ranks.";

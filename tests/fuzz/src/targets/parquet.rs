@@ -10,7 +10,7 @@ pub fn run(data: &[u8]) -> bool {
     prepare("data.parquet", rest, &DataKind::of(first))
 }
 
-/// Returns the small files in tests/fixtures, each for the task that its name states.
+/// Returns the files in tests/fixtures/finetune/parquet, each for the task that its name states.
 pub fn seeds() -> Vec<Vec<u8>> {
     let mut seeds = Vec::new();
     for folder in ["finetune/parquet", "finetune/parquet/refused"] {

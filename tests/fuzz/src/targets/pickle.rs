@@ -3,7 +3,7 @@
 use super::deepspeed_files::files;
 use super::{join, split};
 
-/// Globals of such pickles.
+/// Globals, names and opcodes of such pickles.
 pub(super) const WORDS: [&str; 14] = [
     "ccollections\nOrderedDict\n",
     "ctorch\nFloatStorage\n",
