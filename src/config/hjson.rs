@@ -400,7 +400,7 @@ impl<'a> HjsonReader<'a> {
                 };
                 return char::from_u32(code).ok_or_else(|| self.expected("an escape of a Unicode character"));
             }
-            _ => return Err(self.expected("one of \" \\ / b f n r t u after a backslash")),
+            _ => return Err(self.expected("one of \" ' \\ / b f n r t u after a backslash")),
         };
         self.bump();
         Ok(plain)

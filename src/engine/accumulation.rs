@@ -109,14 +109,15 @@ impl<M> Engine<M> {
     /// batches of the new size. Collective.
     ///
     /// # Errors
-    /// The same as [`set_train_batch_size`](Self::set_train_batch_size).
+    /// [`EngineError::MicroBatchSize`] if it is 0 or too large; otherwise, the errors of
+    /// [`set_train_batch_size`](Self::set_train_batch_size).
     pub fn set_train_micro_batch_size(&mut self, micro_batch: usize) -> Result<()> {
         self.same_on_all_ranks("set_train_micro_batch_size", &[micro_batch as f64])?;
         self.between_steps("set_train_micro_batch_size")?;
         let (steps, ranks) = (self.config.batch.gradient_accumulation_steps, self.world_size());
         let train_batch_size = micro_batch.checked_mul(steps).and_then(|samples| samples.checked_mul(ranks));
         let Some(train_batch_size) = train_batch_size.filter(|samples| *samples > 0) else {
-            return Err(EngineError::BatchSize { train_batch_size: 0, micro_batch, ranks }.into());
+            return Err(EngineError::MicroBatchSize { micro_batch, steps, ranks }.into());
         };
         self.config.batch.train_micro_batch_size_per_gpu = micro_batch;
         self.config.batch.train_batch_size = train_batch_size;

@@ -67,7 +67,7 @@ impl RankConfig {
         let all = texts(comm, &serde_json::to_string(self).unwrap_or_else(|e| unreachable!("texts and numbers: {e}")))?;
         let theirs =
             serde_json::from_str(&all[other]).unwrap_or_else(|_| Self { keys: BTreeMap::new(), data: Vec::new() });
-        Ok(self.error(&theirs, comm.rank(), other))
+        Ok(self.error(&theirs, comm.in_job(comm.rank()), comm.in_job(other)))
     }
 
     fn error(&self, theirs: &Self, rank: usize, other: usize) -> Error {

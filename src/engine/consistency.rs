@@ -246,6 +246,7 @@ fn initial_values_differ(core: &RankCore, inits: &[Init], hashes: &[u64]) -> Res
     let differs = |at: &usize| all.iter().any(|theirs| theirs[*at] != all[0][*at]);
     let first = (0..hashes.len()).find(differs).unwrap_or(0);
     let other = (0..all.len()).find(|r| all[*r][first] != hashes[first]).unwrap_or(0);
+    let (rank, other) = (core.comm().in_job(rank), core.comm().in_job(other));
     let (what, hint) = match inits.get(first) {
         Some(init) => (
             format!("parameter {}", core.params()[first].name),

@@ -85,6 +85,19 @@ pub enum EngineError {
         /// The number of ranks.
         ranks: usize,
     },
+    /// A micro batch without samples, or with so many that the samples of a step cannot be counted.
+    #[error(
+        "a train_micro_batch_size_per_gpu of {micro_batch} is not possible with {} on {}; give a number from 1 to {}",
+        counted(*steps, "accumulation step"), counted(*ranks, "rank"), usize::MAX / steps / ranks
+    )]
+    MicroBatchSize {
+        /// The number of samples per rank and forward pass.
+        micro_batch: usize,
+        /// The number of micro batches per optimizer step.
+        steps: usize,
+        /// The number of ranks.
+        ranks: usize,
+    },
     /// A learning rate that is negative or not finite.
     #[error("a learning rate of {lr} is not possible; give a finite number of at least 0")]
     LearningRate {

@@ -6,7 +6,7 @@ use crate::comm::agree::{agree, rank_failed};
 use crate::error::{EngineError, ParamError, Result};
 use crate::param::ParamId;
 use crate::precision::Flat;
-use crate::util::{fnv1a, nearest};
+use crate::util::{fnv1a, list, nearest};
 use crate::zero::share::state_access::ParamStateKind;
 use candle_core::{DType, Device, Tensor};
 
@@ -374,7 +374,13 @@ impl<M> Engine<M> {
         let keys = self.core.moments(param, &self.trainer);
         let found = keys.iter().position(|own| *own == key).map(ParamStateKind::Moment);
         found.ok_or_else(|| {
-            let has = if keys.is_empty() { "none".into() } else { keys.join(", ") };
+            let readable = self.core.factored_names(param, &self.trainer);
+            let has = match (keys.is_empty(), readable.is_empty()) {
+                (true, true) => "none".into(),
+                (false, true) => keys.join(", "),
+                (true, false) => format!("only {}, which can be read but not set", list(readable)),
+                (false, false) => format!("{}, and {}, which can be read but not set", keys.join(", "), list(readable)),
+            };
             ParamError::UnknownState { name: param.name.clone(), key: key.into(), has }.into()
         })
     }

@@ -590,7 +590,8 @@ impl Membership {
             }
         }
         let names: Vec<String> = joiners.iter().map(usize::to_string).collect();
-        self.tell(format!("island {donor} gives its state to island {} after step {}", list(&names), key.step));
+        let islands = if names.len() == 1 { "island" } else { "islands" };
+        self.tell(format!("island {donor} gives its state to {islands} {} after step {}", list(&names), key.step));
         self.donations += 1;
         self.donation = Some(Donation { number: self.donations, donor, joiners, key, ended: 0 });
         Some((donor, self.donations))

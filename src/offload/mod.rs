@@ -26,6 +26,7 @@
 //! | `aligned_buffer.rs` | memory that files are read into without a copy |
 //! | `window_pipeline.rs` | windows of the optimizer step: read ahead, updated, written behind |
 //! | `spill_file.rs` | inputs that recomputing units keep in a file until the backward pass |
+//! | `offload_store.rs` | the files of one rank, and the settings for a sweep through them |
 //! | `offload_report.rs` | bytes and seconds of file access |
 //! | `disk_bench.rs` | measures the speed of these operations in a given folder |
 

@@ -154,6 +154,13 @@ fn what_a_pipeline_cannot_have_is_refused_in_words() {
         }),
         @"cannot train in a pipeline: there are 5 micro batches per step (gradient_accumulation_steps), but pipeline.schedule interleaved on 2 ranks needs a number that is divisible by 2; use a multiple of 2"
     );
+    let divided = |_| {
+        let mut config = config(4, 1);
+        config["pipeline"]["stages"] = json!(2);
+        config["expert_parallel"] = json!({"enabled": true, "autoep_size": 2});
+        config
+    };
+    insta::assert_snapshot!(refused(4, module, divided), @"cannot divide experts among ranks: expert_parallel.autoep_size is 2, but the model is a pipeline, whose stages hold complete blocks; remove one of the two");
     insta::assert_snapshot!(refused(2, module, |_| config(4, 2)), @"cannot train in a pipeline: zero_optimization.stage is 2, but gradients and parameters of a pipeline's stages are not sharded; use stage 0 or 1");
 }
 

@@ -51,8 +51,9 @@ pub(super) fn run(script: &Path, args: &[OsString], ranks: u16, json: bool) -> R
         source: std::io::Error::other(source),
     })?;
     let wrong = report.wrong().count();
-    print(if json { text } else { format!("{report}\n\n{}", verdict(&report, wrong)) });
-    Ok(if wrong == 0 && report.not_judged.is_none() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let is_printed = print(if json { text } else { format!("{report}\n\n{}", verdict(&report, wrong)) });
+    let is_right = wrong == 0 && report.not_judged.is_none();
+    Ok(if is_printed && is_right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn verdict(report: &GradientReport, wrong: usize) -> String {
