@@ -6,7 +6,7 @@ use crate::comm::agree::{agree, rank_failed};
 use crate::error::{EngineError, ParamError, Result};
 use crate::param::ParamId;
 use crate::precision::Flat;
-use crate::util::{fnv1a, list, nearest};
+use crate::util::{fnv1a, nearest};
 use crate::zero::share::state_access::ParamStateKind;
 use candle_core::{DType, Device, Tensor};
 
@@ -95,7 +95,7 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param), except
-    /// [`EngineError::LocalSteps`]; [`ParamError::UnknownState`].
+    /// [`EngineError::LocalSteps`]; [`ParamError::UnknownState`]; [`ParamError::ReadOnlyState`].
     pub fn safe_set_full_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
         const CALL: &str = "safe_set_full_optimizer_state";
         let values = self.values_of(CALL, value)?;
@@ -184,7 +184,8 @@ impl<M> Engine<M> {
     /// [`safe_get_local_optimizer_state`](Self::safe_get_local_optimizer_state). Not collective.
     ///
     /// # Errors
-    /// The same as [`safe_set_local_grad`](Self::safe_set_local_grad); [`ParamError::UnknownState`].
+    /// The same as [`safe_set_local_grad`](Self::safe_set_local_grad); [`ParamError::UnknownState`];
+    /// [`ParamError::ReadOnlyState`].
     pub fn safe_set_local_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
         const CALL: &str = "safe_set_local_optimizer_state";
         self.is_sharded(CALL, "safe_set_full_optimizer_state")?;
@@ -375,13 +376,13 @@ impl<M> Engine<M> {
         let found = keys.iter().position(|own| *own == key).map(ParamStateKind::Moment);
         found.ok_or_else(|| {
             let readable = self.core.factored_names(param, &self.trainer);
-            let has = match (keys.is_empty(), readable.is_empty()) {
-                (true, true) => "none".into(),
-                (false, true) => keys.join(", "),
-                (true, false) => format!("only {}, which can be read but not set", list(readable)),
-                (false, false) => format!("{}, and {}, which can be read but not set", keys.join(", "), list(readable)),
-            };
-            ParamError::UnknownState { name: param.name.clone(), key: key.into(), has }.into()
+            let (name, key) = (param.name.clone(), key.to_owned());
+            if readable.contains(&key.as_str()) {
+                return ParamError::ReadOnlyState { name, key }.into();
+            }
+            let all = [keys, readable].concat();
+            let has = if all.is_empty() { "none".into() } else { all.join(", ") };
+            ParamError::UnknownState { name, key, has }.into()
         })
     }
 

@@ -110,6 +110,14 @@ pub enum ParamError {
         /// The parameter's states.
         has: String,
     },
+    /// A factored optimizer state (`exp_avg_sq_row` and `exp_avg_sq_col` of Adafactor) that would be set.
+    #[error("the optimizer state {key} of parameter {name} is factored; it can be read but not set")]
+    ReadOnlyState {
+        /// The parameter.
+        name: String,
+        /// The state.
+        key: String,
+    },
     /// A value whose shape differs from the parameter's.
     #[error(
         "a value of shape {found:?} is given for parameter {name}, whose shape is {expected:?}; give a value of that \
