@@ -232,8 +232,8 @@ fn frozen_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
 /// The number of experts, and the numbers of outputs (gate and up) and inputs of each: a part of Qwen3-30B-A3B.
 const EXPERTS: [usize; 3] = [16, 1536, 2048];
 
-/// Measures the grouped product of all experts with `rows` rows each. The numbers of rows of single experts differ: half
-/// of the experts get three times as many as the others.
+/// Measures the grouped product of all experts, with `rows` rows per expert on average: half of the experts have three
+/// times as many rows as the others.
 #[divan::bench(types = [f32, bf16], args = [64, 512], sample_size = 1, max_time = 1)]
 fn experts_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
     run_experts::<T>(bencher, rows, false);

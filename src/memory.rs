@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum MemoryKind {
-    /// Parameters in the model's dtype: in full at stages 0 to 2, this rank's shares at stage 3.
+    /// Parameters in the model's dtype: in full at stages 0 to 2, this rank's shards at stage 3.
     Parameters,
     /// Gradients between their backward pass and the optimizer step.
     Gradients,

@@ -29,22 +29,22 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
             config: gpt_config(model, sizes, n_head).map(|c| gpt_json(&c, dtype)),
         },
         (Some("gpt2"), None) => {
-            unknown("its parameters are not those of a GPT-2, although its client state describes one")
+            unknown("the checkpoint's parameters are not those of a GPT-2, although its client state describes a GPT-2")
         }
         (Some("llama"), _) => HuggingFaceDescription {
             prefix: "",
             config: llama_config(model, &shapes).map(|config| llama_json(&config, dtype)),
         },
         (Some(other), _) => {
-            unknown(&format!("its client state describes a {other:?}; only gpt2 and llama are supported"))
+            unknown(&format!("the checkpoint's client state describes a {other:?}; only gpt2 and llama are supported"))
         }
         (None, None) => unknown(
-            "its parameters are not those of a GPT-2, and its client state has no `model` that gives the architecture and \
-             sizes of another supported model",
+            "the checkpoint's parameters are not those of a GPT-2, and its client state has no `model` that gives the \
+             architecture and sizes of another supported model",
         ),
     };
     if manifest.parameters.iter().any(|parameter| !parameter.has(WEIGHTS)) {
-        description.config = Err("its frozen parameters were not saved".to_owned());
+        description.config = Err("the checkpoint's frozen parameters were not saved".to_owned());
     }
     description
 }
@@ -99,13 +99,18 @@ fn gpt_config(model: &Value, sizes: Gpt2Sizes, n_head: Option<usize>) -> Result<
     let Gpt2Sizes { n_layer, n_embd, ctx, vocab } = sizes;
     for (key, found) in [("n_layer", n_layer), ("n_embd", n_embd), ("ctx", ctx), ("vocab", vocab)] {
         if model[key].as_u64().is_some_and(|said| said != found as u64) {
-            return Err(format!("its client state contains {key} {}, but its parameters imply {found}", model[key]));
+            return Err(format!(
+                "the checkpoint's client state contains {key} {}, but its parameters imply {found}",
+                model[key]
+            ));
         }
     }
     let said = model["n_head"].as_u64().and_then(|n| usize::try_from(n).ok());
     let n_head = match (said, n_head) {
         (Some(said), Some(given)) if said != given => {
-            return Err(format!("its client state contains n_head {said}, but {given} is given; omit n_head"));
+            return Err(format!(
+                "the checkpoint's client state contains n_head {said}, but {given} is given; omit n_head"
+            ));
         }
         (said, given) => {
             said.or(given).ok_or("the shapes do not determine the number of heads; set it with --n_head")?
@@ -151,12 +156,14 @@ fn llama_config(model: &Value, shapes: &ShapesByName) -> Result<LlamaConfig, Str
     if let Some(sizes) = sizes.as_object_mut() {
         sizes.remove("architecture");
     }
-    let config: LlamaConfig =
-        serde_json::from_value(sizes).map_err(|e| format!("its client state does not describe a Llama: {e}"))?;
+    let config: LlamaConfig = serde_json::from_value(sizes)
+        .map_err(|e| format!("the checkpoint's client state does not describe a Llama: {e}"))?;
     // The number of heads must not overflow when it is doubled.
     if config.num_attention_heads > shapes.values().flat_map(|shape| shape.iter()).copied().max().unwrap_or(0) {
         return Err(
-            "its client state describes a Llama with more heads than its parameters' largest dimension".to_owned()
+            "the checkpoint's client state describes a Llama with more heads than the largest dimension of the \
+             parameters"
+                .to_owned(),
         );
     }
     config.validate().map_err(|e| e.to_string())?;
@@ -164,7 +171,7 @@ fn llama_config(model: &Value, shapes: &ShapesByName) -> Result<LlamaConfig, Str
     if config.num_hidden_layers <= shapes.len() && are_exactly(shapes, &llama_parameters(&config)) {
         return Ok(config);
     }
-    Err("its parameters are not those of the Llama that its client state describes".to_owned())
+    Err("the checkpoint's parameters are not those of the Llama that its client state describes".to_owned())
 }
 
 fn llama_parameters(config: &LlamaConfig) -> Vec<(String, Vec<usize>)> {

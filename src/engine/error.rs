@@ -427,9 +427,9 @@ pub enum EngineError {
     },
     /// A GPU ran out of memory.
     #[error(
-        "the GPU of rank {rank} has no memory left; this model holds {held}, and activations, gradients in progress or \
-         other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that recompute, or shard \
-         parameters (zero_optimization.stage 3)"
+        "the GPU of rank {rank} has no memory left; it holds this model's state ({held}), and activations, gradients \
+         in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that \
+         recompute, or shard parameters (zero_optimization.stage 3)"
     )]
     DeviceMemory {
         /// This rank.

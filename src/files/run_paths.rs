@@ -44,7 +44,7 @@ pub enum OutputKind {
     File,
     /// A file that grows during a run. It may be a character device.
     Lines,
-    /// A folder of checkpoints, which is locked, too.
+    /// A folder of checkpoints. The run locks it, and saving a checkpoint takes another lock in it.
     Checkpoints,
     /// A folder that may also contain files of other runs.
     Shared,

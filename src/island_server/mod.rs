@@ -13,7 +13,7 @@
 //! decides which islands take part, `record.rs` records these decisions, and `server.rs` and `link.rs` are the two ends
 //! of a connection.
 //!
-//! The connection is neither encrypted nor authenticated; use it only on a trusted network, or through a tunnel.
+//! Connections are neither encrypted nor authenticated; use the server only on a trusted network, or through a tunnel.
 //!
 //! # Memory of the server
 //! While an exchange is open, the server holds the encoded changes of the islands that have sent theirs: at most

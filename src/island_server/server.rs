@@ -28,7 +28,7 @@ const MAX_CONNECTIONS: usize = 1 << 16;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct IslandServerOptions {
-    /// The address and port to listen on. Default: a free port of 127.0.0.1.
+    /// The address and port to listen on. Default: a free port on 127.0.0.1.
     pub listen: String,
     /// The file to which the membership of the run is written; it must not exist.
     pub record: Option<PathBuf>,

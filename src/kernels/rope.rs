@@ -27,7 +27,8 @@ pub struct RotaryLayout {
 }
 
 impl RotaryLayout {
-    /// Returns the layout of a head all of whose elements are rotated, in pairs of the same element of both halves.
+    /// Returns the layout of a head all of whose elements are rotated. Element i of the first half forms a pair with
+    /// element i of the second half.
     pub fn of_complete_heads(pairs: usize) -> Self {
         Self { head: 2 * pairs, pairs: RotaryPairs::Halves }
     }
@@ -49,7 +50,7 @@ impl RotaryTable {
     /// Computes the angles of positions 0 to time - 1, with as many pairs per head as there are frequencies. The
     /// cosines and sines of position t are multiplied by `factor(t)`.
     ///
-    /// Panics if a head has fewer elements than the pairs, or an odd number of elements.
+    /// Panics if a head has fewer elements than the pairs need, or an odd number of elements.
     pub fn new(time: usize, layout: RotaryLayout, frequencies: &[f64], factor: impl Fn(usize) -> f64) -> Self {
         let half = frequencies.len();
         assert!(

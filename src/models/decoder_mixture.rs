@@ -95,8 +95,8 @@ impl Mixture {
     }
 }
 
-/// Builds the projections of all experts, to gate and up, and to the output. If each expert has separate tensors, it is
-/// a unit, which is gathered only if a row chose it.
+/// Builds the two projections of all experts: to gate and up, and to the output. If each expert has separate tensors,
+/// the expert is a unit, which is gathered only if a row chose the expert.
 fn projections(
     config: &DecoderConfig,
     mixture: &MixtureConfig,

@@ -121,7 +121,7 @@ fn distilbert_key(key: &'static str) -> &'static str {
     }
 }
 
-/// Returns the names of the classes in `content`, the content of the `config.json` `file` of a model of any kind.
+/// Returns the class names from `content`, the parsed `config.json` at `file`. The model may be of any kind.
 ///
 /// # Errors
 /// Names that are not numbered from 0.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 pub enum MonitorError {
     /// Listening on the port for Prometheus fails.
     #[error(
-        "cannot serve metrics for Prometheus on port {port} of 127.0.0.1: {source}; give another port, or 0 for a free \
+        "cannot serve metrics for Prometheus on 127.0.0.1, port {port}: {source}; give another port, or 0 for a free \
          one"
     )]
     PrometheusPort {

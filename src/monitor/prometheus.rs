@@ -222,6 +222,6 @@ mod tests {
         let other = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let port = other.local_addr().unwrap().port();
         let error = Prometheus::listen(port).unwrap_err().to_string().replace(&port.to_string(), "PORT");
-        insta::assert_snapshot!(error, @"cannot serve metrics for Prometheus on port PORT of 127.0.0.1: Address already in use (os error 98); give another port, or 0 for a free one");
+        insta::assert_snapshot!(error, @"cannot serve metrics for Prometheus on 127.0.0.1, port PORT: Address already in use (os error 98); give another port, or 0 for a free one");
     }
 }

@@ -214,9 +214,9 @@ impl DiskPassTiming {
     }
 }
 
-/// Measures a folder, which is locked in the meantime, as during a job. `tell` is called with the number of finished
-/// passes, the total number of passes and a description of the pass that begins or has ended. The files have no names,
-/// and are gone when this function returns or the process ends.
+/// Measures a folder, which is locked while this function runs, as it is during a job. `tell` is called with the number
+/// of finished passes, the total number of passes and a description of the pass that begins or has ended. The files
+/// have no names, and are gone when this function returns or the process ends.
 ///
 /// # Errors
 /// The folder is unusable or in use, its disk is too small (before anything is written), or a file operation fails.
@@ -439,7 +439,7 @@ impl BenchFiles {
         }
         let is_direct = arenas.iter().all(|arena| arena.allows_direct());
         let access = if is_direct { DiskAccess::Direct } else { DiskAccess::Mapped };
-        // The same as the default `buffer_count`.
+        // One buffer for each stream; the default of `offload_optimizer.buffer_count` is 4.
         let windows = WindowSettings { buffer_count: Some(STREAMS.len()), access, ..WindowSettings::default() };
         let window = windows.len(elements, STREAMS.len());
         Ok(Self { arenas, streams, access, elements, window, ledger })

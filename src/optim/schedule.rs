@@ -187,12 +187,12 @@ fn validate(config: &SchedulerConfig) -> Result<()> {
                 "scheduler.params.cycle_first_step_size",
                 found,
                 "a number above 0",
-                "set the number of rising steps",
+                "set the number of steps in which the learning rate rises",
             )
         }
         SchedulerConfig::OneCycle(cycle) if !(0.0..).contains(&cycle.cycle_second_step_size) => {
             let found = cycle.cycle_second_step_size.to_string();
-            let fix = "set the number of falling steps, 0 for none";
+            let fix = "set the number of steps in which the learning rate falls, 0 for none";
             refused("scheduler.params.cycle_second_step_size", found, "a number of at least 0", fix)
         }
         _ => Ok(()),
@@ -391,8 +391,8 @@ mod tests {
                 ..OneCycleConfig::new(0.1, 0.2)
             })
         };
-        insta::assert_snapshot!(refusal(cycle(0.0, 5.0)), @"scheduler.params.cycle_first_step_size is 0 (allowed: a number above 0); set the number of rising steps");
-        insta::assert_snapshot!(refusal(cycle(5.0, -1.0)), @"scheduler.params.cycle_second_step_size is -1 (allowed: a number of at least 0); set the number of falling steps, 0 for none");
+        insta::assert_snapshot!(refusal(cycle(0.0, 5.0)), @"scheduler.params.cycle_first_step_size is 0 (allowed: a number above 0); set the number of steps in which the learning rate rises");
+        insta::assert_snapshot!(refusal(cycle(5.0, -1.0)), @"scheduler.params.cycle_second_step_size is -1 (allowed: a number of at least 0); set the number of steps in which the learning rate falls, 0 for none");
         assert!(Schedule::new(Some(&cycle(5.0, 0.0)), None).is_ok());
     }
 

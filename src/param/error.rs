@@ -1,6 +1,6 @@
 //! Errors of parameters and of the files that they are initialized from.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Errors of parameters and of the files that they are initialized from.
 #[derive(Debug, thiserror::Error)]
@@ -245,8 +245,8 @@ pub enum ParamError {
         /// The parameter.
         name: String,
     },
-    /// A file that is not a safetensors file.
-    #[error("{} is not a readable safetensors file: {why}", path.display())]
+    /// A file that is not a safetensors file, or not an index of such files.
+    #[error("{} is not a {}: {why}", path.display(), weight_file_kind(path))]
     BadWeightFile {
         /// The file.
         path: PathBuf,
@@ -298,7 +298,7 @@ pub enum ParamError {
     /// A parameter whose tensor is missing.
     #[error(
         "{} has no tensor {name} of shape {shape:?}, which the model needs; the file must hold exactly the model's \
-         parameters, but it has {has}",
+         parameters; it has {has}",
         path.display()
     )]
     MissingTensor {
@@ -408,4 +408,12 @@ pub enum ParamError {
         /// The type in the model.
         expected: String,
     },
+}
+
+/// Returns what the file at `path` should have been.
+fn weight_file_kind(path: &Path) -> &'static str {
+    match path.extension() {
+        Some(extension) if extension == "json" => "valid index of safetensors files",
+        _ => "readable safetensors file",
+    }
 }

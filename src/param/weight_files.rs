@@ -175,10 +175,8 @@ pub fn weight_map(path: &Path) -> Result<BTreeMap<String, String>> {
     let bad = |why: String| Error::from(ParamError::BadWeightFile { path: path.to_owned(), why });
     let bytes =
         files::read(path, MAX_INDEX).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
-    let index: Value = serde_json::from_slice(&bytes).map_err(|e| bad(format!("the index is not JSON: {e}")))?;
-    let map = index["weight_map"]
-        .as_object()
-        .ok_or_else(|| bad("it has no object \"weight_map\", which an index of several files needs".into()))?;
+    let index: Value = serde_json::from_slice(&bytes).map_err(|e| bad(format!("it is not JSON: {e}")))?;
+    let map = index["weight_map"].as_object().ok_or_else(|| bad("it has no object \"weight_map\"".into()))?;
     let mut files = BTreeMap::new();
     for (tensor, file) in map {
         let Some(file) = file.as_str() else {

@@ -51,7 +51,7 @@ const NEEDS_HOST_BUFFERS: &str = "work on the host requires buffers on the host"
 #[cfg(feature = "cuda")]
 const NEEDS_GPU_BUFFERS: &str = "work on a GPU requires buffers on the GPU";
 #[cfg(feature = "cuda")]
-const NEEDS_ONE_PLACE: &str = "all buffers of an engine are in one place";
+const NEEDS_ONE_PLACE: &str = "an operation on two buffers requires both in the same memory";
 
 /// Evaluates one expression for a buffer in either memory.
 macro_rules! each {

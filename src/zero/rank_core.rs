@@ -234,7 +234,7 @@ pub(crate) fn naming_what_is_held(error: Error, ledger: &MemoryLedger, rank: usi
         Error::Candle(error) if residency::is_out_of_memory(&error) => {
             let held = ledger.held_in(MemoryTier::Device);
             let held: Vec<_> = held.iter().map(|(kind, b)| format!("{} {}", kind.name(), binary(*b as u64))).collect();
-            let held = if held.is_empty() { "nothing".into() } else { held.join(", ") };
+            let held = if held.is_empty() { "0 bytes".into() } else { held.join(", ") };
             EngineError::DeviceMemory { rank, held }.into()
         }
         error => error,

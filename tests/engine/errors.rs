@@ -347,7 +347,7 @@ fn refusal_of(file: &Path) -> String {
 fn a_weight_file_must_hold_exactly_the_models_parameters() {
     use Dtype::{BF16, F16, F32, F64, I64};
     let bias: (&str, Dtype, &[usize]) = ("bias", F32, &[3]);
-    insta::assert_snapshot!(refusal(&[bias]), @"model.safetensors has no tensor weight of shape [3, 4], which the model needs; the file must hold exactly the model's parameters, but it has bias");
+    insta::assert_snapshot!(refusal(&[bias]), @"model.safetensors has no tensor weight of shape [3, 4], which the model needs; the file must hold exactly the model's parameters; it has bias");
     insta::assert_snapshot!(refusal(&[("weight", F32, &[3, 4]), bias, ("lm_head.weight", F32, &[2]), ("extra", F32, &[1])]), @"model.safetensors holds tensors that the model does not have: extra, lm_head.weight; does it belong to a different model, or to one of a different size?");
     insta::assert_snapshot!(refusal(&[("weight", F32, &[4, 3]), bias]), @"tensor weight in model.safetensors has shape [4, 3], but the model's parameter has [3, 4]; check the model's sizes");
     insta::assert_snapshot!(refusal(&[("weight", I64, &[3, 4]), bias]), @"tensor weight in model.safetensors is of type I64; only F32, F16 and BF16 can be read");

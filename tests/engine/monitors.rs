@@ -286,7 +286,7 @@ fn prometheus_reads_a_running_job_and_a_taken_port_is_an_error() {
     let taken = train_gpt(second.path(), &["--prometheus", port], json!({}), &["--steps", "1"]).output().unwrap();
     assert!(!taken.status.success());
     assert!(
-        stderr(&taken).contains(&format!("on port {port} of 127.0.0.1: Address already in use")),
+        stderr(&taken).contains(&format!("on 127.0.0.1, port {port}: Address already in use")),
         "{}",
         stderr(&taken)
     );

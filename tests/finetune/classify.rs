@@ -297,7 +297,7 @@ fn folders_that_are_no_encoder_are_refused() {
         error.to_string().replace(dir.to_str().unwrap(), "DIR")
     };
     change_weights(dir, |name, tensor| (name != "bert.encoder.layer.1.output.dense.bias").then_some((name, tensor)));
-    insta::assert_snapshot!(refused(), @"DIR/model.safetensors has no tensor bert.encoder.layer.1.output.dense.bias of shape [48], which the model needs; the file must hold exactly the model's parameters, but it has bert.embeddings.LayerNorm.bias, bert.embeddings.LayerNorm.weight, bert.embeddings.position_embeddings.weight and 37 more");
+    insta::assert_snapshot!(refused(), @"DIR/model.safetensors has no tensor bert.encoder.layer.1.output.dense.bias of shape [48], which the model needs; the file must hold exactly the model's parameters; it has bert.embeddings.LayerNorm.bias, bert.embeddings.LayerNorm.weight, bert.embeddings.position_embeddings.weight and 37 more");
     change_weights(dir, |name, tensor| Some((name, tensor)));
     change_config(dir, |config| config["num_hidden_layers"] = 1.into());
     insta::assert_snapshot!(refused(), @"DIR/model.safetensors holds tensors that the model does not have: bert.encoder.layer.1.attention.output.LayerNorm.bias, bert.encoder.layer.1.attention.output.LayerNorm.weight, bert.encoder.layer.1.attention.output.dense.bias, bert.encoder.layer.1.attention.output.dense.weight, bert.encoder.layer.1.attention.self.key.bias, bert.encoder.layer.1.attention.self.key.weight, bert.encoder.layer.1.attention.self.query.bias, bert.encoder.layer.1.attention.self.query.weight and 8 more; does it belong to a different model, or to one of a different size?");
@@ -604,8 +604,8 @@ fn wrong_uses_of_the_task_are_refused_before_a_rank_is_started() {
         let said = stderr(&output).replace(folder.path().to_str().unwrap(), "DIR");
         said.lines().find(|line| !line.is_empty()).unwrap_or_default().to_owned()
     };
-    insta::assert_snapshot!(refused(&["--data", &data, "--dpo", "beta=0.1"]), @"zerorun: --dpo is for language models; leave out --dpo or --task classify");
-    insta::assert_snapshot!(refused(&["--data", &data, "--prompt", "x"]), @"zerorun: --prompt is for language models: a classifier does not answer prompts");
+    insta::assert_snapshot!(refused(&["--data", &data, "--dpo", "beta=0.1"]), @"zerorun: --dpo is for text generation; leave out --dpo or --task classify");
+    insta::assert_snapshot!(refused(&["--data", &data, "--prompt", "x"]), @"zerorun: --prompt is for text generation: a classifier does not answer prompts");
     insta::assert_snapshot!(refused(&["--data", &data, "--ctx", "65"]), @"zerorun: --ctx is 65, but must be 2 to 64, the model's context");
     let one = file(&folder, "one.csv", "text,label\nx,a\ny,a\n").path;
     insta::assert_snapshot!(refused(&["--data", one.to_str().unwrap()]), @r#"zerorun: the labels of DIR/one.csv cannot be learned: all records have the label "a"; at least two labels are required"#);

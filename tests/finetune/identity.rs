@@ -1,6 +1,6 @@
-//! Only the run that saved a checkpoint resumes from it; otherwise, the differences are reported. Cached samples are
-//! used only with the model files for which they were created; merged models have all of the base's templates; seeds
-//! take effect.
+//! A checkpoint is resumed only by a run with the settings of the run that saved it; any other run is refused with a
+//! list of the differences. Cached samples are used only with the model files for which they were created; merged
+//! models have all of the base's templates; seeds take effect.
 
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};

@@ -337,7 +337,7 @@ fn no_block_of_four_bits_has_elements_of_two_experts() {
         for expert in 0..experts {
             let mine = expert * len..(expert + 1) * len;
             let alone = rounded(&values[mine.clone()]);
-            // Small differences are allowed because more elements than an expert has share a scale of scales.
+            // Small differences are allowed because a scale of scales is shared by more elements than one expert has.
             let far =
                 far(&Tensor::new(&together[mine], &Device::Cpu).unwrap(), &Tensor::new(alone, &Device::Cpu).unwrap());
             assert!(far <= 1e-2, "{name}, expert {expert}: {far}");

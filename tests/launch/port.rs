@@ -108,7 +108,7 @@ fn the_port_is_open_at_the_first_hosts_address_alone() {
         said(&output.output().unwrap(), port)
     };
     let warning = of(None);
-    insta::assert_snapshot!(warning.lines().next().unwrap(), @"zerorun: warning: anyone who can reach port PORT of 0.0.0.0 can take a host's place in this job, because CANDLE_ZERO_SECRET is not set; set it to the same value on every host, for example the output of `openssl rand -hex 32`");
+    insta::assert_snapshot!(warning.lines().next().unwrap(), @"zerorun: warning: anyone who can reach port PORT on 0.0.0.0 can take a host's place in this job, because CANDLE_ZERO_SECRET is not set; set it to the same value on every host, for example the output of `openssl rand -hex 32`");
     assert!(
         warning.contains("1 of 2 hosts connected within 1 s"),
         "the first host connects to its own port: {warning}"

@@ -263,7 +263,11 @@ fn consolidated_values_are_the_exported_ones_rounded_as_asked() {
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         assert_eq!(names_in(&out), ["model.safetensors".to_string()].into());
         assert_exported(&tensors(&out.join("model.safetensors")), &exported, dtype, "");
-        assert!(stdout(&output).contains("There is no config.json: its parameters are not"), "{}", stdout(&output));
+        assert!(
+            stdout(&output).contains("There is no config.json: the checkpoint's parameters are not"),
+            "{}",
+            stdout(&output)
+        );
     }
     // Nothing else is left next to the three outputs.
     assert_eq!(names_in(&dir.path().join("deep")).len(), 3);
@@ -370,7 +374,7 @@ fn heads_that_cannot_be_are_refused_before_anything_is_written() {
         ("gpt", "2", "contains n_head 3, but 2 is given"),
         ("untold", "5", "a multiple of n_head (5)"),
         ("untold", "0", "n_head is 0"),
-        ("tiny", "2", "its parameters are not those of a GPT-2"),
+        ("tiny", "2", "the checkpoint's parameters are not those of a GPT-2"),
     ] {
         let output = consolidate(dir.path(), &out, &["--tag", tag, "--n-head", n_head]);
         assert_eq!(output.status.code(), Some(2), "{}", stdout(&output));

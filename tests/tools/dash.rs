@@ -192,7 +192,7 @@ fn a_wrong_command_line_is_refused_in_words() {
         let text = stderr(&output).replace(&port, "PORT");
         text.split("\n\n").next().unwrap_or_default().trim_end().to_owned()
     };
-    insta::assert_snapshot!(refused(&["dash", "--port", &port]), @"zerorun: cannot serve the dashboard on port PORT of 127.0.0.1: Address already in use (os error 98); give another port, or 0 for a free one");
+    insta::assert_snapshot!(refused(&["dash", "--port", &port]), @"zerorun: cannot serve the dashboard on 127.0.0.1, port PORT: Address already in use (os error 98); give another port, or 0 for a free one");
     insta::assert_snapshot!(refused(&["dash", "file"]), @"zerorun: cannot read file: Not a directory (os error 20)");
     insta::assert_snapshot!(refused(&["dash", "--bind", "host0"]), @"zerorun: invalid value 'host0' for '--bind <ADDRESS>': give a numeric address of this machine, such as 127.0.0.1, or 0.0.0.0 for all");
     insta::assert_snapshot!(refused(&["dash", "--port", "70000"]), @"zerorun: invalid value '70000' for '--port <PORT>': 70000 is not in 0..=65535");

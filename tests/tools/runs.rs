@@ -257,7 +257,7 @@ fn wrong_words_are_refused_with_what_is_allowed() {
     insta::assert_snapshot!(told(&["--filter", "zzzzzz=1"]), @"zerorun: --filter zzzzzz: no run has this key; `zerorun runs show RUN` lists the settings of a run");
     assert!(told(&["--filter", "optimizer.param.lr=1"]).contains("optimizer.params.lr"));
     insta::assert_snapshot!(told(&["--state", "done"]), @"zerorun: invalid value 'done' for '--state <STATE>': give one of running, finished, stopped, failed, killed");
-    insta::assert_snapshot!(told(&["--since", "yesterday"]), @"zerorun: invalid value 'yesterday' for '--since <TIME>': give a time before now, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00");
+    insta::assert_snapshot!(told(&["--since", "yesterday"]), @"zerorun: invalid value 'yesterday' for '--since <TIME>': give an age, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00");
     insta::assert_snapshot!(told(&["--sort", "size"]), @"zerorun: invalid value 'size' for '--sort <SORT>'   [possible values: start, name, state, duration, steps, loss, best_loss, val, best_val]");
     insta::assert_snapshot!(told(&["delete", "a"]), @"zerorun: unrecognized subcommand 'delete'");
 }

@@ -223,7 +223,7 @@ fn a_sweep_whose_processes_are_killed_ends_with_the_same_winner_and_steps() {
 
 /// Run by hand: `cargo test -p zerorun --test tools sweep::campaign -- --ignored --nocapture`.
 #[test]
-#[ignore = "a campaign of minutes, run by hand"]
+#[ignore = "takes several minutes; run it by hand"]
 fn campaign() {
     for round in 0..10u64 {
         let folder = Folder::new();

@@ -215,7 +215,7 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
         for (rank, (bytes, _, report, tensors)) in
             held_by_ranks(shape, &config(stage, 1, zero(), format.clone())).into_iter().enumerate()
         {
-            // Parameters, master weights and moments, by ZeRO's formula and the padding of its shards.
+            // Parameters, master weights and moments according to ZeRO's formula, plus the padding of the shards.
             let formula = |kind| {
                 let row = report.row(kind);
                 (row.formula.unwrap() + row.padding) as usize
@@ -537,8 +537,8 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
     }
     if std::env::var_os(ALONE).is_none() {
         insta::assert_snapshot!(alone(name, ("MOCK_CUDA_MEMORY", 100_000)), @"
-        stage 2: the GPU of rank 0 has no memory left; this model holds parameters 8.7 KiB, moments 8.7 KiB, buckets 1.5 KiB, and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that recompute, or shard parameters (zero_optimization.stage 3)
-        stage 3: the GPU of rank 0 has no memory left; this model holds parameters 4.3 KiB, moments 8.7 KiB, gathered 8.7 KiB, buckets 1.5 KiB, and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that recompute, or shard parameters (zero_optimization.stage 3)
+        stage 2: the GPU of rank 0 has no memory left; it holds this model's state (parameters 8.7 KiB, moments 8.7 KiB, buckets 1.5 KiB), and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that recompute, or shard parameters (zero_optimization.stage 3)
+        stage 3: the GPU of rank 0 has no memory left; it holds this model's state (parameters 4.3 KiB, moments 8.7 KiB, gathered 8.7 KiB, buckets 1.5 KiB), and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that recompute, or shard parameters (zero_optimization.stage 3)
         ");
         return;
     }

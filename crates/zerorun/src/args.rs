@@ -97,7 +97,7 @@ struct ZerorunArguments {
     #[arg(long, value_enum)]
     backend: Option<CommBackend>,
 
-    /// Serve training metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 picks a free port
+    /// Serve training metrics for Prometheus from rank 0, at this port on 127.0.0.1; 0 picks a free port
     #[arg(long, value_name = "PORT")]
     prometheus: Option<u16>,
 

@@ -18,7 +18,8 @@ pub(super) fn gather(inter_host: &mut InterHostExchange, whole: &mut [u8], exact
     let part = whole.len() / inter_host.size();
     let (hosts, here) = (inter_host.hosts.clone(), inter_host.hosts.local_ranks());
     let (lanes, lane) = (hosts.lanes(), inter_host.rank() - here.start);
-    // Each byte of a host's result is sent by one lane of that host to the same lane of every other host.
+    // The rank that serves a lane sends the lane's bytes of its host's result to the ranks that serve the same lane on
+    // all other hosts.
     let slice = |ranks: &Range<usize>, lane: usize| {
         let bound = |lane: usize| ranks.start * part + ranks.len() * part * lane / lanes;
         bound(lane)..bound(lane + 1)

@@ -1,17 +1,17 @@
 //! The roles of ranks in a chain, in which partial sums go from host to host.
 //!
 //! The chunk of rank o belongs to lane o modulo the number of lanes, which is the smallest number of ranks on any host.
-//! The first ranks of each host are its lanes. If all hosts have the same number of ranks, the lane of a chunk on its
-//! owner's host is the owner.
+//! On each host, the first ranks serve the lanes, one rank each. If all hosts have the same number of ranks, each owner
+//! serves the lane of its own chunk on its host.
 
 use super::topology::HostTopology;
 
 /// The role of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ChainRole {
-    /// The owners of the chunks that this rank's lane adds up, in order; empty if the rank is not a lane.
+    /// The owners of the chunks that this rank adds up for its lane, in order; empty if the rank serves no lane.
     pub owners: Vec<usize>,
-    /// The lane's rank on the previous host; `after` is its rank on the next host.
+    /// The rank that serves the lane on the previous host; `after` is the rank that serves the lane on the next host.
     pub before: Option<usize>,
     pub after: Option<usize>,
     /// The rank on the last host that sends this rank the sums of its chunk.

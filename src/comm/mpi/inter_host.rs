@@ -106,8 +106,8 @@ impl InterHostExchange {
         (self.wire_bytes, self.exact_bytes) = (0, 0);
     }
 
-    /// Ends a collective with this `result`, once everything that this rank sends in it has been sent: the process may
-    /// end before the next one.
+    /// Ends a collective with this `result`. A success is returned only after all of this rank's messages have been
+    /// sent, because the process may end before it takes part in another collective.
     pub(super) fn end<T>(&mut self, result: Result<T>) -> Result<T> {
         result.and_then(|result| self.limit_in_flight(0).map(|()| result)).map_err(|error| self.at_first(error))
     }

@@ -148,8 +148,8 @@ impl HostTopology {
         self.remote_ranks().flatten()
     }
 
-    /// Returns the smallest number of ranks on any host: this many ranks of each host, its lanes, divide among
-    /// themselves the data that their host exchanges with others.
+    /// Returns the smallest number of ranks on any host: this many ranks of each host serve the lanes, and divide
+    /// among themselves the data that their host exchanges with others.
     pub(super) fn lanes(&self) -> usize {
         self.ranks.iter().map(Range::len).min().unwrap_or(1)
     }

@@ -215,8 +215,8 @@ const ONE_CYCLE: &[super::ConfigKey] = keys! {
     "cycle_min_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at both ends of the cycle.";
     "cycle_max_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at the peak of the cycle.";
     "decay_lr_rate": NOT_NEGATIVE, "0.0", H, "After the cycle, the learning rate is cycle_min_lr / (1 + decay_lr_rate x k), where k is the number of steps since then, divided by decay_step_size.";
-    "cycle_first_step_size": NOT_NEGATIVE, "2000.0", H, "Number of rising steps, above 0.";
-    "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Number of falling steps; null: the same number as for the rise.";
+    "cycle_first_step_size": NOT_NEGATIVE, "2000.0", H, "Number of steps in which the learning rate rises; above 0.";
+    "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Number of steps in which the learning rate falls; null: the same number as for the rise.";
     "cycle_first_stair_count": COUNT, "0", H, "Number of stairs in the rising half of the cycle; 0: a smooth rise.";
     "cycle_second_stair_count": COUNT, "null", H, "Number of stairs in the falling half; null: as many as in the rising half.";
     "decay_step_size": NOT_NEGATIVE, "0.0", H, "Number of steps per unit of decay; 0: no decay.";

@@ -259,7 +259,7 @@ unsafe fn query_gradients<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     }
 }
 
-/// Packs a block of queries transposed, and as words across the queries.
+/// Packs a block of rows (queries or gradients of the result) in two layouts: transposed, and as words across the rows.
 ///
 /// # Safety
 /// The processor must have the instructions of `T`.

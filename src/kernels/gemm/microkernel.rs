@@ -26,8 +26,9 @@ pub(super) enum AccumulatorInit {
     Continue,
 }
 
-/// A function that computes the sums of `a b` over `steps` steps. `a` describes the words of `a`, the words of `b` are
-/// packed in order, and rows of sums are `stride` apart.
+/// A function that computes the sums of the product of two matrices over `steps` steps. The argument `a` describes
+/// where the words of the left matrix are, `b` points to the words of the right matrix, which are packed in order, and
+/// rows of sums are `stride` apart.
 pub(super) type Microkernel =
     unsafe fn(steps: usize, a: StridedWords, b: *const f32, sums: *mut f32, stride: usize, start: AccumulatorInit);
 

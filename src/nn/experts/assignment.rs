@@ -6,7 +6,8 @@ use std::ops::Range;
 
 /// The assignment of rows to experts, after a router has chosen `k` experts for each row.
 ///
-/// A slot is one row's copy for one of its experts. Slots are sorted by expert and, within an expert, by row:
+/// A slot holds a copy of a row for one of the experts chosen for that row. Slots are sorted by expert and, within an
+/// expert, by row:
 ///
 /// ```text
 ///   choices, k = 2     row 0: 2, 0    row 1: 0, 1    row 2: 2, 1

@@ -72,7 +72,7 @@ impl CoalescedLayout {
         self.weights.packing().is_some()
     }
 
-    /// Returns the layout's wire format if weights use `wire`: packed weights are already coded.
+    /// Returns `wire`, or the exact format if the weights are packed, because packed weights are already coded.
     pub fn wire(&self, wire: WireFormat) -> WireFormat {
         self.weights.packing().map_or(wire, |_| WireFormat::Exact)
     }

@@ -86,7 +86,7 @@ impl GatherGroup {
         self.layouts.iter().zip(second).map(launch).collect()
     }
 
-    /// Begins the all-gathers of this rank's shares, or begins to read the shares.
+    /// Begins the all-gathers of this rank's shards, or begins to read the shards.
     ///
     /// # Errors
     /// A GPU that is out of memory.

@@ -90,7 +90,7 @@ struct UnitState<R: StepExecutor> {
 
 /// The parts of a unit's parameters that are in memory.
 enum GatherState<R: StepExecutor> {
-    /// Only this rank's shares are in memory.
+    /// Only this rank's shards are in memory.
     Released,
     /// A gather is pending.
     InFlight(PendingGather<R>),

@@ -130,7 +130,7 @@ impl RankCore {
     }
 
     /// Passes elements `range` of a parameter's state to `take`, which should only copy them, because state in memory
-    /// is locked in the meantime. The range must be part of the elements that this rank owns, and begin where one of
+    /// is locked while `take` runs. The range must be part of the elements that this rank owns, and begin where one of
     /// their [`pieces`] begins.
     pub fn read_state(
         &self,

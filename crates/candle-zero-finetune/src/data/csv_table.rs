@@ -219,7 +219,7 @@ impl QuoteTracker {
         };
         let end = match closed {
             None => "is not closed before the end of the file".to_string(),
-            Some(line) => format!("closes on line {line} before other text"),
+            Some(line) => format!("is closed on line {line}, where other text follows the closing quote"),
         };
         Some(format!(
             "a quote that opens on line {opened} {end}, so the lines in between are one field; remove the quote, \

@@ -2,7 +2,7 @@
 
 use super::columns::Columns;
 
-/// The task that is learned from data.
+/// The task for which a model is trained on the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum TrainingTask {

@@ -77,7 +77,7 @@ pub(super) struct RecordParser<'a> {
 pub(super) struct ParsedRecord {
     pub format: RecordFormat,
     pub example: TrainingExample,
-    /// Whether the weight allows the record to be learned.
+    /// Whether the record's weight allows training on the record.
     pub is_learned: bool,
     /// The keys that were not read.
     pub left: Vec<String>,

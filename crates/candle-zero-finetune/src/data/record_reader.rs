@@ -389,7 +389,7 @@ mod tests {
         );
         holds(
             &refused("x.csv", rows("a,\"b\nc,d\ne,\"f\"")),
-            "a quote that opens on line 6 closes on line 8 before other text",
+            "a quote that opens on line 6 is closed on line 8, where other text follows the closing quote",
         );
         holds(&refused("x.csv", "\"prompt,completion\na,b\n"), "a quote that opens on line 1 is not closed");
         holds(&refused("x.csv", "prompt,prompt\na,b\n"), "two columns are named");

@@ -297,7 +297,8 @@ fn mixed_row(row: usize, head: usize) -> usize {
     start + inside % half * 2 + inside / half
 }
 
-/// Tensors that contain no parameters. `config_json` derives the rotary scaling of Llama 3.1 and later from this one.
+/// Tensors that contain no parameters. `config_json` derives the rotary scaling of Llama 3.1 and later from
+/// `rope_freqs.weight`.
 const REDUNDANT_TENSORS: [&str; 1] = ["rope_freqs.weight"];
 
 /// Returns a parameter's name in a GGUF file, given its Hugging Face name.

@@ -9,7 +9,7 @@ pub struct ClassificationScores {
     counts: Vec<[u64; 3]>,
 }
 
-/// The scores of one class. A share of zero texts is 0.
+/// The scores of one class. A share is 0 if there are no texts to divide by.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClassScore {
     /// The share of texts predicted as this class that belong to it.
@@ -45,7 +45,7 @@ impl ClassificationScores {
         self.counts.as_flattened().iter().map(|count| *count as f64).collect()
     }
 
-    /// Creates the scores from sums of such numbers.
+    /// Creates the scores from sums of the numbers that [`to_numbers`](Self::to_numbers) returns.
     pub fn of_numbers(sums: &[f64]) -> Self {
         Self { counts: sums.as_chunks().0.iter().map(|class: &[f64; 3]| class.map(|sum| sum as u64)).collect() }
     }

@@ -452,7 +452,7 @@ impl FineTune {
     pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<GeneratedText> {
         let PreparedRun { start, tokenizer, template, .. } = &self.prepared;
         let StartModel::Decoder { base, config } = start else {
-            return Err(misused("--prompt", "is for language models: a classifier generates no answers"));
+            return Err(misused("--prompt", "is for text generation: a classifier generates no answers"));
         };
         let generator = Generator::new(base, tokenizer, template.as_ref())?;
         let ids = match template {

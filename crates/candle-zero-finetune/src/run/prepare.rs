@@ -65,7 +65,7 @@ impl StartModel {
             let config = base.config().clone().with_lora(options.method.lora().cloned());
             let (config, saved) = (config.recomputing(checkpoint_activations), base.saved_modules());
             if options.router_aux_loss_coef.is_some() {
-                let why = "is for language models: a classifier is trained without a load-balancing loss";
+                let why = "is for text generation: a classifier is trained without a load-balancing loss";
                 return Err(misused("--router_aux_loss_coef", why));
             }
             check_kept(options, config.blocks())?;

@@ -7,7 +7,7 @@ use std::net::IpAddr;
 #[non_exhaustive]
 pub enum DashboardError {
     /// The server cannot listen.
-    #[error("cannot serve the dashboard on port {port} of {address}: {source}; give another port, or 0 for a free one")]
+    #[error("cannot serve the dashboard on {address}, port {port}: {source}; give another port, or 0 for a free one")]
     Port {
         /// The address.
         address: IpAddr,

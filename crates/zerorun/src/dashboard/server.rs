@@ -409,6 +409,6 @@ mod tests {
         let other = serve(dir.path());
         let error = Dashboard::serve(ServedFolder::new(dir.path()), None, other.address).unwrap_err().to_string();
         let port = other.address.port().to_string();
-        insta::assert_snapshot!(error.replace(&port, "PORT"), @"cannot serve the dashboard on port PORT of 127.0.0.1: Address already in use (os error 98); give another port, or 0 for a free one");
+        insta::assert_snapshot!(error.replace(&port, "PORT"), @"cannot serve the dashboard on 127.0.0.1, port PORT: Address already in use (os error 98); give another port, or 0 for a free one");
     }
 }

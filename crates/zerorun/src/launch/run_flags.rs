@@ -19,7 +19,7 @@ pub(crate) struct RunFlags {
     #[arg(long = "runs", value_name = "DIR|off")]
     pub(crate) folder: Option<PathBuf>,
 
-    /// Serve a page about this job and earlier runs on a port of 127.0.0.1, or of another address; 0 picks a free port
+    /// Serve a page about this job and earlier runs at a port on 127.0.0.1 or on another address; 0 picks a free port
     #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = dashboard_address)]
     pub(crate) dashboard: Option<SocketAddr>,
 

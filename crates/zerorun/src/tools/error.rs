@@ -39,7 +39,7 @@ pub enum ToolError {
         /// The name of the run.
         id: String,
     },
-    /// There is no terminal to ask whether runs may be removed.
+    /// There is no terminal on which to ask whether runs may be removed.
     #[error(
         "standard input is not a terminal, so zerorun cannot ask whether to remove {what}; give --yes to remove without asking"
     )]

@@ -252,8 +252,8 @@ pub enum HostsError {
     },
     /// Another program listens on the first host's port.
     #[error(
-        "the program on port {port} of {address} is not this version of zerorun; stop it, or give all hosts another \
-         --master_port"
+        "the program at {address}, port {port}, is not this version of zerorun; stop that program, or give all hosts \
+         another --master_port"
     )]
     NoLauncher {
         /// `--master_addr`.

@@ -74,7 +74,7 @@ pub(super) fn run(job: LocalJob, node: &NodeOptions, max_restarts: u32) -> Resul
     };
     if let (Some(open), None) = (listening.as_ref().and_then(|at| at.open_to_others()), &secret) {
         eprint(&format!(
-            "zerorun: warning: anyone who can reach port {port} of {open} can take a host's place in this job, because \
+            "zerorun: warning: anyone who can reach port {port} on {open} can take a host's place in this job, because \
              {SECRET} is not set; set it to the same value on every host, for example the output of `openssl rand -hex \
              32`"
         ));

@@ -240,7 +240,7 @@ impl FinetuneFlags {
             return Err("--dpo needs adapters: the model without them is the reference; leave out --full".into());
         }
         if self.task == FinetuneTaskArg::Classify && self.dpo.is_some() {
-            return Err("--dpo is for language models; leave out --dpo or --task classify".into());
+            return Err("--dpo is for text generation; leave out --dpo or --task classify".into());
         }
         let is_divided = self.pipeline.is_some_and(|stages| stages != PipelineStages::Number(1));
         if is_divided && !self.prompt.is_empty() {
@@ -251,7 +251,7 @@ impl FinetuneFlags {
             );
         }
         if self.task == FinetuneTaskArg::Classify && !self.prompt.is_empty() {
-            return Err("--prompt is for language models: a classifier does not answer prompts".into());
+            return Err("--prompt is for text generation: a classifier does not answer prompts".into());
         }
         Ok(())
     }

@@ -48,7 +48,7 @@ pub(super) fn since(text: &str) -> std::result::Result<f64, String> {
     let ago =
         seconds.and_then(|seconds| Some(number.parse::<u32>().ok()?).map(|number| now - f64::from(number) * seconds));
     ago.or_else(|| parse_utc(text)).ok_or_else(|| {
-        "give a time before now, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00".into()
+        "give an age, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00".into()
     })
 }
 
@@ -141,8 +141,8 @@ mod tests {
 
     #[test]
     fn times_and_states_that_do_not_exist_are_refused() {
-        insta::assert_snapshot!(since("yesterday").unwrap_err(), @"give a time before now, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00");
-        insta::assert_snapshot!(since("7y").unwrap_err(), @"give a time before now, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00");
+        insta::assert_snapshot!(since("yesterday").unwrap_err(), @"give an age, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00");
+        insta::assert_snapshot!(since("7y").unwrap_err(), @"give an age, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00");
         insta::assert_snapshot!(state("done").unwrap_err(), @"give one of running, finished, stopped, failed, killed");
         insta::assert_snapshot!(filter("lr").unwrap_err(), @"give a key and a value, such as optimizer.params.lr=0.001 or host=node*");
         assert_eq!(since("1970-01-02").unwrap(), 86_400.0);

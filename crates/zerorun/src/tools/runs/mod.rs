@@ -50,7 +50,7 @@ enum RunsCommand {
     List(ListFlags),
     /// Show everything about a run except its metrics
     Show(show::ShowFlags),
-    /// Show the differences between the settings and commands of runs, and their metrics side by side
+    /// Show how the settings and commands of runs differ, and the metrics of the runs side by side
     Compare(compare::CompareFlags),
     /// Print the metrics of a run
     Export(export::ExportFlags),

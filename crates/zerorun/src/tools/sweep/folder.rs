@@ -177,7 +177,8 @@ impl SweepFolder {
             FolderLockOutcome::Busy(pid) => {
                 let pid = pid.map_or(String::new(), |pid| format!(" (process {pid})"));
                 Err(self.wrong(format!(
-                    "another process{pid} runs the sweep in it; wait until it ends, or give another folder with --out"
+                    "another process{pid} is running the sweep in it; wait until that process ends, or give another \
+                     folder with --out"
                 )))
             }
         }

@@ -47,7 +47,8 @@ pub(super) struct SweepFlags {
     #[arg(long, value_name = "NAME")]
     searcher: Option<String>,
 
-    /// Which trials are trained to the end: none (all trials), median, asha or pbt [default: none]
+    /// Scheduler, which decides which trials are trained to the end: none (every trial is), median, asha or pbt
+    /// [default: none]
     #[arg(long, value_name = "NAME")]
     scheduler: Option<String>,
 

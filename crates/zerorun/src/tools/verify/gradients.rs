@@ -40,7 +40,8 @@ pub(super) fn run(script: &Path, args: &[OsString], ranks: u16, json: bool) -> R
             let lines: Vec<&str> = log.lines().collect();
             lines[lines.len().saturating_sub(LAST_LINES)..].iter().for_each(|line| eprint(line));
             eprint(&format!(
-                "zerorun verify: the script ended ({status}) before its engine took a step; its last lines are above"
+                "zerorun verify: the script ended ({status}) before its engine took a step; the last lines of its \
+                 output are above"
             ));
             return Ok(ExitCode::FAILURE);
         }
