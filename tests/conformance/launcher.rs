@@ -10,7 +10,7 @@ fn sources() -> String {
     let files =
         ["crates/zerorun/src/launch/hosts", "tests/launch"].map(|folder| std::fs::read_dir(root.join(folder)).unwrap());
     let files = files.into_iter().flatten().map(|file| file.unwrap().path()).filter(|path| path.is_file());
-    let files: Vec<PathBuf> = files.chain([root.join("crates/zerorun/src/args.rs")]).collect();
+    let files: Vec<PathBuf> = files.chain([root.join("crates/zerorun/src/args/tests.rs")]).collect();
     files.into_iter().map(|file| std::fs::read_to_string(file).unwrap()).collect()
 }
 
