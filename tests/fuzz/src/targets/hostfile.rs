@@ -7,6 +7,7 @@ use crate::launch::hosts::export_rules::{ExportedVariables, expanded_word, liter
 use crate::launch::hosts::host_filter::HostSelection;
 use crate::launch::hosts::hostfile::parse;
 use crate::launch::hosts::world_info::WorldInfo;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Words of these texts.
@@ -63,7 +64,8 @@ fn hostfile(text: &str) -> bool {
     let Ok(selected) = selection.apply(&hosts) else { return false };
     for host in &selected {
         let all = hosts.iter().find(|known| known.name == host.name).expect("a selected host is in the hostfile");
-        assert!(host.slots.iter().all(|slot| all.slots.contains(slot)), "{host:?} of {all:?}");
+        let known: BTreeSet<_> = all.slots.iter().collect();
+        assert!(host.slots.iter().all(|slot| known.contains(slot)), "{host:?} of {all:?}");
     }
     WorldInfo::new(selected).is_ok_and(|world| world_is_kept(&world))
 }
