@@ -5,6 +5,7 @@
 //! similar name stays, unless it is empty.
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use std::ffi::OsStr;
 use std::fs::{File, Permissions};
 use std::io::{Error, ErrorKind, Result, Write as _};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
@@ -98,10 +99,9 @@ impl Drop for ScratchFolder {
 pub fn sweep(parent: &Path, prefix: &str) {
     let me = rustix::process::geteuid().as_raw();
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
-        let name = entry.file_name();
-        let unique = name.to_str().and_then(|name| name.strip_prefix(prefix));
-        let is_named = unique.is_some_and(|u| u.len() == UNIQUE_CHARS && u.bytes().all(|b| b.is_ascii_alphanumeric()));
-        if !is_named || !entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == me) {
+        if !is_named(&entry.file_name(), prefix)
+            || !entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == me)
+        {
             continue;
         }
         let Ok(folder) = open_folder(&entry.path()) else { continue };
@@ -115,6 +115,12 @@ pub fn sweep(parent: &Path, prefix: &str) {
             }
         }
     }
+}
+
+/// Returns whether a name consists of `prefix` and letters and digits that make it unique.
+pub(super) fn is_named(name: &OsStr, prefix: &str) -> bool {
+    let unique = name.to_str().and_then(|name| name.strip_prefix(prefix));
+    unique.is_some_and(|u| u.len() == UNIQUE_CHARS && u.bytes().all(|b| b.is_ascii_alphanumeric()))
 }
 
 /// Returns whether a folder has the marker of a scratch folder.

@@ -4,20 +4,17 @@
 //! the next job that writes to the folder, or creates another folder next to it, removes the file.
 
 use super::lock::{FolderLock, FolderLockOutcome, LOCK};
+use super::scratch_folder::is_named;
 use std::fs::DirEntry;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The beginning of the names of files that are not complete yet.
 pub(crate) const UNFINISHED: &str = ".writing-";
-/// The number of letters and digits that make a name unique.
-const UNIQUE_CHARS: usize = 6;
 
 /// Returns whether an entry of a folder is named like an unfinished file.
 fn is_unfinished(entry: &DirEntry) -> bool {
-    let name = entry.file_name();
-    let unique = name.to_str().and_then(|name| name.strip_prefix(UNFINISHED));
-    unique.is_some_and(|u| u.len() == UNIQUE_CHARS && u.bytes().all(|b| b.is_ascii_alphanumeric()))
+    is_named(&entry.file_name(), UNFINISHED)
 }
 
 /// Returns the paths of the unfinished files in a folder.
