@@ -72,7 +72,7 @@ pub struct RankEnv {
     pub rank: usize,
     /// The number of ranks, at least 1.
     pub world_size: usize,
-    /// This rank's index among those of its host.
+    /// This rank's index among the ranks of its host.
     pub local_rank: usize,
     /// The number of ranks on this host, or of all ranks if the launcher does not provide it.
     pub local_world_size: usize,
@@ -258,8 +258,8 @@ impl EnvironmentVariables<'_> {
         self.of_mpi()
     }
 
-    /// Returns an MPI launcher's numbers instead of `found` if they agree with it and the ranks are on several hosts: a
-    /// script started by srun may set torchrun's variables from Slurm's.
+    /// Returns an MPI launcher's numbers instead of `found` if both have the same rank and world and the ranks are on
+    /// several hosts: a script started by srun may set torchrun's variables from Slurm's.
     fn or_of_mpi(&self, found: RankNumbers) -> RankNumbers {
         let several = |numbers: &RankNumbers| numbers.local.is_some_and(|(_, here)| here.value < numbers.world.value);
         let same = |other: &RankNumbers| [other.rank.value, other.world.value] == [found.rank.value, found.world.value];
@@ -312,8 +312,8 @@ impl EnvironmentVariables<'_> {
         Ok(self.number(name)?.map(|local_rank| (local_rank, most)))
     }
 
-    /// Returns whether srun has started this MPI rank: a batch script, in which an mpirun may start ranks, is a task
-    /// too.
+    /// Returns whether srun has started this MPI rank. A batch script is a Slurm task, too, but the ranks that mpirun
+    /// starts in it are not.
     fn is_slurm_task(&self, rank: RankVariable, world: RankVariable) -> Result<bool> {
         let (task, tasks) = (self.number("SLURM_PROCID")?, self.number("SLURM_STEP_NUM_TASKS")?);
         Ok(task.zip(tasks).is_some_and(|(task, tasks)| (task.value, tasks.value) == (rank.value, world.value)))

@@ -46,7 +46,7 @@ impl RankPresence {
         let local_rank = rank - mpi.as_ref().map_or(0, MpiRank::first);
         region.enter(local_rank)?;
         let abort_signal = Arc::new(AbortSignal::new(region.clone(), (rank, local_rank), mpi.clone()));
-        // Ranks that are threads live and die with the process that would watch them.
+        // Ranks that are threads need no heartbeat: they end together with the process that would watch them.
         let heartbeat = if region.is_shared_between_processes() {
             let started = HeartbeatThread::start(region.clone(), local_rank);
             Some(started.map_err(|source| abort_signal.thread_not_started(source))?)

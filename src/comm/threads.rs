@@ -22,8 +22,10 @@ pub fn communicators(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn
 /// Runs `rank` once per rank, each on a thread with a large stack, and returns the results in rank order.
 ///
 /// # Errors
-/// Each rank's result, which may be an error, is at its position in the list. A panic of a rank is propagated once all
-/// have ended.
+/// The memory that the ranks share cannot be created. A rank's own error is at the rank's position in the list.
+///
+/// # Panics
+/// A rank panicked: its panic is propagated once all ranks have ended. Or a rank's thread cannot be started.
 ///
 /// ```
 /// let sums = candle_zero::comm::threads::run(3, |comm| {

@@ -444,7 +444,7 @@ fn scalar(word: &str) -> std::result::Result<Option<JsonValue>, BadNumber> {
     }
 }
 
-/// Returns the length of the JSON number at the start.
+/// Returns the length of the JSON number at the start of `text`, if there is one.
 fn number_length(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     let digits = |from: usize| bytes[from..].iter().take_while(|c| c.is_ascii_digit()).count();

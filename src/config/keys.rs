@@ -17,7 +17,7 @@ pub(crate) fn sections() -> impl Iterator<Item = &'static ConfigSection> {
     [top_level::SECTIONS, zero::SECTIONS, optim::SECTIONS, other_sections::SECTIONS].into_iter().flatten()
 }
 
-/// Returns the section with that path. Sections with types are found by [`typed_section`].
+/// Returns the section at a path, which must exist. For a section whose keys depend on a type, see [`typed_section`].
 pub(crate) fn section(path: &str) -> &'static ConfigSection {
     sections()
         .find(|section| section.path == path && section.types.is_empty())

@@ -10,7 +10,7 @@ pub struct ConfigNote {
     pub message: String,
 }
 
-/// Formats text from a file for a message: without control characters, and no longer than a line.
+/// Formats text from a file for a message: escapes control characters, and shows at most 60 characters.
 pub(crate) fn shown(text: &str) -> String {
     const MAX_SHOWN_CHARS: usize = 60;
     let mut safe: String = text

@@ -135,8 +135,9 @@ pub(super) fn optimizer(
     })
 }
 
-/// Returns the number of updates before the first delayed one. If `delayed_update` and `delayed_update_after` are
-/// absent, they have no value, because a configuration may be printed for DeepSpeed, which has neither key.
+/// Returns the number of updates before the first delayed one; `None` if no update is delayed. `delayed_update` and
+/// `delayed_update_after` have no defaults in the table, because a configuration may be printed for DeepSpeed, which
+/// has neither key.
 fn delayed_update_after(walk: &ConfigWalk<'_>) -> Option<u64> {
     let given = |key: &str| walk.get(&OPTIMIZER.join(key));
     let is_delayed = given("delayed_update").and_then(Value::as_bool).unwrap_or(false);

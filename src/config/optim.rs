@@ -390,7 +390,7 @@ fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
                     at stages 1 to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
-    // This key is noted whatever its value, because even its default, true, requests DeepSpeed's CPU
+    // The walk notes only the value false. True, the default, is noted here, because it requests DeepSpeed's CPU
     // optimizer.
     let key = "zero_force_ds_cpu_optimizer";
     if walk.given.contains_key(key) && walk.bool(key) {

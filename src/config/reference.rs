@@ -137,6 +137,6 @@ fn the_reference_of_keys_is_the_table_of_keys() {
     let found = std::fs::read_to_string(path).unwrap_or_default();
     assert!(
         found == wanted,
-        "docs/config.md is out of date: UPDATE_DOCS=1 cargo test --release --lib config::reference"
+        "docs/config.md is out of date; run UPDATE_DOCS=1 cargo test --release --lib config::reference"
     );
 }

@@ -417,7 +417,7 @@ pub enum OptimizerConfig {
 }
 
 impl OptimizerConfig {
-    /// Returns whether the optimizer has betas, which a schedule may change, rather than a single momentum.
+    /// Returns whether the optimizer has betas that a schedule may change.
     pub(crate) fn has_betas(&self) -> bool {
         match self {
             Self::Adam(_) | Self::Lion(_) | Self::Lamb(_) | Self::ScheduleFree(_) => true,
@@ -538,7 +538,7 @@ pub struct LarsConfig {
 pub struct AdafactorConfig {
     /// The learning rate. `None`: relative steps (`relative_step`).
     pub lr: Option<f64>,
-    /// Whether the relative steps of the first 10,000 steps grow from 0. Default false.
+    /// Whether the relative learning rate grows from 0 during the first 10,000 steps. Default false.
     pub warmup_init: bool,
     /// The term added to the squared gradient, and the minimum scale of a parameter. Default 1e-30, 1e-3.
     pub eps: (f64, f64),

@@ -224,7 +224,7 @@ fn one_cycle(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerConfig>) -> 
     Some(cycle)
 }
 
-/// Checks the momentum of the cycle, and notes if it has no effect or will stop training.
+/// Checks the momentum of the cycle, and adds a note if it has no effect or will stop training.
 fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer: Option<&OptimizerConfig>) {
     if optimizer.is_some_and(|optimizer| !optimizer.has_betas()) {
         let text = "has no effect on an optimizer without betas, which keeps its momentum, as in DeepSpeed";

@@ -121,7 +121,7 @@ fn property(section: &'static ConfigSection, key: &'static ConfigKey) -> Value {
     schema
 }
 
-/// Returns the schema of the values that a kind accepts, without `null` and `"auto"`.
+/// Returns the schema of the values that a kind accepts, without `null`, and without `"auto"` except for `AutoOr`.
 fn value(kind: ConfigValueKind) -> Value {
     let strings = json!({"type": "array", "items": {"type": "string"}});
     match kind {
@@ -216,7 +216,7 @@ mod tests {
             assert_eq!(object["additionalProperties"], json!(!section.checked), "{}", section.path);
         }
         let definitions = schema["$defs"].as_object().unwrap();
-        assert_eq!(definitions.len() + 1, sections().count(), "two tables have one name");
+        assert_eq!(definitions.len() + 1, sections().count(), "two tables have the same name");
     }
 
     #[test]

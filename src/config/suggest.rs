@@ -5,7 +5,7 @@ use super::keys::{ConfigSection, ConfigValueKind, sections};
 
 /// The minimum similarity of two names, from 0 to 1, at which one is suggested for the other.
 const MIN_SIMILARITY: f64 = 0.5;
-/// The minimum for a key in another section. Among that many keys, accidental similarity is more probable.
+/// The minimum for a key in another section. There are many such keys, so accidental similarity is more probable.
 const MIN_SIMILARITY_ACROSS_SECTIONS: f64 = 0.8;
 
 /// Names longer than this resemble no key and are not compared, because comparing very long names takes seconds.

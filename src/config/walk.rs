@@ -111,7 +111,7 @@ impl<'a> ConfigWalk<'a> {
                 }
                 self.set(&path, value);
             }
-            // Nothing in such a section can change training.
+            // Nothing in a section that is not checked can change training.
             Err(_) if !section.checked => {}
             Err((rule, message)) => self.problem(rule, &section.join(&entry.key), entry.node.place, message),
         }
@@ -299,7 +299,7 @@ impl<'a> ConfigWalk<'a> {
         names.try_fold(first, |value, name| value.get(name))
     }
 
-    /// Sets the value at a path whose parents exist.
+    /// Sets the value at a path. Missing parents are created.
     pub fn set(&mut self, path: &str, value: Value) {
         set(&mut self.tree, path, value);
     }
@@ -350,7 +350,7 @@ fn unsupported(value: &Value, why: &str) -> String {
     format!("{value} is not supported: {why}")
 }
 
-/// Sets the value at a path. Parents that are not objects become objects.
+/// Sets the value at a path. Parents that are missing or are not objects become objects.
 pub(crate) fn set(tree: &mut Map<String, Value>, path: &str, value: Value) {
     match path.split_once('.') {
         None => {

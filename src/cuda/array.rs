@@ -104,7 +104,7 @@ impl DeviceFlatRef<'_> {
     /// Returns elements `range`.
     ///
     /// # Errors
-    /// Returns an error if `range` ends after the last element.
+    /// Returns an error if `range` ends before it starts or after the last element.
     pub fn part(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
         if range.start > range.end || range.end > self.len() {
             bail!("elements {range:?} are out of range: there are {}", self.len())

@@ -7,7 +7,7 @@ use candle_core::{CudaDevice, Result, bail};
 
 const KERNELS: KernelModule = module!("array_ops");
 
-/// Computes to = from, cast.
+/// Computes to = from, cast to the dtype of `to`.
 pub(crate) fn copy(device: &CudaDevice, to: DeviceFlatMut<'_>, from: &DeviceFlatRef<'_>) -> Result<()> {
     copy_scaled(device, to, from, 1.0)
 }

@@ -67,7 +67,7 @@ impl PartialColumnSums {
         Ok(Self { cut, sums })
     }
 
-    /// Writes the sums to a gradient or adds them, rounded once.
+    /// Writes the sums to a gradient, or adds them to it if `add` is set. Each element is rounded once.
     pub fn put(&self, device: &CudaDevice, grad: DeviceFlatMut<'_>, add: bool) -> Result<()> {
         let RowChunking { width, chunks, .. } = self.cut;
         if grad.len() != width {

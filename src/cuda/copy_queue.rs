@@ -89,7 +89,7 @@ impl CopyQueue {
     /// set. The timeline shows its copies in `lane`.
     ///
     /// # Errors
-    /// Returns an error if the driver cannot lock more memory.
+    /// Returns an error if the driver cannot lock that much memory, or if the thread cannot be started.
     pub fn new(device: &CudaDevice, bytes: usize, pinned: bool, lane: TimelineLane) -> Result<Self> {
         // The queue has a separate cudarc context with the same primary context as Candle's, because a second stream in
         // Candle's context would make cudarc record events around every kernel of the model.

@@ -68,7 +68,7 @@ impl RendezvousMembers {
         CommError::RanksMissing { came: world - missing.len(), world, missing: list(&missing), port, limit }
     }
 
-    /// Waits for events, up to `limit`.
+    /// Waits for events, for at most `limit` (`None` means without a limit).
     ///
     /// # Errors
     /// A system call failed.

@@ -5,8 +5,9 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
-/// Linux's `SOL_SOCKET` and `SO_PEERCRED`, and its `struct ucred`.
+/// Linux's `SOL_SOCKET`.
 const SOL_SOCKET: c_int = 1;
+/// Linux's `SO_PEERCRED`, the socket option that returns a `struct ucred`.
 const SO_PEERCRED: c_int = 17;
 
 /// The credentials of the process at the other end, according to the kernel.
@@ -31,7 +32,7 @@ impl PeerCredentials {
     pub(super) fn of(stream: &UnixStream) -> io::Result<Self> {
         let mut peer = Self::default();
         let mut len = size_of::<Self>() as u32;
-        // SAFETY: the socket is open, and any bytes are a valid value for the memory of `len` bytes.
+        // SAFETY: the socket is open, and `peer` has `len` bytes of memory, in which any bytes are valid.
         let code =
             unsafe { getsockopt(stream.as_raw_fd(), SOL_SOCKET, SO_PEERCRED, (&raw mut peer).cast(), &raw mut len) };
         if code == 0 { Ok(peer) } else { Err(io::Error::last_os_error()) }

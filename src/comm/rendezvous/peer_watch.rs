@@ -51,7 +51,7 @@ fn watch(run: impl FnOnce() + Send + 'static) -> Result<(), CommError> {
 /// up.
 fn lost(region: &SharedMemoryRegion, rank: usize) {
     let told = matches!(region.state(rank), RankState::Finished | RankState::Aborted(_) | RankState::Dead(_));
-    // All others notice the end of rank 0.
+    // All other ranks notice the end of rank 0, but only one of them records it.
     if !told && region.claims_cause(rank) {
         region.mark_dead(rank, UNREPORTED_DEATH);
     }

@@ -24,7 +24,7 @@ const PAST_CACHE_BYTES: usize = 4 << 20;
 
 type Result<T> = std::result::Result<T, CommError>;
 
-/// Sums `input` in place: the result is in the memory of `input`.
+/// Sums the `input` of all ranks and returns this rank's chunk of the sums, in the memory of `input`.
 pub(in crate::comm) fn reduce_scatter(
     ex: &mut ShmExchange,
     wire: WireFormat,
@@ -158,7 +158,7 @@ pub(in crate::comm) fn piece_of(world: usize, wire: WireFormat, dtype: DType) ->
     if blocks > 0 { (wire, blocks) } else { (WireFormat::Exact, bytes / dtype.size_in_bytes()) }
 }
 
-/// Sums elements `range` of this rank's chunk over all ranks' `input` (world size x n elements), and writes the sums to
+/// Sums elements `range` of this rank's chunk over all ranks' `input` (one chunk per rank), and writes the sums to
 /// `at + range` of `input`, where `at` is the position of the first chunk or of this rank's chunk. The elements that
 /// they overwrite have already been published or belong to this rank's own chunk.
 fn reduce_piece(
@@ -203,8 +203,8 @@ pub(in crate::comm) fn sum_exact(
     level().run(RankOrderSum { values: values.as_mut(), own, sum: to, len, rank, peers });
 }
 
-/// A loop that sums elements `own ..` of `values` and the peers' parts in rank order in f32, rounds once and writes to
-/// elements `sum ..`, block by block, so that each block stays in the first-level cache.
+/// A loop that sums elements `own ..` of `values` and the peers' parts in rank order in f32, rounds each sum once and
+/// writes it to elements `sum ..`, block by block, so that each block stays in the first-level cache.
 struct RankOrderSum<'a> {
     values: FlatMut<'a>,
     own: usize,

@@ -5,14 +5,14 @@ use crate::error::CommError;
 use crate::precision::Flat;
 use std::ops::Range;
 
-/// Returns ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that the
-/// ranks of every collective meet at least once.
+/// Returns ranges of at most `step` elements that together cover `len` elements. For an empty buffer, returns one empty
+/// range, so that the ranks of every collective meet at least once.
 pub(in crate::comm) fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
     let count = len.div_ceil(step).max(1);
     (0..count).map(move |i| i * step..((i + 1) * step).min(len))
 }
 
-/// Returns the ranks other than `rank`, enumerated.
+/// Returns the ranks other than `rank`, each with its index among them.
 pub(in crate::comm) fn others(world: usize, rank: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..world).filter(move |r| *r != rank).zip(0..)
 }
@@ -49,13 +49,13 @@ impl StridedRanks {
         (0..self.count).map(move |place| self.first + place * self.step)
     }
 
-    /// Returns the position of one of its ranks.
+    /// Returns the position of `rank` among these ranks.
     pub(in crate::comm) fn place(self, rank: usize) -> usize {
         (rank - self.first) / self.step
     }
 }
 
-/// Returns the shards of a group, of `len` elements each, out of those of all ranks.
+/// Extracts the shards of a group, of `len` elements each, from `whole`, which contains the shards of all ranks.
 pub(in crate::comm) fn of_group(mut whole: Flat, group: StridedRanks, len: usize) -> Flat {
     let bytes = len * whole.dtype().size_in_bytes();
     for (place, rank) in group.ranks().enumerate() {
@@ -95,7 +95,7 @@ pub(in crate::comm) fn by_rank(input: &mut Flat, ranks: usize, world: usize) {
     }
 }
 
-/// Publishes one piece that contains `bytes` bytes for each peer, one after another; `write` writes those for one rank.
+/// Publishes one piece that contains `bytes` bytes for each peer, one after another; `write` writes one peer's bytes.
 pub(in crate::comm) fn give_each(
     ex: &mut ShmExchange,
     bytes: usize,
@@ -108,7 +108,7 @@ pub(in crate::comm) fn give_each(
 }
 
 /// Returns the bytes that the peers gave to this rank in [`give_each`], in rank order. Each part would
-/// have `exact` bytes if it were not encoded.
+/// be `exact` bytes long if it were not encoded.
 pub(in crate::comm) fn given(ex: &ShmExchange, bytes: usize, exact: usize) -> impl Iterator<Item = &[u8]> {
     let (world, rank) = (ex.size(), ex.rank());
     // This rank's index among the others, as rank r counts them.

@@ -13,7 +13,8 @@ use crate::precision::cast::{accumulate, narrow, widen};
 use crate::precision::{BLOCK, Flat, FlatMut, IntFormat};
 use std::ops::Range;
 
-/// Reduces a piece like the exact version, with the peers' parts as [`IntFormat`]. This rank's part is added exactly.
+/// Reduces a piece like the function of the same name for exact elements, but the peers' parts are encoded as `ints`.
+/// This rank's part is added exactly.
 pub(in crate::comm) fn reduce_piece(
     ex: &mut ShmExchange,
     ints: IntFormat,
@@ -30,8 +31,8 @@ pub(in crate::comm) fn reduce_piece(
     Ok(())
 }
 
-/// Concatenates the encoded `shard`s of the ranks of a group, in rank order, this rank's included. The other ranks take
-/// part, in their own groups.
+/// Concatenates the `shard`s of the ranks of a group, in rank order. All of them, including this rank's, are rounded to
+/// the values of their codes. The other ranks take part, in their own groups.
 pub(in crate::comm) fn gather_of(
     ex: &mut ShmExchange,
     ints: IntFormat,
@@ -44,7 +45,7 @@ pub(in crate::comm) fn gather_of(
     for range in pieces(chunk, ints.whole_blocks_in(SLOT_BYTES)) {
         let bytes = ints.encoded_len(range.len());
         let at = |r: usize| group.place(r) * chunk + range.start..group.place(r) * chunk + range.end;
-        // The shard lies at the start, in the position of rank 0's shard, and is encoded before that shard arrives.
+        // The shard lies at the start, in the first rank's position. It is encoded before that rank's shard arrives.
         ex.publish(bytes, |slot| {
             ints.encode(shard.slice(range.clone()), slot);
             ints.decode(slot, shard.slice_mut(at(rank)));
@@ -70,8 +71,8 @@ pub(in crate::comm) fn sum_blocks(
     level().run(QuantizedRankSum { ints, values: values.as_mut(), own, sum: to, len, rank, peers });
 }
 
-/// A loop that sums elements `own ..` of `values` and the peers' blocks in rank order in f32, rounds once and writes to
-/// elements `sum ..`.
+/// A loop that sums elements `own ..` of `values` and the peers' blocks in rank order in f32, rounds each sum once and
+/// writes it to elements `sum ..`.
 struct QuantizedRankSum<'a> {
     ints: IntFormat,
     values: FlatMut<'a>,

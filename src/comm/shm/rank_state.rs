@@ -170,7 +170,7 @@ impl SharedMemoryRegion {
         }
     }
 
-    /// Does the same check, based only on the states of the ranks.
+    /// Does the check of [`Self::check_ranks`] with the states of the ranks only, without the first failure.
     fn check_states(&self, needs: impl Fn(usize) -> bool) -> Result<(), PeerFailure> {
         for peer in 0..self.world_size() {
             match self.state(peer) {

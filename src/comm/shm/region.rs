@@ -355,7 +355,7 @@ pub(in crate::comm) fn wake(word: &AtomicU32) {
     let _ = rustix::thread::futex::wake(word, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
 }
 
-/// Sleeps until `word` is no longer `seen`, or about `millis` have passed.
+/// Sleeps until `word` is no longer `seen`, or about `millis` milliseconds have passed.
 pub(in crate::comm) fn sleep_on(word: &AtomicU32, seen: u32, millis: u32) {
     let limit = rustix::thread::futex::Timespec { tv_sec: 0, tv_nsec: i64::from(millis) * 1_000_000 };
     // Woken, already changed, interrupted or timed out: the caller checks again in every case.

@@ -63,7 +63,7 @@ impl CommReport {
         self.data().map(|k| k.exact_bytes).sum()
     }
 
-    /// Returns the communication of this report and another one together.
+    /// Returns the sums of this report and `other`.
     pub(crate) fn with(mut self, other: &Self) -> Self {
         for (kind, more) in &other.kinds {
             let sum = self.kinds.entry(*kind).or_default();
@@ -108,7 +108,7 @@ impl fmt::Display for CommReport {
     }
 }
 
-/// The counters shared between the threads that run collectives, which add, and the training thread, which reads.
+/// The counters of a rank: the threads that run collectives add to them, and the training thread reads them.
 #[derive(Debug, Default)]
 pub(in crate::comm) struct CommCounters(Mutex<CommReport>);
 

@@ -118,7 +118,7 @@ fn busy(
         whole.wait()?;
     }
     comm.barrier().wait()?;
-    // The CPU seconds of all processors during the time that the link is busy.
+    // The seconds for which the link is busy.
     let cable = rounds * (reduce_scatter.into_a_host + all_gather.into_a_host) / plain.rate();
     let own = before.zip(processors()).map(|(before, after)| (after.busy - before.busy) / (after.count * cable));
     let all = comm.gather_f64(vec![own.unwrap_or(-1.0)]).wait()?.into_iter().flatten().fold(-1.0, f64::max);

@@ -25,7 +25,7 @@ impl InterHostFormat {
         }
     }
 
-    /// Returns the number of bytes of `elements`.
+    /// Returns the number of bytes of the codes of `elements` elements.
     pub(crate) fn encoded_len(self, elements: usize) -> usize {
         match self {
             Self::Blocks(ints) => ints.encoded_len(elements),

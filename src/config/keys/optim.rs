@@ -123,7 +123,7 @@ const ADAFACTOR: &[super::ConfigKey] = keys! {
     "clip_threshold": FLOAT, "1.0", H, "Root mean square above which an update is scaled down; above 0.";
     "decay_rate": FLOAT, "-0.8", H, "Exponent in the decay rate of the second moment, 1 - step^decay_rate; at least -1 and below 0.";
     "beta1": SHARE, "null", H, "Decay rate of a first moment, below 1; null: no first moment.";
-    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay, multiplied by the learning rate with the parameter's scale.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay, multiplied by the learning rate, including the parameter's scale.";
 };
 
 const SCHEDULE_FREE: &[super::ConfigKey] = keys! {

@@ -45,14 +45,14 @@ const AIO: &[super::ConfigKey] = keys! {
     "block_size": POSITIVE, "1048576", H, "Bytes per request, a multiple of the page size 4096; at most 16 MiB.";
     "queue_depth": POSITIVE, "8", H, "Requests in flight per unit of intra_op_parallelism.";
     "intra_op_parallelism": POSITIVE, "1", H, "Multiplies queue_depth; at most 64 requests are in flight.";
-    "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too; it reads intra_op_parallelism"), "Old key.";
+    "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too, and reads intra_op_parallelism instead"), "Old key.";
     "single_submit": Bool, "false", none("every request is a separate system call"), "One request per submit call.";
     "overlap_events": Bool, "true", none("threads take requests as they arrive and never wait for each other"), "Overlap submission and completion.";
     "use_gds": Bool, "false", none("the step for offloaded states runs on the CPU, so files are read into host memory"), "GPUDirect storage.";
 };
 
 const CHECKPOINT: &[super::ConfigKey] = keys! {
-    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "If ranks save under different tags: Ignore and Warn use rank 0's tag, silently or with a warning, respectively; Fail returns an error.";
+    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "If ranks save under different tags, Ignore and Warn use rank 0's tag, silently or with a warning, respectively; Fail returns an error.";
     "load_universal": Bool, "false", none("every checkpoint loads at any number of ranks"), "Load the universal layout.";
     "use_node_local_storage": Bool, "false", H, "The ranks of each host save to a folder on that host's local disk, and hosts exchange the data that they need when a checkpoint is loaded.";
     "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, to which each checkpoint is uploaded once it is on disk, while training continues. Needs feature s3. Specific to candle-zero.";
@@ -243,7 +243,7 @@ const OWN_MESSAGES: &str =
 
 const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "Spread experts over ranks.";
-    "autoep_size": INT, "1", H, "Ranks that share the experts. It must divide the number of ranks and the number of experts of each layer.";
+    "autoep_size": INT, "1", H, "Number of ranks that share the experts. It must divide the number of ranks and the number of experts of each layer.";
     "expert_tensor_parallel_size": INT, "1", refused_above_one("the tensors of an expert are not split"), "Ranks that share one expert.";
     "validate_folding_routing": Bool, "false", none("the routing is always checked"), "Check routing.";
     "async_split_plan": Bool, "false", none("the numbers of tokens are in host memory"), "On a separate stream, copy to the host the numbers of tokens that ranks exchange.";

@@ -108,7 +108,7 @@ impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
     }
 }
 
-/// Returns the largest difference, relative to the largest number. It is NaN if exactly one number of a pair is NaN.
+/// Returns the largest difference, relative to the largest number. It is NaN if any number is NaN.
 fn difference<E: Element>(got: &[E], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(1e-30f32, |m, x| m.max(x.abs()));
