@@ -238,7 +238,7 @@ impl<M> Engine<M> {
     }
 
     /// Differentiates `loss`, which must have one element, after multiplying it by the loss scale and dividing it by
-    /// the accumulation steps. Meanwhile, gradients are reduced over ranks.
+    /// the accumulation steps. During the backward pass, gradients are reduced over ranks.
     ///
     /// Only this call accumulates gradients of the model's parameters. Candle's own `loss.backward()`, and the backward
     /// pass of another engine whose loss passes through this model (a GAN's generator), leave this engine unchanged and

@@ -5,7 +5,7 @@ use super::{ConfigRule, ZeroConfig};
 
 const SIZE: &str = "expert_parallel.autoep_size";
 
-/// Returns the number of ranks among which experts are divided; 1 if the section is off. Problems are collected in `walk`.
+/// Returns the number of ranks among which experts are divided; 1 if the section is off. Problems are added to `walk`.
 pub(super) fn resolve(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usize, has_local_steps: bool) -> usize {
     if !walk.bool("expert_parallel.enabled") {
         return 1;

@@ -164,7 +164,7 @@ impl<'a> HjsonReader<'a> {
         self.members(Some(open), depth)
     }
 
-    /// Reads keys and values up to the `}` of the object that begins at `open`, or to the end of the text if it is `None`.
+    /// Reads keys and values up to the `}` of the object that begins at `open`; `None` means up to the end of the text.
     fn members(&mut self, open: Option<TextPosition>, depth: usize) -> Result<JsonValue> {
         let mut entries: Vec<JsonEntry> = Vec::new();
         let mut seen: HashMap<String, TextPosition> = HashMap::new();

@@ -30,8 +30,8 @@ pub struct LocalStepsConfig {
     pub fragments: u64,
     /// `fragment_delay`: the number of steps that an exchange may take while training continues. Default 0.
     pub fragment_delay: u64,
-    /// `fragment_alpha`: the share of an island's own weights that stays when an exchange takes effect. Default 0, or 0.5
-    /// with a delay.
+    /// `fragment_alpha`: the share of an island's own weights that stays when an exchange takes effect. Default 0, or
+    /// 0.5 with a delay.
     pub fragment_alpha: f64,
     /// `wire_dtype`: the format in which pseudo-gradients are sent.
     pub wire: IslandWire,

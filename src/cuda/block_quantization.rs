@@ -231,7 +231,7 @@ mod tests {
             let apart = ints.encoded_len(len).next_multiple_of(4);
             let (bytes, mut values) = (upload(&device, &codes, apart), DeviceFlat::of(&device, own.as_ref()).unwrap());
             let (address, used) = values.address_mut(&stream).unwrap();
-            // SAFETY: the addresses are those of the elements and of the codes of as many elements of three other ranks.
+            // SAFETY: the addresses are those of the elements and of the codes of as many elements of three peers.
             unsafe {
                 coder.sum(len, (address, address), (bytes.device_ptr(&stream).0, apart), (rank, 4)).unwrap();
             }

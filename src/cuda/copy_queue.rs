@@ -85,8 +85,8 @@ fn ended() -> Error {
 }
 
 impl CopyQueue {
-    /// Creates a queue for a device. Its staging buffers have `bytes` bytes in total, and are page-locked if `pinned` is
-    /// set. The timeline shows its copies in `lane`.
+    /// Creates a queue for a device. Its staging buffers have `bytes` bytes in total, and are page-locked if `pinned`
+    /// is set. The timeline shows its copies in `lane`.
     ///
     /// # Errors
     /// Returns an error if the driver cannot lock that much memory, or if the thread cannot be started.
@@ -215,8 +215,8 @@ impl CopyThread {
             }
             let Some(piece) = piece else { continue };
             let bytes = &mut staging.bytes_mut()?[..piece.len()];
-            // SAFETY: the buffer, which the copy owns, contains all bytes of the piece, and nothing else uses the staging
-            // buffer until the event after this copy, or the stream at the end of `carry`, has been waited for.
+            // SAFETY: the buffer, which the copy owns, contains all bytes of the piece, and nothing else uses the
+            // staging buffer until the event after this copy, or the stream at the end of `carry`, has been waited for.
             unsafe { driver::memcpy_dtoh_async(bytes, address + piece.start as CUdeviceptr, stream.cu_stream()) }
                 .w()?;
             *under_way = Some((stream.record_event(BLOCKING_SYNC).w()?, piece));

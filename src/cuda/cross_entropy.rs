@@ -139,7 +139,7 @@ pub(crate) fn gradients(
     unsafe { kernel.run(launch, arguments) }
 }
 
-/// Computes the sum of the losses / divisor, as a number in memory.
+/// Computes the sum of `count` losses divided by `divisor`, as a number in device memory.
 pub(crate) fn mean(device: &CudaDevice, losses: &CudaSlice<f32>, count: usize, divisor: f64) -> Result<CudaStorage> {
     if losses.len() < count {
         bail!("cross_entropy: {count} losses are to be summed, but there are only {}", losses.len())
@@ -170,7 +170,8 @@ pub(crate) fn scaled_by(
         }
         let name = format!("scaled_by_{}_{}", suffix(dtype), suffix(values.dtype()));
         let function = KERNELS.function(device, &name)?;
-        // SAFETY: the kernel takes a count, that many elements of two arrays of the dtypes in its name, one number, and a divisor.
+        // SAFETY: the kernel takes a count, that many elements of two arrays of the dtypes in its name, one number, and
+        // a divisor.
         unsafe { function.run(over(count), arguments![count, scaled, values, scale, divisor]) }
     })
 }

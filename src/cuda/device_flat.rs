@@ -85,7 +85,7 @@ impl DeviceFlat {
         self.storage.dtype()
     }
 
-    /// Returns the allocated bytes, including spare capacity.
+    /// Returns the number of allocated bytes, including spare capacity.
     pub fn capacity_in_bytes(&self) -> usize {
         self.capacity() * self.dtype().size_in_bytes()
     }

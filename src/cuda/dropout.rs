@@ -12,8 +12,8 @@ const KERNELS: KernelModule = module!("dropout");
 const GROUP: u64 = 64;
 const COUNTERS: u64 = 16;
 
-/// Computes x / (1 - p) for kept elements, and 0 for each element i that the random word of position `offset + i` drops.
-/// The bits are those of the host.
+/// Computes x / (1 - p) for kept elements, and 0 for each element i that the random word of position `offset + i`
+/// drops. The bits are those of the host.
 pub(crate) fn dropout(
     device: &CudaDevice,
     x: &DeviceFlatRef<'_>,
@@ -31,7 +31,8 @@ pub(crate) fn dropout(
         let counters = ((offset % GROUP + count as u64).div_ceil(GROUP) * COUNTERS) as usize;
         let function = KERNELS.function(device, &format!("dropout_{}", suffix(x.dtype())))?;
         let arguments = arguments![counters, count, x, y, scale, bound, seed, offset];
-        // SAFETY: the kernel takes a count and that many elements of two arrays, a bound of 32 bits, and two words of 64.
+        // SAFETY: the kernel takes a count and that many elements of two arrays, a bound of 32 bits, and two words of
+        // 64 bits.
         unsafe { function.run(over(counters), arguments) }
     })
 }

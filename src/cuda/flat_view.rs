@@ -48,7 +48,7 @@ impl DeviceFlatRef<'_> {
     /// # Errors
     /// Returns an error if the dtypes differ or the driver reports one.
     pub fn read(&self, device: &CudaDevice, values: FlatMut<'_>) -> Result<()> {
-        assert_eq!(self.len(), values.len(), "as many values as elements");
+        assert_eq!(self.len(), values.len(), "there must be as many values as elements");
         if values.is_empty() {
             return Ok(());
         }
@@ -73,7 +73,7 @@ impl DeviceFlatMut<'_> {
     /// Returns elements `range`.
     ///
     /// # Errors
-    /// Returns an error if `range` ends after the last element.
+    /// Returns an error if `range` ends before it starts or after the last element.
     pub fn part(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
         if range.start > range.end || range.end > self.len() {
             bail!("elements {range:?} are out of range: there are {}", self.len())
@@ -90,7 +90,7 @@ impl DeviceFlatMut<'_> {
     /// # Errors
     /// Returns an error if the dtypes differ or the driver reports one.
     pub fn write(self, device: &CudaDevice, values: FlatRef<'_>) -> Result<()> {
-        assert_eq!(self.len(), values.len(), "as many values as elements");
+        assert_eq!(self.len(), values.len(), "there must be as many values as elements");
         if values.is_empty() {
             return Ok(());
         }

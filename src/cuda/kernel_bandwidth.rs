@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used)]
-//! Measures what share of a GPU's bandwidth each kernel reaches. `scripts/gpu_check.sh` runs this measurement. It can also
-//! be run with this command:
+//! Measures what share of a GPU's bandwidth each kernel reaches. `scripts/gpu_check.sh` runs this measurement. It can
+//! also be run with this command:
 //!
 //!     cargo test --release --features cuda --lib cuda::kernel_bandwidth -- --ignored --nocapture
 //!
@@ -289,7 +289,7 @@ fn attentions(bench: &KernelBench) {
 }
 
 #[test]
-#[ignore = "measures a GPU, which nothing else may use meanwhile"]
+#[ignore = "measures a GPU, which nothing else may use at the same time"]
 fn kernels_reach_a_part_of_the_memorys_bandwidth() {
     let Ok(device) = CudaDevice::new(0) else {
         println!("skipped: the CUDA driver finds no device");

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// The number of threads of a block in which each thread has separate elements.
 const THREADS: u32 = 256;
-/// The maximum number of blocks of such a launch, enough for several on every multiprocessor of a GPU.
+/// The maximum number of blocks of a launch by [`over`], enough for several on every multiprocessor of a GPU.
 const MAX_BLOCKS: usize = 2048;
 
 /// The kernels of one file.

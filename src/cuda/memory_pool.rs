@@ -19,7 +19,7 @@ fn of(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>> {
     Ok(Some(unsafe { result::device::get_mem_pool(context.cu_device()) }.w()?))
 }
 
-/// Keeps memory that is freed from now on in this process for later allocations instead of returning it to the system.
+/// Keeps memory that this process frees from now on for later allocations instead of returning it to the system.
 ///
 /// # Errors
 /// Returns an error if the driver reports one.

@@ -86,8 +86,8 @@ pub(crate) fn layer_norm(
         let NormStatistics { means, factors, .. } = &mut statistics;
         let arguments =
             arguments![width, x, weight, is_f32(weight), bias, is_f32(bias), eps, y, means.as_mut(), factors];
-        // SAFETY: the kernel takes rows of this width, a block each, parameters of that width with flags that name their format,
-        // and two numbers for each row.
+        // SAFETY: the kernel takes rows of this width, a block each, parameters of that width with flags that name
+        // their format, and two numbers for each row.
         unsafe { function.run(by_row(rows, width), arguments) }
     })?;
     Ok((y, statistics))
@@ -110,14 +110,14 @@ pub(crate) fn rms_norm(
         }
         let function = KERNELS.function(device, &format!("rms_norm_{}", suffix(x.dtype())))?;
         let arguments = arguments![width, x, weight, is_f32(weight), one, eps, y, &mut statistics.factors];
-        // SAFETY: the kernel takes rows of this width, a block each, a weight of that width with a flag that names its format,
-        // and a number for each row.
+        // SAFETY: the kernel takes rows of this width, a block each, a weight of that width with a flag that names its
+        // format, and a number for each row.
         unsafe { function.run(by_row(rows, width), arguments) }
     })?;
     Ok((y, statistics))
 }
 
-/// Computes the input's gradient and writes it to `dx` or adds it.
+/// Computes the input's gradient, and writes it to `dx` or, if `add` is set, adds it to `dx`.
 pub(crate) fn input_gradient(
     device: &CudaDevice,
     statistics: &NormStatistics,
@@ -142,8 +142,8 @@ pub(crate) fn input_gradient(
     }
     let function = KERNELS.function(device, &format!("norm_input_gradient_{}", suffix(x.dtype())))?;
     let arguments = arguments![*width, x, weight, is_f32(weight), one, means.as_ref(), factors, dy, dx, add];
-    // SAFETY: the kernel takes rows of this width, a block each, a weight of that width with a flag that names its format, and
-    // one or two numbers for each row.
+    // SAFETY: the kernel takes rows of this width, a block each, a weight of that width with a flag that names its
+    // format, and one or two numbers for each row.
     unsafe { function.run(by_row(*rows, *width), arguments) }
 }
 

@@ -85,9 +85,9 @@ impl Loader {
     /// data.
     ///
     /// # Errors
-    /// [`DataError::TooShort`] if `data` does not contain one full sample; [`DataError::BatchTooLarge`] if a micro
-    /// batch has more than 2^31 tokens; [`DataError::TokenOutOfVocabulary`] if data of at most 64 Mi tokens contains a
-    /// token outside the model's vocabulary. In longer data, such a token is found when it is used.
+    /// [`DataError::TooShort`] if `data` is too short for a [sampler](Sampler::new); [`DataError::BatchTooLarge`] if a
+    /// micro batch has more than 2^31 tokens; [`DataError::TokenOutOfVocabulary`] if data of at most 64 Mi tokens contains
+    /// a token outside the model's vocabulary. In longer data, such a token is found when it is used.
     ///
     /// # Panics
     ///

@@ -31,7 +31,7 @@ impl Sampler {
     /// Creates a sampler of the samples in `data`. Each has `ctx` input tokens and as many targets, shifted by one.
     ///
     /// # Errors
-    /// [`DataError::TooShort`] if `data` does not contain one full sample.
+    /// [`DataError::TooShort`] if `data` does not contain one full sample and, in sequential order, another token.
     ///
     /// # Panics
     ///

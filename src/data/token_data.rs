@@ -17,8 +17,9 @@ const BYTE_VOCABULARY: usize = 256;
 /// takes a few hundredths of a second.
 const MAX_CHECKED_AT_START: usize = 64 << 20;
 
-/// The number of tokens in each piece that goes into the fingerprint, and the number of pieces if there is much data.
+/// The number of tokens in each piece that goes into the fingerprint.
 const FINGERPRINT_PIECE_TOKENS: usize = 4 << 10;
+/// The maximum number of such pieces.
 const FINGERPRINT_PIECES: usize = 256;
 
 /// The default data: a snapshot of this project's sources and documents. It is frozen so that the losses of a first

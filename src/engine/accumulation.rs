@@ -109,8 +109,8 @@ impl<M> Engine<M> {
     /// batches of the new size. Collective.
     ///
     /// # Errors
-    /// [`EngineError::MicroBatchSize`] if it is 0 or too large; otherwise, the errors of
-    /// [`set_train_batch_size`](Self::set_train_batch_size).
+    /// [`EngineError::MicroBatchSize`] if it is 0 or too large; [`EngineError::MidAccumulation`] in the middle of an
+    /// accumulation; [`EngineError::ArgumentsDiffer`] between ranks. In all these cases, nothing has changed.
     pub fn set_train_micro_batch_size(&mut self, micro_batch: usize) -> Result<()> {
         self.same_on_all_ranks("set_train_micro_batch_size", &[micro_batch as f64])?;
         self.between_steps("set_train_micro_batch_size")?;
@@ -137,7 +137,7 @@ impl<M> Engine<M> {
         self.set_lr_of("set_lr", &vec![lr; groups])
     }
 
-    /// Sets the learning rate of each param group, in the order of [`get_lr`](Self::get_lr); otherwise the same as
+    /// Sets the learning rate of each parameter group, in the order of [`get_lr`](Self::get_lr); otherwise the same as
     /// [`set_lr`](Self::set_lr).
     ///
     /// # Errors

@@ -60,8 +60,9 @@ impl Engine<()> {
 }
 
 impl EngineBuilder {
-    /// Sets the job to take part in. Default: the job that the environment describes (zerorun, mpirun or srun; on
-    /// one host, also torchrun's variables, whichever program has set them).
+    /// Sets the communicator, and thereby the job to take part in. Default: the communicator of the job that the
+    /// environment describes (zerorun, mpirun or srun; on one host, also torchrun's variables, whichever program has set
+    /// them).
     ///
     /// A process may have several engines, at the same time or one after the other, for example for a GAN, or for a
     /// teacher and a student. Engines of one job share its communicator, by default or because each of them was given
@@ -356,7 +357,7 @@ impl EngineBuilder {
             }
             config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
             // The check is off in a pipeline: moving the weights of one stage would require forward passes through all
-            // stages. It is off if experts are divided: a rank's experts change the losses of other ranks.
+            // stages. It is also off if experts are divided: a rank's experts change the losses of other ranks.
             let is_possible = self.pipeline.is_none() && config.expert_parallel_size == 1;
             config.gradient_check = self.gradient_check.unwrap_or(config.gradient_check) && is_possible;
             let source = self.weight_source(self.seed.unwrap_or(config.seed))?;

@@ -298,8 +298,8 @@ impl<M> Engine<M> {
         self.core.whole_f32(param)
     }
 
-    /// Finishes a background save before weights change. If the save failed, the step is still completed, and then
-    /// returns the error.
+    /// Finishes a background save before weights change. If the save failed, the step is still completed, and `step`
+    /// then returns the error.
     pub(super) fn end_saving(&mut self) -> Result<()> {
         let Some(saving) = self.saving.take() else { return Ok(()) };
         let ended = saving.end().and_then(|(last, sending)| {

@@ -71,7 +71,7 @@ impl EngineFingerprint {
 }
 
 /// Collective: returns an error if ranks built different models, read different configurations or `data`, start from
-/// different `weights` (a hash), initializers (`inits`) or buffers, have a different optimizer, schedule or param
+/// different `weights` (a hash), initializers (`inits`) or buffers, have a different optimizer, schedule or parameter
 /// groups, round states differently, or compute at different SIMD levels. Otherwise, returns the properties that all
 /// islands must have in common.
 pub(super) fn check_same_on_all_ranks(

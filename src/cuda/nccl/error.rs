@@ -6,7 +6,7 @@ use std::time::Duration;
 /// The reason to end a wait early, found by the caller's own failure detection.
 pub(crate) type CallerFailure = Arc<dyn std::error::Error + Send + Sync>;
 
-/// Errors of collectives between GPUs. They can be cloned, because every later collective fails like the first one.
+/// Errors of collectives between GPUs. They can be cloned, because every later collective fails with the first error.
 ///
 /// Only [`Told`](Self::Told) can identify the rank that failed, if the caller's failure detection does.
 #[derive(Debug, Clone, thiserror::Error)]

@@ -33,7 +33,7 @@ pub(crate) struct FailureWatch {
     pub is_failed: Box<dyn Fn() -> Option<CallerFailure> + Send + Sync>,
 }
 
-/// The sizes at which a collective changes its method.
+/// The sizes that determine how a collective exchanges elements.
 #[derive(Clone, Copy)]
 pub(super) struct NcclBufferLimits {
     /// The size in bytes up to which an exact all-reduce is one exchange of all elements.
@@ -238,7 +238,7 @@ impl Drop for NcclMember {
     }
 }
 
-/// A launch. It holds the lock of the communicator, so that no other thread uses it.
+/// A launch. It holds the lock of the communicator, so that no other thread uses the communicator.
 pub(super) struct NcclLaunch<'a> {
     pub member: &'a NcclMember,
     state: MutexGuard<'a, NcclCommState>,
@@ -255,8 +255,8 @@ impl NcclLaunch<'_> {
         result
     }
 
-    /// Returns memory for `bytes` of peers' elements or of codes. Only the wire stream writes and reads it, so later
-    /// work on that stream may reuse it.
+    /// Returns memory for `bytes` bytes of peers' elements or of codes. Only the wire stream writes and reads it, so
+    /// later work on that stream may reuse it.
     pub fn room(&mut self, bytes: usize) -> Result<CUdeviceptr> {
         let wire = &self.member.wire;
         if self.state.room.as_ref().is_none_or(|room| room.len() < bytes) {
@@ -314,7 +314,8 @@ impl NcclLaunch<'_> {
         Ok(unsafe { driver::memcpy_dtod_async(to, from, bytes, self.stream()) }.w()?)
     }
 
-    /// Sends `count` elements to every peer and receives as many from it, each at its address, all concurrently.
+    /// Sends `count` elements to every peer and receives as many from every peer, all concurrently. For a peer,
+    /// `addresses` returns the address of the elements to send and that of the elements to receive.
     ///
     /// # Safety
     /// Same as for [`all_gather`](Self::all_gather), with count elements at each address.

@@ -64,8 +64,8 @@ impl PendingNcclCollective {
         }
     }
 
-    /// Returns when the collective started and ended, once it is complete, or `None` if times were not kept or there
-    /// was no work.
+    /// Waits until the collective is complete, and returns when it started and ended, or `None` if times were not kept
+    /// or there was no work.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.

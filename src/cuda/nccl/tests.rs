@@ -229,7 +229,7 @@ fn gathers_and_fast_sums_give_what_their_names_say() {
     }
 }
 
-/// Checks that the streams of a rank continue and its collectives do not.
+/// Checks that the streams of a rank continue, and that its collectives do not.
 fn is_ended(comm: &NcclComm, launched: PendingNcclCollective, why: &NcclError) {
     let text = why.to_string();
     assert_eq!(launched.settle().map(drop).unwrap_err().to_string(), text);
