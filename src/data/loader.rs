@@ -86,8 +86,8 @@ impl Loader {
     ///
     /// # Errors
     /// [`DataError::TooShort`] if `data` is too short for a [sampler](Sampler::new); [`DataError::BatchTooLarge`] if a
-    /// micro batch has more than 2^31 tokens; [`DataError::TokenOutOfVocabulary`] if data of at most 64 Mi tokens contains
-    /// a token outside the model's vocabulary. In longer data, such a token is found when it is used.
+    /// micro batch has more than 2^31 tokens; [`DataError::TokenOutOfVocabulary`] if data of at most 64 Mi tokens
+    /// contains a token outside the model's vocabulary. In longer data, such a token is found when it is used.
     ///
     /// # Panics
     ///

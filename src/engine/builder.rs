@@ -61,8 +61,8 @@ impl Engine<()> {
 
 impl EngineBuilder {
     /// Sets the communicator, and thereby the job to take part in. Default: the communicator of the job that the
-    /// environment describes (zerorun, mpirun or srun; on one host, also torchrun's variables, whichever program has set
-    /// them).
+    /// environment describes (zerorun, mpirun or srun; on one host, also torchrun's variables, whichever program has
+    /// set them).
     ///
     /// A process may have several engines, at the same time or one after the other, for example for a GAN, or for a
     /// teacher and a student. Engines of one job share its communicator, by default or because each of them was given

@@ -7,8 +7,8 @@ use crate::zero::gather::unit::building;
 use candle_nn::VarBuilder;
 
 impl<M> Engine<M> {
-    /// Builds the model again, for evaluation: from now on [`eval`](Self::eval) passes this instance to its closure. It
-    /// has no weights of its own (its tensors are the parameters' values, before and after every step), and Candle
+    /// Builds the model again, for evaluation: from then on, [`eval`](Self::eval) passes this instance to its closure.
+    /// It has no weights of its own (its tensors are the parameters' values, before and after every step), and Candle
     /// keeps no activations of its operations, so that evaluation needs no more memory than it would with a model
     /// without variables.
     ///

@@ -473,7 +473,7 @@ fn values(output: &Tensor) -> Result<Vec<f32>> {
     Ok(output.detach().to_device(&candle_core::Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 
-/// Returns the maximum relative rounding error of a format.
+/// Returns the relative rounding error that the check assumes for a format.
 fn unit_of(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2f64.powi(-9),

@@ -85,7 +85,8 @@ impl<M> Engine<M> {
     /// Collective if ranks take local steps: returns the checkpoint that this island loads.
     ///
     /// # Errors
-    /// Returns an error on all ranks if the checkpoints of the islands are not from one save.
+    /// Returns an error on all ranks if the checkpoints of the islands are not from one save or, with
+    /// `checkpoint.use_node_local_storage`, if the saved run had a different number of islands.
     pub(super) fn saved_by_islands(
         &mut self,
         dir: &Path,

@@ -184,8 +184,8 @@ impl<M> Engine<M> {
     /// [`safe_get_local_optimizer_state`](Self::safe_get_local_optimizer_state). Not collective.
     ///
     /// # Errors
-    /// The same as [`safe_set_local_grad`](Self::safe_set_local_grad); [`ParamError::UnknownState`];
-    /// [`ParamError::ReadOnlyState`].
+    /// The same as [`safe_set_local_grad`](Self::safe_set_local_grad), except [`EngineError::GradientAbsent`];
+    /// [`ParamError::UnknownState`]; [`ParamError::ReadOnlyState`].
     pub fn safe_set_local_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
         const CALL: &str = "safe_set_local_optimizer_state";
         self.is_sharded(CALL, "safe_set_full_optimizer_state")?;

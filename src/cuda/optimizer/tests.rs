@@ -104,7 +104,7 @@ fn compare(
         let mut ctx = StepContext::new(optimizer.lr() / number as f64, number);
         ctx.grad_scale = 0.37;
         if number == 3 {
-            // A change like those made by a schedule or a param group.
+            // A change like those made by a schedule or a parameter group.
             (ctx.betas, ctx.eps, ctx.weight_decay) = (Some((0.8, 0.9)), Some(1e-6), Some(0.2));
         }
         let rule = optimizer.elementwise(&ctx).unwrap();

@@ -102,7 +102,7 @@ impl StageBoundaries {
     /// Sends the message of micro batch `micro_batch` that crosses the boundary before stage `boundary` to rank `to`.
     ///
     /// # Errors
-    /// The tensor's values cannot be read.
+    /// The tensor's values cannot be read, or an earlier message could not be sent.
     pub fn send(
         &mut self,
         message: BoundaryMessage,

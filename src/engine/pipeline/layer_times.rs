@@ -269,7 +269,7 @@ mod tests {
         assert_eq!(lengths(&times(1.0, 200), v), [2, 1, 1, 2]);
     }
 
-    /// Doubles its input, and counts how often it does so.
+    /// A layer that doubles its input, adds a bias, and counts its forward passes.
     struct Doubling(Arc<AtomicUsize>, Tensor);
 
     impl Module for Doubling {

@@ -15,7 +15,7 @@ use candle_core::{DType, Device, Tensor};
 use std::path::{Path, PathBuf};
 
 impl<B> PipelineEngine<B> {
-    /// Returns this rank of the job.
+    /// Returns this rank's number in the job.
     pub fn rank(&self) -> usize {
         self.engine.core.job().rank()
     }
@@ -41,12 +41,13 @@ impl<B> PipelineEngine<B> {
         self.engine.timings()
     }
 
-    /// Returns what this rank has read from files of offloaded states and written to them.
+    /// Returns statistics of this rank's file access so far, as [`Engine::offload_report`](crate::Engine::offload_report)
+    /// does.
     pub fn offload_report(&self) -> OffloadReport {
         self.engine.offload_report()
     }
 
-    /// Returns the collectives of this rank so far among the ranks that hold the same stages.
+    /// Returns statistics of this rank's collectives so far with the other ranks that hold the same stages.
     pub fn comm_report(&self) -> CommReport {
         self.engine.comm_report()
     }
