@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-/// The user's requests to which the program responds: those for which it has checked.
+/// The kinds of the user's requests for which the program has checked, and to which it therefore responds.
 #[derive(Debug, Default)]
 pub(super) struct AnsweredRequests {
     pub stop: AtomicBool,
@@ -49,7 +49,7 @@ pub(super) struct EngineReporter {
     pub requests: StepRequests,
     /// Whether a checkpoint was requested, and the program has not yet checked for the request.
     pub save_requested: AtomicBool,
-    /// The requests for which the program has checked.
+    /// The kinds of requests for which the program has checked.
     pub answers: AnsweredRequests,
 }
 

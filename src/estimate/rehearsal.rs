@@ -248,7 +248,7 @@ impl<'a> Rehearsal<'a> {
         Ok(in_flight.map(|fragment| buffers(in_flight_bytes(fragment))).collect())
     }
 
-    /// Trains for some steps, and returns the traffic and the trace of one of them.
+    /// Trains for three steps, and returns the traffic and the trace of the last one.
     pub fn train(&self) -> Result<(Traffic, StepTrace)> {
         let zero = &self.config.zero;
         let mut gather = ParamGatherer::new(self.params, &self.leaves, zero, &self.share_plan);

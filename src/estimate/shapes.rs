@@ -117,7 +117,7 @@ impl Shapes {
         let how = match rule {
             UnitRule::Numbered => "derived from the first number in the names",
             UnitRule::Prefixes(_) => "by the given prefixes",
-            UnitRule::None => "as requested: the whole model is one unit",
+            UnitRule::None => "as requested: the parameters are not grouped",
         };
         let assumed = vec![
             "every tensor in the file is a parameter, used in the natural order of the names".to_string(),
@@ -130,7 +130,8 @@ impl Shapes {
     /// [`EngineBuilder::trainable`](crate::EngineBuilder::trainable). The others are trained.
     ///
     /// # Errors
-    /// [`ParamError::NothingOfPattern`], [`ParamError::AllOfPatterns`].
+    /// [`ParamError::NothingOfPattern`] for a pattern that matches no name; [`ParamError::AllOfPatterns`] if nothing
+    /// would be trained.
     pub fn frozen(self, patterns: &[impl AsRef<str>]) -> Result<Self> {
         let params = &self.registered.params;
         let names = || params.iter().map(|param| param.name.as_str());
@@ -150,7 +151,7 @@ impl Shapes {
     }
 
     /// Packs frozen matrices in this format, as with [`EngineBuilder::quantized`](crate::EngineBuilder::quantized).
-    /// Otherwise the configuration's `zero_quantized_nontrainable_weights` decides.
+    /// Without this call, the configuration's `zero_quantized_nontrainable_weights` decides.
     #[must_use]
     pub fn quantized(self, packing: WeightPacking) -> Self {
         Self { packing: Some((packing, None)), ..self }

@@ -43,7 +43,7 @@ impl AtomicFolder {
     /// already be synced.
     ///
     /// # Errors
-    /// The target was created in the meantime; a write error.
+    /// The target exists and is not an empty folder; a write error.
     pub fn finish(&self) -> Result<()> {
         sync_folder(&self.new)?;
         if self.is_inside {
@@ -59,8 +59,8 @@ impl AtomicFolder {
         sync_folder(folder_of(&self.out))
     }
 
-    /// Exchanges this folder's files with those of the same names in `out`. Files for which `is_own` is true may be
-    /// replaced; everything else in `out` stays.
+    /// Moves this folder's files into `out`, where they replace those of the same names. Files for which `is_own` is
+    /// true may be replaced or removed; everything else in `out` stays.
     ///
     /// # Errors
     /// A file of the same name does not belong to the caller; a write error.

@@ -49,7 +49,7 @@ impl FolderLock {
     /// Locks `folder`, and waits for at most `patience` if another process holds it.
     ///
     /// # Errors
-    /// The lock file in the folder cannot be created or opened.
+    /// The lock file in the folder cannot be created or opened, or is not empty.
     pub fn ask(folder: &Path, patience: Duration) -> Result<FolderLockOutcome> {
         let start = Instant::now();
         loop {
@@ -64,7 +64,8 @@ impl FolderLock {
         }
     }
 
-    /// Locks `folder` for this process: all callers in the process share the lock.
+    /// Locks `folder` for this process: all callers in the process share the lock. The inner error is the id of another
+    /// process that holds the lock, if the system reports it.
     ///
     /// # Errors
     /// The same as [`ask`](Self::ask).
@@ -119,7 +120,7 @@ impl FileLock {
     /// Locks the file at `path`, and waits as long as another process holds it.
     ///
     /// # Errors
-    /// The file cannot be created or opened.
+    /// The file cannot be created or opened, or is not empty.
     pub fn wait(path: &Path) -> Result<Self> {
         loop {
             match Self::attempt(path, FlockOperation::LockExclusive) {

@@ -41,8 +41,8 @@ impl<B> PipelineEngine<B> {
         self.engine.timings()
     }
 
-    /// Returns statistics of this rank's file access so far, as [`Engine::offload_report`](crate::Engine::offload_report)
-    /// does.
+    /// Returns statistics of this rank's file access so far, as
+    /// [`Engine::offload_report`](crate::Engine::offload_report) does.
     pub fn offload_report(&self) -> OffloadReport {
         self.engine.offload_report()
     }

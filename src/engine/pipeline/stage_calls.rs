@@ -139,7 +139,7 @@ impl<M> Engine<M> {
     }
 
     /// Counts the micro batches of a step that began at `start` and whose backward passes have run, so that the next
-    /// call of [`step`](Engine::step) updates the weights.
+    /// call to [`step`](Engine::step) updates the weights.
     pub(super) fn end_micro_batches(&mut self, micro_batches: usize, start: Instant) {
         let earlier = micro_batches as u64 - 1;
         self.reporter.micro_step = Some(start);
