@@ -23,7 +23,7 @@
 //! Ranks started by an MPI launcher (all rows but the first) are connected by MPI, on one host or several. Ranks of
 //! `zerorun` are connected by MPI if it has started them on several hosts, or with `--backend mpi`. Ranks of the first
 //! row that were started by hand or by a launcher other than `zerorun` meet at `MASTER_PORT`, on one host
-//! (`rendezvous`). On several hosts, MPI connects them if the variables of an MPI launcher agree.
+//! (`rendezvous`). On several hosts, MPI connects them if an MPI launcher has set the same rank and world.
 
 use std::os::fd::RawFd;
 use std::str::FromStr;
@@ -82,7 +82,7 @@ pub struct RankEnv {
     pub master_port: u16,
     /// The inherited file descriptor of the memory that the ranks of this host share; set by zerorun.
     pub shm_fd: Option<RawFd>,
-    /// Whether an MPI launcher started the ranks (mpirun, mpiexec, srun). MPI then connects them.
+    /// Whether MPI connects the ranks: an MPI launcher (mpirun, mpiexec, srun) started them, or zerorun lets MPI do so.
     pub mpi: bool,
     /// How long a rank waits for the others in a collective.
     pub timeout: Duration,

@@ -52,7 +52,7 @@ impl ConfigWalk<'_> {
         match (owner, name) {
             ("optimizer.params", "lr") => Some(run.lr.into()),
             ("scheduler.params", "warmup_max_lr") => {
-                // The optimizer has already been read.
+                // The section `optimizer` has already been read.
                 Some(self.get("optimizer.params.lr").cloned().unwrap_or_else(|| run.lr.into()))
             }
             // The Trainer's default is no warm-up; a schedule needs at least one warm-up step.

@@ -20,7 +20,7 @@ pub enum ConfigError {
         /// The error of the operating system.
         source: std::io::Error,
     },
-    /// The text of a configuration is not JSON (comments and trailing commas are allowed, as in DeepSpeed).
+    /// The text of a configuration is not Hjson (JSON with comments and other additions, as in DeepSpeed).
     #[error("{origin}: {place}: expected {expected}, found {found}")]
     Syntax {
         /// The file, or "the configuration text".

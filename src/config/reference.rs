@@ -19,7 +19,7 @@ schedule), by a batch size derived from the other batch keys, or by the default;
 
 | status | meaning |
 | --- | --- |
-| honoured | has the same effect as in DeepSpeed |
+| honoured | has the same effect as in DeepSpeed, or is specific to candle-zero |
 | noted | a value other than the default is accepted, has no effect, and is noted once |
 | refused | a value other than the default is an error, because ignoring it would change training |
 | removed | its presence is an error, as in DeepSpeed 0.19.8 |

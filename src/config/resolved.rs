@@ -23,7 +23,8 @@ pub struct Config {
     pub gradient_clipping: f64,
     /// `prescale_gradients`: divide by the world size before the reduction.
     pub prescale_gradients: bool,
-    /// `gradient_predivide_factor`: the part of the division that happens before the reduction.
+    /// `gradient_predivide_factor`: the number by which gradients are divided before the reduction; after it, they are
+    /// divided by the remaining factor of the world size.
     pub gradient_predivide_factor: f64,
     /// `gradient_allreduce_op`: average or sum over ranks.
     pub gradient_allreduce_op: GradientOp,
@@ -260,7 +261,7 @@ pub struct LeafModule {
 pub enum OffloadTo {
     /// Host memory.
     Cpu,
-    /// Files in a folder of the host.
+    /// Files in a folder on the host.
     Nvme {
         /// `nvme_path`.
         path: PathBuf,

@@ -83,7 +83,7 @@ pub struct SharedMemoryRegion {
     map: MmapRaw,
     fd: OwnedFd,
     world_size: usize,
-    /// Whether the ranks are processes rather than threads of this one.
+    /// Whether the ranks are processes rather than threads of this process.
     between_processes: bool,
 }
 
@@ -108,7 +108,7 @@ impl SharedMemoryRegion {
     /// only once per process.
     pub(in crate::comm) fn inherit(fd: RawFd, world_size: usize) -> Result<Self> {
         let foreign = |found: String| Error::from(CommError::ForeignRegion { fd, found });
-        // SAFETY: fcntl only inspects the number; a closed descriptor gives an error.
+        // SAFETY: fstat only inspects the number; a closed descriptor gives an error.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
         let stat = rustix::fs::fstat(borrowed).map_err(|e| foreign(format!("a closed descriptor ({e})")))?;
         let bytes = Self::file_bytes(world_size);
@@ -306,7 +306,7 @@ impl SharedMemoryRegion {
         unsafe { self.map.as_mut_ptr().add(self.block(rank) + at) }
     }
 
-    /// Returns the number of bytes of the text.
+    /// Returns the number of bytes of a text of `rank`.
     pub(in crate::comm) fn text_len(&self, rank: usize, which: FailureText) -> &AtomicU32 {
         let at = match which {
             FailureText::LastWords => TEXT_LEN,

@@ -51,7 +51,7 @@ impl WireFormat {
         }
     }
 
-    /// Returns the number of bytes of `elements` of `size` bytes each, within a host.
+    /// Returns the number of bytes in which `elements` elements of `size` bytes each are sent within a host.
     pub(in crate::comm) fn encoded_len(self, elements: usize, size: usize) -> usize {
         match self {
             Self::Exact | Self::BetweenHosts(_) => elements * size,

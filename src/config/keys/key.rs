@@ -34,7 +34,7 @@ pub(crate) enum ConfigValueKind {
 /// The treatment of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum KeyStatus {
-    /// The key has the same effect as in DeepSpeed.
+    /// The key has the same effect as in DeepSpeed, or is specific to candle-zero.
     Honoured,
     /// The section's status applies.
     OfSection,

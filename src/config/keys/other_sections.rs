@@ -141,7 +141,7 @@ const COMET: &[super::ConfigKey] = keys! {
 
 const AUTOTUNING: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", S, "Has no effect: only `zerorun tune` searches; a run does not.";
-    "fast": Bool, "false", H, "`zerorun tune`: search only stages, offload and micro batches, not bucket sizes, overlap_comm and reduce_scatter.";
+    "fast": Bool, "false", H, "`zerorun tune`: search only stages, offload and micro batches, not bucket sizes, overlap_comm or reduce_scatter.";
     "results_dir": Str, "\"autotuning_results\"", H, "`zerorun tune`: folder for the results.";
     "exps_dir": Str, "null", H, "`zerorun tune`: folder for the runs; null: `experiments` in the results folder.";
     "overwrite": Bool, "true", none("finished runs are kept; remove the results folder to start over"), "Overwrite results.";
