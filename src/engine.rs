@@ -255,7 +255,7 @@ impl<M> Engine<M> {
         self.check_loss(loss)?;
         let watch = self.watch(MicroStepCall::Backward);
         self.attempt(|engine| {
-            // The graph has the tensors that an evaluation since the forward pass has changed.
+            // The graph uses tensors whose values an evaluation since the forward pass may have replaced.
             engine.show(ShownWeights::Trained)?;
             let scaled = engine.scaled(loss)?;
             let measures = engine.begin_measuring();

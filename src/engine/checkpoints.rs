@@ -140,8 +140,8 @@ impl<M> Engine<M> {
 
     /// Checks whether [`save_checkpoint`](Self::save_checkpoint) can save into folder `dir`, so that a problem shows up
     /// now instead of after hours of training. A missing folder is created. As after a save, this job locks the folder
-    /// until the engine is dropped: no other job can save into it. Incomplete leftovers of killed jobs are
-    /// removed from it. Collective.
+    /// until the engine is dropped: no other job can save into it. Incomplete files and folders that killed jobs have
+    /// left in it are removed. Collective.
     ///
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks if any of them cannot write
@@ -170,8 +170,8 @@ impl<M> Engine<M> {
 
     /// Loads checkpoint `tag` from folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
     /// precision and offload it was saved with. Returns `None` and loads nothing if the folder contains no checkpoint.
-    /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); the checkpoint
-    /// (without `tag`, the newest complete one) is first downloaded into a folder in the user's cache. Collective.
+    /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); the checkpoint (without `tag`,
+    /// the newest complete one) is first downloaded into a folder in the user's cache. Collective.
     ///
     /// An island that has joined others through an island server keeps their state, which is newer: nothing is loaded,
     /// and the result has the others' `global_samples` and client state.

@@ -19,7 +19,7 @@ pub enum EngineError {
     OutOfOrder {
         /// The method.
         call: &'static str,
-        /// The preceding event.
+        /// The point at which it was called, such as "before backward".
         when: &'static str,
     },
     /// A call that is not possible in the middle of an accumulation: checkpoints do not contain gradients, and batch

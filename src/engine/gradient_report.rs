@@ -16,8 +16,7 @@ use std::fmt;
 
 /// The maximum number of directions; after that many, the loss counts as one that cannot be judged.
 const MAX_DIRECTIONS: u32 = 8;
-/// The limit of probability: a gap counts as a mistake if chance causes such a gap, given the bends, with a lower
-/// probability.
+/// A gap counts as a mistake if the probability that chance causes such a gap, given the bends, is below this limit.
 const MAX_FALSE_ALARM_PROBABILITY: f64 = 1e-4;
 /// The largest relative gap that a missing part of the gradient can explain; above it, a verdict needs more directions.
 const MAX_EXPLAINED_GAP: f64 = 4.0;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   donor     head: its progress, as in a checkpoint | optimizer and outer states, piece by piece | buffers | end
-//!   joiner    the same in the same order; then weights = outer weights, and no samples since the last exchange
+//!   joiner    receives these in this order; then weights = outer weights, and no samples since the last exchange
 //! ```
 //!
 //! Each rank of the donor sends to the rank at the same position of the island that joins, which has the same share of

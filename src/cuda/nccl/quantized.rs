@@ -1,13 +1,13 @@
-//! Collectives between GPUs that transfer elements as small integers with a scale per block.
+//! Collectives between GPUs that transfer elements as codes: small integers with a scale per block.
 //!
 //! ```text
 //!   sum      | codes for each peer | codes of each peer |     kernel -> exchange -> kernel, which adds this rank's elements
 //!   gather   | codes of each rank                       |     kernel -> all-gather -> kernel
-//!              ------------ the room ------------------
+//!              -------- `room`, of limited size -------
 //! ```
 //!
 //! The bytes and the bits are those of `comm/shm/quantized.rs`. Blocks are counted from the start of each rank's chunk,
-//! and a piece of a chunk has full blocks, so the size of the room does not affect the results.
+//! and a piece of a chunk has full blocks, so the size of `room` does not affect the results.
 
 use super::library::UINT8;
 use super::member::NcclLaunch;
@@ -47,7 +47,7 @@ impl NcclComm {
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for Range { start, end } in pieces(count, step) {
             let parts = RankChunks { number: peers, count: end - start, elements_apart: count, bytes_apart: apart };
-            // SAFETY: as the caller promises; the room has `apart` bytes, at least the codes of a piece, for each peer
+            // SAFETY: as the caller promises; `room` has `apart` bytes, at least the codes of a piece, for each peer
             // on both sides. The wire stream sums a piece before the next one arrives in its place, and the elements
             // that the sums overwrite have been encoded, or are this rank's.
             unsafe {
@@ -89,7 +89,7 @@ impl NcclComm {
             let apart = ints.encoded_len(end - start).next_multiple_of(ALIGNMENT);
             let all = RankChunks { number: size, count: end - start, elements_apart: count, bytes_apart: apart };
             let own = codes + (rank * apart) as CUdeviceptr;
-            // SAFETY: as the caller promises; the room has `apart` bytes, at least the codes of a piece, for each rank.
+            // SAFETY: as the caller promises; `room` has `apart` bytes, at least the codes of a piece, for each rank.
             unsafe {
                 coder.encode(RankChunks { number: 1, ..all }, None, whole + offset(rank * count + start), own)?;
                 launch.all_gather(own, codes, apart, UINT8)?;

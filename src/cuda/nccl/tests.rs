@@ -391,7 +391,7 @@ fn room_for_what_comes_from_peers_is_bounded() {
             let input = on_device(&comm, &numbers(comm.rank(), 40_000, DType::F32));
             result(comm.reduce_scatter(NcclSumMode::Exact, input).unwrap());
             assert_eq!(comm.0.room_bytes(), 3 * 128 * 4);
-            // Codes use the same room, in pieces.
+            // Codes use the same memory; chunks are split into pieces that fit there.
             let input = || on_device(&comm, &numbers(comm.rank(), 40_000, DType::F32));
             result(comm.reduce_scatter(NcclSumMode::Coded(IntFormat::Int4), input()).unwrap());
             result(comm.all_gather(Some(IntFormat::Int8), input()).unwrap());

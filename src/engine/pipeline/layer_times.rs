@@ -184,12 +184,12 @@ fn shapes_of(vars: &VarMap) -> Vec<(String, Shape)> {
     shapes
 }
 
-/// Returns a name without the numbers in it, by which equal layers differ.
+/// Returns a name without its numeric parts, in which layers of the same kind differ.
 fn without_number(name: &str) -> String {
     name.split('.').filter(|part| part.parse::<usize>().is_err()).collect::<Vec<_>>().join(".")
 }
 
-/// Returns the largest number of bytes of the training state: weights, and for each trained element its gradient, its
+/// Returns the maximum number of bytes of the training state: weights, and for each trained element its gradient, its
 /// f32 master weight if the weight has 16 bits, and two optimizer states in f32. At stage 1, the master weights and the
 /// states are divided among the pipelines.
 fn training_bytes([trained, frozen]: [u64; 2], config: &Config, pipelines: usize) -> u64 {

@@ -168,8 +168,8 @@ impl<B> PipelineEngine<B> {
     }
 
     /// Runs one optimizer step as [`train_batch`](Self::train_batch) does. Calls `tell` with the number of micro
-    /// batches that have passed through this rank's stages, each time this number grows, and possibly
-    /// again with the same number.
+    /// batches that have passed through this rank's stages, each time this number grows, and possibly again with the
+    /// same number.
     ///
     /// # Errors
     /// The same as [`train_batch`](Self::train_batch).
