@@ -382,7 +382,8 @@ impl<M> Engine<M> {
         for (at, number) in self.check.open(&limits).into_iter().enumerate() {
             let [by_difference, bend, bend_squares, noise, by_gradient, expected] =
                 std::array::from_fn(|field| sum(1 + 6 * at + field));
-            // Bends caused by kinks are random and may cancel each other out; those of the whole loss add up.
+            // Bends caused by kinks are random and may cancel each other out in the sum over ranks, but not in the sum
+            // of squares. The bend of a smooth loss adds up over ranks.
             let bend = bend.abs().max(bend_squares.sqrt());
             let [by_difference, by_gradient, bend, noise, expected] =
                 [by_difference, by_gradient, bend, noise, expected].map(|value| value / factor);
