@@ -21,8 +21,8 @@ impl InputGradSink {
         self.open().is_some()
     }
 
-    /// Returns whether a backward pass may want the gradient. While an operation is recorded, no backward pass runs
-    /// yet.
+    /// Returns whether a backward pass may want the gradient. This method is for the time when an operation is
+    /// recorded, before any backward pass runs.
     pub fn is_recorded(&self) -> bool {
         self.0.is_some()
     }
@@ -245,7 +245,7 @@ impl SavedResult {
         }
     }
 
-    /// Saves the result.
+    /// Saves the result, and returns it.
     pub fn save(&self, result: Tensor) -> Tensor {
         let _ = self.0.set(result.detach());
         result
