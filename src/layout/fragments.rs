@@ -26,7 +26,7 @@ impl FragmentSchedule {
     pub fn new(steps: u64, fragments: u64, delay: u64) -> Self {
         assert!(
             0 < fragments && fragments <= steps && delay < steps,
-            "{steps} steps, {fragments} fragments, delay {delay}"
+            "{steps} steps are too few for {fragments} fragments and a delay of {delay}"
         );
         Self { steps, fragments, delay }
     }
@@ -58,7 +58,7 @@ impl FragmentSchedule {
 }
 
 /// Divides parameters with these numbers of elements into fragments of about equal size, and returns the fragment of
-/// each: consecutive parameters, in order.
+/// each parameter. A fragment consists of consecutive parameters.
 pub(crate) fn fragments_of(elements: &[usize], fragments: usize) -> Vec<usize> {
     let total: u128 = elements.iter().map(|elements| *elements as u128).sum();
     let mut before = 0u128;

@@ -54,7 +54,10 @@ impl ExpertPlace {
     /// # Panics
     /// Panics if `size` does not divide `count`, or if there is no such expert.
     pub fn of(number: usize, count: usize, size: usize) -> Self {
-        assert!(size > 0 && count.is_multiple_of(size) && number < count, "expert {number} of {count} on {size} ranks");
+        assert!(
+            size > 0 && count.is_multiple_of(size) && number < count,
+            "expert {number} of {count} cannot be on {size} ranks"
+        );
         Self { position: number / (count / size), size }
     }
 

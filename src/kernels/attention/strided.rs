@@ -84,7 +84,7 @@ impl<'a, E> MultiHeadRowsMut<'a, E> {
     /// Panics if ranges overlap or exceed the row.
     pub fn columns<const N: usize>(data: &'a mut [E], row_stride: usize, ranges: [Range<usize>; N]) -> [Self; N] {
         for (i, range) in ranges.iter().enumerate() {
-            assert!(range.start <= range.end && range.end <= row_stride, "{range:?} is not within {row_stride} columns");
+            assert!(range.start <= range.end && range.end <= row_stride, "{range:?} exceeds {row_stride} columns");
             for other in &ranges[..i] {
                 assert!(range.end <= other.start || other.end <= range.start, "{other:?} and {range:?} overlap");
             }

@@ -109,7 +109,11 @@ impl<'a, C: Element> EpilogueOutput<'a, C> {
         }
         let (activation, before) = activation.map_or((None, None), |(activation, before)| (Some(activation), before));
         if let Some(before) = &before {
-            assert_eq!((before.rows(), before.cols()), (rows, cols), "the values before the activation and the result have different shapes");
+            assert_eq!(
+                (before.rows(), before.cols()),
+                (rows, cols),
+                "the shapes of activation inputs and result differ"
+            );
         }
         Self {
             result: ParallelMatrix::new(result),
