@@ -356,7 +356,7 @@ fn transposed_init(out_channels: usize, kernel_size: usize) -> Init {
 /// Returns the number of channels per group.
 fn group(op: &'static str, channels: usize, groups: usize) -> Result<usize> {
     if groups == 0 || !channels.is_multiple_of(groups) {
-        bail!("{op}: {channels} channels in {groups} groups; the number of groups must divide the number of channels")
+        bail!("{op}: {channels} channels cannot be divided into {groups} groups of equal size")
     }
     Ok(channels / groups)
 }

@@ -53,7 +53,8 @@ pub(super) struct ReceivedRows {
 }
 
 impl RowRoutes {
-    /// Collective among the ranks that hold the experts: sends each row of `x` `[.., width]` to the ranks of its experts.
+    /// Sends each row of `x` `[.., width]` to the ranks of its experts. This is a collective operation among the ranks
+    /// that hold the experts.
     ///
     /// # Errors
     /// An input that does not match the routing; too many experts; a failed collective; invalid rows from other ranks.
@@ -231,7 +232,7 @@ impl RowRoutes {
         let mut arrived = self.exchange.exchange(content, E::flat(values), counts, width)?;
         match E::of_flat_mut(&mut arrived) {
             Some(values) => Ok(std::mem::take(values)),
-            None => bail!("{NAME}: rows arrived in another format than {:?}", E::DTYPE),
+            None => bail!("{NAME}: rows arrived in a format other than {:?}", E::DTYPE),
         }
     }
 
