@@ -242,7 +242,7 @@ impl GradSlot {
         lock(&self.before).push(hook);
     }
 
-    /// Runs the hooks.
+    /// Runs the hooks that [`GradSlot::before_backward`] has registered.
     pub fn about_to_run(&self) -> Result<()> {
         lock(&self.before).iter().try_for_each(|hook| hook())
     }

@@ -1,4 +1,4 @@
-//! The gated activation of experts, whose gate and up are the columns of one matrix.
+//! The gated activation of experts, whose gate and up values are the columns of one matrix.
 
 use crate::kernels::element::Element;
 use crate::kernels::f32_access::{as_f32, get, narrow, vectorized, widen};

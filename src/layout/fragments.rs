@@ -42,7 +42,7 @@ impl FragmentSchedule {
         usize::try_from(sent).unwrap_or(usize::MAX).min(self.fragments())
     }
 
-    /// Returns the fragment that is sent after step `step`, counted from 1.
+    /// Returns the fragment that is sent after step `step` (counted from 1), if there is one.
     pub fn sent_after(self, step: u64) -> Option<usize> {
         let in_window = step.checked_sub(1)? % self.steps + 1;
         // The first fragment whose turn in the window is after this step or a later one.
@@ -51,7 +51,7 @@ impl FragmentSchedule {
         (turn == u128::from(in_window)).then(|| usize::try_from(fragment).unwrap_or(usize::MAX))
     }
 
-    /// Returns the fragment that takes effect after step `step`, counted from 1.
+    /// Returns the fragment that takes effect after step `step` (counted from 1), if there is one.
     pub fn arrives_after(self, step: u64) -> Option<usize> {
         self.sent_after(step.checked_sub(self.delay)?)
     }

@@ -27,7 +27,7 @@ pub enum RotaryScaling {
     None,
     /// All frequencies are divided by the same factor.
     Linear {
-        /// The factor.
+        /// The divisor of the frequencies.
         factor: f64,
     },
     /// Low frequencies are reduced, and high ones are unchanged. The bounds are numbers of turns.

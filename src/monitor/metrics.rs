@@ -142,8 +142,8 @@ fn open_to_append(path: &Path) -> std::io::Result<File> {
     })
 }
 
-/// Rejects a file that contains anything other than metrics. Each complete line at its beginning must be a summary, or
-/// an object with a number named `step` or `epoch`. Metrics contain no strings except the tag of an event.
+/// Rejects a file that contains anything other than metrics. Each complete line in its first 64 KiB must be a summary,
+/// or an object with a number named `step` or `epoch`. Metrics contain no strings except the tag of an event.
 fn only_metrics(file: &File) -> std::io::Result<()> {
     /// The number of bytes that are checked.
     const CHECKED_BYTES: usize = 1 << 16;

@@ -86,7 +86,7 @@ impl Conv1d {
         let reach = reach(CONV, kernel, dilation)?;
         let Some(more) = padding.checked_mul(2).and_then(|twice| twice.checked_add(l_in)?.checked_sub(reach)) else {
             bail!(
-                "{CONV}: the kernel reaches over {reach} elements, but the input has {l_in} with a padding of \
+                "{CONV}: the kernel spans {reach} elements, but the input has {l_in} with a padding of \
                  {padding} on both sides; use longer inputs or more padding"
             )
         };

@@ -62,7 +62,7 @@ impl<E: Element> Case<E> {
         self.run_with(path, whole_groups(&self.h, sequences, rayon::current_num_threads()))
     }
 
-    /// Runs with `whole` key heads whose backward pass is one task each.
+    /// Runs both passes. The backward passes of the first `whole` key heads are one task each.
     fn run_with(&self, path: SimdMethod, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
         let (h, rule) = (&self.h, &self.rule());
         let qkv = || self.columns().map(|c| MultiHeadRows::new(&self.qkv[c.start..], self.stride()));

@@ -8,7 +8,7 @@ use crate::kernels::vector::Neon;
 use crate::kernels::vector::{Avx2, Avx512, Bf16PairWords};
 use crate::kernels::vector::{F32Words, PackedWords, PortableVector, SimdVector};
 
-/// The strip products for words. The sums of each product fit into the registers of a SIMD level.
+/// The strip products for a type of words. The sums of each product fit into the registers of a SIMD level.
 pub(super) trait StripProducts: PackedWords {
     /// The products with 1, 2, ... vectors of columns.
     const STRIPS: &'static [StripProduct];
@@ -39,8 +39,8 @@ impl StripProducts for F32Words<Avx2> {
     const STRIPS: &'static [StripProduct] = &[strip::<Self, 8, 1>, strip::<Self, 6, 2>];
 }
 
-// With 16 registers, of which a vector takes two: 8 for the sums and 2 for each factor. A product that is not fused
-// needs one more.
+// With 16 registers: 4 for the sums, 1 for a row of the right factor, 1 for a word of the left one, and 1 for a
+// product, because products are not fused with sums.
 impl StripProducts for F32Words<PortableVector> {
     const STRIPS: &'static [StripProduct] = &[strip::<Self, 4, 1>];
 }

@@ -115,7 +115,7 @@ unsafe fn tile<A: GemmArithmetic, const R: usize, const N: usize>(
 /// Returns the sums in memory if `keep` is set, or zeros.
 ///
 /// # Safety
-/// The call must be inside `V::with`; `sums` has N vectors for each of R rows, `stride` apart.
+/// The call must be inside `V::with`; `sums` must have N vectors for each of R rows, which are `stride` apart.
 #[inline(always)]
 pub(super) unsafe fn load_sums<V: SimdVector, const R: usize, const N: usize>(
     sums: *const f32,
