@@ -21,7 +21,7 @@ pub(crate) fn dropout(
     seed: u64,
     offset: u64,
 ) -> Result<CudaStorage> {
-    assert!((0.0..1.0).contains(&p), "a dropout probability of {p}");
+    assert!((0.0..1.0).contains(&p), "the dropout probability {p} is not in [0, 1)");
     let count = x.len();
     let (bound, scale) = ((f64::from(p) * 4_294_967_296.0) as u32, 1.0 / (1.0 - p));
     written(device, x.dtype(), count, |y| {

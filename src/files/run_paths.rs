@@ -96,7 +96,8 @@ impl RunPaths {
     /// kind requires.
     ///
     /// # Errors
-    /// [`OutputError::Input`], [`OutputError::Collision`]; [`OutputError::Refused`] for a path that cannot be written.
+    /// [`OutputError::Input`] if an output would change an input, [`OutputError::Collision`] if two outputs collide,
+    /// and [`OutputError::Refused`] for a path that cannot be written.
     pub fn check(&self) -> Result<()> {
         let reads = self
             .reads
@@ -125,7 +126,7 @@ impl RunPaths {
     /// Locks all outputs for this job, after [`check`](Self::check). Leftovers of dead jobs next to them are removed.
     ///
     /// # Errors
-    /// The same as [`check`](Self::check); [`OutputError::Busy`].
+    /// The same as [`check`](Self::check), and [`OutputError::Busy`] if another job has locked an output.
     pub fn claim(&self) -> Result<OutputLocks> {
         self.check()?;
         let locks = self.writes.iter().filter_map(|named| lock(named).transpose());
@@ -283,7 +284,7 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
         // This is in addition to the lock that saving a checkpoint takes there.
         OutputKind::Checkpoints => place.join(".candle-zero-job.lock"),
         _ if stays => place.join(LOCK),
-        // A writable file in a read-only folder: the lock file cannot be created.
+        // The folder is read-only, so that no lock file can be created next to the output.
         _ if !may_write(beside) => return Ok(None),
         _ => beside.join(lock_name(place.file_name().unwrap_or_default())),
     };
@@ -307,7 +308,7 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
 
 /// Returns the name of the lock next to a file or folder.
 fn lock_name(name: &OsStr) -> std::ffi::OsString {
-    /// The maximum number of bytes in the name, with room for the prefix and suffix.
+    /// The maximum number of bytes in the name, which leaves room for the prefix and suffix.
     const MAX_NAME_BYTES: usize = 200;
     let mut lock = std::ffi::OsString::from(".");
     match name.len() <= MAX_NAME_BYTES {
@@ -435,7 +436,7 @@ mod tests {
         let mut names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
         names.sort();
         assert_eq!(names, ["ck", "link", "o"]);
-        // A user's file with the name of the lock.
+        // A user's file has the name of the lock.
         std::fs::write(at(".new.candle-zero.lock"), "notes").unwrap();
         assert!(claim("new", OutputKind::Folder).is_err());
         assert_eq!(std::fs::read_to_string(at(".new.candle-zero.lock")).unwrap(), "notes");

@@ -53,7 +53,7 @@ impl ScratchFolder {
         Err(Error::new(ErrorKind::ResourceBusy, "new folders are removed as soon as they are created"))
     }
 
-    /// Locks and marks a newly created folder; returns `None` if it is gone.
+    /// Locks and marks a newly created folder; returns `None` if it is gone or another process has locked it.
     fn mark(path: &Path) -> Result<Option<File>> {
         let gone = |e: Error| if e.kind() == ErrorKind::NotFound { Ok(None) } else { Err(e) };
         let folder = match open_folder(path) {

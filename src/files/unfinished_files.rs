@@ -43,7 +43,7 @@ pub(crate) fn sweep_unfinished(parent: &Path) {
         } else if path.join(LOCK).symlink_metadata().is_ok_and(|found| found.is_file())
             && unfinished_files(&path).next().is_some()
             && let Ok(FolderLockOutcome::Held(lock)) = FolderLock::ask(&path, Duration::ZERO)
-            // Without locks, the files may belong to a job that is still running.
+            // If the file system does not support locks, the files may belong to a job that is still running.
             && lock.holds()
         {
             remove_unfinished(&path);

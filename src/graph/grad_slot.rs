@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex};
 pub(crate) enum Grad {
     /// The gradient is not shared: it may be changed in place.
     Own(Flat),
-    /// The same in a GPU's memory: a contiguous tensor.
+    /// A gradient in a GPU's memory that may be changed in place, too: a contiguous tensor that is not shared.
     OnDevice(Tensor),
     /// A tensor that may be shared, on any device.
     Shared(Tensor),
@@ -242,7 +242,7 @@ impl GradSlot {
         lock(&self.before).push(hook);
     }
 
-    /// Runs the hooks.
+    /// Runs the hooks that [`GradSlot::before_backward`] has registered.
     pub fn about_to_run(&self) -> Result<()> {
         lock(&self.before).iter().try_for_each(|hook| hook())
     }
@@ -277,8 +277,8 @@ impl GradSlot {
         Ok(())
     }
 
-    /// Takes the gradient out (`true`), to be added again after it was changed in place, or creates one (`false`) of
-    /// `len` elements with arbitrary values.
+    /// Takes the gradient out (`true`), so that the caller can change it in place and add it again, or creates one
+    /// (`false`) of `len` elements with arbitrary values.
     pub fn lend<E: TensorElement>(&self, len: usize) -> Result<(Vec<E>, bool)> {
         self.compute_deferred()?;
         let Some(grad) = self.take() else { return Ok((buffer::<E>(len), false)) };

@@ -20,7 +20,7 @@
 //! they do on the host.
 //!
 //! Any other tensor that a layer receives (a `Var`, the result of Candle's operations) gets a separate token for that
-//! one use, whose backward pass hands the slot's content to Candle.
+//! one use. The backward pass of this token hands the slot's content to Candle.
 
 mod autocast;
 mod backward_flags;

@@ -107,7 +107,7 @@ impl Drop for NodeTableEntry {
 }
 
 /// Creates a tensor from `value` as the result of `token`'s operation. Candle's operations on it put their gradient
-/// into `slot`, and this library's operations find token and slot by the tensor.
+/// into `slot`, and this library's operations find the token and the slot by the tensor's id.
 pub(crate) fn with_token(
     token: Tensor,
     slot: Arc<GradSlot>,

@@ -45,7 +45,7 @@ fn is_of_training(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }
 
-/// Copies a tensor's values into a result, on its device.
+/// Returns a copy of a tensor's values, on the tensor's device, and the tensor's shape.
 pub(crate) fn copy_of(tensor: &Tensor) -> Result<(Storage, Shape)> {
     let (storage, layout) = tensor.storage_and_layout();
     let copy = match &*storage {

@@ -21,8 +21,8 @@ impl InputGradSink {
         self.open().is_some()
     }
 
-    /// Returns whether a backward pass may want the gradient. While an operation is recorded, no backward pass runs
-    /// yet.
+    /// Returns whether a backward pass may want the gradient. This method is for the time when an operation is
+    /// recorded, before any backward pass runs.
     pub fn is_recorded(&self) -> bool {
         self.0.is_some()
     }
@@ -57,8 +57,8 @@ impl InputGradSink {
         self.open().is_some_and(|slot| is_deferring() && slot.is_behind_a_gate())
     }
 
-    /// Takes the gradient out of its slot, to be given back after adding to it; see [`GradSlot::lend`]. Returns `None`
-    /// if no gradient is wanted.
+    /// Takes the gradient out of its slot, so that the caller can add to it and give it back; see [`GradSlot::lend`].
+    /// Returns `None` if no gradient is wanted.
     pub fn lend<E: TensorElement>(&self, len: usize) -> Result<Option<(Vec<E>, bool)>> {
         self.open().map(|slot| slot.lend(len)).transpose()
     }
@@ -178,8 +178,8 @@ impl<const N: usize> OpInputs<N> {
         self.sinks[i].is_recorded()
     }
 
-    /// Returns the operation's result. `backward` receives its gradient and delivers those of the inputs, in their
-    /// order.
+    /// Returns the operation's result. `backward` receives the result's gradient and the destinations of the inputs'
+    /// gradients, in the order of the inputs, and delivers these gradients.
     pub fn result(
         self,
         name: &'static str,
@@ -245,7 +245,7 @@ impl SavedResult {
         }
     }
 
-    /// Saves the result.
+    /// Saves the result, and returns it.
     pub fn save(&self, result: Tensor) -> Tensor {
         let _ = self.0.set(result.detach());
         result
@@ -258,7 +258,7 @@ type BackwardFn = Box<dyn Fn(Grad) -> Result<()> + Send + Sync>;
 struct RecordedOp {
     name: &'static str,
     slot: Arc<GradSlot>,
-    /// `None` once it has run in a backward pass that was started by [`once`](super::once).
+    /// `None` once the function has run in a backward pass that was started by [`once`](super::once).
     backward: Mutex<Option<BackwardFn>>,
 }
 

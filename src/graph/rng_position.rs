@@ -47,7 +47,7 @@ pub(crate) fn stream_of(key: RngStreamKey) -> u64 {
         ^ forward.wrapping_mul(0xd6e8_feb8_6659_fd93)
 }
 
-/// Runs `run` in training mode, with this thread's draws taken from `stream`, starting at index `next`. Afterwards the
+/// Runs `run` in training mode, with this thread's draws taken from `stream`, starting at index `next`. Afterwards, the
 /// draws continue from the previous position. Returns the result of `run`.
 pub(crate) fn draw_from<T>((stream, next): (u64, u64), run: impl FnOnce() -> T) -> T {
     struct RngPositionGuard(RngPosition);

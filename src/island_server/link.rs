@@ -99,7 +99,7 @@ impl IslandLink {
     /// `failure` returns the failure of another rank, if one is known.
     ///
     /// # Errors
-    /// The server cannot be reached, is another program or refuses the island; another rank has failed.
+    /// Fails if the server cannot be reached, is another program or refuses the island, or if another rank has failed.
     pub fn connect(address: &str, hello: &Hello, failure: &dyn Fn() -> Option<Error>) -> Result<Self> {
         let stream = reach(address, failure)?;
         let wrong = |error: std::io::Error| lost(address, error.to_string());
@@ -152,7 +152,7 @@ impl IslandLink {
     /// Waits for the mean of an exchange.
     ///
     /// # Errors
-    /// The server is lost or has removed the island; another rank has failed.
+    /// Fails if the server is lost or has removed the island, or if another rank has failed.
     pub fn mean(&self, key: RoundKey, failure: &dyn Fn() -> Option<Error>) -> Result<ExchangedMean> {
         self.wait(|inbox| inbox.means.remove(&key), failure)
     }
@@ -160,7 +160,7 @@ impl IslandLink {
     /// Waits for the next message to an island that joins.
     ///
     /// # Errors
-    /// The server is lost or refuses the island; another rank has failed.
+    /// Fails if the server is lost or refuses the island, or if another rank has failed.
     pub fn received(&self, failure: &dyn Fn() -> Option<Error>) -> Result<Received> {
         let received = self.wait(|inbox| inbox.donated.pop_front(), failure)?;
         // There is room for another part.
@@ -297,7 +297,7 @@ impl SharedInbox {
         Ok(())
     }
 
-    /// Keeps a message to an island that joins. If there are many, waits until they are taken.
+    /// Keeps a message to an island that joins. If many messages are kept already, this call waits until one is taken.
     fn donated(&self, received: Received) {
         let mut inbox = lock(&self.inbox);
         while inbox.donated.len() >= PARTS_AHEAD && !inbox.ends {

@@ -7,7 +7,8 @@
 //!   forming    again, when no member is left
 //! ```
 //!
-//! All ranks of an island are in the same exchanges, because an island counts only with the changes of all its ranks.
+//! All ranks of an island are in the same exchanges, because an island's changes count only once all its ranks have
+//! sent theirs.
 
 use super::frame::{Frame, FrameKind};
 use super::messages::{DonationHead, Hello, MeanHead, RoundKey, RunShape, Welcome, split_numbers};
@@ -107,7 +108,7 @@ pub(super) struct Membership {
     is_running: bool,
     /// The number of members at the time of the last notice that the first exchange waits for more islands.
     noticed_members: usize,
-    /// Whether the run has ended normally. Islands that begin later then need not wait for others.
+    /// Whether the program of a member has ended normally. Islands that begin later then need not wait for others.
     has_ended: bool,
     rounds: BTreeMap<RoundKey, BTreeMap<usize, Vec<Option<RankChange>>>>,
     last_closed: Option<RoundKey>,

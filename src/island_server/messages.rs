@@ -8,9 +8,11 @@ pub(super) const VERSION: u32 = 1;
 /// The first word of a connection, before the first frame.
 pub(super) const MAGIC: &[u8; 8] = b"CZISLAND";
 
-/// The maximum number of bytes of short messages, of a manifest, and of a part of a donation.
+/// The maximum number of bytes in a short message.
 pub(super) const MAX_SHORT: u64 = 1 << 20;
+/// The maximum number of bytes in a message with a manifest.
 pub(super) const MAX_MANIFEST: u64 = 256 << 20;
+/// The maximum number of bytes in a part of a donation.
 pub(super) const MAX_PART: u64 = 16 << 20;
 
 /// The key of a fragment's exchange. Keys are ordered as the exchanges follow one another.

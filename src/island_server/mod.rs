@@ -38,13 +38,13 @@ pub(crate) use wire::ChangeFormat;
 
 use std::time::Duration;
 
-/// The variable with the address of the island server. It replaces `local_steps.server`.
+/// The environment variable with the address of the island server. It replaces `local_steps.server`.
 #[doc(hidden)]
 pub const SERVER: &str = crate::config::ISLAND_SERVER;
-/// The variable with the slot that an island requests.
+/// The environment variable with the slot that an island requests.
 #[doc(hidden)]
 pub const SLOT: &str = "CANDLE_ZERO_ISLAND_SLOT";
-/// The variable with the number of the launcher that starts and restarts an island.
+/// The environment variable with the number of the launcher that starts and restarts an island.
 #[doc(hidden)]
 pub const LAUNCHER: &str = "CANDLE_ZERO_LAUNCHER_ID";
 

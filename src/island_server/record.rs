@@ -19,7 +19,7 @@ const VERSION: u32 = 1;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase", deny_unknown_fields)]
 pub(super) enum RunEvent {
-    /// The first rank has connected, or the first one after all islands had left.
+    /// A rank has connected while the run had no islands: at the beginning, or after all islands had left.
     Start { version: u32, islands: usize, ranks: usize },
     /// An island begins without a donor.
     Begin { slot: usize },
@@ -55,7 +55,7 @@ impl RecordFile {
     /// Creates the file.
     ///
     /// # Errors
-    /// [`IslandError::Record`] if it exists, or cannot be created.
+    /// [`IslandError::Record`] if the file exists already or cannot be created.
     pub fn create(path: &Path) -> Result<Self> {
         let file = File::create_new(path).map_err(|error| {
             let why = match error.kind() {
@@ -190,7 +190,7 @@ mod tests {
         ] {
             record.append(&event);
         }
-        // A partial line, as after a power failure.
+        // The last line is incomplete, as after a power failure.
         record.file.as_mut().unwrap().write_all(b"{\"event\":\"rou").unwrap();
         let replay = Replay::read(&path).unwrap();
         assert_eq!(replay.begins, [0, 2]);

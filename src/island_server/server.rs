@@ -97,7 +97,7 @@ struct Connection {
 }
 
 impl IslandServer {
-    /// Starts a server. It ends when the value is dropped.
+    /// Starts a server. The server ends when the returned value is dropped.
     ///
     /// # Errors
     /// [`IslandError::Listen`] if the address cannot be used; [`IslandError::Record`] if a record cannot be created or
@@ -175,7 +175,7 @@ fn accept(listener: &TcpListener, shared: &Arc<SharedServer>) {
             }
             Err(error) => {
                 shared.tell(&format!("a connection failed: {error}"));
-                // Without file descriptors, every attempt fails immediately.
+                // If no file descriptors are left, every attempt fails immediately.
                 std::thread::park_timeout(Duration::from_millis(50));
             }
         }
@@ -220,7 +220,7 @@ impl SharedServer {
         };
         self.handle(|membership| membership.lost(id, &why));
         if let ReadEnd::Foreign = ReadEnd::of(&why) {
-            self.tell(&format!("the connection of {peer} is refused: {why}"));
+            self.tell(&format!("the connection from {peer} is refused: {why}"));
         }
         outbox.close();
         _ = sending.join();
@@ -312,7 +312,7 @@ impl SharedServer {
     }
 }
 
-/// The start of a reason that is not about the network.
+/// The beginning of each reason that concerns the program at the other end and not the network.
 const FOREIGN: &str = "it is not an island";
 
 /// How a connection has ended.

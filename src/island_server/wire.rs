@@ -64,7 +64,7 @@ impl ChangeFormat {
     /// # Panics
     /// Panics unless `bytes` has the length that `len` elements have.
     pub fn decode(self, bytes: &[u8], len: usize) -> Vec<f32> {
-        assert_eq!(Some(bytes.len() as u64), self.encoded_len(len as u64), "the length is checked where it arrives");
+        assert_eq!(Some(bytes.len() as u64), self.encoded_len(len as u64), "the length was checked on arrival");
         let mut values = vec![0f32; len];
         let exact = |dtype: DType, values: &mut [f32]| {
             let mut flat = Flat::zeros(dtype, len);

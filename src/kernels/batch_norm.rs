@@ -27,7 +27,8 @@ impl BatchNormSizes {
         start..start + self.pixels
     }
 
-    /// Returns a sum for each channel: `add(channel)` maps the inputs' elements at each position to a term.
+    /// Returns a sum for each channel. The function that `add(channel)` returns maps the inputs' elements at a position
+    /// to a term of the sum.
     fn sums<E: Element, A: Fn([f32; N]) -> f64, const N: usize>(
         self,
         inputs: [&[E]; N],
@@ -53,8 +54,8 @@ impl BatchNormSizes {
         (0..self.channels).into_par_iter().map(channel).collect()
     }
 
-    /// Computes `y` image by image and channel by channel from the inputs' elements at the same position, or adds the
-    /// results to it.
+    /// Computes each element of `y` from the inputs' elements at the same position, with the function that
+    /// `of(channel)` returns. With `add`, the results are added to `y`.
     fn map<E: Element, F: Fn([f32; N]) -> f32, const N: usize>(
         self,
         inputs: [&[E]; N],

@@ -5,9 +5,9 @@
 //! ```
 //!
 //! Column t of the patches holds the input elements that output t depends on. The backward pass adds the gradients of
-//! patches to the elements that they were copied from. In a transposed convolution, the forward pass and the input's
-//! gradient trade places. Everything is in f32. Inputs and outputs have the shape `[batch, groups * c, length]`,
-//! weights `[groups * c_out, c_in, kernel]`.
+//! patches to those of the elements that the patches were copied from. In a transposed convolution, the forward pass
+//! and the input's gradient trade places. Everything is in f32. Inputs and outputs have the shape `[batch, groups * c,
+//! length]`, weights `[groups * c_out, c_in, kernel]`.
 
 use super::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use super::parallel::{ParallelChunks, for_each_part};
@@ -95,7 +95,8 @@ impl ConvolutionSizes {
         });
     }
 
-    /// Adds patches to the elements of one group of one input from which they were copied.
+    /// Adds the gradients of patches to those of the elements of one group of one input, from which the patches were
+    /// copied.
     fn add_patches(self, patches: &[f32], columns: &Range<usize>, dx: &mut [f32]) {
         let width = columns.len();
         for_each_part(self.c_in, ParallelChunks::new(dx, self.l_in), |channel, dx| {

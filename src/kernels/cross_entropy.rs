@@ -106,7 +106,7 @@ fn bound(row: &mut [f32], cap: f32) {
     }
 }
 
-/// Replaces a row by exp(x - its maximum), and returns the loss and the sum of the new row.
+/// Replaces each x in a row by exp(x - the row's maximum), and returns the loss and the sum of the new row.
 #[inline(always)]
 fn softmax(row: &mut [f32], target: u32) -> (f32, f32) {
     let at_target = row[target as usize];

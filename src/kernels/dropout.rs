@@ -13,7 +13,7 @@ use crate::kernels::parallel::{ParallelChunks, for_each_part};
 const LANES: usize = 16;
 /// The number of words that these counters yield.
 const GROUP: usize = 4 * LANES;
-/// The number of elements that one task computes: a multiple of the group.
+/// The number of elements that one task computes: a multiple of [`GROUP`].
 const CHUNK: usize = 1 << 13;
 
 const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
@@ -23,13 +23,13 @@ const ROUNDS: usize = 10;
 
 /// Computes y = x / (1 - p) for kept elements, and 0 with probability p.
 ///
-/// Whether element i is kept depends only on (seed, offset + i). The gradient is the same function of the result's
-/// gradient.
+/// Whether element i is kept depends only on (seed, offset + i). The input's gradient is the same function of the
+/// result's gradient.
 ///
 /// Panics if the lengths differ or p is not in [0, 1).
 pub fn dropout<E: Element>(x: &[E], p: f32, seed: u64, offset: u64, y: &mut [E]) {
     assert_eq!(x.len(), y.len(), "the slice lengths of dropout differ");
-    assert!((0.0..1.0).contains(&p), "a dropout probability of {p}");
+    assert!((0.0..1.0).contains(&p), "the dropout probability {p} is not in [0, 1)");
     // An element is dropped if its random word is below p 2^32.
     let (bound, scale) = ((f64::from(p) * 4_294_967_296.0) as u32, 1.0 / (1.0 - p));
     for_each_part(x.len().div_ceil(CHUNK), ParallelChunks::new(y, CHUNK), |i, y| {
@@ -81,7 +81,7 @@ fn keep<E: Element>(x: &[E], words: &[u32], bound: u32, scale: f32, y: &mut [E])
 #[inline(always)]
 fn group_words(seed: u64, group: u64) -> [u32; GROUP] {
     let first = group.wrapping_mul(LANES as u64);
-    // The first counter is a multiple of the lanes.
+    // The first counter is a multiple of the number of lanes.
     let counters: [u32; LANES] = std::array::from_fn(
         #[inline(always)]
         |lane| first as u32 | lane as u32,

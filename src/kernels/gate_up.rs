@@ -1,4 +1,4 @@
-//! The gated activation of experts, whose gate and up are the columns of one matrix.
+//! The gated activation of experts, whose gate and up values are the columns of one matrix.
 
 use crate::kernels::element::Element;
 use crate::kernels::f32_access::{as_f32, get, narrow, vectorized, widen};
@@ -74,7 +74,7 @@ fn at_least(x: f32, limit: f32) -> f32 {
 
 /// Computes the activation of rows of `2 width` elements of gate and up. Each result is rounded once.
 pub fn gated<E: Element>(gate: ExpertGate, order: GateUpOrder, x: &[E], width: usize, y: &mut [E]) {
-    assert_eq!(x.len(), 2 * y.len(), "the number of elements of gate and up differs");
+    assert_eq!(x.len(), 2 * y.len(), "gate and up must have twice as many elements as the result");
     let per_task = rows_per_task(width);
     for_each_part(y.len().div_ceil(per_task * width.max(1)), ParallelChunks::new(y, per_task * width), |task, y| {
         let mut rooms = vec![0f32; 3 * width];
@@ -98,7 +98,7 @@ pub fn gated_backward<E: Element>(
     width: usize,
     dx: &mut [E],
 ) {
-    assert_eq!([x.len(), dx.len()], [2 * dy.len(); 2], "the number of elements of gate and up differs");
+    assert_eq!([x.len(), dx.len()], [2 * dy.len(); 2], "gate and up must have twice as many elements as the result");
     let per_task = rows_per_task(width);
     let tasks = dy.len().div_ceil(per_task * width.max(1));
     for_each_part(tasks, ParallelChunks::new(dx, 2 * per_task * width), |task, dx| {

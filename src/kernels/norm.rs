@@ -270,7 +270,7 @@ mod tests {
         }
     }
 
-    /// Returns normalized rows and their factors, by the formulas in f64.
+    /// Returns normalized rows and their factors, according to the formulas in f64.
     fn reference(x: &[f64], width: usize, centered: bool, eps: f64) -> (Vec<f64>, Vec<f64>) {
         let (mut h, mut factors) = (Vec::new(), Vec::new());
         for row in x.chunks_exact(width) {

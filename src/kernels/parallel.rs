@@ -33,8 +33,7 @@ pub fn for_each(n_tasks: usize, task: impl Fn(usize) + Sync) {
 /// Mutable data that is split into parts, one for each task.
 ///
 /// # Safety
-///
-/// Parts of different indices never overlap.
+/// Parts of different indices must never overlap.
 pub unsafe trait DisjointParts: Sync {
     /// The part that one task receives.
     type Part;

@@ -111,7 +111,7 @@ impl PoolingWindows {
     }
 }
 
-/// The two elements that a result depends on along an axis, and the weight of the second from 0 to 1.
+/// The two elements that a result depends on along an axis, and the weight of the second, from 0 to 1.
 pub type InterpolationPair = (usize, usize, f32);
 
 /// Interpolation of planes of `size[0]` x `size[1]` to as many rows and columns as there are pairs.

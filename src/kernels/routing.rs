@@ -29,7 +29,7 @@ pub fn softmax(row: &mut [f32]) {
 /// # Panics
 /// Panics if the row has fewer numbers than `top`.
 pub fn top(row: &[f32], top: &mut [u32]) {
-    assert!(top.len() <= row.len(), "{} of only {} numbers", top.len(), row.len());
+    assert!(top.len() <= row.len(), "{} numbers are requested from a row of {}", top.len(), row.len());
     let precedes = |a: u32, b: u32| match (row[a as usize], row[b as usize]) {
         (x, y) if x.is_nan() || y.is_nan() => !x.is_nan() || (y.is_nan() && a < b),
         (x, y) => x > y || (x == y && a < b),

@@ -30,7 +30,7 @@ pub(super) fn run(helpers: usize, work: &(dyn Fn() + Sync)) {
     run_on(&POOL, helpers, work);
 }
 
-/// Does the same with the helpers of a pool.
+/// Does the same as [`run`] with the helpers of `pool`.
 fn run_on(pool: &'static WorkerPool, helpers: usize, work: &(dyn Fn() + Sync)) {
     let start = |number| {
         let helper = std::thread::Builder::new().name(format!("kernels-{number}"));

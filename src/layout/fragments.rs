@@ -26,7 +26,7 @@ impl FragmentSchedule {
     pub fn new(steps: u64, fragments: u64, delay: u64) -> Self {
         assert!(
             0 < fragments && fragments <= steps && delay < steps,
-            "{steps} steps, {fragments} fragments, delay {delay}"
+            "{steps} steps are too few for {fragments} fragments and a delay of {delay}"
         );
         Self { steps, fragments, delay }
     }
@@ -42,7 +42,7 @@ impl FragmentSchedule {
         usize::try_from(sent).unwrap_or(usize::MAX).min(self.fragments())
     }
 
-    /// Returns the fragment that is sent after step `step`, counted from 1.
+    /// Returns the fragment that is sent after step `step` (counted from 1), if there is one.
     pub fn sent_after(self, step: u64) -> Option<usize> {
         let in_window = step.checked_sub(1)? % self.steps + 1;
         // The first fragment whose turn in the window is after this step or a later one.
@@ -51,14 +51,14 @@ impl FragmentSchedule {
         (turn == u128::from(in_window)).then(|| usize::try_from(fragment).unwrap_or(usize::MAX))
     }
 
-    /// Returns the fragment that takes effect after step `step`, counted from 1.
+    /// Returns the fragment that takes effect after step `step` (counted from 1), if there is one.
     pub fn arrives_after(self, step: u64) -> Option<usize> {
         self.sent_after(step.checked_sub(self.delay)?)
     }
 }
 
 /// Divides parameters with these numbers of elements into fragments of about equal size, and returns the fragment of
-/// each: consecutive parameters, in order.
+/// each parameter. A fragment consists of consecutive parameters.
 pub(crate) fn fragments_of(elements: &[usize], fragments: usize) -> Vec<usize> {
     let total: u128 = elements.iter().map(|elements| *elements as u128).sum();
     let mut before = 0u128;

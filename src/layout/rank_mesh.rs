@@ -73,7 +73,7 @@ pub enum MeshError {
     Indivisible {
         /// The number of ranks.
         world_size: usize,
-        /// The product of the lengths; `None` if it is too large for a number.
+        /// The product of the lengths; `None` if it exceeds `usize::MAX`.
         ranks: Option<usize>,
         /// Whether the data axis is among the axes.
         with_data: bool,
@@ -128,7 +128,7 @@ impl RankMesh {
     /// ranks. The axes keep their usual order: islands outermost, tensor innermost.
     ///
     /// # Errors
-    /// [`MeshError`]: an axis has length 0 or is given twice, or the lengths do not match the number of ranks.
+    /// [`MeshError`] if an axis has length 0 or is given twice, or if the lengths do not match the number of ranks.
     ///
     /// ```
     /// use candle_zero::layout::{MeshAxis, RankMesh};
@@ -194,7 +194,7 @@ impl RankMesh {
 
     /// Returns the rank that has coordinate `to` along `axis`, and the other coordinates of `rank`.
     pub fn moved(self, rank: usize, axis: MeshAxis, to: usize) -> usize {
-        assert!(to < self.len(axis), "coordinate {to} of {} along the {axis} axis", self.len(axis));
+        assert!(to < self.len(axis), "there is no coordinate {to} among {} along the {axis} axis", self.len(axis));
         let stride = self.stride(axis);
         rank - self.coordinate(rank, axis) * stride + to * stride
     }

@@ -35,7 +35,8 @@ pub struct ShardCut {
 }
 
 /// The ranks that hold the parameters of an expert: with expert parallelism, those with the expert's position along the
-/// expert axis. The expert axis is the innermost one, so these are every `size`-th rank.
+/// expert axis. The position along this axis changes fastest with the number of the rank, so these are every `size`-th
+/// rank.
 ///
 /// ```text
 ///   4 ranks, 2 along the expert axis: rank 0 1 2 3 has position 0 1 0 1
@@ -54,7 +55,10 @@ impl ExpertPlace {
     /// # Panics
     /// Panics if `size` does not divide `count`, or if there is no such expert.
     pub fn of(number: usize, count: usize, size: usize) -> Self {
-        assert!(size > 0 && count.is_multiple_of(size) && number < count, "expert {number} of {count} on {size} ranks");
+        assert!(
+            size > 0 && count.is_multiple_of(size) && number < count,
+            "expert {number} of {count} cannot be on {size} ranks"
+        );
         Self { position: number / (count / size), size }
     }
 

@@ -14,8 +14,8 @@
 //!
 //! The data-parallel world consists of all ranks: batches, means and sums extend over it. A rank holds the shard that
 //! corresponds to its position in its group. The ranks with the same position in the other groups hold the same shard.
-//! Each of them is responsible for one piece of the shard: it sums the piece's squares for the norm and saves the
-//! piece. The pieces are the shards of a job without groups, so the same numbers are added up in the same order.
+//! Each of them is responsible for one piece of the shard: it sums the piece's squares for the gradient norm and saves
+//! the piece. The pieces are the shards of a job without groups, so the same numbers are added up in the same order.
 //! Without groups, a shard is a piece.
 //!
 //! With expert parallelism, the parameters of an expert are divided among the ranks that hold it, as if there were no
@@ -96,8 +96,8 @@ impl ShardMesh {
         shard * self.copies()..(shard + 1) * self.copies()
     }
 
-    /// Returns the number of elements of every shard of a parameter, including padding. This and the next methods take
-    /// the mesh of the ranks that hold the parameter.
+    /// Returns the number of elements of every shard of a parameter, including padding. For this and the next two
+    /// methods, `self` must be the mesh of the ranks that hold the parameter.
     pub fn shard_len(self, cut: ShardCut) -> usize {
         cut.among_holders().shard_len(self.world_size) * self.copies()
     }

@@ -11,7 +11,7 @@ pub struct ShareLayout {
     sharded: bool,
     /// The reserved room is a multiple of this number of elements.
     step: usize,
-    /// The number of elements of weights that stay in memory, if others are in a file.
+    /// The maximum number of elements of weights that stay in memory, if the others are in a file.
     weights_in_memory: Option<usize>,
     sub_group_size: usize,
     /// The open sub-group of each class.
@@ -43,8 +43,8 @@ impl ShareLayout {
     }
 
     /// Returns the layout for state in files, where a share begins at a multiple of `step` elements.
-    /// `weights_in_memory` (`max_in_cpu`) is the number of elements of weights that stay in memory, if weights are in a
-    /// file.
+    /// `weights_in_memory` (`max_in_cpu`) is the maximum number of elements of weights that stay in memory, if weights
+    /// are in a file.
     #[must_use]
     pub fn in_files(self, step: usize, weights_in_memory: Option<usize>) -> Self {
         Self { step, weights_in_memory, ..self }

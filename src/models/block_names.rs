@@ -39,7 +39,7 @@ const GPT2: BlockNames = BlockNames {
 };
 
 impl BlockNames {
-    /// Returns the names of the blocks of `config`.
+    /// Returns the names of the parameters in the blocks of `config`.
     pub fn of(config: &DecoderConfig) -> Self {
         match config.naming {
             ParameterNaming::Gpt2 => GPT2,

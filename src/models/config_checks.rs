@@ -62,7 +62,7 @@ pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
     }
 }
 
-/// Checks that `parameters` can be counted.
+/// Checks that the number of parameters is at most [`MAX_PARAMETERS`].
 pub(super) fn require_parameters(parameters: u128) -> Result<()> {
     if parameters > MAX_PARAMETERS {
         let allowed = format!("at most {MAX_PARAMETERS} elements; use smaller sizes");

@@ -19,7 +19,7 @@ pub struct DecoderBlock {
     before_attention: Option<BlockNorm>,
     attention: BlockAttention,
     after_attention: Option<BlockNorm>,
-    /// The norm of the MLP's input, unless the MLP has the same normalized input as attention.
+    /// The norm of the MLP's input, if this input has a separate norm.
     before_mlp: Option<BlockNorm>,
     mlp: MlpOrMixture,
     after_mlp: Option<BlockNorm>,

@@ -38,7 +38,7 @@ struct SharedExpert {
 
 /// The names that transformers gives the parameters of all experts in memory. Adapters of experts are named after them.
 pub(super) const EXPERT_PARAMETERS: [&str; 2] = ["gate_up_proj", "down_proj"];
-/// The path of the module with these parameters within a block, whatever the names in files.
+/// The path, within a block, of the module with the [`EXPERT_PARAMETERS`], whatever their names in files.
 pub(super) const EXPERTS: &str = "mlp.experts";
 
 impl Mixture {

@@ -250,7 +250,7 @@ impl EncoderConfig {
         self.lora.as_ref().map_or(Ok(()), LoraConfig::validate)
     }
 
-    /// Checks the positions, of which there are `rows`, and the windows.
+    /// Checks the positions, of which there are `rows`, and the windows and rotary bases of the blocks.
     fn validate_positions(&self, rows: usize) -> Result<()> {
         let key = "max_position_embeddings";
         let head = self.hidden_size / self.num_attention_heads;

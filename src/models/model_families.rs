@@ -44,7 +44,8 @@ pub(super) struct ModelFamily {
     pub mlp_bias: BiasRule,
     /// The mixture of experts of sparse blocks, if the family has one.
     pub mixture: Option<MixtureFamily>,
-    /// The keys of options that the blocks here do not have, each with the only value that is allowed and the reason.
+    /// The keys of options that this library's blocks do not have, each with the only value that is allowed and the
+    /// reason.
     pub refused: &'static [(&'static str, bool, &'static str)],
 }
 

@@ -27,7 +27,7 @@ pub enum RotaryScaling {
     None,
     /// All frequencies are divided by the same factor.
     Linear {
-        /// The factor.
+        /// The divisor of the frequencies.
         factor: f64,
     },
     /// Low frequencies are reduced, and high ones are unchanged. The bounds are numbers of turns.
@@ -36,7 +36,7 @@ pub enum RotaryScaling {
     Yarn(YarnScaling),
     /// The base grows with the length of inputs that are longer than `original`.
     Dynamic {
-        /// The factor.
+        /// The factor by which the context is extended.
         factor: f64,
         /// The context length in tokens before it was extended.
         original: usize,
@@ -50,7 +50,7 @@ pub enum RotaryScaling {
 pub struct YarnScaling {
     /// The parameters of the frequencies.
     pub frequencies: YarnRopeScaling,
-    /// The factor of rotated queries and of rotated keys.
+    /// The factor by which both rotated queries and rotated keys are multiplied.
     pub attention_factor: f64,
 }
 
@@ -63,7 +63,7 @@ pub struct LongRopeScaling {
     pub long: Vec<f64>,
     /// The context length in tokens before it was extended.
     pub original: usize,
-    /// The factor of rotated queries and of rotated keys.
+    /// The factor by which both rotated queries and rotated keys are multiplied.
     pub attention_factor: f64,
 }
 
@@ -111,7 +111,7 @@ impl RotaryConfig {
         }
     }
 
-    /// Returns the factor of rotated queries and of rotated keys.
+    /// Returns the factor by which both rotated queries and rotated keys are multiplied.
     pub fn attention_factor(&self) -> f64 {
         match &self.scaling {
             RotaryScaling::Yarn(scaling) => scaling.attention_factor,

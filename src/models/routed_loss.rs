@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor, bail};
 impl<A: Architecture> LanguageModel<A> {
     /// Returns the loss of [`LanguageModel::loss_packed`], without the load-balancing loss, and what the routers did
     /// ([`RouterReport::add_to`] adds the two losses). `counts` has one element for each token; tokens with `false`
-    /// (padding) count in neither loads nor the load-balancing loss.
+    /// (padding) count neither in the loads nor in the load-balancing loss.
     ///
     /// With a load-balancing loss, this is a collective operation in an engine: all ranks must call it.
     ///

@@ -17,7 +17,7 @@ pub struct RoutedStates {
 pub struct BalanceLossOptions<'a> {
     /// The loss.
     pub loss: &'a SyncBalanceLoss,
-    /// Its factor in the training loss.
+    /// The factor by which the loss is multiplied in the training loss.
     pub coefficient: f64,
 }
 

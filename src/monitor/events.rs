@@ -98,7 +98,7 @@ pub struct RunDescription {
 pub enum RunEnding {
     /// The program ended it normally.
     Finished,
-    /// A signal or a request of the dashboard asked it to end.
+    /// A signal, or a request from the dashboard, asked it to end.
     Stopped,
     /// An error ended it.
     Failed,

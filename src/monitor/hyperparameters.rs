@@ -43,8 +43,9 @@ const OUTPUT_KEYS: [&str; 14] = [
     "wall_clock_breakdown",
     "wandb",
 ];
-/// The maximum number of hyperparameters, and of characters in a text.
+/// The maximum number of hyperparameters.
 const MAX_COUNT: usize = 1000;
+/// The maximum number of characters in the text of a hyperparameter.
 const MAX_CHARS: usize = 1000;
 
 /// Returns the hyperparameters of a run by name: the numbers of ranks and steps, the settings of the program, and the

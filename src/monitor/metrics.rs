@@ -63,7 +63,7 @@ impl MetricsWriter {
     }
 
     /// Continues the file of a stopped run, starting at step `step`. Lines of this and later steps, and lines without a
-    /// step such as the run's summary, are removed, since they will be written again. If there is no file, it is
+    /// step, such as the run's summary, are removed, since they will be written again. If there is no file, it is
     /// created.
     ///
     /// # Errors
@@ -142,8 +142,8 @@ fn open_to_append(path: &Path) -> std::io::Result<File> {
     })
 }
 
-/// Rejects a file that contains anything other than metrics. Each complete line at its beginning must be a summary, or
-/// an object with a number named `step` or `epoch`. Metrics contain no strings except the tag of an event.
+/// Rejects a file that contains anything other than metrics. Each complete line in its first 64 KiB must be a summary,
+/// or an object with a number named `step` or `epoch`. Metrics contain no strings except the tag of an event.
 fn only_metrics(file: &File) -> std::io::Result<()> {
     /// The number of bytes that are checked.
     const CHECKED_BYTES: usize = 1 << 16;
@@ -200,7 +200,7 @@ fn claim(file: &File, path: &Path) -> Result<bool> {
     Ok(true)
 }
 
-/// Removes an incomplete last line, which a full disk or a process that was killed has left. Anything but a regular
+/// Removes an incomplete last line, which is left if the disk is full or a process is killed. Anything but a regular
 /// file is left unchanged.
 pub(crate) fn end_last_line(file: &File) -> std::io::Result<()> {
     /// The number of bytes that are read at a time, starting from the end.

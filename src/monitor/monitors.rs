@@ -18,7 +18,7 @@ pub(crate) struct Monitors {
     run: MonitoredRun,
 }
 
-/// The progress of the run, for the monitors.
+/// The state of the monitored run.
 #[derive(Default)]
 enum MonitoredRun {
     /// The run has not begun. Whether a checkpoint was loaded is known only when it begins.

@@ -18,7 +18,7 @@ pub fn available_memory() -> Option<u64> {
 }
 
 /// Returns the memory in bytes that this process may still allocate within its own limits (`RLIMIT_DATA` and
-/// `RLIMIT_AS`: `ulimit` -d and -v), or `None` if there is no limit or the system does not report it.
+/// `RLIMIT_AS`: `ulimit -d` and `ulimit -v`), or `None` if there is no limit or the system does not report it.
 pub fn process_limit() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let left = |resource, name| {

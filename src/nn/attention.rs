@@ -244,8 +244,8 @@ pub(super) fn grouped_heads(
         }
         _ => bail!(
             "grouped_attention: queries {:?}, keys {:?} and values {:?} do not match {n_head} query and {n_kv_head} \
-             key heads; they must be [batch, time, heads * width of a head], and the number of query heads a multiple \
-             of that of key heads",
+             key heads; they must be [batch, time, heads * width of a head], and the number of query heads must \
+             be a multiple of that of key heads",
             q.dims(),
             k.dims(),
             v.dims()

@@ -86,7 +86,7 @@ impl Conv1d {
         let reach = reach(CONV, kernel, dilation)?;
         let Some(more) = padding.checked_mul(2).and_then(|twice| twice.checked_add(l_in)?.checked_sub(reach)) else {
             bail!(
-                "{CONV}: the kernel reaches over {reach} elements, but the input has {l_in} with a padding of \
+                "{CONV}: the kernel spans {reach} elements, but the input has {l_in} with a padding of \
                  {padding} on both sides; use longer inputs or more padding"
             )
         };
@@ -356,7 +356,7 @@ fn transposed_init(out_channels: usize, kernel_size: usize) -> Init {
 /// Returns the number of channels per group.
 fn group(op: &'static str, channels: usize, groups: usize) -> Result<usize> {
     if groups == 0 || !channels.is_multiple_of(groups) {
-        bail!("{op}: {channels} channels in {groups} groups; the number of groups must divide the number of channels")
+        bail!("{op}: {channels} channels cannot be divided into {groups} groups of equal size")
     }
     Ok(channels / groups)
 }

@@ -234,8 +234,8 @@ fn sizes(op: &str, h: &Tensor, weight: &Tensor, layout: WeightLayout, targets: &
     let leading = &h.dims()[..h.rank().saturating_sub(1)];
     if h.dims().last() != Some(&width) || leading != targets.dims() {
         bail!(
-            "{op}: hidden states {:?} with a weight {:?} need targets of shape {leading:?} and a last \
-             dimension of {width}; the targets have {:?}",
+            "{op}: hidden states {:?} with a weight {:?} need a last dimension of {width} and \
+             targets of shape {leading:?}; the targets have shape {:?}",
             h.dims(),
             weight.dims(),
             targets.dims()

@@ -34,7 +34,7 @@ impl Rewards {
         [self.chosen, self.rejected, self.margin, self.accuracy]
     }
 
-    /// Creates the rewards from such numbers.
+    /// Creates the rewards from the numbers that [`Rewards::to_numbers`] returns.
     pub fn of_numbers([chosen, rejected, margin, accuracy]: [f64; 4]) -> Self {
         Self { chosen, rejected, margin, accuracy }
     }

@@ -242,13 +242,13 @@ fn settings_and_shapes_that_do_not_fit_are_refused_by_name() {
         |x: &[usize], w: &[usize], config| Conv1d::new(of(w), None, config).forward(&of(x)).unwrap_err().to_string();
     let config = Conv1dConfig::default();
     let text = conv(&[1, 2, 4], &[3, 2, 5], config);
-    assert!(text.contains("the kernel reaches over 5 elements, but the input has 4"), "{text}");
+    assert!(text.contains("the kernel spans 5 elements, but the input has 4"), "{text}");
     let text = conv(&[1, 3, 4], &[3, 2, 1], config);
     assert!(text.contains("an input of shape [1, 3, 4] needs"), "{text}");
     let text = conv(&[1, 2, 4], &[3, 2, 1], Conv1dConfig { stride: 0, ..config });
     assert!(text.contains("conv1d: stride is 0"), "{text}");
     let text = conv(&[1, 2, 4], &[3, 2, 2], Conv1dConfig { dilation: usize::MAX, ..config });
-    assert!(text.contains("reaches over") || text.contains("too long"), "{text}");
+    assert!(text.contains("kernel spans") || text.contains("too long"), "{text}");
     let transposed = |config| ConvTranspose1d::new(of(&[2, 3, 2]), None, config).forward(&of(&[1, 2, 4])).unwrap_err();
     let config = ConvTranspose1dConfig::default();
     let text = transposed(ConvTranspose1dConfig { output_padding: 1, ..config }).to_string();

@@ -63,11 +63,11 @@ pub(super) struct HeadBufferLayout {
     pub words: usize,
     /// The distance between rows, in words, for the other layouts.
     pub width: usize,
-    /// The computed columns of a row: the head's elements, padded to full vectors.
+    /// The number of computed columns in a row: the head's elements, padded to full vectors.
     pub columns: usize,
-    /// The words of a row without padding.
+    /// The number of words in a row, without padding.
     pub depth: usize,
-    /// The rows, padded to full bands.
+    /// The number of rows, padded to full bands.
     pub time: usize,
 }
 

@@ -38,9 +38,7 @@ pub fn capacity_for(positions: usize) -> usize {
 
 /// Keys `[batch, kv_heads, capacity / BLOCK, head, BLOCK]` and values `[batch, kv_heads, capacity, head]`. The new
 /// positions are the last ones in the cache.
-///
-/// For each head, the keys and values of the first positions are in the first `capacity_for(positions) * head`
-/// elements.
+/// For each head, the keys and values of the first `n` positions are in the first `capacity_for(n) * head` elements.
 #[derive(Debug, Clone, Copy)]
 pub struct KvCacheView<'a, E> {
     /// The keys.
@@ -101,7 +99,7 @@ pub fn forward_cached<E: Element>(
     h.check(out.len(), h.batch * h.heads * h.time);
     assert!(
         cached.capacity.is_multiple_of(BLOCK) && cached.before + h.time <= cached.capacity,
-        "{} and {} of {}",
+        "{} cached and {} new positions exceed the cache's capacity of {}, or it is not a multiple of {BLOCK}",
         cached.before,
         h.time,
         cached.capacity
@@ -114,7 +112,7 @@ pub fn forward_cached<E: Element>(
         assert_eq!(
             held,
             h.batch * h.kv_heads * of_head,
-            "{h:?}: wrong number of elements of a cache for {}",
+            "{h:?}: wrong number of elements of a cache for {} positions",
             cached.capacity
         );
     }

@@ -58,7 +58,7 @@ pub(super) struct SequenceHead {
 pub(super) struct TileShape {
     pub keys: usize,
     pub queries: usize,
-    /// Whether query i sees only keys 0 to i. Otherwise it sees all keys.
+    /// Whether query i sees only keys 0 to i. Otherwise, it sees all keys.
     pub diagonal: bool,
     /// A further bound on the visible keys.
     pub edge: Option<TileMaskEdge>,

@@ -2,7 +2,8 @@
 
 /// The number of queries, and of keys, in a tile.
 pub(super) const BLOCK: usize = 64;
-/// The number of keys or queries of a band, one vector of f32. Tiles on the diagonal are split into bands.
+/// The number of keys or queries in a band, which is the number of lanes of the widest vectors. Tiles on the diagonal
+/// are split into bands.
 pub(super) const BAND: usize = 16;
 /// The number of words in a tile of scores.
 pub(super) const TILE: usize = BLOCK * BLOCK;

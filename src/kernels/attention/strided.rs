@@ -84,7 +84,7 @@ impl<'a, E> MultiHeadRowsMut<'a, E> {
     /// Panics if ranges overlap or exceed the row.
     pub fn columns<const N: usize>(data: &'a mut [E], row_stride: usize, ranges: [Range<usize>; N]) -> [Self; N] {
         for (i, range) in ranges.iter().enumerate() {
-            assert!(range.start <= range.end && range.end <= row_stride, "{range:?} of {row_stride} columns");
+            assert!(range.start <= range.end && range.end <= row_stride, "{range:?} exceeds {row_stride} columns");
             for other in &ranges[..i] {
                 assert!(range.end <= other.start || other.end <= range.start, "{other:?} and {range:?} overlap");
             }
@@ -133,7 +133,7 @@ unsafe impl<'a, E: Send> DisjointParts for RowsByHeadMut<'a, E> {
 }
 
 impl<'a, E> RowsByHeadMut<'a, E> {
-    /// Returns the positions of a span of `n` heads from `head` on, as one head.
+    /// Returns the vectors of `n` heads, from `head` on, at the positions of a span, as if they were one head.
     ///
     /// # Safety
     /// Each position of a head may be taken only once.
@@ -141,7 +141,7 @@ impl<'a, E> RowsByHeadMut<'a, E> {
         let all = self.batch * self.time;
         assert!(
             span.first + span.len <= all && head + n <= self.heads,
-            "{span:?}, head {head} of {} x {all}",
+            "{span:?} or head {head} is outside {} heads of {all} positions",
             self.heads
         );
         let start = span.first * self.rows.row_stride + self.rows.columns.start + head * self.head;
@@ -165,7 +165,7 @@ impl<E> HeadRowsMut<'_, E> {
     #[inline(always)]
     pub(super) fn row(&mut self, t: usize) -> &mut [E] {
         let time = self.time;
-        self.row_if(t).unwrap_or_else(|| panic!("position {t} of {time}"))
+        self.row_if(t).unwrap_or_else(|| panic!("position {t} is outside the {time} positions"))
     }
 
     /// Returns the vector of position t if it exists.

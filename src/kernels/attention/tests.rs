@@ -62,7 +62,7 @@ impl<E: Element> Case<E> {
         self.run_with(path, whole_groups(&self.h, sequences, rayon::current_num_threads()))
     }
 
-    /// Runs with `whole` key heads whose backward pass is one task each.
+    /// Runs both passes. The backward passes of the first `whole` key heads are one task each.
     fn run_with(&self, path: SimdMethod, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
         let (h, rule) = (&self.h, &self.rule());
         let qkv = || self.columns().map(|c| MultiHeadRows::new(&self.qkv[c.start..], self.stride()));
@@ -83,7 +83,7 @@ impl<E: Element> Case<E> {
         (out, lse, grad)
     }
 
-    /// Returns the result, the log-sum-exp and the gradients by the formulas.
+    /// Returns the result, the log-sum-exp and the gradients according to the formulas.
     fn reference(&self) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
         let AttentionShape { batch, time, heads, head, .. } = self.h;
         let scale = f64::from(self.rule.scale);
@@ -264,7 +264,7 @@ fn groups_are_whole_unless_threads_would_wait_for_them() {
     assert_eq!(whole_groups(&h(2, 2), 2, 4), 4);
     assert_eq!(whole_groups(&h(9, 2), 9, 4), 18, "many tasks for each thread");
     assert_eq!(whole_groups(&h(1, 8), 1, 3), 8, "no groups");
-    assert_eq!(whole_groups(&h(1, 2), 9, 4), 18, "of the sequences of one row too");
+    assert_eq!(whole_groups(&h(1, 2), 9, 4), 18, "the sequences of one row are counted, too");
 }
 
 #[test]

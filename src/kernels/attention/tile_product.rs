@@ -8,7 +8,7 @@ use crate::kernels::vector::Neon;
 use crate::kernels::vector::{Avx2, Avx512, Bf16PairWords};
 use crate::kernels::vector::{F32Words, PackedWords, PortableVector, SimdVector};
 
-/// The strip products for words. The sums of each product fit into the registers of a SIMD level.
+/// The strip products for a type of words. The sums of each product fit into the registers of a SIMD level.
 pub(super) trait StripProducts: PackedWords {
     /// The products with 1, 2, ... vectors of columns.
     const STRIPS: &'static [StripProduct];
@@ -33,13 +33,14 @@ impl StripProducts for F32Words<Neon> {
         &[strip::<Self, 8, 1>, strip::<Self, 8, 2>, strip::<Self, 8, 3>, strip::<Self, 6, 4>];
 }
 
-// With 16 registers: 12, 2 and 1.
+// With 16 registers: 12 for the sums, 2 for a row of the right factor, 1 for a word of the left one.
 #[cfg(target_arch = "x86_64")]
 impl StripProducts for F32Words<Avx2> {
     const STRIPS: &'static [StripProduct] = &[strip::<Self, 8, 1>, strip::<Self, 6, 2>];
 }
 
-// With 16 registers, of which a vector takes two: 8, 2 and 2. A product that is not fused needs one more.
+// With 16 registers: 4 for the sums, 1 for a row of the right factor, 1 for a word of the left one, and 1 for a
+// product, because products are not fused with sums.
 impl StripProducts for F32Words<PortableVector> {
     const STRIPS: &'static [StripProduct] = &[strip::<Self, 4, 1>];
 }
@@ -117,8 +118,8 @@ pub(super) type StripProduct =
 /// Computes a strip of `N` vectors, up to `R` rows at a time.
 ///
 /// # Safety
-/// Everything that the sizes describe is within the factors and the result, and the processor has the instructions of
-/// `W`.
+/// Everything that the sizes describe must be within the factors and the result, and the processor must have the
+/// instructions of `W`.
 pub(super) unsafe fn strip<W: PackedWords, const R: usize, const N: usize>(
     (c, c_stride): (*mut f32, usize),
     start: ProductInit<'_>,

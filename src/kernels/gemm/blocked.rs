@@ -142,7 +142,8 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         if self.few { 1 } else { self.span_steps }
     }
 
-    /// Returns a part of the product. There must be room for [`GemmPlan::words_of_a`] and [`GemmPlan::waiting_sums`].
+    /// Returns a part of the product. `packed_a` and `sums` must have room for [`GemmPlan::words_of_a`] and
+    /// [`GemmPlan::waiting_sums`].
     pub(super) fn part(
         &self,
         region: usize,

@@ -17,7 +17,7 @@ const ROWS: usize = 64;
 pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
     let (rows, cols) = (data.rows(), data.cols());
     assert_eq!(out.len(), cols, "there must be one sum per column");
-    assert!(data.is_row_major(), "matrix is not row-major");
+    assert!(data.is_row_major(), "the matrix is not row-major");
     out.fill(0.0);
     let parts = rows.div_ceil(ROWS);
     with_words(parts * cols, |sums| {

@@ -102,14 +102,18 @@ impl<'a, C: Element> EpilogueOutput<'a, C> {
     pub(super) fn new(result: MatrixMut<'a, C>, epilogue: Epilogue<'a, C>) -> Self {
         let (rows, cols) = (result.rows(), result.cols());
         let Epilogue { accumulate, scale, bias, residual, activation } = epilogue;
-        assert!(bias.is_none_or(|bias| bias.len() == cols), "the length of bias differs from that of a row");
+        assert!(bias.is_none_or(|bias| bias.len() == cols), "the length of the bias differs from that of a row");
         if let Some(residual) = &residual {
             assert_eq!((residual.rows(), residual.cols()), (rows, cols), "the shapes of residual and result differ");
-            assert!(residual.is_row_major(), "residual is not row-major");
+            assert!(residual.is_row_major(), "the residual is not row-major");
         }
         let (activation, before) = activation.map_or((None, None), |(activation, before)| (Some(activation), before));
         if let Some(before) = &before {
-            assert_eq!((before.rows(), before.cols()), (rows, cols), "values before the activation differ in shape");
+            assert_eq!(
+                (before.rows(), before.cols()),
+                (rows, cols),
+                "the shapes of activation inputs and result differ"
+            );
         }
         Self {
             result: ParallelMatrix::new(result),

@@ -128,5 +128,5 @@ impl<'a, E> MatrixMut<'a, E> {
 
 fn check_extent(len: usize, rows: usize, cols: usize, row_stride: usize) {
     assert!(cols <= row_stride || rows <= 1, "rows overlap");
-    assert!(rows == 0 || cols == 0 || (rows - 1) * row_stride + cols <= len, "matrix reaches past its slice");
+    assert!(rows == 0 || cols == 0 || (rows - 1) * row_stride + cols <= len, "the matrix reaches past its slice");
 }

@@ -63,8 +63,8 @@ kernels!(F32Words<Neon>, [1, 2, 4, 8], [1, 2, 3]);
 /// Computes `R` rows and `N` vectors.
 ///
 /// # Safety
-/// The processor must have the arithmetic's instructions; `a`, `b` and `sums` contain the rows, columns and steps that
-/// this function reads and writes.
+/// The processor must have the arithmetic's instructions; `a`, `b` and `sums` must contain the rows, columns and steps
+/// that this function reads and writes.
 unsafe fn kernel<A: GemmArithmetic, const R: usize, const N: usize>(
     steps: usize,
     a: StridedWords,
@@ -95,7 +95,7 @@ unsafe fn tile<A: GemmArithmetic, const R: usize, const N: usize>(
     // SAFETY: `a` holds a word for each row and step, `b` N vectors for each step, `sums` N vectors for each row.
     unsafe {
         let mut acc = load_sums::<A::V, R, N>(sums, stride, start == AccumulatorInit::Continue);
-        // If one of these strides is a constant, the compiler encodes most of an address in the instruction.
+        // If the stride between steps is a constant, the compiler encodes most of an address in the instruction.
         match step {
             1 => add_steps::<A, R, N>(&mut acc, steps, StridedWords { step: 1, ..a }, b),
             _ if step == A::ROWS => add_steps::<A, R, N>(&mut acc, steps, StridedWords { step: A::ROWS, ..a }, b),
@@ -115,7 +115,7 @@ unsafe fn tile<A: GemmArithmetic, const R: usize, const N: usize>(
 /// Returns the sums in memory if `keep` is set, or zeros.
 ///
 /// # Safety
-/// The call must be inside `V::with`; `sums` has N vectors for each of R rows, `stride` apart.
+/// The call must be inside `V::with`; `sums` must have N vectors for each of R rows, which are `stride` apart.
 #[inline(always)]
 pub(super) unsafe fn load_sums<V: SimdVector, const R: usize, const N: usize>(
     sums: *const f32,
@@ -157,7 +157,7 @@ pub(super) unsafe fn store_sums<V: SimdVector, const R: usize, const N: usize>(
 /// Adds the products of `steps` steps, four at a time, so that few other instructions are needed.
 ///
 /// # Safety
-/// Same as for [`kernel`], and inside `A::V::with`.
+/// Same as for [`kernel`]. The call must also be inside `A::V::with`.
 #[inline(always)]
 unsafe fn add_steps<A: GemmArithmetic, const R: usize, const N: usize>(
     acc: &mut [[A::V; N]; R],

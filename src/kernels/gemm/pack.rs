@@ -70,7 +70,7 @@ impl<E: Element> GemmOperand<E> {
     /// Does the same as [`GemmOperand::pack_columns`] for adjacent columns.
     ///
     /// # Safety
-    /// Same as for [`GemmOperand::pack_columns`], and inside `W::V::with`.
+    /// Same as for [`GemmOperand::pack_columns`]. The call must also be inside `W::V::with`.
     #[inline(always)]
     unsafe fn copy_columns<W: ElementArithmetic<E>>(
         &self,
@@ -116,7 +116,7 @@ impl<E: Element> GemmOperand<E> {
     /// Does the same as [`GemmOperand::pack_columns`] for columns whose elements are adjacent.
     ///
     /// # Safety
-    /// Same as for [`GemmOperand::pack_columns`], and inside `W::V::with`.
+    /// Same as for [`GemmOperand::pack_columns`]. The call must also be inside `W::V::with`.
     #[inline(always)]
     unsafe fn transpose_columns<W: ElementArithmetic<E>>(
         &self,
@@ -200,7 +200,7 @@ impl<E: Element> GemmOperand<E> {
     /// of them. If a vector covers twice as many rows, the second half starts `group` words after the first.
     ///
     /// # Safety
-    /// The processor must have the instructions of `W`; `to` must have room.
+    /// The processor must have the instructions of `W`; `to` must have room for the words.
     pub(super) unsafe fn pack_rows<W: ElementArithmetic<E>>(
         &self,
         outer: usize,

@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn a_buffer_is_kept_for_the_next_use_unless_it_is_large() {
-        // A separate thread, whose buffers have not been used before.
+        // Each call uses a new thread, which has no buffers yet.
         let kept = |bytes: usize| {
             let used = std::thread::spawn(move || {
                 with_words(bytes / 4, |_| ());

@@ -33,7 +33,7 @@ impl EvenSplit {
         bound(i)..bound(i + 1)
     }
 
-    /// Returns the length of the longest piece, in full units.
+    /// Returns the length of the longest piece, rounded up to full units.
     pub(super) fn most(&self) -> usize {
         self.total.div_ceil(self.unit).div_ceil(self.count) * self.unit
     }

@@ -28,8 +28,8 @@ impl<C: Element> EpilogueOutput<'_, C> {
 /// Finishes and stores a tile of sums whose rows start `stride` apart. The sums may be overwritten.
 ///
 /// # Safety
-/// The processor must have the vectors' instructions; rows of sums can be read and written up to a multiple of a
-/// vector's columns; the elements exist in the result, and nothing else accesses them during the call.
+/// The processor must have the vectors' instructions; rows of sums must have room up to a multiple of a vector's
+/// columns; the elements must exist in the result, and nothing else may access them during the call.
 pub(super) unsafe fn finish<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,
     place: TilePosition,
@@ -107,7 +107,7 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
 /// Applies scale and bias to the `n` columns from `col` on, at most one vector.
 ///
 /// # Safety
-/// The call must be inside `V::with`, and these are columns of the result.
+/// The call must be inside `V::with`, and these must be columns of the result.
 #[inline(always)]
 unsafe fn before_activation<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,

@@ -55,7 +55,7 @@ pub(super) unsafe fn multiply<W: ElementArithmetic<E>, E: Element>(
     }
 }
 
-/// Handles columns of `b` whose elements are adjacent.
+/// Does the work of [`multiply`] for columns of `b` whose elements are adjacent.
 ///
 /// # Safety
 /// Same as for [`multiply`]. The call must also be inside `W::V::with`.
@@ -90,7 +90,7 @@ unsafe fn along<W: ElementArithmetic<E>, E: Element, const R: usize>(
     }
 }
 
-/// Handles adjacent columns of `b`.
+/// Does the work of [`multiply`] for adjacent columns of `b`.
 ///
 /// # Safety
 /// Same as for [`multiply`]. The call must also be inside `W::V::with`.

@@ -71,10 +71,10 @@ pub(crate) trait SimdVector: Copy {
     /// Returns the quotients.
     unsafe fn div(self, other: Self) -> Self;
 
-    /// Returns `self * factor + addend`, rounded once if the level fuses the two.
+    /// Returns `self * factor + addend`, rounded once if the level fuses the two operations.
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
 
-    /// Returns `self * factor - less`, rounded once if the level fuses the two.
+    /// Returns `self * factor - less`, rounded once if the level fuses the two operations.
     unsafe fn mul_sub(self, factor: Self, less: Self) -> Self;
 
     /// Returns the larger number of each lane, or the number of `other` if either is NaN.

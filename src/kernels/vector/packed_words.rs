@@ -35,14 +35,14 @@ pub(crate) trait PackElementsToWords<E: Element>: PackedWords {
     /// with zeros.
     ///
     /// # Safety
-    /// `n` elements can be read.
+    /// `n` elements must be readable.
     unsafe fn along(from: *const E, n: usize) -> Self::V;
 
     /// Returns one word for each of `n` neighbours across the inner dimension, and zeros in the other lanes. The
     /// elements of a word are `stride` apart. `depth` of them exist, and the others are 0.
     ///
     /// # Safety
-    /// `n` elements can be read at each of `depth` addresses.
+    /// `n` elements must be readable at each of `depth` addresses.
     unsafe fn across(from: *const E, stride: usize, depth: usize, n: usize) -> Self::V;
 }
 

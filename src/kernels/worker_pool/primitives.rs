@@ -1,5 +1,5 @@
-//! The parts of [`super::protocol`]: atomic words, locks, a cell, and how a thread spins. `tests/loom` has the same
-//! parts, built from loom's types.
+//! The primitives that [`super::protocol`] uses: atomic words, locks, a cell, and how a thread spins. `tests/loom` has
+//! the same primitives, built from loom's types.
 
 use std::cell::UnsafeCell;
 pub(super) use std::sync::atomic::{AtomicU64, AtomicUsize};

@@ -34,7 +34,7 @@ const NAME: &str = "WANDB_NAME";
 const RUN_ID: &str = "WANDB_RUN_ID";
 
 /// A monitor that writes a Weights & Biases run into a folder `offline-run-...`. The run begins with the first step.
-/// Nothing is sent.
+/// Nothing is sent over a network.
 #[derive(Debug)]
 pub struct WandbMonitor {
     config: WandbConfig,

@@ -89,7 +89,7 @@ impl ExpertAdapter {
 /// The maximum number of rows that are widened together.
 const ROWS: usize = 256;
 
-/// The sizes of an adapter, and its rows.
+/// The sizes of an adapter, and the assignment of rows to experts.
 #[derive(Clone)]
 pub(super) struct AdapterSizes {
     inputs: usize,
@@ -99,7 +99,7 @@ pub(super) struct AdapterSizes {
     assignment: Arc<ExpertAssignment>,
 }
 
-/// Slots of one expert.
+/// The number of an expert, and some of its slots.
 type Piece = (usize, Range<usize>);
 
 impl AdapterSizes {

@@ -50,8 +50,8 @@ impl ExpertAssignment {
         }
         if k == 0 || !choices.len().is_multiple_of(k) || u32::try_from(choices.len()).is_err() {
             bail!(
-                "experts: {} choices for {k} experts per row; the number of choices must be a multiple of the number \
-                 of experts per row, and at most {}",
+                "experts: there are {} choices for {k} experts per row; the number of choices must be a multiple of \
+                 the number of experts per row, and at most {}",
                 choices.len(),
                 u32::MAX
             )
@@ -246,7 +246,7 @@ mod tests {
         };
         insta::assert_snapshot!(refusal(&[0, 1, 1, 4], 2, 4, 0..4), @"experts: row 1 chooses expert 4; there are only 4, numbered from 0");
         insta::assert_snapshot!(refusal(&[0, 1, 3, 3], 2, 4, 0..4), @"experts: row 1 chooses expert 3 twice; the experts of a row must differ");
-        insta::assert_snapshot!(refusal(&[0, 1, 2], 2, 4, 0..4), @"experts: 3 choices for 2 experts per row; the number of choices must be a multiple of the number of experts per row, and at most 4294967295");
+        insta::assert_snapshot!(refusal(&[0, 1, 2], 2, 4, 0..4), @"experts: there are 3 choices for 2 experts per row; the number of choices must be a multiple of the number of experts per row, and at most 4294967295");
         insta::assert_snapshot!(refusal(&[0, 1], 2, 4, 2..5), @"experts: the range 2..5 is not within the 4 experts");
     }
 

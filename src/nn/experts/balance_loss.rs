@@ -27,7 +27,7 @@ use candle_core::{CpuStorage, Result, Tensor, bail};
 /// `counts`, if given, has one element for each row of a layer. Rows with `false` (padding) do not count.
 ///
 /// # Errors
-/// No layer; layers of different sizes; a `counts` of a different length, or without a row that counts.
+/// No layer; layers of different sizes; `counts` of a different length; no row that counts.
 pub fn load_balancing_loss(layers: &[Routing], counts: Option<&[bool]>) -> Result<Tensor> {
     loss_among(layers, counts, &EngineLink::default())
 }

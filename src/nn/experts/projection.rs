@@ -65,7 +65,7 @@ impl ExpertProjection {
         }
         if weights.is_empty() || (!biases.is_empty() && biases.len() != weights.len()) {
             bail!(
-                "experts: a projection of {} weights with {} biases; there must be at least one weight, and either a \
+                "experts: a projection has {} weights and {} biases; there must be at least one weight, and either a \
                  bias for each weight or no bias",
                 weights.len(),
                 biases.len()

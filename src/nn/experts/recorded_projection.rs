@@ -36,7 +36,7 @@ struct RecordedAdapter {
 
 /// Consecutive experts whose rows are computed together.
 pub(super) struct ExpertSlots {
-    /// The experts' rows, counted from the first expert.
+    /// The rows of these experts only. Slots are counted from the first expert's first slot.
     pub assignment: Arc<ExpertAssignment>,
     /// The experts' slots among those of all experts.
     pub slots: Range<usize>,

@@ -583,7 +583,7 @@ fn projections_that_do_not_fit_are_refused() {
     let of = |dims: &[usize]| ExpertTensors::Fused(tensor(dims, 1, DType::F32));
     let new = |weights, biases| ExpertProjection::new(weights, biases, WeightLayout::OutIn);
     insta::assert_snapshot!(refusal(new(vec![of(&[4, 6])], vec![])), @"experts: the weight of each of 4 experts has shape [6]; there must be at least one expert, and a matrix for each");
-    insta::assert_snapshot!(refusal(new(vec![], vec![])), @"experts: a projection of 0 weights with 0 biases; there must be at least one weight, and either a bias for each weight or no bias");
+    insta::assert_snapshot!(refusal(new(vec![], vec![])), @"experts: a projection has 0 weights and 0 biases; there must be at least one weight, and either a bias for each weight or no bias");
     insta::assert_snapshot!(refusal(new(vec![of(&[4, 6, 9]), of(&[3, 6, 9])], vec![])), @"experts: a weight of 3 experts with 9 inputs and dtype F32 is joined to one of 4 experts with 9 inputs and dtype F32; these must be equal");
     insta::assert_snapshot!(refusal(new(vec![of(&[4, 6, 9])], vec![of(&[4, 9])])), @"experts: the biases of 4 experts have shape [9]; the weights of 4 experts require [6]");
     let uneven = [4, 5].map(|outputs| tensor(&[outputs, 9], 1, DType::F32));

@@ -53,7 +53,8 @@ pub(super) struct ReceivedRows {
 }
 
 impl RowRoutes {
-    /// Collective among the ranks that hold the experts: sends each row of `x` `[.., width]` to the ranks of its experts.
+    /// Sends each row of `x` `[.., width]` to the ranks of its experts. This is a collective operation among the ranks
+    /// that hold the experts.
     ///
     /// # Errors
     /// An input that does not match the routing; too many experts; a failed collective; invalid rows from other ranks.
@@ -127,7 +128,7 @@ impl RowRoutes {
         })?;
         let counts = [&self.sent[..], &self.received];
         let Flat::F32(all) = self.exchange.exchange(RowContent::Choices, Flat::F32(own), counts, 2 * k)? else {
-            bail!("{NAME}: choices arrived in another format")
+            bail!("{NAME}: choices arrived in a format other than f32")
         };
         let (mut choices, mut weights) = (Vec::with_capacity(all.len() / 2), Vec::with_capacity(all.len() / 2));
         for (place, row) in all.chunks_exact(2 * k).enumerate() {
@@ -162,7 +163,9 @@ impl RowRoutes {
             let counts = [&routes.received[..], &routes.sent];
             let grad = grad.into_own()?;
             let back = routes.exchange.exchange(RowContent::WeightGradients, grad, counts, k)?;
-            let Flat::F32(back) = back else { bail!("{NAME}: gradients of weights arrived in another format") };
+            let Flat::F32(back) = back else {
+                bail!("{NAME}: gradients of weights arrived in a format other than f32")
+            };
             let sums = routes.place_of_choice.iter().enumerate();
             let sums: Vec<f32> = sums.map(|(choice, place)| back[*place as usize * k + choice % k]).collect();
             with_element!(dtype, NAME, W => to_own.give_sums::<W>(&sums))
@@ -231,7 +234,7 @@ impl RowRoutes {
         let mut arrived = self.exchange.exchange(content, E::flat(values), counts, width)?;
         match E::of_flat_mut(&mut arrived) {
             Some(values) => Ok(std::mem::take(values)),
-            None => bail!("{NAME}: rows arrived in another format than {:?}", E::DTYPE),
+            None => bail!("{NAME}: rows arrived in a format other than {:?}", E::DTYPE),
         }
     }
 
