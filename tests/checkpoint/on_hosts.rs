@@ -171,7 +171,7 @@ fn each_host_has_its_own_files_and_the_folders_together_are_an_ordinary_checkpoi
     let out = all.path().join("out");
     consolidate(&checkpoint, &out, &ConsolidateSettings::default(), &mut |_| {}).unwrap();
     assert!(names(&out).contains(&"model.safetensors".to_string()), "{:?}", names(&out));
-    // Loaded with and without the key, on one host.
+    // One host with 3 ranks loads the combined folder.
     let again = folder();
     let (ranks, sent) = on(&[3], 1, |engine, _| {
         engine.load_checkpoint(all.path(), None, &LoadOptions::default())?.unwrap();
@@ -308,7 +308,7 @@ fn a_host_whose_disk_lost_its_part_is_named() {
     for rank in [0, 2] {
         assert!(texts[rank].contains("it has no file `latest`"), "{texts:?}");
     }
-    // A damaged file that is sent to the other host.
+    // A file that is sent to the other host is damaged.
     let dirs = saved(3);
     let path = dirs[0].path().join("two").join(RANKS[1]);
     let mut bytes = std::fs::read(&path).unwrap();

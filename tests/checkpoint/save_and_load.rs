@@ -233,7 +233,7 @@ fn states(dir: &Path) -> Vec<(String, Vec<u32>)> {
 
 #[test]
 fn every_stage_and_world_size_loads_what_every_other_has_saved() {
-    // 12 samples in a step for any world size.
+    // A step has 12 micro-batches for any world size.
     let with = |stage: u8, world: usize| {
         let more = json!({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24});
         config(stage, 12 / world, zero(), more)
@@ -342,7 +342,8 @@ fn without_a_checkpoint_nothing_is_loaded_and_a_wrong_tag_is_an_error_that_names
     });
 }
 
-/// Takes one step on two ranks and loads with `options`; returns the steps, the rate, and the states after the load.
+/// Takes one step on two ranks and loads with `options`. Returns the number of steps, the learning rate and the states
+/// after the load.
 fn loaded_with(dir: &Path, options: LoadOptions) -> (u64, f64, Vec<(String, Vec<u32>)>) {
     let again = folder();
     let settings = config(2, 1, zero(), json!({}));
@@ -542,7 +543,7 @@ fn two_engines_save_into_one_folder_and_neither_clears_what_the_other_writes() {
     for tag in ["first", "second"] {
         Checkpoint::open(dir.path(), Some(tag)).unwrap().unwrap().verify(|_| {}).unwrap();
     }
-    // Leftovers of a dead job are removed, even by a job that has only announced a save.
+    // Leftovers of a dead job are removed, even by a job that only checks the folder.
     for saves in [true, false] {
         let left = |name: &str| dir.path().join(name);
         std::fs::create_dir(left(".candle-zero-saving-dead")).unwrap();

@@ -135,7 +135,7 @@ fn results_lie_in_the_memory_of_the_arguments_where_that_has_room() {
 
 #[test]
 fn sums_of_bf16_are_formed_in_f32_and_rounded_once() {
-    // 256 + 1 + 1 + 1: in bf16, every partial sum would fall back to 256.
+    // 256 + 1 + 1 + 1: in bf16, every partial sum would be rounded to 256.
     let parts = [256.0, 1.0, 1.0, 1.0];
     for sum in all(4, |comm| comm.all_reduce(Flat::BF16(vec![bf16::from_f32(parts[comm.rank()]); 9]), 0).wait()) {
         assert_eq!(sum, Flat::BF16(vec![bf16::from_f32(259.0); 9]));
@@ -255,7 +255,7 @@ fn a_rank_that_does_not_come_is_a_timeout() {
     let absent = ranks.pop().unwrap();
     let error = ranks[0].barrier().wait().unwrap_err();
     insta::assert_snapshot!(error, @"rank 0 waited 300ms for rank 1 in barrier no. 1 with 0 bytes (content 00000000); if a step may take longer, raise the limit (zerorun --timeout)");
-    // Permanently out of step: the same error again, immediately.
+    // The ranks stay out of step: the same error is returned again, immediately.
     assert!(matches!(ranks[0].barrier().wait(), Err(Error::Comm(CommError::Timeout { .. }))));
     drop(ranks);
     drop(absent);

@@ -22,7 +22,7 @@ fn message(from: usize, to: usize, k: usize, len: usize) -> Flat {
 fn error_of<T>(result: candle_zero::Result<T>) -> CommError {
     match result {
         Err(Error::Comm(error)) => error,
-        Err(other) => panic!("not an error of communication: {other}"),
+        Err(other) => panic!("not a communication error: {other}"),
         Ok(_) => panic!("no error"),
     }
 }

@@ -166,7 +166,7 @@ impl Run {
     }
 }
 
-/// Returns the largest difference divided by the tensor's largest value.
+/// Returns the largest difference divided by the tensor's largest absolute value.
 fn distance(got: &[f32], want: &[f32]) -> f64 {
     let largest = want.iter().fold(0.0f64, |m, x| m.max(f64::from(x.abs())));
     got.iter().zip(want).fold(0.0f64, |m, (a, b)| m.max(f64::from((a - b).abs()))) / largest

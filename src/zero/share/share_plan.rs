@@ -98,7 +98,7 @@ impl SharePlan {
 
     /// Returns whether a rank holds only its shard of a parameter with weights in this format, and gathers the whole
     /// parameter when it is needed. Otherwise the parameter's tensor always holds all of it. Stage 3 always shards
-    /// packed parameters. It shards other parameters too, except on a single rank with a packed model that keeps its
+    /// packed parameters. It shards other parameters too, unless a single rank trains a packed model and keeps the
     /// weights where the model computes: that rank would hold the unpacked parameters twice.
     pub fn shards(&self, weights: WeightFormat) -> bool {
         let shares = self.mesh.shards() > 1 || self.offloads_weights || !self.packs;
@@ -175,7 +175,7 @@ impl SharePlan {
         (0..self.grouping.state_names(role).len()).map(format).collect()
     }
 
-    /// Returns how many elements of a role's parameters must be on one rank together.
+    /// Returns the number of consecutive elements of a role's parameters that must be on the same rank.
     pub fn block(&self, role: OptimizerRole) -> usize {
         self.formats(role).into_iter().map(StateFormat::block).max().unwrap_or(1)
     }

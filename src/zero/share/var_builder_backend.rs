@@ -47,7 +47,7 @@ struct VarBuilderBackendInner {
     buffers: Vec<ModelBuffer>,
     /// The rule that selects further buffers, in addition to those recognized by their names and types.
     buffer_rule: Option<BufferFilter>,
-    /// The names of the complete model's parameters, if this rank builds only a part of the model.
+    /// The names of the complete model's parameters and buffers, if this rank builds only a part of the model.
     complete: Option<BTreeSet<String>>,
     by_name: HashMap<String, usize>,
     units: Vec<String>,
@@ -59,7 +59,7 @@ struct VarBuilderBackendInner {
     used_by: Vec<BTreeSet<ParamId>>,
     groups: SubGroupBuilder,
     /// Whole parameters and the values that they get once the model is built. If a model computed something from them
-    /// before, the result would keep the initial values forever.
+    /// earlier, the result would keep the initial values forever.
     waiting: Vec<(Tensor, Storage)>,
     /// Whether only names, shapes and units are collected: no parameter gets memory or a share.
     shapes_only: bool,
@@ -135,13 +135,13 @@ impl VarBuilderBackend {
         registry
     }
 
-    /// Declares that this rank builds a part of a model whose parameters and buffers have these names. The part may
-    /// have no parameters.
+    /// Declares that this rank builds only a part of a model. `complete` contains the names of all parameters and
+    /// buffers of the model. The part may have no parameters.
     pub fn part_of(&self, complete: BTreeSet<String>) {
         lock(&self.0).complete = Some(complete);
     }
 
-    /// Replaces the source. If the model asks whether a tensor exists, it is looked up in `source`.
+    /// Replaces the source of initial values. If the model asks whether a tensor exists, it is looked up in `source`.
     pub fn with_source(self, source: WeightSource) -> Self {
         lock(&self.0).source = source;
         self
@@ -375,17 +375,16 @@ impl VarBuilderBackendInner {
         Ok(tensor)
     }
 
-    /// Creates the tensor of the next parameter, whose first values are `values`.
+    /// Creates the tensor of the next parameter, whose initial values are `values`.
     fn tensor(&self, shape: &Shape, values: Flat, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         let storage = residency::storage_on(&self.device, residency::to_storage(values))?;
         let (id, sink) = (self.params.len(), Arc::new(self.link.clone()));
         Ok(gradient_capture::capture(id, trained.clone(), sink, &self.device, (storage, shape.clone()))?)
     }
 
-    /// Creates the tensor of the next parameter, absent.
+    /// Creates the tensor of the next parameter, whose values are absent.
     fn absent(&self, shape: &Shape, dtype: DType, trained: &Arc<AtomicBool>) -> Result<Tensor> {
-        // A storage of the true dtype, from which the tensor takes its dtype. It has one element because CUDA may
-        // refuse an empty one.
+        // The tensor takes its dtype from the storage, which has one element because CUDA may refuse an empty storage.
         let tensor = self.tensor(shape, Flat::zeros(dtype, 1), trained)?;
         residency::clear(&tensor)?;
         Ok(tensor)
@@ -439,8 +438,8 @@ impl VarBuilderBackendInner {
         self.is_used(id);
         let known = &mut self.params[id];
         if known.unit != unit {
-            // One unit would release a parameter that another unit is using. The root's parameters are available to all
-            // units.
+            // Otherwise, one unit would release a parameter that another unit is using. The root's parameters are
+            // available to all units.
             known.unit = ROOT;
         }
         Some(known)
