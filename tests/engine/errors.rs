@@ -156,7 +156,7 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
     }
 }
 
-/// Returns a finite loss, 0, whose gradient is infinite on rank 1: the slope of the square root at 0.
+/// Returns a function whose loss is 0, and whose gradient is infinite on rank 1: the slope of the square root at 0.
 fn root_loss(rank: usize) -> impl FnMut(&Tensor) -> Result<Tensor> {
     move |param| if rank == 1 { (param * 0.5)?.sqrt()?.sum_all() } else { param.sum_all() }
 }
@@ -455,7 +455,7 @@ fn a_sharded_parameter_of_another_engine_is_said_to_be_that() {
     }
 }
 
-/// Builds a model with a trainable layer and one more parameter, whose shape may have no elements.
+/// Returns a function that builds a model with a trainable layer and one more parameter, which may have no elements.
 fn with_parameter(
     name: &'static str,
     shape: &'static [usize],
