@@ -1,4 +1,4 @@
-//! Learning to classify: an encoder's initial values, its rows, and its independence from padding.
+//! Training an encoder to classify: its initial values, its rows, and its independence from padding.
 
 use crate::fixtures::{path, tensors};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -350,8 +350,8 @@ fn rows(texts: &[(&[u32], u32)], time: usize, filler: u32) -> RowBatch {
     rows
 }
 
-/// Trains for three steps on four texts. Returns the bits of all ranks' losses, and the weights afterwards. Each row is
-/// `more` tokens longer than its longest text.
+/// Trains for three steps on four texts. Returns the bits of all ranks' losses, and the weights afterwards. The rows of
+/// each batch are `more` tokens longer than its longest text.
 fn train(world: usize, stage: u8, more: usize, filler: u32) -> (Vec<u32>, Vec<u8>) {
     let settings = json!({
         "train_batch_size": 4,
@@ -399,7 +399,7 @@ fn padding_changes_no_bit_of_a_training() {
         for stage in [0, 3] {
             let (losses, weights) = train(world, stage, 0, 3);
             assert_eq!(losses.len(), 6);
-            assert!(losses[0] != losses[2] && losses[2] != losses[4], "it trains: {losses:?}");
+            assert!(losses[0] != losses[2] && losses[2] != losses[4], "the model trains: {losses:?}");
             for (more, filler) in [(1, 3), (19, 3), (7, 88)] {
                 let (padded, after) = train(world, stage, more, filler);
                 assert_eq!(padded, losses, "{more} more, stage {stage}, {world} ranks");

@@ -1,4 +1,4 @@
-//! Data files as samples and rows: formats, notes, the cache, packing.
+//! Data files as samples and rows: formats, notes, the cache, and packing.
 
 use crate::support::processes::repository;
 use candle_zero::Error;
@@ -275,7 +275,7 @@ fn weights_count_samples_and_a_split_parts_them() {
     assert!(lines(&left).is_disjoint(&lines(&out)));
 }
 
-/// Creates samples of these lengths.
+/// Creates a dataset with one sample for each length, which is the number of words in the sample's prompt.
 fn dataset(desk: &Desk, lengths: &[usize]) -> Arc<Dataset> {
     let turn = |n: &usize| format!("{{\"prompt\": \"{}\", \"completion\": \"zz\"}}\n", "q ".repeat(*n));
     Arc::new(

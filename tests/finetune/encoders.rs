@@ -149,7 +149,7 @@ fn check_final_weights(encoder: &str, file: &[u8]) {
     assert!(outliers <= 5, "{encoder}: {outliers} elements differ by more than 5e-5");
 }
 
-/// Returns losses and norms of all steps, and the exported file.
+/// Returns the losses and gradient norms of all steps, and the exported file.
 fn train(encoder: &str, batches: &Value, world: usize, stage: u8) -> (Vec<(f64, f64)>, Vec<u8>) {
     let settings = json!({
         "train_batch_size": 6,

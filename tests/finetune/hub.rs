@@ -220,7 +220,7 @@ fn bytes_that_end_too_early_go_on_where_they_ended() {
         server.file("model.safetensors")
     );
 
-    // A server that does not support ranges: the complete file from the beginning.
+    // If the server does not support ranges, the complete file is fetched from the beginning.
     let home = tempfile::tempdir().unwrap();
     server.set(Faults { ends: vec![half], no_parts: true, ..Faults::default() });
     let (output, _) = merged(&server, &home);

@@ -56,8 +56,8 @@ impl Desk {
         stdout(&output) + &stderr(&output)
     }
 
-    /// Returns the message of a run that continues from `saves` with these arguments and must be refused before a rank
-    /// starts.
+    /// Returns the message of a run that continues from `saves` with these arguments. The run must be refused before a
+    /// rank starts.
     fn refused(&self, words: &[&str]) -> String {
         let output = self.train("other", &[&["--save", "saves", "--resume"], words].concat());
         assert_eq!(output.status.code(), Some(2), "{words:?}: {}{}", stdout(&output), stderr(&output));
