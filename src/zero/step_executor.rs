@@ -44,7 +44,7 @@ pub(crate) trait StepExecutor: ShareStorage {
     type PendingCopy;
 
     fn info(&self) -> RankInfo<'_>;
-    /// Returns whether a model is only being evaluated.
+    /// Returns whether the model is only being evaluated.
     fn is_evaluating(&self) -> bool;
     /// Returns this rank's share.
     fn groups(&self) -> MutexGuard<'_, Vec<SubGroup<Self>>>;

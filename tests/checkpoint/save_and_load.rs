@@ -517,7 +517,7 @@ fn a_save_in_the_background_outlives_a_step_that_fails() {
         train(engine)?;
         let options = SaveOptions { in_background: true, ..SaveOptions::default() };
         engine.save_checkpoint_with(dir.path(), Some("before"), Value::Null, &options)?;
-        // A finite loss with gradients that are not finite: the slope of the square root at 0.
+        // The loss is finite, but its gradients are not: the slope of the square root at 0 is infinite.
         let error = train_on(engine, |loss| &loss + (&loss - &loss)?.sqrt()?).unwrap_err();
         assert!(matches!(error, Error::Engine(EngineError::NonFiniteGradient { .. })), "{error}");
         Ok(())
@@ -596,7 +596,7 @@ fn what_was_just_saved_and_what_latest_names_is_always_kept() {
     let quiet = SaveOptions { save_latest: false, keep: Some(2), ..SaveOptions::default() };
     alone(|engine| {
         engine.save_checkpoint_with(dir.path(), None, Value::Null, &quiet)?;
-        // With a final line break, as an editor would write it.
+        // The file has a final line break, as if an editor had written it.
         std::fs::write(dir.path().join("latest"), "global_step0\n").unwrap();
         for _ in 1..=3 {
             train(engine)?;

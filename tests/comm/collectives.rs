@@ -25,7 +25,7 @@ proptest! {
         let results = all(world, |comm| {
             let (rank, world) = (comm.rank(), comm.size());
             let data = |r: usize, len: usize| Flat::from((0..len).map(|i| value(r, i)).collect::<Vec<_>>());
-            // Launched together, awaited later: the queue keeps the order.
+            // All collectives are launched before any is awaited: the queue keeps their order.
             let reduced = comm.reduce_scatter(data(rank, n * world), 1);
             let whole = comm.all_reduce(data(rank, n + 1), 2);
             let gathered = comm.all_gather(data(rank, n), 3);
@@ -113,7 +113,7 @@ fn what_is_coded_between_hosts_alone_is_exact_on_one_host() {
 
 #[test]
 fn results_lie_in_the_memory_of_the_arguments_where_that_has_room() {
-    // Several pieces, and more bytes than are copied through the cache.
+    // There are several pieces, and more bytes than are copied through the cache.
     let (world, n) = (3, 500_001);
     all(world, |comm| {
         let mut shard = Flat::with_capacity(DType::F32, n * world);
@@ -162,7 +162,7 @@ fn bytes_on_the_wire_are_counted_as_the_formula_says() {
 
 #[test]
 fn bytes_of_blocks_are_counted_with_their_scales_beside_what_they_would_have_been() {
-    // Several pieces, and a last block that is not full.
+    // There are several pieces, and the last block is not full.
     let (world, n) = (4, 300_001);
     for ints in [IntFormat::Int8, IntFormat::Int4] {
         for report in all(world, |comm| {

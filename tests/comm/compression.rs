@@ -359,7 +359,7 @@ fn check_300_steps(runs: &[CompressedRun]) {
         train_nano(*world, &nano_config(*world, *quantized, more.clone()), STEPS)
     };
     let results: Vec<_> = runs.iter().map(run).collect();
-    // The mean of 20 steps: single batches differ by more than the runs do.
+    // Means of 20 steps are compared, because single batches differ by more than the runs do.
     let mean = |losses: &[f64], to: usize| losses[to - 20..to].iter().sum::<f64>() / 20.0;
     println!("| steps | {} |", runs.iter().map(|(name, ..)| *name).collect::<Vec<_>>().join(" | "));
     println!("|{}", "---|".repeat(runs.len() + 1));

@@ -261,7 +261,7 @@ fn collectives_of_four_methods_give_the_bits_of_shared_memory_also_as_blocks() {
                         let value = |i: usize| ((i * 7 + rank * 13) % 101) as f32 / 7.0 - 5.0;
                         Flat::from_f32((0..len).map(value).collect(), dtype)
                     };
-                    // Launched together, awaited in a different order.
+                    // The collectives are launched together and awaited in a different order.
                     let sum = comm.all_reduce_as(wire, values(1001), 1);
                     let part = comm.reduce_scatter_as(wire, values(700 * world), 2);
                     let whole = comm.all_gather_as(wire, values(700), 3);
@@ -281,7 +281,7 @@ fn collectives_of_four_methods_give_the_bits_of_shared_memory_also_as_blocks() {
 fn a_launch_returns_before_the_result_is_there() {
     for world in [least(2), full(2)] {
         let launch = |rank: usize, value: f32| world[rank].all_gather(Flat::from(vec![value]), 0);
-        // On one thread: if launching waited for the other rank, this would never end.
+        // One thread makes all calls: if launching waited for the other rank, this would never end.
         let first = [launch(0, 1.0), launch(1, 2.0)];
         let second = [launch(0, 3.0), launch(1, 4.0)];
         for pending in second {

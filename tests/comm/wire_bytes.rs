@@ -16,7 +16,7 @@ fn numels() -> Vec<usize> {
 }
 
 /// Returns the bytes of gradients and parameters per step: the difference between a longer and a shorter run, so that
-/// the bytes of the start do not count.
+/// the bytes that are sent at the start do not count.
 fn per_step(world: usize, config: &Value) -> Vec<(CommReport, u64)> {
     let of = |steps| train(world, SHAPE, config, steps);
     let bytes = |o: &Outcome| o.comm.data_wire_bytes();

@@ -824,7 +824,7 @@ fn rules_between_keys_hold() {
     for (more, path) in cases {
         assert_eq!(refused(more), [path]);
     }
-    // The same keys without the forbidden values.
+    // The same keys are accepted without the forbidden values.
     for more in [
         zero(3, json!({"allgather_bucket_size": 77})),
         zero(3, json!({"offload_optimizer": {"ratio": 0.5}})),

@@ -221,7 +221,7 @@ fn recorded_weights_and_states_are_met() {
                 let exact_betas = source.contains("torch.optim") || source.starts_with("formula");
                 let tolerance = match () {
                     () if exact_betas && hyper["bias_correction"] == false => 4e-6,
-                    // Newton-Schulz in bf16.
+                    // The Newton-Schulz iteration is computed in bf16.
                     () if hyper["ns_method"] == "standard" && shape.len() > 1 => 2e-2,
                     // The portable level rounds each product before adding it, whereas PyTorch does not; the recorded
                     // values themselves are 9e-7 from the formula in f64.

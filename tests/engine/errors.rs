@@ -135,7 +135,7 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
             engine.export_safetensors(&before)?;
             let mut rows = vec![];
             for _ in 0..3 {
-                // Only rank 1's loss is not finite: the other ranks also skip the step.
+                // Only rank 1's loss is not finite, but the other ranks skip the step, too.
                 run(&mut engine, if rank == 1 { f64::NAN } else { 1.0 })?;
                 assert!(!engine.was_step_applied());
                 assert_eq!(engine.global_grad_norm(), Some(f64::INFINITY));
@@ -222,7 +222,7 @@ fn models_that_differ_between_ranks_are_refused_on_every_rank() {
             insta::assert_snapshot!(texts[1], @"rank 1 built a different model than rank 0: 2 parameters with 20 elements in total, hash 6e925670, instead of 2 parameters with 15 elements in total, hash 8e013166 (the hash is of the names, shapes and units); every rank must build the same model");
         }
     }
-    // First equal sizes with different names, then different units.
+    // These models differ only in names; the next ones differ only in units.
     let results = threads::run(2, |comm| {
         let name = ["left", "right"][comm.rank()];
         Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb.pp(name)), plain(2)).map(drop)
@@ -371,7 +371,7 @@ fn a_weight_file_must_be_there_and_be_safetensors() {
     insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a readable safetensors file: header too large");
     std::fs::write(&file, b"").unwrap();
     insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a readable safetensors file: header too small");
-    // A truncated file: the header describes data that does not exist.
+    // The file is truncated: its header describes data that does not exist.
     write(&file, &[("weight", Dtype::F32, &[3, 4]), ("bias", Dtype::F32, &[3])]);
     let bytes = std::fs::read(&file).unwrap();
     std::fs::write(&file, &bytes[..bytes.len() - 8]).unwrap();

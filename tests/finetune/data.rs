@@ -237,7 +237,7 @@ fn a_cache_is_taken_when_nothing_changed_and_made_again_when_something_did() {
     assert!(!from_cache(&source, 64));
     assert!(from_cache(&source, 64));
     assert!(!from_cache(&source, 32));
-    // A different file of the same length.
+    // The file changes, but keeps its length.
     let source = desk.file("x.jsonl", &line.replace("some", "same"));
     assert!(!from_cache(&source, 64));
     assert!(from_cache(&source, 64));
@@ -385,8 +385,8 @@ fn a_run_that_goes_on_has_the_batches_of_one_that_was_not_stopped() {
     let desk = Desk::new();
     let lengths = [3, 1, 9, 4, 4, 7, 2, 12, 5, 1, 1, 8];
     for packing in [SequencePacking::Packed { ctx: 40 }, SequencePacking::Padded] {
-        // Samples are newly built in some cases and mapped from the cache in others. A step is requested either directly
-        // or after all steps before it.
+        // Samples are newly built in some cases and mapped from the cache in others. A step is requested either
+        // directly or after all steps before it.
         let batches = || {
             let shape = BatchShape { micro: 2, accumulation: 2, world: 1, rank: 0 };
             Batches::training(dataset(&desk, &lengths), packing, shape, 5, 3)
