@@ -98,15 +98,15 @@ impl SharePlan {
 
     /// Returns whether a rank holds only its shard of a parameter with weights in this format, and gathers the whole
     /// parameter when it is needed. Otherwise the parameter's tensor always holds all of it. Stage 3 always shards
-    /// packed parameters. It shards other parameters too, unless a single rank trains a packed model and keeps the
-    /// weights where the model computes: that rank would hold the unpacked parameters twice.
+    /// packed parameters. It shards other parameters too, unless frozen parameters are packed, a shard is a whole
+    /// parameter and weights are kept where the model computes: the rank would hold the unpacked parameters twice.
     pub fn shards(&self, weights: WeightFormat) -> bool {
         let shares = self.mesh.shards() > 1 || self.offloads_weights || !self.packs;
         self.placement.params.is_sharded() && (shares || weights.packing().is_some())
     }
 
-    /// Returns whether packed shares are unpacked directly from their storage. This is the case for a single rank
-    /// without files, because copying the shares early would not speed anything up.
+    /// Returns whether packed shares are unpacked directly from their storage. This is the case without files if a
+    /// shard is a whole parameter, because copying the shares early would not speed anything up.
     pub fn unpacks_in_place(&self) -> bool {
         self.mesh.shards() == 1 && !self.has_files()
     }

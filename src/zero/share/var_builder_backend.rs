@@ -276,14 +276,14 @@ impl VarBuilderBackendInner {
         let (id, class) = (self.params.len(), ParamClass::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));
         if !cut.is_on(plan.rank) {
-            // A parameter of an expert on other ranks: only its name is known here, and it gets no gradient.
+            // The parameter belongs to an expert on other ranks: it has no values here, and gets no gradient.
             self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
             let tensor = self.absent(&shape, dtype, &Arc::default())?;
             return Ok(self.add(name, (shape, cut), kept, tensor, Residency::Absent));
         }
         let mesh = plan.mesh.of(cut);
         let shard = mesh.shard(cut, mesh.shard_of(plan.mesh.number_of(cut, plan.rank)));
-        // Read in f32: the master weights begin with the full precision of the source.
+        // Values are read in f32: the master weights begin with the full precision of the source.
         let (tensor, residency) = if plan.shards(weights) {
             let (source, start) = (&self.source, shard.start);
             let mut read = |part: Range<usize>| source.values(name, &shape, init, start + part.start..start + part.end);
@@ -305,7 +305,7 @@ impl VarBuilderBackendInner {
                     let own = &values[if plan.placement.optim.is_sharded() { shard } else { 0..numel }];
                     self.groups.push(id, cut, class, own.len(), &mut |part| Ok(own[part].to_vec()))?;
                     match packing {
-                        // The same values that stage 3 computes with.
+                        // These are the values that stage 3 computes with.
                         Some(packing) => packed_weight_shards::rounded(packing, FlatRef::F32(&values), dtype),
                         None => Flat::from_f32(values, dtype),
                     }
