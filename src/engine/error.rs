@@ -26,7 +26,8 @@ pub enum EngineError {
     /// sizes cannot change then.
     #[error(
         "{call} was called in the middle of an accumulation: after backward {backwards} of {of}, before the step that \
-         updates the weights; its gradients would be lost; call it when is_between_accumulations() is true"
+         updates the weights; the accumulated gradients would be lost; call {call} when is_between_accumulations() is \
+         true"
     )]
     MidAccumulation {
         /// The method.

@@ -44,7 +44,7 @@ pub(crate) trait StepExecutor: ShareStorage {
     type PendingCopy;
 
     fn info(&self) -> RankInfo<'_>;
-    /// Returns whether a model is only being evaluated.
+    /// Returns whether the model is only being evaluated.
     fn is_evaluating(&self) -> bool;
     /// Returns this rank's share.
     fn groups(&self) -> MutexGuard<'_, Vec<SubGroup<Self>>>;
@@ -106,7 +106,7 @@ pub(crate) trait StepExecutor: ShareStorage {
         params.first().map_or(self.rank(), |param| self.mesh().number_of(self.params()[*param].cut(), self.rank()))
     }
 
-    /// Returns whether this rank holds a part of a parameter, which may be empty: false for experts of other ranks.
+    /// Returns whether this rank holds a part of a parameter, even an empty one: false for experts on other ranks.
     fn holds(&self, param: ParamId) -> bool {
         self.params()[param].cut().is_on(self.rank())
     }

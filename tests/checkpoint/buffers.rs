@@ -129,7 +129,7 @@ fn a_damaged_or_missing_file_of_buffers_is_found_before_anything_changes() {
     }
 }
 
-/// Builds a model with one weight and a buffer of ids.
+/// Returns a function that builds a model with one weight and a buffer of ids.
 fn with_ids(len: usize, dtype: DType) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<(Tensor, Var)> {
     move |vb| {
         let ids = vb.get_with_hints_dtype(len, "position_ids", Init::Const(7.0), dtype)?;
@@ -154,7 +154,7 @@ fn a_buffer_of_another_shape_or_kind_or_none_is_an_error_with_its_name() {
     };
     run(3, DType::I64, None).unwrap();
     let strict = Some(LoadOptions::default());
-    // Another integer type that can represent the values.
+    // Values are converted to another integer type that can represent them.
     assert_eq!(run(3, DType::U8, strict).unwrap(), [7.0; 3]);
     for error in [run(4, DType::I64, strict).unwrap_err(), run(3, DType::F64, strict).unwrap_err()] {
         assert!(error.to_string().contains("buffer position_ids"), "{error}");
@@ -193,7 +193,7 @@ fn buffers_that_say_nothing_may_be_missing_in_the_model() {
     let needless = ["bn.num_batches_tracked", "h.0.attn.bias", "h.0.attn.masked_bias", "l.rotary_emb.inv_freq"];
     run(&needless, (1, 1, 2, 2), false).unwrap();
     run(&[], (1, 1, 2, 2), true).unwrap();
-    // A bias of that name is not a mask.
+    // A bias with this name that is not square is not a mask.
     run(&["h.0.attn.bias"], (1, 1, 2, 3), false).unwrap();
     let error = run(&[], (1, 1, 2, 3), true).unwrap_err();
     assert!(error.to_string().contains("the model lacks the buffers h.0.attn.bias"), "{error}");

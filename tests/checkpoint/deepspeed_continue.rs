@@ -52,7 +52,7 @@ fn an_imported_checkpoint_holds_deepspeeds_state_bit_for_bit() {
     }
 }
 
-/// Checks training after the checkpoint against the recorded run, with the tolerances.
+/// Checks that training from the checkpoint follows the recorded run within the tolerances.
 fn follow(folder: &Path, tokens: &Path) {
     let run: Value = serde_json::from_slice(&std::fs::read(folder.join("trajectory.json")).unwrap()).unwrap();
     let size = |key: &str| run["model"][key].as_u64().unwrap() as usize;

@@ -344,7 +344,7 @@ proptest! {
         let names = names(&copy.path("global_step5"));
         let path = copy.file(file.get::<String>(&names));
         let (entries, pickle) = unpack(&path);
-        // One change at a time, because most changes make the reader stop early.
+        // Each change is tested separately, because most changes make the reader stop early.
         for (place, byte) in changes {
             let mut entries = entries.clone();
             let bytes = &mut entries[pickle].1;
@@ -359,7 +359,7 @@ proptest! {
     fn a_changed_archive_is_read_or_refused(
         which in 0..2usize,
         file in any::<proptest::sample::Index>(),
-        // Either near the end, where the list of entries is, or anywhere in the file.
+        // A change is either near the end, where the list of entries is, or anywhere in the file.
         changes in proptest::collection::vec((any::<bool>(), 0..2000usize, any::<u8>()), 1..4),
     ) {
         let copy = Copy::of(&tiny()[which]);

@@ -400,7 +400,7 @@ fn sixty_steps(dir: &Path, restarts: u32) -> std::process::Command {
     command
 }
 
-/// Returns the step, the loss and the gradient norm of every line.
+/// Returns the step, the loss and the gradient norm of every line that has a loss.
 fn trajectory(dir: &Path) -> Vec<[String; 3]> {
     let text = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());

@@ -101,7 +101,7 @@ fn after_a_roll_back_the_new_line_of_steps_is_kept_and_not_the_abandoned_one() {
 fn a_line_of_steps_goes_through_names_of_the_user_and_saves_in_the_background() {
     let dir = folder();
     let background = SaveOptions { in_background: true, ..keep(2) };
-    // Leftovers of another run.
+    // Another run leaves a checkpoint behind.
     alone(|engine| {
         train(engine, 9)?;
         engine.save_checkpoint(dir.path(), None, Value::Null)

@@ -60,7 +60,7 @@ fn on<T: Send>(
 ) -> (Vec<Result<T>>, usize) {
     let world: usize = hosts.iter().sum();
     let sent = AtomicUsize::new(0);
-    // The same number of samples per step for any world size.
+    // A step has the same number of samples for any world size.
     let batch = json!({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24,
         "checkpoint": {"use_node_local_storage": true}});
     let settings = config(stage, 12 / world, json!({"stage3_param_persistence_threshold": 0}), batch);
@@ -171,7 +171,7 @@ fn each_host_has_its_own_files_and_the_folders_together_are_an_ordinary_checkpoi
     let out = all.path().join("out");
     consolidate(&checkpoint, &out, &ConsolidateSettings::default(), &mut |_| {}).unwrap();
     assert!(names(&out).contains(&"model.safetensors".to_string()), "{:?}", names(&out));
-    // Loaded with and without the key, on one host.
+    // One host with 3 ranks loads the combined folder.
     let again = folder();
     let (ranks, sent) = on(&[3], 1, |engine, _| {
         engine.load_checkpoint(all.path(), None, &LoadOptions::default())?.unwrap();
@@ -259,7 +259,7 @@ fn load(dirs: &[TempDir; 2], tag: Option<&str>) -> Vec<std::result::Result<u64, 
 fn a_tag_that_only_one_host_committed_is_passed_over() {
     for host in 0..2 {
         let dirs = saved(3);
-        // As if the job had died before the other host renamed the folder.
+        // The folders are as if the job had died before the other host renamed its folder.
         let other = dirs[1 - host].path();
         std::fs::rename(other.join("two"), other.join(".candle-zero-saving-two")).unwrap();
         std::fs::write(other.join("latest"), "one").unwrap();
@@ -308,7 +308,7 @@ fn a_host_whose_disk_lost_its_part_is_named() {
     for rank in [0, 2] {
         assert!(texts[rank].contains("it has no file `latest`"), "{texts:?}");
     }
-    // A damaged file that is sent to the other host.
+    // A file that is sent to the other host is damaged.
     let dirs = saved(3);
     let path = dirs[0].path().join("two").join(RANKS[1]);
     let mut bytes = std::fs::read(&path).unwrap();
@@ -363,7 +363,7 @@ fn ranks_of_a_host_that_name_several_folders_are_told() {
 #[test]
 fn hosts_that_see_one_folder_save_into_it_together() {
     let dir = folder();
-    // The same folder under a different path.
+    // The link is a different path to the same folder.
     let link = folder().path().join("link");
     std::fs::create_dir_all(link.parent().unwrap()).unwrap();
     std::os::unix::fs::symlink(dir.path(), &link).unwrap();

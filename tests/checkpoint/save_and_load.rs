@@ -233,7 +233,7 @@ fn states(dir: &Path) -> Vec<(String, Vec<u32>)> {
 
 #[test]
 fn every_stage_and_world_size_loads_what_every_other_has_saved() {
-    // 12 samples in a step for any world size.
+    // A step has 12 micro-batches for any world size.
     let with = |stage: u8, world: usize| {
         let more = json!({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24});
         config(stage, 12 / world, zero(), more)
@@ -342,7 +342,8 @@ fn without_a_checkpoint_nothing_is_loaded_and_a_wrong_tag_is_an_error_that_names
     });
 }
 
-/// Takes one step on two ranks and loads with `options`; returns the steps, the rate, and the states after the load.
+/// Takes one step on two ranks and loads with `options`. Returns the number of steps, the learning rate and the states
+/// after the load.
 fn loaded_with(dir: &Path, options: LoadOptions) -> (u64, f64, Vec<(String, Vec<u32>)>) {
     let again = folder();
     let settings = config(2, 1, zero(), json!({}));
@@ -516,7 +517,7 @@ fn a_save_in_the_background_outlives_a_step_that_fails() {
         train(engine)?;
         let options = SaveOptions { in_background: true, ..SaveOptions::default() };
         engine.save_checkpoint_with(dir.path(), Some("before"), Value::Null, &options)?;
-        // A finite loss with gradients that are not finite: the slope of the square root at 0.
+        // The loss is finite, but its gradients are not: the slope of the square root at 0 is infinite.
         let error = train_on(engine, |loss| &loss + (&loss - &loss)?.sqrt()?).unwrap_err();
         assert!(matches!(error, Error::Engine(EngineError::NonFiniteGradient { .. })), "{error}");
         Ok(())
@@ -542,7 +543,7 @@ fn two_engines_save_into_one_folder_and_neither_clears_what_the_other_writes() {
     for tag in ["first", "second"] {
         Checkpoint::open(dir.path(), Some(tag)).unwrap().unwrap().verify(|_| {}).unwrap();
     }
-    // Leftovers of a dead job are removed, even by a job that has only announced a save.
+    // Leftovers of a dead job are removed, even by a job that only checks the folder.
     for saves in [true, false] {
         let left = |name: &str| dir.path().join(name);
         std::fs::create_dir(left(".candle-zero-saving-dead")).unwrap();
@@ -595,7 +596,7 @@ fn what_was_just_saved_and_what_latest_names_is_always_kept() {
     let quiet = SaveOptions { save_latest: false, keep: Some(2), ..SaveOptions::default() };
     alone(|engine| {
         engine.save_checkpoint_with(dir.path(), None, Value::Null, &quiet)?;
-        // With a final line break, as an editor would write it.
+        // The file has a final line break, as if an editor had written it.
         std::fs::write(dir.path().join("latest"), "global_step0\n").unwrap();
         for _ in 1..=3 {
             train(engine)?;

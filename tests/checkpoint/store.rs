@@ -156,7 +156,7 @@ fn what_an_engine_saved_is_loaded_from_a_server_of_s3() {
         [("AWS_ENDPOINT_URL", server.as_str()), ("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")];
     let output = run(&format!("s3://runs/of/{}", std::process::id()), &environment);
     assert!(output.status.success(), "{}", stderr(&output));
-    // A bucket that does not exist.
+    // The bucket does not exist.
     let output = run("s3://elsewhere/a", &environment);
     let text = stderr(&output);
     assert!(!output.status.success() && text.contains("s3://elsewhere/a") && text.contains("NoSuchBucket"), "{text}");
@@ -166,7 +166,7 @@ fn what_an_engine_saved_is_loaded_from_a_server_of_s3() {
 fn what_cannot_be_sent_is_an_error_of_the_next_save_and_the_one_after_it_goes_on() {
     let (dir, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let url = format!("file://{}", store.path().display());
-    // A file in place of a folder.
+    // A file takes the place of the folder.
     std::fs::write(store.path().join("one"), "").unwrap();
     let ranks = on(2, &url, |engine| {
         step(engine)?;

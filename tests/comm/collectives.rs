@@ -25,7 +25,7 @@ proptest! {
         let results = all(world, |comm| {
             let (rank, world) = (comm.rank(), comm.size());
             let data = |r: usize, len: usize| Flat::from((0..len).map(|i| value(r, i)).collect::<Vec<_>>());
-            // Launched together, awaited later: the queue keeps the order.
+            // All collectives are launched before any is awaited: the queue keeps their order.
             let reduced = comm.reduce_scatter(data(rank, n * world), 1);
             let whole = comm.all_reduce(data(rank, n + 1), 2);
             let gathered = comm.all_gather(data(rank, n), 3);
@@ -113,7 +113,7 @@ fn what_is_coded_between_hosts_alone_is_exact_on_one_host() {
 
 #[test]
 fn results_lie_in_the_memory_of_the_arguments_where_that_has_room() {
-    // Several pieces, and more bytes than are copied through the cache.
+    // There are several pieces, and more bytes than are copied through the cache.
     let (world, n) = (3, 500_001);
     all(world, |comm| {
         let mut shard = Flat::with_capacity(DType::F32, n * world);
@@ -135,7 +135,7 @@ fn results_lie_in_the_memory_of_the_arguments_where_that_has_room() {
 
 #[test]
 fn sums_of_bf16_are_formed_in_f32_and_rounded_once() {
-    // 256 + 1 + 1 + 1: in bf16, every partial sum would fall back to 256.
+    // 256 + 1 + 1 + 1: in bf16, every partial sum would be rounded to 256.
     let parts = [256.0, 1.0, 1.0, 1.0];
     for sum in all(4, |comm| comm.all_reduce(Flat::BF16(vec![bf16::from_f32(parts[comm.rank()]); 9]), 0).wait()) {
         assert_eq!(sum, Flat::BF16(vec![bf16::from_f32(259.0); 9]));
@@ -162,7 +162,7 @@ fn bytes_on_the_wire_are_counted_as_the_formula_says() {
 
 #[test]
 fn bytes_of_blocks_are_counted_with_their_scales_beside_what_they_would_have_been() {
-    // Several pieces, and a last block that is not full.
+    // There are several pieces, and the last block is not full.
     let (world, n) = (4, 300_001);
     for ints in [IntFormat::Int8, IntFormat::Int4] {
         for report in all(world, |comm| {
@@ -255,7 +255,7 @@ fn a_rank_that_does_not_come_is_a_timeout() {
     let absent = ranks.pop().unwrap();
     let error = ranks[0].barrier().wait().unwrap_err();
     insta::assert_snapshot!(error, @"rank 0 waited 300ms for rank 1 in barrier no. 1 with 0 bytes (content 00000000); if a step may take longer, raise the limit (zerorun --timeout)");
-    // Permanently out of step: the same error again, immediately.
+    // The ranks stay out of step: the same error is returned again, immediately.
     assert!(matches!(ranks[0].barrier().wait(), Err(Error::Comm(CommError::Timeout { .. }))));
     drop(ranks);
     drop(absent);

@@ -313,7 +313,7 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
         // The bytes that would be sent without compression are those that a run without the keys sends, except for
         // padding to complete blocks.
         assert!((would_be / without - 1.0).abs() < 0.01, "{kind:?}: {would_be}, {without}");
-        println!("{kind:?}: {without} bytes a step, now {bytes}: {:.2} times fewer", without / bytes);
+        println!("{kind:?}: {without} bytes a step, compressed {bytes}: {:.2} times fewer", without / bytes);
         assert!(without / bytes > least, "{kind:?}: {without} / {bytes}");
         total = (total.0 + without, total.1 + bytes);
     }
@@ -359,7 +359,7 @@ fn check_300_steps(runs: &[CompressedRun]) {
         train_nano(*world, &nano_config(*world, *quantized, more.clone()), STEPS)
     };
     let results: Vec<_> = runs.iter().map(run).collect();
-    // The mean of 20 steps: single batches differ by more than the runs do.
+    // Means of 20 steps are compared, because single batches differ by more than the runs do.
     let mean = |losses: &[f64], to: usize| losses[to - 20..to].iter().sum::<f64>() / 20.0;
     println!("| steps | {} |", runs.iter().map(|(name, ..)| *name).collect::<Vec<_>>().join(" | "));
     println!("|{}", "---|".repeat(runs.len() + 1));

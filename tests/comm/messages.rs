@@ -22,7 +22,7 @@ fn message(from: usize, to: usize, k: usize, len: usize) -> Flat {
 fn error_of<T>(result: candle_zero::Result<T>) -> CommError {
     match result {
         Err(Error::Comm(error)) => error,
-        Err(other) => panic!("not an error of communication: {other}"),
+        Err(other) => panic!("not a communication error: {other}"),
         Ok(_) => panic!("no error"),
     }
 }
@@ -113,7 +113,7 @@ fn a_rank_that_gives_up_or_leaves_ends_the_waits_for_its_messages() {
             comm.abort("no disk");
             Ok(())
         }
-        // More than a mailbox holds, for a rank that reads nothing.
+        // The message is larger than a mailbox, and its receiver reads nothing.
         _ => comm.send(1, message(2, 1, 0, 1_000_000), 0).wait(),
     });
     let gives_up = gives_up.unwrap();

@@ -58,7 +58,8 @@ impl Network {
 /// A value for each pair of ranks.
 type Pairs<T> = Vec<Vec<T>>;
 
-/// Returns the channel ends that all ranks of a world need: entry [a][b] leads from rank a to rank b.
+/// Returns the channel ends that all ranks of a world need. Sender [a][b] and receiver [b][a] belong to the channel
+/// from rank a to rank b.
 fn channels<T>(world: usize) -> (Pairs<Sender<T>>, Pairs<Receiver<T>>) {
     let mut from: Pairs<Receiver<T>> = (0..world).map(|_| vec![]).collect();
     let to = (0..world)
@@ -114,7 +115,11 @@ struct Full(Network);
 
 impl Full {
     fn exact(wire: WireFormat) -> std::result::Result<(), CommError> {
-        if wire == WireFormat::Exact { Ok(()) } else { Err(CommError::other("this network carries exact elements")) }
+        if wire == WireFormat::Exact {
+            Ok(())
+        } else {
+            Err(CommError::other("this network carries only exact elements"))
+        }
     }
 }
 
@@ -227,7 +232,7 @@ fn at_stage_3_a_communicator_of_my_own_trains_to_the_bits_of_shared_memory() {
     for more in [json!({}), json!({"bf16": {"enabled": true}})] {
         let config = released(3, more);
         let reference = train(shared(3), &config);
-        assert!(reference.0[0].0.windows(2).all(|losses| losses[0] != losses[1]), "it learns");
+        assert!(reference.0[0].0.windows(2).all(|losses| losses[0] != losses[1]), "the model learns");
         assert!(train(full(3), &config) == reference, "{config}");
         assert!(train(least(3), &config) == reference, "{config}");
     }
@@ -256,7 +261,7 @@ fn collectives_of_four_methods_give_the_bits_of_shared_memory_also_as_blocks() {
                         let value = |i: usize| ((i * 7 + rank * 13) % 101) as f32 / 7.0 - 5.0;
                         Flat::from_f32((0..len).map(value).collect(), dtype)
                     };
-                    // Launched together, awaited in a different order.
+                    // The collectives are launched together and awaited in a different order.
                     let sum = comm.all_reduce_as(wire, values(1001), 1);
                     let part = comm.reduce_scatter_as(wire, values(700 * world), 2);
                     let whole = comm.all_gather_as(wire, values(700), 3);
@@ -276,7 +281,7 @@ fn collectives_of_four_methods_give_the_bits_of_shared_memory_also_as_blocks() {
 fn a_launch_returns_before_the_result_is_there() {
     for world in [least(2), full(2)] {
         let launch = |rank: usize, value: f32| world[rank].all_gather(Flat::from(vec![value]), 0);
-        // On one thread: if launching waited for the other rank, this would never end.
+        // One thread makes all calls: if launching waited for the other rank, this would never end.
         let first = [launch(0, 1.0), launch(1, 2.0)];
         let second = [launch(0, 3.0), launch(1, 4.0)];
         for pending in second {
@@ -314,7 +319,7 @@ fn an_error_of_my_own_communicator_reaches_the_one_who_trains() {
     }) {
         let error = result.unwrap_err();
         assert!(matches!(error, Error::Comm(CommError::Other(_))), "{error}");
-        assert_eq!(error.to_string(), "this network carries exact elements");
+        assert_eq!(error.to_string(), "this network carries only exact elements");
     }
 }
 

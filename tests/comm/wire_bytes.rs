@@ -1,4 +1,5 @@
-//! Bytes on the wire per step: 2, 2, 2 and 3 Psi (N-1)/N at stages 0 to 3, plus the padding of shards.
+//! Bytes on the wire per step: 2, 2, 2 and 3 Psi (N-1)/N at stages 0 to 3, plus the padding of shards. Psi is the size
+//! of all parameters, and N the number of ranks.
 
 use crate::support::tiny::{Outcome, Shape, VOCAB, WIDTH, config, train};
 use candle_zero::comm::{CollectiveKind, CommReport};
@@ -15,7 +16,7 @@ fn numels() -> Vec<usize> {
 }
 
 /// Returns the bytes of gradients and parameters per step: the difference between a longer and a shorter run, so that
-/// the start does not count.
+/// the bytes that are sent at the start do not count.
 fn per_step(world: usize, config: &Value) -> Vec<(CommReport, u64)> {
     let of = |steps| train(world, SHAPE, config, steps);
     let bytes = |o: &Outcome| o.comm.data_wire_bytes();

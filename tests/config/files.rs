@@ -344,7 +344,7 @@ fn quantized_weights_need_stage_3_and_the_keys_are_printed_again() {
     assert_eq!((config.zero.quantized_nontrainable_weights, notes(&config).as_str()), (true, ""));
 }
 
-/// Returns both sections with `nvme` and non-default values, and the values to which they resolve.
+/// Returns both offload sections with `nvme` and non-default values, and the values to which they resolve.
 fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
     let optimizer = OffloadOptimizer {
         to: OffloadTo::Nvme { path: "/fast/states".into() },
@@ -824,7 +824,7 @@ fn rules_between_keys_hold() {
     for (more, path) in cases {
         assert_eq!(refused(more), [path]);
     }
-    // The same keys without the forbidden values.
+    // The same keys are accepted without the forbidden values.
     for more in [
         zero(3, json!({"allgather_bucket_size": 77})),
         zero(3, json!({"offload_optimizer": {"ratio": 0.5}})),
@@ -902,7 +902,7 @@ fn an_auto_of_the_run_has_the_runs_value() {
     assert_eq!((config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps), (4, 1));
     let wrong = RunValues { lr: -1.0, train_micro_batch_size_per_gpu: 0, hidden_size: Some(0), ..run };
     let Err(Error::Config(ConfigError::Problems { problems, .. })) = Config::load_for(text, 2, &wrong) else {
-        panic!("it is used")
+        panic!("the wrong values are accepted")
     };
     let paths: Vec<&str> = problems.iter().map(|problem| problem.path.as_str()).collect();
     assert_eq!(
@@ -928,7 +928,7 @@ fn a_resolved_configuration_is_taken_as_it_is_for_the_same_world_only() {
     insta::assert_snapshot!(Config::load(config, 4).unwrap_err(), @"the Config was resolved for 2 ranks, but the run has 4; load it again from its file or text: the batch keys depend on the number of ranks");
 }
 
-/// Returns honoured keys with compatible values.
+/// Returns a strategy for configurations that set supported keys to compatible values.
 fn any_config() -> impl Strategy<Value = Value> {
     let device = || prop::option::of(prop::sample::select(vec!["none", "cpu", "nvme"]));
     let offload = (device(), device(), 4..9_u32, 1..9_u32, 0.0..=1.0, any::<[bool; 2]>()).prop_map(
@@ -1060,7 +1060,7 @@ fn no_value_makes_loading_panic(scheduler: &Value) {
         for value in values.as_array().unwrap() {
             let mut config = whole.clone();
             *config.pointer_mut(&path).unwrap() = value.clone();
-            // A refused value is an error; an accepted configuration can be printed and loaded again.
+            // A refused value is an error; a configuration that is accepted with notes can be printed and loaded again.
             if let Ok(config) = Config::load(config, 2)
                 && !config.notes.is_empty()
             {

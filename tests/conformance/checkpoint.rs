@@ -1,5 +1,5 @@
-//! Recorded behaviour of DeepSpeed's checkpoints: tags, resuming, loading with a different number of ranks; and of its
-//! coalesced reductions.
+//! Recorded behaviour of DeepSpeed's checkpoints (tags, resuming, and loading with a different number of ranks) and of
+//! its coalesced reductions.
 
 use crate::support::recorded::is_left_out;
 use crate::support::tiny::{Shape, Tiny, batch, config};

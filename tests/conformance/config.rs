@@ -22,7 +22,7 @@ fn at<'a>(printed: &'a Value, path: &str) -> Option<&'a Value> {
 
 fn same(ours: &Value, theirs: &Value) -> bool {
     match (ours, theirs) {
-        // Recorded as the name of a Python type; candle-zero prints the name used in configuration files.
+        // The record has the name of a Python type; candle-zero prints the name used in configuration files.
         (Value::String(ours), Value::String(theirs)) if theirs.starts_with("float") || theirs == "bfloat16" => {
             ["fp32", "fp16", "bf16"].into_iter().zip(["float32", "float16", "bfloat16"]).any(|p| p == (ours, theirs))
         }

@@ -119,7 +119,7 @@ fn counters_and_schedule_count_skipped_steps_as_recorded() {
                 let mut after = vec![];
                 for overflows in &overflows {
                     for micro in 0..accumulation {
-                        // One huge input, on one rank, in one micro step: the loss is finite, but its scaled gradient
+                        // The input of one rank in one micro step is huge: the loss is finite, but its scaled gradient
                         // is not.
                         let huge = *overflows && rank == 1 && micro == 0;
                         let x = Tensor::full(if huge { 6e4f32 } else { 0.1 }, 6, &Device::Cpu)?.to_dtype(DType::F16)?;

@@ -166,7 +166,7 @@ impl Run {
     }
 }
 
-/// Returns the largest difference divided by the tensor's largest value.
+/// Returns the largest difference divided by the tensor's largest absolute value.
 fn distance(got: &[f32], want: &[f32]) -> f64 {
     let largest = want.iter().fold(0.0f64, |m, x| m.max(f64::from(x.abs())));
     got.iter().zip(want).fold(0.0f64, |m, (a, b)| m.max(f64::from((a - b).abs()))) / largest
@@ -221,7 +221,7 @@ fn recorded_weights_and_states_are_met() {
                 let exact_betas = source.contains("torch.optim") || source.starts_with("formula");
                 let tolerance = match () {
                     () if exact_betas && hyper["bias_correction"] == false => 4e-6,
-                    // Newton-Schulz in bf16.
+                    // The Newton-Schulz iteration is computed in bf16.
                     () if hyper["ns_method"] == "standard" && shape.len() > 1 => 2e-2,
                     // The portable level rounds each product before adding it, whereas PyTorch does not; the recorded
                     // values themselves are 9e-7 from the formula in f64.

@@ -71,7 +71,7 @@ fn worst(got: &[f64], recorded: &[f64]) -> f64 {
 struct Mlp(Vec<Unit<Linear>>);
 
 impl Mlp {
-    /// Builds the network. `layers` has each layer's inputs, outputs, and whether it has a bias.
+    /// Builds the network. `layers` contains each layer's numbers of inputs and outputs, and whether it has a bias.
     fn new(layers: &Value, vb: VarBuilder<'_>) -> Result<Self> {
         let layer = |(i, shape): (usize, &Value)| {
             unit(vb.pp(i), |vb| {

@@ -474,7 +474,7 @@ fn parameters_are_whole_inside_of_gathered_and_released_after_it() {
             step(&mut engine)?;
             let held = engine.memory_report().row(MemoryKind::Gathered).bytes.held;
             let seen = engine.gathered(&["b.bias", "a.weight", "b.bias"], |[a, b]| {
-                assert!(b.weight().sum_all().is_err(), "not asked for");
+                assert!(b.weight().sum_all().is_err(), "b.weight was not requested");
                 Ok((a.weight().copy()?, b.bias().unwrap().copy()?))
             })?;
             assert_eq!(bits(&seen.0), bits(&engine.safe_get_full_fp32_param("a.weight")?));

@@ -169,7 +169,7 @@ fn no_sync_is_refused_where_gradients_are_sharded_inside_of_itself_and_around_a_
     for stage in 2..4 {
         on_ranks(2, |comm| {
             let mut engine = tiny(comm, &config(stage, 2, json!({}), json!({})))?;
-            let error = engine.no_sync(|_| -> candle_zero::Result<()> { panic!("it runs") }).unwrap_err();
+            let error = engine.no_sync(|_| -> candle_zero::Result<()> { panic!("the closure runs") }).unwrap_err();
             let text = format!("no_sync is possible at stages 0 and 1, but this engine is at stage {stage}, ");
             assert!(error.to_string().starts_with(&text), "{error}");
             pass(&mut engine, 0)?;
@@ -211,7 +211,7 @@ fn zero_grad_drops_what_the_accumulation_has_and_nothing_else() {
                 for micro in 0..4 {
                     let sample = 2 * micro + engine.rank();
                     if dropped {
-                        // In one run, half of an unrelated micro step is dropped after its backward pass.
+                        // In one run, each micro step begins with an unrelated backward pass, which is dropped.
                         pass(&mut engine, sample + 50)?;
                         engine.zero_grad()?;
                         let error = engine.step().unwrap_err();
@@ -293,7 +293,7 @@ fn the_batch_size_of_a_running_engine_changes_the_accumulation_at_its_boundary()
         }
         pass(&mut engine, 0)?;
         insta::allow_duplicates! {
-            insta::assert_snapshot!(engine.set_train_batch_size(8).unwrap_err(), @"set_train_batch_size was called in the middle of an accumulation: after backward 1 of 4, before the step that updates the weights; its gradients would be lost; call it when is_between_accumulations() is true");
+            insta::assert_snapshot!(engine.set_train_batch_size(8).unwrap_err(), @"set_train_batch_size was called in the middle of an accumulation: after backward 1 of 4, before the step that updates the weights; the accumulated gradients would be lost; call set_train_batch_size when is_between_accumulations() is true");
         }
         engine.step()?;
         (1..4).try_for_each(|micro| pass(&mut engine, micro).and_then(|()| engine.step()))?;
@@ -511,7 +511,7 @@ fn a_save_in_the_middle_of_an_accumulation_is_refused_before_anything_is_written
             for _ in 0..2 {
                 let error = engine.save_checkpoint(folder.path(), None, Value::Null).unwrap_err();
                 insta::allow_duplicates! {
-                    insta::assert_snapshot!(error, @"save_checkpoint was called in the middle of an accumulation: after backward 1 of 3, before the step that updates the weights; its gradients would be lost; call it when is_between_accumulations() is true");
+                    insta::assert_snapshot!(error, @"save_checkpoint was called in the middle of an accumulation: after backward 1 of 3, before the step that updates the weights; the accumulated gradients would be lost; call save_checkpoint when is_between_accumulations() is true");
                 }
                 if !engine.is_between_accumulations() && engine.micro_steps() == 0 {
                     engine.step()?;
@@ -568,7 +568,7 @@ fn a_save_or_load_that_would_lose_gradients_is_refused_also_with_offload_and_aft
                         Ok(())
                     })?;
                     refuse(&mut engine);
-                    // A forward pass in between does not use the gradients up.
+                    // A forward pass in between does not consume the gradients.
                     let loss = forward(&mut engine, 2 + rank)?;
                     refuse(&mut engine);
                     engine.backward(&loss)?;

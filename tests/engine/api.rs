@@ -231,7 +231,7 @@ fn training_goes_on_from_an_export_as_from_the_original_without_optimizer_state(
     for more in [json!({}), json!({"bf16": {"enabled": true}})] {
         train_and_export(&sgd(0, &more), None, 2, &file("start"));
         train_and_export(&sgd(0, &more), Some(&file("start")), 2, &file("reference"));
-        // The same batches, in a single run.
+        // A single run trains on the same batches.
         let outcomes = on_ranks(3, |comm| {
             let rank = comm.rank();
             let builder = Engine::builder().communicator(comm);

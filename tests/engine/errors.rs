@@ -135,7 +135,7 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
             engine.export_safetensors(&before)?;
             let mut rows = vec![];
             for _ in 0..3 {
-                // Only rank 1's loss is not finite: the other ranks also skip the step.
+                // Only rank 1's loss is not finite, but the other ranks skip the step, too.
                 run(&mut engine, if rank == 1 { f64::NAN } else { 1.0 })?;
                 assert!(!engine.was_step_applied());
                 assert_eq!(engine.global_grad_norm(), Some(f64::INFINITY));
@@ -156,7 +156,7 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
     }
 }
 
-/// Returns a finite loss, 0, whose gradient is infinite on rank 1: the slope of the square root at 0.
+/// Returns a function whose loss is 0, and whose gradient is infinite on rank 1: the slope of the square root at 0.
 fn root_loss(rank: usize) -> impl FnMut(&Tensor) -> Result<Tensor> {
     move |param| if rank == 1 { (param * 0.5)?.sqrt()?.sum_all() } else { param.sum_all() }
 }
@@ -222,7 +222,7 @@ fn models_that_differ_between_ranks_are_refused_on_every_rank() {
             insta::assert_snapshot!(texts[1], @"rank 1 built a different model than rank 0: 2 parameters with 20 elements in total, hash 6e925670, instead of 2 parameters with 15 elements in total, hash 8e013166 (the hash is of the names, shapes and units); every rank must build the same model");
         }
     }
-    // First equal sizes with different names, then different units.
+    // These models differ only in names; the next ones differ only in units.
     let results = threads::run(2, |comm| {
         let name = ["left", "right"][comm.rank()];
         Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb.pp(name)), plain(2)).map(drop)
@@ -371,7 +371,7 @@ fn a_weight_file_must_be_there_and_be_safetensors() {
     insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a readable safetensors file: header too large");
     std::fs::write(&file, b"").unwrap();
     insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a readable safetensors file: header too small");
-    // A truncated file: the header describes data that does not exist.
+    // The file is truncated: its header describes data that does not exist.
     write(&file, &[("weight", Dtype::F32, &[3, 4]), ("bias", Dtype::F32, &[3])]);
     let bytes = std::fs::read(&file).unwrap();
     std::fs::write(&file, &bytes[..bytes.len() - 8]).unwrap();
@@ -455,7 +455,7 @@ fn a_sharded_parameter_of_another_engine_is_said_to_be_that() {
     }
 }
 
-/// Builds a model with a trainable layer and one more parameter, whose shape may have no elements.
+/// Returns a function that builds a model with a trainable layer and one more parameter, which may have no elements.
 fn with_parameter(
     name: &'static str,
     shape: &'static [usize],

@@ -46,7 +46,7 @@ fn generated<A: Architecture>(
 fn every_stage_and_rank_generates_the_same_tokens() {
     fn check<A: Architecture>(build: impl Fn(VarBuilder<'_>) -> candle_core::Result<LanguageModel<A>> + Sync) {
         let [want] = &generated(0, 1, &build)[..] else { panic!("one rank") };
-        assert_eq!(want[0], want[1], "the same in one evaluation and in one for each token");
+        assert_eq!(want[0], want[1], "one evaluation gives the same tokens as one for each token");
         for (stage, world) in [(0, 2), (3, 1), (3, 2)] {
             for got in generated(stage, world, &build) {
                 assert_eq!(&got, want, "stage {stage} on {world} ranks");

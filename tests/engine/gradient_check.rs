@@ -183,7 +183,7 @@ fn penalty_of_units(vb: VarBuilder<'_>) -> Result<Loss> {
     penalized(layer("a", 8)?, layer("b", 1)?)
 }
 
-/// Returns a product whose left operand is transposed and whose right one is broadcast.
+/// Returns a loss that is computed from a product whose left operand is transposed and whose right one is broadcast.
 fn product(vb: VarBuilder<'_>) -> Result<Loss> {
     let weight = vb.get_with_hints((4, 5), "weight", Init::Randn { mean: 0.0, stdev: 0.5 })?;
     let x = numbers(5, (2, 3, 4, 6))?;

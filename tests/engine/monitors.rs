@@ -233,7 +233,7 @@ fn progress_throughput_times_and_memory_are_printed_in_the_rhythm_of_steps_per_p
     let numbers = ["RunningAvgSamplesPerSec=", "CurrSamplesPerSec=", "MemAllocated=", "MaxMemAllocated="].map(number);
     assert!(numbers.iter().all(|n| *n > 0.0) && numbers[3] >= numbers[2], "{speed}");
     for step in ["before forward", "after forward", "after backward"] {
-        // Two micro steps in each of two optimizer steps.
+        // Each of the two optimizer steps has two micro steps.
         assert_eq!(starting(&format!("memory (MiB) {step} | parameters ")).len(), 4, "{step}");
     }
     let after = starting("memory (MiB) after step | parameters ");
@@ -419,7 +419,7 @@ fn profiled(world: usize, stage: u8, sizes: &GptConfig, more: Value) -> FlopsPro
         let mut engine = Engine::builder().communicator(comm).initialize(|vb| Gpt::new(sizes, vb), config.clone())?;
         let ids = Tensor::zeros((2, sizes.ctx), DType::U32, engine.device())?;
         for micro in 0..6 {
-            // One step before the profile, and one after it.
+            // The profiled step is the second of three.
             assert_eq!(engine.flops_profile().is_some(), micro >= 4 && engine.rank() == 0);
             let loss = engine.forward(|model| model.loss(&ids, &ids))?;
             engine.backward(&loss)?;

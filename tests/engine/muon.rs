@@ -1,6 +1,6 @@
 //! Muon with ZeRO: recorded values on one or more ranks, one optimizer state for matrices, groups for Muon and for
 //! Adam, and checkpoints.
-//! (`optimizer_stages.rs` tests that all stages give the same bits.)
+//! (tests/zero/optimizer_stages.rs tests that all stages give the same bits.)
 
 use crate::support::tiny::{Shape, Tiny, batch, config, train};
 use candle_core::{Device, Tensor};
@@ -108,7 +108,7 @@ fn matrices_have_one_moment_and_whole_ones_are_on_one_rank_at_a_time() {
                 assert_eq!(row.formula, Some(expected), "{report}");
                 let held = if files { row.file.held } else { row.bytes.held };
                 assert_eq!(held as f64, expected + row.padding, "{report}");
-                // The padding of each of 15 parameters: less than one element per rank or, in files, up to the
+                // Each of the 15 parameters has padding: less than one element per rank or, in files, up to the
                 // alignment of requests.
                 let most = 15.0 * 8.0 * if files { 2048.0 } else { world as f64 };
                 assert!((0.0..=most).contains(&row.padding), "{report}");

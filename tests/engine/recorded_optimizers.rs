@@ -35,7 +35,7 @@ fn tensor(value: impl Fn(i64) -> f32, shape: &[usize]) -> candle_core::Result<Te
     Tensor::from_iter((0..count).map(value), &Device::Cpu)?.reshape(shape)
 }
 
-/// Returns the parameter groups of a case: one for its vectors; the others use the optimizer's own settings.
+/// Returns the parameter groups of a case: one for its vectors. The other parameters use the optimizer's own settings.
 fn groups(of_vectors: &Value) -> Vec<ParameterGroup> {
     let mut group = ParameterGroup::new().dims(0..=1);
     for (key, value) in of_vectors.as_object().unwrap() {

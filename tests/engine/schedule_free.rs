@@ -29,7 +29,7 @@ enum EvaluationAfter {
 
 type Losses = Vec<u32>;
 
-/// Trains, calls `at` at every such point, and returns the losses of rank 0 and the exported file.
+/// Trains, calls `at` at each of these points, and returns the losses of rank 0 and the exported file.
 fn train(
     world: usize,
     config: &Value,
@@ -158,7 +158,7 @@ fn parameters_that_are_frozen_keep_the_average_and_begin_anew_from_it() {
             assert_eq!(frozen, average, "stage {stage}");
             engine.set_trainable(|_, _| true)?;
             step(&mut engine, 4)?;
-            // After a parameter's first step, its average equals z.
+            // After the first step in which a parameter is trained again, its average equals the state z.
             let z = engine.safe_get_full_optimizer_state("head.weight", "z")?.flatten_all()?.to_vec1::<f32>()?;
             let again = engine.safe_get_full_fp32_param("head.weight")?.flatten_all()?.to_vec1::<f32>()?;
             assert!(again != average);

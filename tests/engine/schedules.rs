@@ -102,7 +102,7 @@ fn a_run_goes_on_from_a_checkpoint_with_the_rate_and_the_betas_that_it_had() {
         "cycle_min_lr": 0.001, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "cycle_second_step_size": 3,
         "decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.001}});
     let config = config(0, adam(), scheduler);
-    // Checkpoints at the start, during the rise, during the fall, and during the decay.
+    // Checkpoints are saved at the start, during the rise, during the fall, and during the decay.
     for saved_at in [0, 2, 5, 9] {
         let seen = |engine: &Engine<Tensor>| (engine.lr(), engine.momentum());
         let mut whole = start(Engine::builder(), &config).unwrap();

@@ -262,7 +262,7 @@ fn files_and_checkpoints_have_lanes_and_engines_that_follow_share_a_file() {
 fn the_environment_alone_is_enough() {
     let folder = folder();
     let (mut command, _) = two_ranks(folder.path(), true, "2");
-    // The program itself: zerorun's own arguments are left out.
+    // Only the program runs: zerorun and its own arguments are left out.
     let words: Vec<_> = command.get_args().skip_while(|word| *word != example("train_gpt")).map(Into::into).collect();
     let words: Vec<std::ffi::OsString> = words;
     let path = folder.path().join("alone.json");

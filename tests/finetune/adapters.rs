@@ -143,7 +143,7 @@ fn an_incomplete_adapter_is_refused_with_the_names_of_what_is_missing() {
     });
     insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is incomplete: according to its adapter_config.json and this model, it should also have model.layers.0.self_attn.q_proj.lora_magnitude_vector; copy it again from its source, or use the model that it was trained on");
 
-    // Adapter tensors that match nothing: one layer too many.
+    // The adapter has tensors for one layer too many.
     let place = Place::new("attn_r8");
     place.change("adapter/adapter_model.safetensors", |tensors| {
         let more: Vec<_> = tensors
@@ -175,7 +175,7 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
     place.change("model/model.safetensors", |tensors| at(tensors, "layers.2.mlp.up_proj.weight", 100, f32::INFINITY));
     insta::assert_snapshot!(place.refused_alike(), @"tensor model.layers.2.mlp.up_proj.weight in DIR/model/model.safetensors has the value inf (element 100): the file is damaged, or the training that wrote it diverged; use another copy, or an earlier checkpoint");
 
-    // A factor that overflows in f32, and products that are too large.
+    // First, a factor overflows in f32; then, products are too large.
     let place = Place::new("attn_r8");
     place.set("lora_alpha", json!(1e308));
     insta::assert_snapshot!(place.refused_alike(), @"DIR/adapter/adapter_config.json is not a usable adapter: LoRA settings: alpha is 1e308, but must be a number that is positive and finite in f32");
@@ -188,7 +188,7 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
     insta::assert_snapshot!(said[0], @"zerorun: model.layers.0.self_attn.q_proj.weight with the adapter DIR/adapter has the value inf: the adapter's values or its lora_alpha are too large; train it again with a lower learning rate, or correct its adapter_config.json");
     assert!(said[1].contains("layers.0.self_attn.q_proj.weight with the adapter"), "{}", said[1]);
     assert!(said[2].contains("logits are not finite"), "{}", said[2]);
-    // The line after the warning about a single-step run.
+    // The error follows the warning about a single-step run.
     let is_told = |line: &&str| ["zerorun: warning: ", "step 0/"].iter().any(|start| line.starts_with(start));
     let loss = said[3].lines().find(|line| !is_told(line)).unwrap();
     insta::assert_snapshot!(loss, @"zerorun: the loss is NaN on rank 0 in optimizer step 0 (micro step 0); look for non-finite or very large values in the initial weights and in the data of this step");

@@ -86,7 +86,7 @@ fn weights_that_are_not_those_of_the_description_are_named() {
     insta::assert_snapshot!(with("llama", "attention_bias", json!(true)), @"DIR/model.safetensors has no tensor model.layers.0.self_attn.q_proj.bias of shape [48], which the model needs; the file must hold exactly the model's parameters; it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
     insta::assert_snapshot!(with("llama", "tie_word_embeddings", json!(false)), @"DIR/model.safetensors has no tensor lm_head.weight of shape [512, 48], which the model needs; the file must hold exactly the model's parameters; it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
     insta::assert_snapshot!(with("qwen2", "model_type", json!("qwen3")), @"tensor model.layers.0.self_attn.q_proj.weight in DIR/model.safetensors has shape [56, 56], but DIR/config.json describes shape [512, 56]; take both files from the same model");
-    // A tensor of integers.
+    // One tensor contains integers.
     let folder = copy("llama");
     let file = folder.path().join("model.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();

@@ -1,4 +1,4 @@
-//! Learning to classify: an encoder's initial values, its rows, and its independence from padding.
+//! Training an encoder to classify: its initial values, its rows, and its independence from padding.
 
 use crate::fixtures::{path, tensors};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -185,7 +185,7 @@ fn data_without_labels_to_learn_is_refused() {
     insta::assert_snapshot!(refused("cut.json", "[{\"text\": "), @"DIR/cut.json has no sample to learn from: 1 record (line 1) could not be used (line 1: the file ends within the list)");
     let many: String = (0..10_002).map(|i| format!("x,{i}\n")).collect();
     insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; a label must be a class that several texts share");
-    // A validation file with a label that the training data does not have.
+    // The validation file has a label that the training data does not have.
     let options = DataOptions { labels: labels(&["no", "yes"]), ..DataOptions::new(TrainingTask::Classify, 16) };
     let source = file(&folder, "val.csv", "text,label\nx,no\ny,maybe\nz,yes\n");
     let dataset = prepare(&folder, std::slice::from_ref(&source), &options).unwrap();
@@ -255,8 +255,8 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
             }
         }
     };
-    // The names used in the oldest files, and a head for masked language modelling in place of the pooler and the
-    // classifier.
+    // The weights have the names used in the oldest files, and a head for masked language modelling in place of the
+    // pooler and the classifier.
     change_weights(dir, |name, tensor| {
         let name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
         if name.contains("pooler") {
@@ -272,7 +272,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     ");
     assert_eq!(base.config().labels(), ["no", "yes"]);
     same(&base, &["classifier.", "bert.pooler."]);
-    // A plain encoder, with the buffer of its positions.
+    // The weights are those of a plain encoder, with the buffer of its positions.
     change_weights(dir, |name, tensor| match name.strip_prefix("bert.") {
         Some("embeddings.LayerNorm.bias") => Some(("embeddings.LayerNorm.beta".into(), tensor)),
         Some(bare) => Some((bare.to_owned(), tensor)),
@@ -281,7 +281,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     let base = ClassifierBase::open(dir, &labels(&["no", "yes"])).unwrap();
     assert_eq!(base.notes().len(), 1);
     same(&base, &["classifier."]);
-    // A classifier for different labels.
+    // The model's classifier is for different labels.
     change_weights(dir, |name, tensor| Some((name, tensor)));
     let base = ClassifierBase::open(dir, &labels(&["no", "yes"])).unwrap();
     insta::assert_snapshot!(base.notes().join("\n"), @r#"the classifier is initialized randomly (standard deviation 0.02): the model's classifier has the labels "LABEL_0", "LABEL_1", "LABEL_2", but the data has the labels "no", "yes""#);
@@ -350,8 +350,8 @@ fn rows(texts: &[(&[u32], u32)], time: usize, filler: u32) -> RowBatch {
     rows
 }
 
-/// Trains for three steps on four texts. Returns the bits of all ranks' losses, and the weights afterwards. Each row is
-/// `more` tokens longer than its longest text.
+/// Trains for three steps on four texts. Returns the bits of all ranks' losses, and the weights afterwards. The rows of
+/// each batch are `more` tokens longer than its longest text.
 fn train(world: usize, stage: u8, more: usize, filler: u32) -> (Vec<u32>, Vec<u8>) {
     let settings = json!({
         "train_batch_size": 4,
@@ -399,7 +399,7 @@ fn padding_changes_no_bit_of_a_training() {
         for stage in [0, 3] {
             let (losses, weights) = train(world, stage, 0, 3);
             assert_eq!(losses.len(), 6);
-            assert!(losses[0] != losses[2] && losses[2] != losses[4], "it trains: {losses:?}");
+            assert!(losses[0] != losses[2] && losses[2] != losses[4], "the model trains: {losses:?}");
             for (more, filler) in [(1, 3), (19, 3), (7, 88)] {
                 let (padded, after) = train(world, stage, more, filler);
                 assert_eq!(padded, losses, "{more} more, stage {stage}, {world} ranks");

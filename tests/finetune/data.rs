@@ -1,4 +1,4 @@
-//! Data files as samples and rows: formats, notes, the cache, packing.
+//! Data files as samples and rows: formats, notes, the cache, and packing.
 
 use crate::support::processes::repository;
 use candle_zero::Error;
@@ -237,7 +237,7 @@ fn a_cache_is_taken_when_nothing_changed_and_made_again_when_something_did() {
     assert!(!from_cache(&source, 64));
     assert!(from_cache(&source, 64));
     assert!(!from_cache(&source, 32));
-    // A different file of the same length.
+    // The file changes, but keeps its length.
     let source = desk.file("x.jsonl", &line.replace("some", "same"));
     assert!(!from_cache(&source, 64));
     assert!(from_cache(&source, 64));
@@ -275,7 +275,7 @@ fn weights_count_samples_and_a_split_parts_them() {
     assert!(lines(&left).is_disjoint(&lines(&out)));
 }
 
-/// Creates samples of these lengths.
+/// Creates a dataset with one sample for each length, which is the number of words in the sample's prompt.
 fn dataset(desk: &Desk, lengths: &[usize]) -> Arc<Dataset> {
     let turn = |n: &usize| format!("{{\"prompt\": \"{}\", \"completion\": \"zz\"}}\n", "q ".repeat(*n));
     Arc::new(
@@ -385,8 +385,8 @@ fn a_run_that_goes_on_has_the_batches_of_one_that_was_not_stopped() {
     let desk = Desk::new();
     let lengths = [3, 1, 9, 4, 4, 7, 2, 12, 5, 1, 1, 8];
     for packing in [SequencePacking::Packed { ctx: 40 }, SequencePacking::Padded] {
-        // Samples are newly built in some cases and mapped from the cache in others. A step is requested either directly
-        // or after all steps before it.
+        // Samples are newly built in some cases and mapped from the cache in others. A step is requested either
+        // directly or after all steps before it.
         let batches = || {
             let shape = BatchShape { micro: 2, accumulation: 2, world: 1, rank: 0 };
             Batches::training(dataset(&desk, &lengths), packing, shape, 5, 3)

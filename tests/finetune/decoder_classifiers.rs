@@ -59,7 +59,7 @@ fn logits_are_those_of_the_last_token_that_is_not_padding() {
         let classifier = ClassifierConfig::Decoder(config).build(vb).unwrap();
         let ids: Vec<u32> = (0..3 * 12).map(|i| i * 31 % 200 + 20).collect();
         let mut ids: Vec<Vec<u32>> = ids.chunks(12).map(<[u32]>::to_vec).collect();
-        // A text that itself ends with padding tokens, one that is padded, and a whole row.
+        // One text itself ends with padding tokens, one is padded, and one fills its row.
         (ids[0][7], ids[0][8]) = (3, 3);
         let (lengths, last) = ([9, 5, 12], [6, 4, 11]);
         let rows = Tensor::new(ids.clone(), &Device::Cpu).unwrap();
@@ -74,7 +74,7 @@ fn logits_are_those_of_the_last_token_that_is_not_padding() {
     }
 }
 
-/// Returns a builder with the prefix that the classifier's parameters have.
+/// Returns a builder for the weights in `folder`, whose names it extends by the prefix of a classifier's parameters.
 fn gpt2_names(_: VarBuilder<'static>, folder: &tempfile::TempDir) -> VarBuilder<'static> {
     let named = tensors(folder.path().join("model.safetensors")).into_iter().map(|(name, tensor)| {
         let has_prefix = name.starts_with("transformer.") || name.starts_with("score.");
@@ -229,14 +229,14 @@ fn adapters_that_are_no_classifiers_or_those_of_others_are_refused() {
         let said = said.replace(llama.to_str().unwrap(), "LLAMA");
         said.lines().find(|line| !line.is_empty()).unwrap_or_default().to_owned()
     };
-    // A classifier's adapter on a language model.
+    // A classifier's adapter is used on a language model.
     let mut generate = zerorun();
     generate.arg("generate").arg(&llama).arg("--adapter").arg(&adapter).args(["--prompt", "a"]);
     insta::assert_snapshot!(said(generate.output().unwrap()));
     let mut merge = zerorun();
     merge.arg("merge").arg(&llama).arg(&adapter).arg("--out").arg(folder.path().join("merged"));
     insta::assert_snapshot!(said(merge.output().unwrap()));
-    // A language model's adapter for a classifier.
+    // A language model's adapter is used for a classifier.
     let config = adapter.join("adapter_config.json");
     let classifying: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
     let mut other = classifying.clone();
@@ -254,7 +254,7 @@ fn adapters_that_are_no_classifiers_or_those_of_others_are_refused() {
         classify.arg("classify").arg(model).arg("--adapter").arg(&adapter).arg("a text").output().unwrap()
     };
     insta::assert_snapshot!(said(classify(&llama)));
-    // A classifier's adapter without its score, with a different number of labels, and for a different model.
+    // The adapter of a classifier lacks its score, has a different number of labels, or is for a different model.
     std::fs::write(&config, classifying.to_string()).unwrap();
     insta::assert_snapshot!(said(classify(&llama)));
     std::fs::write(&file, whole).unwrap();

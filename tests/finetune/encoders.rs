@@ -149,7 +149,7 @@ fn check_final_weights(encoder: &str, file: &[u8]) {
     assert!(outliers <= 5, "{encoder}: {outliers} elements differ by more than 5e-5");
 }
 
-/// Returns losses and norms of all steps, and the exported file.
+/// Returns the losses and gradient norms of all steps, and the exported file.
 fn train(encoder: &str, batches: &Value, world: usize, stage: u8) -> (Vec<(f64, f64)>, Vec<u8>) {
     let settings = json!({
         "train_batch_size": 6,
@@ -216,7 +216,7 @@ fn heads_of_all_encoders_are_kept_if_they_fit_and_replaced_if_not() {
         let whole = changed(encoder, Some, |_| ());
         assert_eq!(ClassifierBase::open_trained(&whole).unwrap().notes(), [] as [&str; 0], "{encoder}");
         assert_eq!(ClassifierBase::open(&whole, &own).unwrap().notes(), [] as [&str; 0], "{encoder}");
-        // A different head, and no prefix, as when a model without a head is saved.
+        // The weights have neither a head nor a prefix, as when a model without a head is saved.
         let prefix = format!("{}.", config(encoder).naming.prefix());
         let bare = changed(encoder, |name| name.strip_prefix(prefix.as_str()).map(str::to_owned), |_| ());
         let base = ClassifierBase::open(&bare, &labels(&["no", "yes"])).unwrap();

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-/// All models.
+/// The names of all models.
 pub const MODELS: [&str; 9] = ["gpt2", "llama", "llama32", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
 
 /// A folder in tests/fixtures with models and the values that were recorded for them.
@@ -111,8 +111,8 @@ pub fn next_tokens(rows: &Tensor) -> Tensor {
     Tensor::cat(&[next, none], 1).unwrap()
 }
 
-/// Returns the inputs and targets of a rank's rows in a batch: all tokens but the last of each row, and the tokens after
-/// them.
+/// Returns the inputs and targets of a rank's rows in a batch: all tokens but the last one of each row, and the tokens
+/// after them.
 pub fn part(batch: &Tensor, world: usize, rank: usize) -> (Tensor, Tensor) {
     let (rows, time) = batch.dims2().unwrap();
     let rows = batch.narrow(0, rank * rows / world, rows / world).unwrap();

@@ -199,7 +199,7 @@ fn parts_are_those_of_the_whole_in_every_format() {
         assert_eq!(base.config(), &config);
         for (parameter, shape) in &parameters {
             let got = whole(&base, parameter, shape);
-            // The tensor as Candle reads it, with the converter's order undone explicitly.
+            // Candle itself reads the tensor, and the converter's order is undone explicitly.
             let quantized = QTensor::quantize(&converted[&name("llama", parameter)], of(parameter)).unwrap();
             let back = quantized.dequantize(&Device::Cpu).unwrap();
             let heads = if parameter.contains("q_proj") { Some(8) } else { parameter.contains("k_proj").then_some(2) };

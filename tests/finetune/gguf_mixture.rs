@@ -185,7 +185,7 @@ fn a_file_of_a_mixture_has_the_description_and_the_weights_of_its_model() {
             assert_eq!(base.config_json()["model_type"], kind);
             let most = difference(&base);
             assert!(most <= accuracy, "{kind} in {dtype:?} differs by {most}");
-            // Parts of an expert that do not begin with a block of the format.
+            // Parts of an expert need not begin with a block of the format.
             for (name, shape) in config.parameters().unwrap().iter().filter(|(name, _)| name.contains(".experts.11.")) {
                 let all = whole(&base, name, shape);
                 for range in [0..1, 31..97, all.len() - 5..all.len(), 7..7] {
@@ -285,7 +285,7 @@ fn files_of_mixtures_that_contradict_themselves_are_refused() {
         tensors["blk.1.ffn_up_exps.weight"].narrow(0, 0, 11).unwrap().affine(1.0, 0.0).unwrap(),
     );
     insta::assert_snapshot!(refusal(&metadata("qwen3moe", &config), &fewer));
-    // A dense model that claims to have experts.
+    // A dense model claims to have experts.
     let mut of_qwen2 = metadata("qwen3moe", &config);
     of_qwen2[0].1 = GgufValue::String("qwen2".into());
     of_qwen2.iter_mut().for_each(|(key, _)| *key = key.replace("qwen3moe.", "qwen2."));

@@ -220,7 +220,7 @@ fn bytes_that_end_too_early_go_on_where_they_ended() {
         server.file("model.safetensors")
     );
 
-    // A server that does not support ranges: the complete file from the beginning.
+    // If the server does not support ranges, the complete file is fetched from the beginning.
     let home = tempfile::tempdir().unwrap();
     server.set(Faults { ends: vec![half], no_parts: true, ..Faults::default() });
     let (output, _) = merged(&server, &home);
@@ -296,7 +296,7 @@ fn a_private_model_comes_with_the_right_token_which_no_other_host_sees() {
     insta::assert_snapshot!(refusal(&server, &home, NAME, &[("HF_TOKEN", "hf_wrong")]), @"zerorun: this token can access no repository named org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)
 ");
     private();
-    // The file in which huggingface_hub stores the token.
+    // huggingface_hub stores the token in this file.
     std::fs::write(home.path().join("token"), format!("{TOKEN}\n")).unwrap();
     let (output, _) = merged(&server, &home);
     assert!(output.status.success(), "{}", stderr(&output));

@@ -56,8 +56,8 @@ impl Desk {
         stdout(&output) + &stderr(&output)
     }
 
-    /// Returns the message of a run that continues from `saves` with these arguments and must be refused before a rank
-    /// starts.
+    /// Returns the message of a run that continues from `saves` with these arguments. The run must be refused before a
+    /// rank starts.
     fn refused(&self, words: &[&str]) -> String {
         let output = self.train("other", &[&["--save", "saves", "--resume"], words].concat());
         assert_eq!(output.status.code(), Some(2), "{words:?}: {}{}", stdout(&output), stderr(&output));
@@ -106,7 +106,7 @@ fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
         assert!(expected.iter().all(|name| found.contains(name)), "{words:?}: {text}");
         assert!(found.len() <= expected.len() + 6, "{words:?}: {text}");
     }
-    // Fewer steps than the run has already taken.
+    // The run has already taken more steps than requested.
     let text = desk.refused(&["--steps", "3", "--resume_anyway"]);
     assert!(text.contains("is at step 4, but this run ends at step 3"), "{text}");
 
@@ -135,11 +135,11 @@ fn a_base_that_was_changed_is_found_whatever_weight_it_is() {
 #[test]
 fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     let desk = Desk::new();
-    // Enough lines for two or more rows per step, which two ranks can share.
+    // The data fills two or more rows per step, which two ranks can share.
     let lines = std::fs::read_to_string(desk.path("a.jsonl")).unwrap();
     std::fs::write(desk.path("many.jsonl"), lines.repeat(20)).unwrap();
     desk.trained("whole", &["--data", "many.jsonl"]);
-    // The state of a run that was stopped after step 2: that step's checkpoint is the newest.
+    // The folder is that of a run that was stopped after step 2: that step's checkpoint is the newest.
     desk.trained("first", &["--data", "many.jsonl", "--save", "saves", "--save_every", "2"]);
     let tags = |dir: &Path| {
         let mut tags: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -219,7 +219,7 @@ fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() 
     };
     let (before, _) = show();
     let [file] = &files()[..] else { panic!("one file") };
-    // Damaged files: one bit of an id, or of the targets, is flipped.
+    // The file is damaged: one bit of an id, or of the targets, is flipped.
     let whole = std::fs::read(file).unwrap();
     for place in [64, 66, 150] {
         let mut bytes = whole.clone();
@@ -230,7 +230,7 @@ fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() 
         assert_eq!(shown.replace("from the cache", ""), before.replace("from the cache", ""));
         assert_eq!(std::fs::read(file).unwrap(), whole);
     }
-    // Different special tokens.
+    // The special tokens change.
     let config = desk.model.join("tokenizer_config.json");
     let mut settings: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
     for (key, value) in [("bos_token", "<|im_end|>"), ("eos_token", "<|endoftext|>"), ("add_eos_token", "")] {

@@ -266,7 +266,7 @@ fn a_written_gguf_holds_the_merged_model() {
     }
 }
 
-/// Returns what Candle reads from a file.
+/// Returns the metadata and the list of tensors that Candle reads from a GGUF file.
 fn content(file: &Path) -> Content {
     Content::read(&mut std::fs::File::open(file).unwrap()).unwrap()
 }

@@ -49,7 +49,7 @@ fn the_auxiliary_loss_of_a_run_is_that_of_all_ranks_together() {
     let alone = run("alone", 1, 0, 0.1);
     for (i, step) in alone.iter().enumerate() {
         let (balance, shares) = (step.router_aux_loss.unwrap(), step.experts.unwrap());
-        // With perfect balance, the loss is the number of experts per token.
+        // With perfect balance, the auxiliary loss is the number of experts per token.
         assert!(balance > 2.0 && balance < 16.0, "step {i}: {balance}");
         assert!(shares.largest_expert_share > 1.0 / 16.0 && shares.smallest_expert_share < 1.0 / 16.0);
     }

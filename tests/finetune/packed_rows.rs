@@ -97,8 +97,8 @@ fn packed_rows_have_the_loss_and_the_gradients_of_their_samples_alone() {
             let far = (loss - record["loss"].as_f64().unwrap()).abs();
             let relative = |norm: f64, recorded: &Value| (norm / recorded.as_f64().unwrap() - 1.0).abs();
             let recorded = &record["param_grad_norms"];
-            // The keys' part of GPT-2's c_attn.bias has a gradient that is only rounding error, so a relative error is
-            // meaningless.
+            // The gradients of parameters are compared by their norms: the gradient of the keys' part of GPT-2's
+            // c_attn.bias consists only of rounding errors, so its relative error is meaningless.
             let worst = norms.iter().map(|(name, norm)| (relative(*norm, &recorded[name]), name));
             let worst = worst.max_by(|a, b| a.0.total_cmp(&b.0)).unwrap();
             let whole = relative(*norm, &record["grad_norm"]);

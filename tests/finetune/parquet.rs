@@ -126,7 +126,7 @@ fn what_cannot_be_read_is_refused_with_what_to_do() {
     refuse("z2_lines", &std::fs::read(fixture("chats.jsonl")).unwrap());
     refuse("z3_cut", &whole[..whole.len() - 1]);
     refuse("z4_short", &whole[..4]);
-    // Zeros in the file's first pages, in its footer, and instead of the footer's length.
+    // Zeros replace bytes of the file's pages, of its footer, and of the footer's length.
     let zeros = |at: usize, count: usize| {
         let mut damaged = whole.clone();
         damaged[at..at + count].fill(0);

@@ -95,7 +95,7 @@ fn weights(options: &Options) -> Vec<Vec<u8>> {
 fn a_pipeline_has_the_steps_validations_and_adapters_of_one_rank_to_the_bit() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 30);
-    // GPT-2 and Llama have tied embeddings; Mistral does not.
+    // The embeddings of GPT-2 and Llama are tied; those of Mistral are not.
     for model in ["gpt2", "llama", "mistral"] {
         let lora = || "r=4,dropout=0.1".parse().unwrap();
         for (method, name) in

@@ -47,7 +47,8 @@ fn options(folder: &Path, data: &str, out: &str) -> Options {
     }
 }
 
-/// Returns the steps of a run on `world` ranks at a stage.
+/// Returns the steps of a run on `world` ranks at a stage, the best validation (the number of steps and the loss), and
+/// the reason why the run ended.
 pub fn train(options: &Options, world: usize, stage: u8) -> (Vec<StepReport>, Option<(u64, f64)>, Option<StopReason>) {
     let folder = options.cache.clone().unwrap();
     std::fs::create_dir_all(&folder).unwrap();
@@ -103,11 +104,11 @@ fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
             let what = format!("{count} samples, {full} full rows, {world} ranks");
             let (steps, rows, batch, epochs) = planned(&options, world);
             println!("{what}: {steps} steps of {batch} of {rows} rows");
-            // At least 30 steps, if there are enough samples.
+            // An epoch has at least 30 steps, if there are enough samples.
             assert!(steps >= (count / world).min(30) as u64, "{what}: {steps} steps");
             // If rows are not full, there are only as many as these steps require.
             assert!(rows <= full.max(60 * world), "{what}: {rows} rows");
-            // Never more epochs than requested, except for the rest of the last step.
+            // A run never has more epochs than requested, except for the rest of the last step.
             assert!((epochs - 1.0) * (rows as f64) < batch as f64, "{what}: {epochs} epochs");
             assert!(batch <= 8 && (batch.is_power_of_two() || batch == world), "{what}: {batch} rows a step");
             // By default, a run has three to fifteen epochs.
@@ -178,7 +179,7 @@ fn all_stages_end_with_the_same_adapter_to_the_bit() {
 #[test]
 fn the_loss_is_that_of_the_global_batch_however_it_is_split() {
     let folder = tempfile::tempdir().unwrap();
-    // Answers of very different lengths: a mean of the micro batches' means would differ from the mean over all
+    // The answers have very different lengths: a mean of the micro batches' means would differ from the mean over all
     // targets.
     let chat = |i: usize| {
         let answer = "yes ".repeat(1 + i * i % 17);

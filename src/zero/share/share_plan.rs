@@ -98,15 +98,15 @@ impl SharePlan {
 
     /// Returns whether a rank holds only its shard of a parameter with weights in this format, and gathers the whole
     /// parameter when it is needed. Otherwise the parameter's tensor always holds all of it. Stage 3 always shards
-    /// packed parameters. It shards other parameters too, except on a single rank with a packed model that keeps its
-    /// weights where the model computes: that rank would hold the unpacked parameters twice.
+    /// packed parameters. It shards other parameters too, unless frozen parameters are packed, a shard is a whole
+    /// parameter and weights are kept where the model computes: the rank would hold the unpacked parameters twice.
     pub fn shards(&self, weights: WeightFormat) -> bool {
         let shares = self.mesh.shards() > 1 || self.offloads_weights || !self.packs;
         self.placement.params.is_sharded() && (shares || weights.packing().is_some())
     }
 
-    /// Returns whether packed shares are unpacked directly from their storage. This is the case for a single rank
-    /// without files, because copying the shares early would not speed anything up.
+    /// Returns whether packed shares are unpacked directly from their storage. This is the case without files if a
+    /// shard is a whole parameter, because copying the shares early would not speed anything up.
     pub fn unpacks_in_place(&self) -> bool {
         self.mesh.shards() == 1 && !self.has_files()
     }
@@ -175,7 +175,7 @@ impl SharePlan {
         (0..self.grouping.state_names(role).len()).map(format).collect()
     }
 
-    /// Returns how many elements of a role's parameters must be on one rank together.
+    /// Returns the number of consecutive elements of a role's parameters that must be on the same rank.
     pub fn block(&self, role: OptimizerRole) -> usize {
         self.formats(role).into_iter().map(StateFormat::block).max().unwrap_or(1)
     }

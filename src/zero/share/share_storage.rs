@@ -11,7 +11,7 @@ pub(crate) trait ShareStorage: Sized {
     /// The files of the states that are not in memory.
     type Files: StateFiles<Buffer = Self::Buffer>;
 
-    /// Returns the location of this rank's share, unless it is in files.
+    /// Returns the location of those parts of this rank's share that are not in files.
     fn share_place(&self) -> &BufferPlaceOf<Self>;
     /// Returns the place where the model computes, which also holds gathered parameters and the buffers of collectives.
     fn model_place(&self) -> &BufferPlaceOf<Self>;

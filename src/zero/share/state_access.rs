@@ -95,7 +95,7 @@ impl RankCore {
         if param.is_trained() { trainer.factored_names(param.group) } else { &[] }
     }
 
-    /// Returns the elements of a state of parameter `param` that this rank holds: all of a factored state.
+    /// Returns the elements of a state of parameter `param` that this rank holds. It holds all of a factored state.
     pub fn held(&self, state: ParamStateKind, param: usize) -> Range<usize> {
         match state {
             ParamStateKind::Factored(number) => 0..self.factored_range(param, number).len(),
@@ -140,7 +140,7 @@ impl RankCore {
         take: impl FnOnce(FlatRef<'_>),
     ) -> Result<()> {
         if range.is_empty() {
-            // The tensor of an expert of other ranks is absent.
+            // The tensor of an expert on other ranks is absent.
             take(FlatRef::F32(&[]));
             return Ok(());
         }
@@ -189,8 +189,8 @@ impl RankCore {
         Ok(())
     }
 
-    /// Sets elements `range` of a parameter's state, and the 16-bit shards with them. The range must be part of the
-    /// elements that this rank owns. `values` returns the values of a range of the parameter's elements.
+    /// Sets elements `range` of a parameter's state. Setting weights also sets the 16-bit shards. The range must be
+    /// part of the elements that this rank owns. `values` returns the values of a range of the parameter's elements.
     pub fn write_state(
         &self,
         state: ParamStateKind,

@@ -62,7 +62,7 @@ impl SubGroupPosition {
 
 /// This rank's gradient of one parameter.
 pub(crate) enum GradientShare<R: ShareStorage> {
-    /// None has arrived since the last step.
+    /// No gradient has arrived since the last step.
     Absent,
     /// The gradient is in memory.
     Memory(TrackedBuffer<R::Buffer>),
@@ -158,7 +158,7 @@ impl<R: ShareStorage> SubGroup<R> {
     pub fn put_grads(&mut self, slot: usize, grads: TrackedBuffer<R::Buffer>, rank: &R) {
         self.grads[slot] = match (&self.grad_file, rank.files()) {
             (Some(extent), Some(files)) => {
-                // The squares are summed now, while the gradient is in memory. The sum of the last micro step counts.
+                // The squares are summed now, while the gradient is in memory. Only the last micro step's sum is used.
                 let piece = self.slots[slot].piece.clone();
                 let squares = grads.buffer().values().map_or(0.0, |values| sum_of_squares(values.slice(piece)));
                 let writing = Some(files.store(grads, extent, self.slots[slot].padded()));

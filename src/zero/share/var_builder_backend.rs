@@ -47,7 +47,7 @@ struct VarBuilderBackendInner {
     buffers: Vec<ModelBuffer>,
     /// The rule that selects further buffers, in addition to those recognized by their names and types.
     buffer_rule: Option<BufferFilter>,
-    /// The names of the complete model's parameters, if this rank builds only a part of the model.
+    /// The names of the complete model's parameters and buffers, if this rank builds only a part of the model.
     complete: Option<BTreeSet<String>>,
     by_name: HashMap<String, usize>,
     units: Vec<String>,
@@ -59,7 +59,7 @@ struct VarBuilderBackendInner {
     used_by: Vec<BTreeSet<ParamId>>,
     groups: SubGroupBuilder,
     /// Whole parameters and the values that they get once the model is built. If a model computed something from them
-    /// before, the result would keep the initial values forever.
+    /// earlier, the result would keep the initial values forever.
     waiting: Vec<(Tensor, Storage)>,
     /// Whether only names, shapes and units are collected: no parameter gets memory or a share.
     shapes_only: bool,
@@ -135,13 +135,13 @@ impl VarBuilderBackend {
         registry
     }
 
-    /// Declares that this rank builds a part of a model whose parameters and buffers have these names. The part may
-    /// have no parameters.
+    /// Declares that this rank builds only a part of a model. `complete` contains the names of all parameters and
+    /// buffers of the model. The part may have no parameters.
     pub fn part_of(&self, complete: BTreeSet<String>) {
         lock(&self.0).complete = Some(complete);
     }
 
-    /// Replaces the source. If the model asks whether a tensor exists, it is looked up in `source`.
+    /// Replaces the source of initial values. If the model asks whether a tensor exists, it is looked up in `source`.
     pub fn with_source(self, source: WeightSource) -> Self {
         lock(&self.0).source = source;
         self
@@ -276,14 +276,14 @@ impl VarBuilderBackendInner {
         let (id, class) = (self.params.len(), ParamClass::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));
         if !cut.is_on(plan.rank) {
-            // A parameter of an expert on other ranks: only its name is known here, and it gets no gradient.
+            // The parameter belongs to an expert on other ranks: it has no values here, and gets no gradient.
             self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
             let tensor = self.absent(&shape, dtype, &Arc::default())?;
             return Ok(self.add(name, (shape, cut), kept, tensor, Residency::Absent));
         }
         let mesh = plan.mesh.of(cut);
         let shard = mesh.shard(cut, mesh.shard_of(plan.mesh.number_of(cut, plan.rank)));
-        // Read in f32: the master weights begin with the full precision of the source.
+        // Values are read in f32: the master weights begin with the full precision of the source.
         let (tensor, residency) = if plan.shards(weights) {
             let (source, start) = (&self.source, shard.start);
             let mut read = |part: Range<usize>| source.values(name, &shape, init, start + part.start..start + part.end);
@@ -305,7 +305,7 @@ impl VarBuilderBackendInner {
                     let own = &values[if plan.placement.optim.is_sharded() { shard } else { 0..numel }];
                     self.groups.push(id, cut, class, own.len(), &mut |part| Ok(own[part].to_vec()))?;
                     match packing {
-                        // The same values that stage 3 computes with.
+                        // These are the values that stage 3 computes with.
                         Some(packing) => packed_weight_shards::rounded(packing, FlatRef::F32(&values), dtype),
                         None => Flat::from_f32(values, dtype),
                     }
@@ -375,17 +375,16 @@ impl VarBuilderBackendInner {
         Ok(tensor)
     }
 
-    /// Creates the tensor of the next parameter, whose first values are `values`.
+    /// Creates the tensor of the next parameter, whose initial values are `values`.
     fn tensor(&self, shape: &Shape, values: Flat, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         let storage = residency::storage_on(&self.device, residency::to_storage(values))?;
         let (id, sink) = (self.params.len(), Arc::new(self.link.clone()));
         Ok(gradient_capture::capture(id, trained.clone(), sink, &self.device, (storage, shape.clone()))?)
     }
 
-    /// Creates the tensor of the next parameter, absent.
+    /// Creates the tensor of the next parameter, whose values are absent.
     fn absent(&self, shape: &Shape, dtype: DType, trained: &Arc<AtomicBool>) -> Result<Tensor> {
-        // A storage of the true dtype, from which the tensor takes its dtype. It has one element because CUDA may
-        // refuse an empty one.
+        // The tensor takes its dtype from the storage, which has one element because CUDA may refuse an empty storage.
         let tensor = self.tensor(shape, Flat::zeros(dtype, 1), trained)?;
         residency::clear(&tensor)?;
         Ok(tensor)
@@ -439,8 +438,8 @@ impl VarBuilderBackendInner {
         self.is_used(id);
         let known = &mut self.params[id];
         if known.unit != unit {
-            // One unit would release a parameter that another unit is using. The root's parameters are available to all
-            // units.
+            // Otherwise, one unit would release a parameter that another unit is using. The root's parameters are
+            // available to all units.
             known.unit = ROOT;
         }
         Some(known)

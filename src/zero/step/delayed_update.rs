@@ -38,7 +38,7 @@ impl DelayedUpdate {
 }
 
 impl RankCore {
-    /// Begins an update. `contexts` has the context of each parameter.
+    /// Begins an update. `contexts` contains the context of each parameter.
     pub(super) fn begin_update(self: &Arc<Self>, contexts: Vec<StepContext>) -> Result<()> {
         let mut delayed = lock(&self.delayed);
         assert!(matches!(*delayed, DelayedUpdate::None), "an update ends before the next one begins");
@@ -87,7 +87,7 @@ impl RankCore {
         Ok(())
     }
 
-    /// Returns whether this update is delayed.
+    /// Returns whether an update with the settings `steps` is delayed.
     pub(super) fn delays_update(&self, steps: &[GroupStepSettings<'_>]) -> bool {
         let after = self.zero.offload_optimizer.as_ref().and_then(|offload| offload.delayed_update_after);
         let step = steps.first().map_or(0, |group| group.ctx.step);

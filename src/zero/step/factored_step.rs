@@ -30,8 +30,8 @@ const SUMS_PER_MESSAGE: usize = 8192;
 /// The factored states of the parameters that have any.
 type FactoredStates<C> = BTreeMap<ParamId, TrackedBuffer<<C as ShareStorage>::Buffer>>;
 
-/// Collective: updates the parameters whose optimizer has factored states. `complete` is called for every slot that is
-/// up to date.
+/// Collective: updates the parameters whose optimizer has factored states. `complete` is called for each slot once it
+/// is up to date.
 pub(super) fn update_factored<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],
@@ -44,7 +44,7 @@ pub(super) fn update_factored<C: StepBackend>(
     if which.is_empty() {
         return Ok(());
     }
-    // A sweep borrows the sub-groups mutably, so their factored states are kept outside them in the meantime.
+    // A sweep borrows the sub-groups mutably, so their factored states are kept outside them during the sweeps.
     let mut states = FactoredStates::<C>::new();
     for group in &mut *groups {
         let params = group.slots.iter().map(|slot| slot.param);

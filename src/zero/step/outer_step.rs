@@ -72,7 +72,7 @@ impl RankCore {
         })
     }
 
-    /// Collective among the ranks of an island: the weights of `params` become their outer weights.
+    /// Collective among the ranks of an island: sets the weights of `params` to their outer weights.
     pub fn take_outer_weights(&self, params: &[ParamId]) -> Result<()> {
         let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
         for param in params {
@@ -127,7 +127,7 @@ impl RankCore {
         Ok(change)
     }
 
-    /// Returns a hash of the outer weights of this rank's pieces of `params`, which are the same on all islands.
+    /// Returns a hash of the outer weights of this rank's pieces of `params`. Outer weights are equal on all islands.
     pub fn outer_weights_hash(&self, params: &[ParamId]) -> Result<u64> {
         let mut hash = XxHash3_64::new();
         for param in params {
@@ -259,7 +259,7 @@ impl RankCore {
     }
 }
 
-/// The changes of the pieces of some ranks, one rank after the other, each in the order of its parameters.
+/// The changes of the pieces of some ranks, one rank after the other, each in the order of the parameters.
 struct PieceChanges {
     /// The number of elements from the beginning of one rank's pieces to the beginning of the next rank's.
     stride: usize,

@@ -54,7 +54,7 @@ impl Vote {
 
 /// Collective: computes the norm and the overflow flag over all ranks. Each rank covers its piece of every gradient,
 /// parameter by parameter, even if it holds more. The sum is therefore computed in the same order at every stage, with
-/// and without groups.
+/// and without groups of ranks.
 pub(crate) fn vote<R: StepExecutor>(
     core: &R,
     loss: f64,
@@ -191,7 +191,7 @@ impl RankCore {
         }
     }
 
-    /// Returns the first parameter whose gradient is not finite in this rank's piece.
+    /// Returns the name of the first parameter whose gradient is not finite in this rank's piece.
     ///
     /// # Errors
     /// An error of the GPU driver.

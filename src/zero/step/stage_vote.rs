@@ -25,7 +25,7 @@ pub(crate) struct StageVote {
     pub requests: StepRequests,
 }
 
-/// This rank's position among those along the pipeline.
+/// This rank's position among the ranks along the pipeline.
 pub(crate) struct PipelinePosition {
     /// The ranks along the pipeline.
     pub comm: Arc<dyn Communicator>,

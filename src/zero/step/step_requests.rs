@@ -23,7 +23,7 @@ impl StepRequests {
         Self { report: bits & Self::REPORT != 0, save: bits & Self::SAVE != 0 }
     }
 
-    /// Returns the requests of both.
+    /// Returns the requests that are in `self` or in `other`.
     #[must_use]
     pub(super) fn or(self, other: Self) -> Self {
         Self::from_bits(self.to_bits() | other.to_bits())

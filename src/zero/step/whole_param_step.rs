@@ -94,8 +94,8 @@ pub(super) fn sum_of_ranks<C: StepBackend>(core: &C, squares: &mut [SquareSums])
     Ok(())
 }
 
-/// Collective: updates the parameters whose optimizer needs the full parameters. `complete` is called for every slot
-/// that is up to date.
+/// Collective: updates the parameters whose optimizer needs the full parameters. `complete` is called for each slot
+/// once it is up to date.
 pub(super) fn update_whole<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],

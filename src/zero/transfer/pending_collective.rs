@@ -130,7 +130,7 @@ impl PendingCollective {
     /// Waits for the result, which is in the memory of the buffer passed to [`launch`](Self::launch).
     ///
     /// # Errors
-    /// A rank has failed, or ranks have diverged; a driver error.
+    /// Fails if a rank has failed, if ranks have diverged, or if the GPU's driver returns an error.
     pub fn wait(self) -> Result<FlatBuffer> {
         match self {
             Self::Host(pending) => Ok(FlatBuffer::Host(pending.wait()?)),

@@ -34,8 +34,8 @@ pub(crate) fn messages(data: &[u8]) -> bool {
     })
 }
 
-/// Reads a stream as the first host's launcher does, or as another host's if `joins`: the handshake, then messages.
-/// Returns whether the handshake succeeds.
+/// Reads a stream as the first host's launcher does or, if `joins` is true, as another host's launcher does: the
+/// handshake, then messages. Returns whether the handshake succeeds.
 pub(crate) fn session(data: &[u8], joins: bool, has_secret: bool) -> bool {
     let [here, mut there] = ends();
     let sender = std::thread::scope(|scope| {
