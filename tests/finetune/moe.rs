@@ -7,7 +7,7 @@ use crate::fixtures::{
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
 use candle_zero::models::{Architecture, Decoder, DecoderConfig, DecoderLayers, RoutedStates};
-use candle_zero::nn::Sequences;
+use candle_zero::nn::{ExpertGate, Sequences};
 use candle_zero::{Engine, GradientCheckVerdict, Result};
 use candle_zero_finetune::BaseModel;
 use serde_json::{Value, json};
@@ -21,7 +21,6 @@ const LOSS: f64 = 2e-5;
 const LOSS_AFTER_STEPS: f64 = 5e-5;
 const BALANCE: f64 = 1e-5;
 const NORM: f64 = 1e-4;
-const KINK: f64 = 1e-3;
 const WEIGHTS: ProbeTolerances = ProbeTolerances { usual: 2e-5, outlier: 10.0 * 2e-5, key_biases: 1e-3 };
 /// The positions whose logits are recorded.
 const POSITIONS: [u32; 8] = [5, 11, 17, 23, 29, 35, 41, 47];
@@ -195,14 +194,19 @@ struct Training {
     world: usize,
     stage: u8,
     recompute: bool,
+    /// What the limit of gpt-oss' activation is multiplied by.
+    limit: f32,
 }
 
 fn train(name: &str, run: &Value, batches: &[Tensor], how: Training) -> Run {
-    let Training { world, stage, recompute } = how;
+    let Training { world, stage, recompute, limit } = how;
     let (base, rates) = (MOE.base(name), numbers(&run["lr"]));
     let factor = run["router_aux_loss_coef"].as_f64();
     let sizes = factor.map_or(base.config().clone(), |factor| balanced(&base, factor));
-    let sizes = DecoderConfig { checkpoint_activations: recompute, ..sizes };
+    let mut sizes = DecoderConfig { checkpoint_activations: recompute, ..sizes };
+    if let Some(ExpertGate::Clamped { limit: value, .. }) = sizes.mixture.as_mut().map(|mixture| &mut mixture.gate) {
+        *value *= limit;
+    }
     let config = adamw(1e-3, stage);
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -249,27 +253,32 @@ fn follow(name: &str, kind: &str) {
     let (run, batches) = (&record[kind], MOE.batches());
     let (losses, norms) = (numbers(&run["loss"]), numbers(&run["grad_norm"]));
     for world in [1, 2] {
-        let runs = [0, 3].map(|stage| train(name, run, &batches, Training { world, stage, recompute: false }));
+        let runs =
+            [0, 3].map(|stage| train(name, run, &batches, Training { world, stage, recompute: false, limit: 1.0 }));
         let first = &runs[0];
         assert_eq!((losses.len(), first.losses.len()), (20, 20));
-        let (mut worst, mut kinks) = ([0f64; 3], 0);
+        let (mut worst_loss, mut worst_balance) = (0f64, 0f64);
         for step in 0..20 {
-            worst[0] = worst[0].max((first.losses[step] - losses[step]).abs());
-            let norm = (first.norms[step] / norms[step] - 1.0).abs();
-            // A number close to the limit of gpt-oss' activation may have been rounded to the other side of the limit,
-            // where its gradient is zero.
-            if norm > NORM && norm <= KINK && name == "gpt_oss" {
-                kinks += 1;
-                continue;
-            }
-            worst[1] = worst[1].max(norm);
+            worst_loss = worst_loss.max((first.losses[step] - losses[step]).abs());
             if kind == "aux" {
-                worst[2] = worst[2].max((first.balances[step] - numbers(&run["aux_loss"])[step]).abs());
+                worst_balance = worst_balance.max((first.balances[step] - numbers(&run["aux_loss"])[step]).abs());
             }
         }
-        println!("{name} {kind}, {world} ranks: loss {:.1e}, norm {:.1e}, aux {:.1e}", worst[0], worst[1], worst[2]);
-        let allowed = worst[0] <= LOSS_AFTER_STEPS && worst[1] <= NORM && worst[2] <= LOSS_AFTER_STEPS && kinks <= 1;
-        assert!(allowed, "{name} {kind}, {world} ranks: {worst:?}");
+        let worst = |run: &Run| norms.iter().zip(&run.norms).fold(0f64, |most, (a, b)| most.max((b / a - 1.0).abs()));
+        let mut worst_norm = worst(first);
+        if worst_norm > NORM && name == "gpt_oss" {
+            // At the limit of gpt-oss' activation, its derivative jumps. If a number was rounded to the other side of the
+            // limit than in the recorded run, the neighboring limits in f32 tell, because with one of them, the number is
+            // on the recorded side.
+            let neighbors = [1.0 - f32::EPSILON / 2.0, 1.0 + f32::EPSILON];
+            let moved = neighbors
+                .map(|limit| worst(&train(name, run, &batches, Training { world, stage: 0, recompute: false, limit })));
+            println!("{name} {kind}, {world} ranks: norm {worst_norm:.1e}, with neighboring limits {moved:.1e?}");
+            worst_norm = moved[0].min(moved[1]);
+        }
+        println!("{name} {kind}, {world} ranks: loss {worst_loss:.1e}, norm {worst_norm:.1e}, aux {worst_balance:.1e}");
+        let allowed = worst_loss <= LOSS_AFTER_STEPS && worst_norm <= NORM && worst_balance <= LOSS_AFTER_STEPS;
+        assert!(allowed, "{name} {kind}, {world} ranks: {worst_loss}, {worst_norm}, {worst_balance}");
         check_probes(name, &run["final_weight_probe"], &first.weights, &WEIGHTS, |name| Some(name.to_owned()));
         assert!(runs[1].weights == first.weights, "{name}: stages 0 and 3 give different bits on {world} ranks");
         assert_eq!((&runs[1].losses, &runs[1].norms), (&first.losses, &first.norms), "{name}");
@@ -307,7 +316,9 @@ fn mixtures_that_recompute_give_the_same_bits_with_and_without_auxiliary_loss() 
     for name in ["gpt_oss", "qwen3_moe_step2", "qwen2_moe"] {
         let record = MOE.json(format!("trajectories/{name}.json"));
         for kind in ["plain", "aux"] {
-            let run = |stage, recompute| train(name, &record[kind], batches, Training { world: 2, stage, recompute });
+            let run = |stage, recompute| {
+                train(name, &record[kind], batches, Training { world: 2, stage, recompute, limit: 1.0 })
+            };
             let kept = run(0, false);
             for again in [run(0, true), run(2, true), run(3, true)] {
                 assert_eq!((&again.losses, &again.norms), (&kept.losses, &kept.norms), "{name} {kind}");

@@ -10,7 +10,7 @@ use candle_zero::models::{Gpt, GptConfig};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-const ISLANDS: usize = 4;
+pub(super) const ISLANDS: usize = 4;
 const BATCH: usize = 4;
 const SEQUENCE: usize = 64;
 
@@ -26,11 +26,16 @@ fn tokens(data: &TokenData, starts: impl Iterator<Item = usize>) -> (Tensor, Ten
     (tensor(inputs), tensor(targets))
 }
 
-/// Trains on the first nine tenths of the corpus. Returns the validation loss on the rest, and the bytes that rank 0
-/// sent and received between islands, or between all ranks without islands.
-fn trained(comm: Arc<dyn Communicator>, local_steps: Option<Value>, steps: usize) -> candle_zero::Result<(f64, u64)> {
+/// Trains on the first nine tenths of the corpus, calling `after` after each step. Returns the validation loss on the
+/// rest, and the bytes that rank 0 sent and received between islands, or between all ranks without islands.
+pub(super) fn trained(
+    comm: Arc<dyn Communicator>,
+    local_steps: Option<Value>,
+    steps: usize,
+    mut after: impl FnMut(&Engine<Gpt>),
+) -> candle_zero::Result<(f64, u64)> {
     let data = TokenData::open(None)?;
-    let (rank, split) = (comm.rank(), data.len() / 10 * 9);
+    let split = data.len() / 10 * 9;
     let mut config = json!({
         "train_batch_size": ISLANDS * BATCH, "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -42,9 +47,10 @@ fn trained(comm: Arc<dyn Communicator>, local_steps: Option<Value>, steps: usize
     let gpt = GptConfig::preset("nano").unwrap();
     let builder = Engine::builder().communicator(comm).device(Device::Cpu);
     let mut engine = builder.initialize(|vb| Gpt::new(&gpt, vb), config)?;
-    for step in 0..steps {
+    while engine.global_steps() < steps as u64 {
+        let batch = engine.global_steps() * ISLANDS as u64 + engine.rank() as u64;
         let draw = |row: usize| {
-            let number = ((step * ISLANDS + rank) * BATCH + row) as u64;
+            let number = batch * BATCH as u64 + row as u64;
             // Multiplicative hashing spreads consecutive numbers over the corpus.
             (number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 20) as usize % (split - SEQUENCE - 1)
         };
@@ -52,6 +58,7 @@ fn trained(comm: Arc<dyn Communicator>, local_steps: Option<Value>, steps: usize
         let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
         engine.backward(&loss)?;
         engine.step()?;
+        after(&engine);
     }
     let report = engine.island_report().unwrap_or_else(|| engine.comm_report());
     engine.synchronize_islands()?;
@@ -69,7 +76,7 @@ fn trained(comm: Arc<dyn Communicator>, local_steps: Option<Value>, steps: usize
 #[ignore = "takes half an hour; run it with: cargo test --release --test local_steps -- --ignored --nocapture"]
 fn fifty_local_steps_on_four_islands_are_within_one_percent_of_synchronous_training() {
     let steps = std::env::var("CANDLE_ZERO_STEPS").map_or(10_000, |steps| steps.parse().unwrap());
-    let (synchronous, all_bytes) = on_ranks(ISLANDS, |comm| trained(comm, None, steps))[0];
+    let (synchronous, all_bytes) = on_ranks(ISLANDS, |comm| trained(comm, None, steps, |_| {}))[0];
     eprintln!("synchronous: validation loss {synchronous:.4}, {all_bytes} bytes");
     for (section, share) in [
         (json!({"steps": 50}), 50.0),
@@ -79,7 +86,7 @@ fn fifty_local_steps_on_four_islands_are_within_one_percent_of_synchronous_train
     ] {
         let mut section = section;
         section["islands"] = json!(ISLANDS);
-        let (loss, bytes) = on_ranks(ISLANDS, |comm| trained(comm, Some(section.clone()), steps))[0];
+        let (loss, bytes) = on_ranks(ISLANDS, |comm| trained(comm, Some(section.clone()), steps, |_| {}))[0];
         let (change, fraction) = (loss / synchronous - 1.0, all_bytes as f64 / bytes as f64);
         eprintln!("{section}: validation loss {loss:.4} ({:+.2} %), 1/{fraction:.0} of the bytes", 100.0 * change);
         assert!(change < 0.01, "{section}: {loss} instead of {synchronous}");

@@ -1,5 +1,7 @@
 //! Islands that `zerorun` starts and `kill -9` ends: the others continue, and the killed islands join again.
 
+use super::convergence;
+use super::on_ranks;
 use super::support::processes::{as_program, runs, start, stderr, wait_up_to, zerorun};
 use candle_core::{Device, Tensor};
 use candle_zero::Engine;
@@ -142,10 +144,17 @@ impl Server {
 }
 
 fn island(server: &Server, slot: usize, dir: &Path, (gates, steps): (&str, u64)) -> Child {
+    island_of(server, slot, "as_an_island", dir, (gates, steps))
+}
+
+/// Starts the test `program` as an island.
+fn island_of(server: &Server, slot: usize, program: &str, dir: &Path, (gates, steps): (&str, u64)) -> Child {
     let mut command: Command = zerorun();
     command.args(["--island_server", &server.address, "--island_slot", &slot.to_string(), "--max_restarts", "30"]);
-    command.arg(std::env::current_exe().unwrap()).args(as_program(module_path!(), "as_an_island"));
+    command.arg(std::env::current_exe().unwrap()).args(as_program(module_path!(), program));
     command.env("ISLAND_TEST_DIR", dir).env("ISLAND_TEST_GATES", gates).env("ISLAND_TEST_STEPS", steps.to_string());
+    // All islands are on one host.
+    command.envs(["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"].map(|name| (name, "1")));
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
@@ -232,4 +241,69 @@ fn random_kills_hang_nothing() {
     println!("{kills} kills, losses {losses:?}");
     assert!(losses.iter().all(|loss| loss.is_finite()));
     server.end();
+}
+
+#[test]
+#[ignore = "started as an island by the other tests"]
+fn as_an_island_that_trains_nano() {
+    let Some(dir) = std::env::var_os("ISLAND_TEST_DIR") else { return };
+    let dir = Path::new(&dir);
+    let steps = std::env::var("ISLAND_TEST_STEPS").unwrap().parse().unwrap();
+    let comm = candle_zero::comm::from_env(&RankEnv::from_env().unwrap()).unwrap();
+    let slot = std::env::var("CANDLE_ZERO_ISLAND_SLOT").unwrap();
+    std::fs::write(dir.join(format!("pid.{slot}")), std::process::id().to_string()).unwrap();
+    let section = json!({"steps": 50, "islands": SLOTS, "min_islands": 3});
+    let trained = convergence::trained(comm, Some(section), steps, |engine| {
+        let step = engine.global_steps();
+        if step.is_multiple_of(50) {
+            std::fs::write(dir.join(format!("step.{slot}")), format!("{step}\n")).unwrap();
+        }
+    });
+    println!("final loss {}", trained.unwrap().0);
+}
+
+#[test]
+#[ignore = "takes a quarter of an hour; run it with: cargo test --release --test local_steps killed -- --ignored --nocapture"]
+fn islands_that_are_killed_twice_and_join_twice_are_within_one_percent_of_synchronous_training() {
+    let steps: u64 = std::env::var("CANDLE_ZERO_STEPS").map_or(10_000, |steps| steps.parse().unwrap());
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let server = Server::start();
+    let start = |slot: usize| island_of(&server, slot, "as_an_island_that_trains_nano", dir, ("", steps));
+    // Waits until island 0 has taken a share of the steps.
+    let reached = |share: f64| {
+        let first = (steps as f64 * share) as u64;
+        wait_up_to(Duration::from_secs(3600), "a step of island 0", || {
+            let text = std::fs::read_to_string(dir.join("step.0")).ok()?;
+            let step: u64 = text.strip_suffix('\n')?.parse().ok()?;
+            (step >= first).then_some(())
+        });
+    };
+    let kill = |slot: usize| {
+        let pid = std::fs::read_to_string(dir.join(format!("pid.{slot}"))).unwrap().parse().unwrap();
+        assert!(runs(pid), "island {slot} does not run");
+        kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    };
+    let mut islands: Vec<Child> = (0..3).map(start).collect();
+    reached(0.15);
+    let mut late = start(3);
+    reached(0.3);
+    kill(1);
+    reached(0.45);
+    super::support::processes::send(Signal::TERM, &late);
+    late.wait().unwrap();
+    reached(0.6);
+    islands.push(start(3));
+    reached(0.7);
+    kill(1);
+    let losses: Vec<f32> = islands.into_iter().map(final_loss).collect();
+    server.wait_for("island 1 waits to join", 2);
+    server.wait_for("island 3 waits to join", 2);
+    server.end();
+    assert!(losses.iter().all(|loss| *loss == losses[0]), "{losses:?}");
+    let ranks = convergence::ISLANDS;
+    let (synchronous, _) = on_ranks(ranks, |comm| convergence::trained(comm, None, steps as usize, |_| {}))[0];
+    let change = f64::from(losses[0]) / synchronous - 1.0;
+    println!("validation loss {} instead of {synchronous} ({:+.2} %)", losses[0], 100.0 * change);
+    assert!(change < 0.01, "{} instead of {synchronous}", losses[0]);
 }
