@@ -87,7 +87,7 @@ fn every_rank_holds_what_the_formula_says_plus_named_padding() {
     for world in [1, 2, 4] {
         for more in precisions() {
             for stage in 0..4u8 {
-                // One bucket for everything, and buckets smaller than most gradients.
+                // The first run uses one bucket for everything; the second uses buckets smaller than most gradients.
                 let mut outcomes = train(world, shape, &config(stage, 1, zero(), more.clone()), 3);
                 let mut small = zero();
                 small["reduce_bucket_size"] = json!(50);
@@ -295,7 +295,7 @@ impl Wide {
 }
 
 /// The maximum number of bytes that a thread keeps for the operands of Candle's products: a buffer of the size of a
-/// second-level cache, which the gemm crate keeps on each thread after the first product if its instructions need one.
+/// second-level cache, which the gemm crate keeps on each thread after the first product if its instructions need it.
 const PACKING: isize = 8 << 20;
 
 /// Computes products as a model does, without an engine.
@@ -374,7 +374,7 @@ fn the_ledger_equals_what_the_allocator_gave() {
 #[test]
 fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
-    // Each of four parameters has 4 MB and is divided among 4 ranks: a complete copy of one would be visible.
+    // Each of four parameters takes 4 MB and is divided among 4 ranks. A complete copy of one would be visible.
     let peak = Mutex::new(0isize);
     let before = LIVE.load(Ordering::SeqCst);
     let config = config(3, 1, zero(), json!({}));

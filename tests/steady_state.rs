@@ -17,7 +17,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 
-/// The system's allocator, with bytes counted.
+/// The system's allocator, with counts of the allocated and the freed bytes.
 struct Counting;
 
 static ALLOCATED: AtomicU64 = AtomicU64::new(0);
@@ -54,8 +54,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Counts are for the whole process, so one test runs at a time. Ranks compute on their own threads, because a pool
-/// thread would allocate its buffers in whichever step it first gets work.
+/// Returns a lock with which one test runs at a time, because counts are for the whole process. Ranks compute on their
+/// own threads, because a pool thread would allocate its buffers in whichever step it first gets work.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     // Later tests find the pool already initialized.

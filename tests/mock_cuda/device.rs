@@ -27,7 +27,7 @@ fn name_of(error: DriverError) -> String {
     error.error_name().unwrap().to_str().unwrap().into()
 }
 
-/// Returns the file of the kernels in this folder, compiled once by the mock's nvcc for this process and its children.
+/// Returns the path of this folder's kernels, which the mock's nvcc compiles once for this process and its children.
 pub fn ptx() -> &'static Path {
     static PTX: OnceLock<PathBuf> = OnceLock::new();
     PTX.get_or_init(|| {

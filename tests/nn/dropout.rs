@@ -185,7 +185,7 @@ fn every_layer_micro_step_and_rank_draws_its_own_mask_and_a_rerun_the_same() {
     assert_eq!(masks.len(), WORLD * 4 * 2);
     for (i, mask) in masks.iter().enumerate() {
         assert!(mask.iter().all(|x| *x == 0.0 || *x == 2.0));
-        // Each mask is 64 fair draws, so two masks do not agree by chance.
+        // Each mask consists of 64 fair draws, so two masks do not agree by chance.
         assert!(masks[..i].iter().all(|other| other != mask), "mask {i} was drawn twice");
     }
     assert!(masks == run());

@@ -21,7 +21,7 @@ fn likeliest(logits: &[f32]) -> u32 {
     (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best }) as u32
 }
 
-/// Returns the largest difference, relative to the largest number.
+/// Returns the largest difference, relative to the largest number in `want`.
 fn far(got: &[f32], want: &[f32]) -> f32 {
     let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0f32, |most, x| most.max(x.abs()));
     assert_eq!(got.len(), want.len());

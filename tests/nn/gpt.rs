@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 /// The parameters that a model requested: (name, shape, hint), in order.
 pub type Asked = Arc<Mutex<Vec<(String, Vec<usize>, Init)>>>;
 
-/// Variables by name; records what is requested.
+/// A backend with variables by name, which records the parameters that are requested.
 struct Vars {
     vars: HashMap<String, Var>,
     asked: Asked,

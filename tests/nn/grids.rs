@@ -75,7 +75,8 @@ pub fn cases() -> Vec<Case> {
         }
     }
     for (to, from, dim, values) in [
-        // Positions that occur twice; a narrower source; a source longer than the axis; a position that is ignored.
+        // In this order: positions that occur twice, a narrower source, a source longer than the axis, and a position
+        // that is ignored.
         (vec![4, 3], vec![2, 3], 0, vec![0, 2, 1, 2, 0, 1]),
         (vec![3, 5], vec![2, 2], 1, vec![0, 0, 4, 1]),
         (vec![2, 3, 2], vec![2, 5, 2], 1, (0..20).map(|i| i * 7 % 3).collect()),

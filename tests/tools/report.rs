@@ -117,7 +117,7 @@ fn an_engine_and_a_layer_without_one_refuse_a_wrong_level() {
 fn ranks_at_different_levels_are_told_apart() {
     const HERE: &str = "ranks_at_different_levels_are_told_apart";
     if std::env::var_os("RANK").is_some() {
-        // A rank of the job below.
+        // This process is a rank of the job below.
         let built = Engine::initialize(|vb| candle_nn::linear(2, 2, vb), json!({"train_batch_size": 2}));
         let error = built.map(|_| ()).unwrap_err().to_string();
         assert!(error.contains("uses the SIMD level"), "{error}");
