@@ -103,7 +103,7 @@ fn every_rank_holds_what_the_formula_says_plus_named_padding() {
                     let total = part(stage == 3) * k[0] + part(stage >= 2) * k[1] + part(stage >= 1) * (k[2] + k[3]);
                     let rows = report.rows.iter().filter_map(|r| r.formula).sum::<f64>();
                     assert!((rows - total).abs() < 1e-6, "{rows} {total}");
-                    // Padding: less than one element per parameter, rank and state.
+                    // The padding is less than one element per parameter, rank and state.
                     let padding: f64 = report.rows.iter().map(|r| r.padding).sum();
                     assert!((0.0..16.0 * 12.0).contains(&padding), "{padding}");
                 }
@@ -152,11 +152,11 @@ fn ranks_of_groups_hold_their_part_of_a_group() {
         for outcome in train(4, shape, &config(3, 1, zero, more.clone()), 3) {
             let report = &outcome.memory;
             assert_formula(report, &format!("groups of {ranks}, {more}"));
-            // 4 + 4 + 8 bytes in f32, 2 + 2 + 4 + 8 in bf16.
+            // The states take 4 + 4 + 8 bytes per parameter in f32, and 2 + 2 + 4 + 8 in bf16.
             let (psi, states) = (report.parameters as f64, 16.0);
             let rows = report.rows.iter().filter_map(|r| r.formula).sum::<f64>();
             assert!((rows - psi * states / ranks as f64).abs() < 1e-6, "{rows}");
-            // Less than one element per parameter, piece and state.
+            // The padding is less than one element per parameter, piece and state.
             let padding: f64 = report.rows.iter().map(|r| r.padding).sum();
             assert!((0.0..4.0 * 16.0 * 12.0).contains(&padding), "{padding}");
         }
@@ -221,7 +221,7 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                             } else {
                                 assert_eq!((row.file.peak, row.bytes.held as f64), (0, expected), "{told}");
                             }
-                            // Less than 2048 elements of at most 8 bytes for each of 15 parameters.
+                            // The padding is less than 2048 elements of at most 8 bytes for each of 15 parameters.
                             assert!(row.padding < 15.0 * 2048.0 * 8.0, "{told}");
                         }
                         let gathered = |report: &MemoryReport| report.row(MemoryKind::Gathered).bytes.peak;
@@ -266,7 +266,7 @@ fn ratio_and_max_in_cpu_split_a_kind_between_files_and_memory() {
                 for row in rows.into_iter().filter(|row| row.formula.unwrap() > 0.0) {
                     let expected = row.formula.unwrap() + row.padding;
                     assert_eq!((row.file.held + row.bytes.held) as f64, expected, "{report}");
-                    // One sub-group per parameter.
+                    // There is one sub-group per parameter.
                     let share = row.bytes.held as f64 / expected;
                     match row.kind {
                         MemoryKind::Parameters => {

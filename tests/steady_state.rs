@@ -63,14 +63,14 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Bytes of all ranks in one optimizer step.
+/// The bytes of all ranks in one optimizer step.
 #[derive(Debug, Clone, Copy)]
 struct StepBytes {
-    /// Allocated inside `engine.step()`.
+    /// The bytes allocated inside `engine.step()`.
     in_step: u64,
-    /// Allocated in forward, backward and step.
+    /// The bytes allocated in forward, backward and step.
     allocated: u64,
-    /// Held at the end, minus those held at the beginning.
+    /// The bytes held at the end, minus those held at the beginning.
     grown: i64,
 }
 

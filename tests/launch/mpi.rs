@@ -159,8 +159,8 @@ fn compressed(stage: usize, keys: &Value, folder: &Path, name: &str) -> String {
     file.to_str().unwrap().to_string()
 }
 
-/// Returns the estimated bytes of a kind of collective that enter a host in a step of `nano` on two hosts with two
-/// ranks each.
+/// Returns the estimated number of bytes of a kind of collective that enter a host in a step of `nano` on two hosts
+/// with two ranks each.
 fn estimated(config: &str, kind: &str) -> u64 {
     let mut estimate = zerorun();
     estimate.args(["estimate", "--model", "nano", "-n", "4", "--hosts", "2", "--json", "--ds_config", config]);

@@ -263,7 +263,7 @@ impl Pair {
     }
 
     fn launcher(&self, node: usize, port: u16) -> Child {
-        // Started without `env`, so that the process ID is the launcher's from the beginning.
+        // The launcher is started without `env`, so that the process ID is its own from the beginning.
         let mut command = Command::new(launcher());
         command.args(["--nnodes", "2", "--node_rank", &node.to_string(), "--master_addr", "127.0.0.1"]);
         command.args(["--master_port", &port.to_string(), "--max_restarts", "2"]).arg(&self.script);

@@ -197,7 +197,7 @@ fn an_interrupt_between_two_starts_ends_the_job_at_once() {
     let script = Script::new("exit 3");
     let mut child = start(&mut script.command("--max_restarts 9"));
     let mut errors = read_until(child.stderr.take().unwrap(), "restart 5 of 9 with 1 rank in 3.2 s");
-    // Between two starts there is no process to which a program-specific signal could be passed on.
+    // Between two starts, there is no process to which a program-specific signal could be passed on.
     send(Signal::USR1, &child);
     send(Signal::INT, &child);
     let sent = Instant::now();

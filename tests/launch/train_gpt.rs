@@ -354,7 +354,7 @@ fn zerorun_builds_the_example_and_a_second_start_compiles_nothing() {
     let folder = Folder::new(1);
     let start = || {
         let mut command = zerorun();
-        // These are the build settings of this test run, so that its build results are reused.
+        // The command gets the build settings of this test run, so that the build results are reused.
         for name in ["CARGO_TARGET_DIR", "RUSTFLAGS"] {
             command.envs(std::env::var_os(name).map(|value| (name, value)));
         }

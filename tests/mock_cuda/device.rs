@@ -11,7 +11,7 @@ use sys::{CUdeviceptr, CUfunction, CUstream};
 
 type Count = unsafe extern "C" fn(i32) -> usize;
 
-/// Returns a function that only the mock has.
+/// Returns a function that only the mock has, or `None` if the driver is not the mock.
 fn count(name: &str) -> Option<Count> {
     let program = libloading::os::unix::Library::this();
     // SAFETY: the mock's functions with these names have this type.

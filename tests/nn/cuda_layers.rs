@@ -33,7 +33,7 @@ pub(super) type Function = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
 pub(super) struct Case {
     pub name: String,
-    /// Shapes of the differentiable arguments.
+    /// The shapes of the differentiable arguments.
     pub shapes: Vec<Vec<usize>>,
     pub layer: Function,
     pub composed: Function,
@@ -123,7 +123,7 @@ fn finite_differences(gpu: &Device, case: &Case) {
         |args: &[Tensor]| flat(&(case.layer)(args).unwrap()).iter().zip(&weights).map(|(y, w)| y * w).sum::<f64>();
     for (a, grad) in grads.iter().enumerate() {
         let (grad, data) = (flat(grad), flat(&args[a]));
-        // A few elements of each argument.
+        // A few elements of each argument are checked.
         for i in (0..data.len()).step_by(data.len().div_ceil(4).max(1)) {
             let shifted = |by: f32| {
                 let mut data: Vec<f32> = data.iter().map(|x| *x as f32).collect();

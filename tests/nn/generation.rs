@@ -95,7 +95,7 @@ fn a_session_goes_back_to_any_of_its_tokens() {
     gpt.extend(&mut session, &text[..8]).unwrap();
     let want = gpt.extend(&mut session, &[3]).unwrap();
     for others in [3, 11] {
-        // Within the context, and beyond it.
+        // 3 more tokens stay within the context, and 11 go beyond it.
         gpt.extend(&mut session, &text[9..9 + others]).unwrap();
         session.truncate(8);
         assert_eq!(session.tokens(), &text[..8]);

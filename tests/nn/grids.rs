@@ -1,5 +1,6 @@
-//! Convolution along one axis, pooling, resampling, scattering and products of batches: compared with Candle's
-//! operations whose gradients are correct, finite differences (`layers`), and values that PyTorch computed in f64.
+//! Convolution along one axis, pooling, resampling, scattering and products of batches. They are compared with Candle's
+//! operations whose gradients are correct, with finite differences (`layers`), and with values that PyTorch computed in
+//! f64.
 
 use super::layers::{Case, case, close, flat, rounding_on_the_way, tensor};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
@@ -28,7 +29,7 @@ pub fn cases() -> Vec<Case> {
         let what = format!("conv1d {x:?} {w:?} {padding} {stride} {dilation} {groups}");
         all.push(case(what.clone(), &[&x, &w], layer, layer));
         all.push(case(format!("{what} with bias"), &[&x, &w, &w[..1]], layer, layer));
-        // Views with a different layout.
+        // The input is a view with a different layout.
         let turned = [x[1], x[2], x[0]];
         let viewed = move |a: &[Tensor]| layer(&[a[0].permute((2, 0, 1))?, a[1].clone()]);
         all.push(case(format!("{what} of a view"), &[&turned, &w], viewed, viewed));

@@ -1,5 +1,5 @@
-//! Every layer op: values and gradients compared with the same function composed of Candle's ops in f64, and gradients
-//! compared with finite differences of the op itself.
+//! Tests of every layer op: values and gradients are compared with the same function composed of Candle's ops in f64,
+//! and gradients are also compared with finite differences of the op itself.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_zero::nn::{
@@ -27,7 +27,7 @@ type Function = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
 pub struct Case {
     name: String,
-    /// Shapes of the differentiable arguments.
+    /// The shapes of the differentiable arguments.
     shapes: Vec<Vec<usize>>,
     op: Function,
     composed: Function,

@@ -67,7 +67,7 @@ fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
     insta::assert_snapshot!(name(refusal(&file)), @"cannot offload to FOLDER/file: it is a file; nvme_path must name a folder");
     insta::assert_snapshot!(name(refusal(&file.join("below"))), @"cannot offload to FOLDER/file/below: Not a directory (os error 20); correct nvme_path");
     assert_eq!(std::fs::read(&file).unwrap(), b"mine");
-    // A file system in which no one can create files, whatever the permission bits are.
+    // This is a file system in which no one can create files, whatever the permission bits are.
     let text = refusal(Path::new("/sys")).replace("it is read-only for this user", "permission denied");
     insta::assert_snapshot!(text, @"cannot offload to /sys: no file can be created in it: permission denied; use a writable folder");
 }

@@ -74,7 +74,7 @@ fn weights_are_read_from_a_file_of_the_complete_model() {
     assert!(error.to_string().contains("more.weight"), "{error}");
 }
 
-/// A different rate for each group.
+/// A schedule with a different rate for each group.
 #[derive(Debug)]
 struct Rates;
 

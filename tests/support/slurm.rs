@@ -113,8 +113,8 @@ impl Slurm {
         &self.hosts
     }
 
-    /// Returns a command for a program on a node, for at most `seconds`, with MPICH's library and this Slurm. The
-    /// program's arguments are appended.
+    /// Returns a command that runs a program on a node for at most `seconds` seconds, with MPICH's library and this
+    /// Slurm. The program's arguments are appended.
     pub fn command(&self, node: usize, seconds: u32, program: &str) -> Command {
         let mut command = self.hosts.on(node, seconds).expect("MPICH's library");
         command.env("SLURM_CONF", self.file("slurm.conf")).arg(program);

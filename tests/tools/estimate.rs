@@ -17,12 +17,12 @@ use std::path::Path;
 /// The counts of a rank.
 struct Counted {
     memory: MemoryReport,
-    /// After `STEPS[0]` steps, and after `STEPS[1]` more.
+    /// The counts after `STEPS[0]` steps, and after `STEPS[1]` more.
     comm: [CommReport; 2],
     disk: [OffloadReport; 2],
 }
 
-/// The number of steps before the first count, and between the two counts.
+/// The numbers of steps before the first count and between the two counts.
 const STEPS: [usize; 2] = [3, 2];
 
 fn train<A: Architecture<Config: Sync>>(

@@ -288,7 +288,7 @@ fn a_pipeline_is_estimated_rank_by_rank() {
     assert!(sum("trained") < sum("parameters"), "{all}");
     // 1F1B with 8 micro batches on 4 equal ranks would wait for 3 / 11 of a step.
     assert!(all["waiting_share"].as_f64().unwrap() >= 3.0 / 11.0, "{all}");
-    // Times are not known yet.
+    // The times of the layers are not known yet.
     let timed =
         json!({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "pipeline": {"partition": "time"}});
     let (_folder, file) = config_of(&timed);

@@ -54,7 +54,7 @@ fn report_at(level: &str) -> std::process::Output {
     zerorun().args(["report", "--json"]).env("CANDLE_ZERO_SIMD", level).output().unwrap()
 }
 
-/// Returns the level in use, and those of this processor.
+/// Returns the level in use, and those that this processor supports.
 fn level_of(output: &std::process::Output) -> (String, Vec<String>) {
     assert!(output.status.success(), "{}", stderr(output));
     let report: Value = serde_json::from_str(&stdout(output)).unwrap();

@@ -254,7 +254,7 @@ fn the_bundled_example_is_tuned_within_a_limit_and_resumed() {
     assert_eq!(best["train_micro_batch_size_per_gpu"], fastest["changes"]["train_micro_batch_size_per_gpu"]);
     assert_eq!(best["seed"], 7);
 
-    // One experiment is removed from the results: only that one is run again.
+    // One experiment is removed from the results, so only that one is run again.
     let path = folder.path("autotuning_results/results.jsonl");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.lines().take(3).map(|line| format!("{line}\n")).collect::<String>()).unwrap();

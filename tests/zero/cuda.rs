@@ -223,7 +223,7 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
             };
             let state: usize =
                 [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments].map(formula).iter().sum();
-            // NCCL's buffer for sums, which is held as long as the engine lives.
+            // This is NCCL's buffer for sums, which is held as long as the engine lives.
             let room = report.row(MemoryKind::Buckets).device.held;
             // In the graph, each parameter has a leaf of one byte and a token of one f32. An absent parameter has one
             // byte more.
@@ -251,7 +251,7 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         offload["stage3_prefetch_bucket_size"] = json!(0);
         let (bytes, peak, report, tensors) = held_by_ranks(shape, &config(stage, 1, offload, json!({}))).remove(0);
         let held = if stage == 3 { tensors } else { report.parameters * size_of::<f32>() };
-        // NCCL's buffer for sums, which is held as long as the engine lives.
+        // This is NCCL's buffer for sums, which is held as long as the engine lives.
         let room = report.row(MemoryKind::Buckets).device.held;
         assert_eq!(bytes, held + room + 5 * tensors, "stage {stage}: {report}");
         let on_device = |kind| report.row(kind).device.peak;

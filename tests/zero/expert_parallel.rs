@@ -25,7 +25,7 @@ const STEPS: usize = 3;
 /// routers choose.
 type Routes = dyn Fn(usize, usize) -> (usize, Vec<usize>) + Sync;
 
-/// Changes an engine's options.
+/// A function that changes an engine's options.
 type Change = dyn Fn(EngineBuilder) -> EngineBuilder + Sync;
 
 /// The losses and gradient norms of every rank, and the exported model.
@@ -49,7 +49,7 @@ fn divided(mut config: Value, size: usize) -> Value {
     config
 }
 
-/// Trains with `routes`.
+/// Trains with `routes`, and returns the results of all ranks and the exported model.
 fn train_with(
     job: Job,
     shape: Shape,

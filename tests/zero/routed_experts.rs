@@ -29,7 +29,7 @@ type Routes = dyn Fn(usize, usize) -> (usize, Vec<usize>) + Sync;
 /// The bits of the losses and gradient norms of every rank, and the exported model.
 type Trained = (Vec<(Vec<u32>, Vec<u64>)>, Vec<u8>);
 
-/// Trains with `routes`.
+/// Trains with `routes`, and returns the results of all ranks and the exported model.
 fn train_with(
     world: usize,
     shape: Shape,

@@ -264,7 +264,7 @@ fn what_is_read_saved_loaded_or_set_while_an_update_is_delayed_is_of_the_weights
             let updated = &updated[engine.rank()];
             let first = steps(engine, 1)?[0];
             if engine.rank() == 0 {
-                // Waits only for this rank's own update.
+                // This waits only for this rank's own update.
                 engine.memory_report();
                 assert!(engine.safe_get_local_fp32_param(NAME)?.elem_count() < updated.len(), "{what}");
             }
