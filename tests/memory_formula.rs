@@ -87,7 +87,7 @@ fn every_rank_holds_what_the_formula_says_plus_named_padding() {
     for world in [1, 2, 4] {
         for more in precisions() {
             for stage in 0..4u8 {
-                // One bucket for everything, and buckets smaller than most gradients.
+                // The first run uses one bucket for everything; the second uses buckets smaller than most gradients.
                 let mut outcomes = train(world, shape, &config(stage, 1, zero(), more.clone()), 3);
                 let mut small = zero();
                 small["reduce_bucket_size"] = json!(50);
@@ -103,7 +103,7 @@ fn every_rank_holds_what_the_formula_says_plus_named_padding() {
                     let total = part(stage == 3) * k[0] + part(stage >= 2) * k[1] + part(stage >= 1) * (k[2] + k[3]);
                     let rows = report.rows.iter().filter_map(|r| r.formula).sum::<f64>();
                     assert!((rows - total).abs() < 1e-6, "{rows} {total}");
-                    // Padding: less than one element per parameter, rank and state.
+                    // The padding is less than one element per parameter, rank and state.
                     let padding: f64 = report.rows.iter().map(|r| r.padding).sum();
                     assert!((0.0..16.0 * 12.0).contains(&padding), "{padding}");
                 }
@@ -152,11 +152,11 @@ fn ranks_of_groups_hold_their_part_of_a_group() {
         for outcome in train(4, shape, &config(3, 1, zero, more.clone()), 3) {
             let report = &outcome.memory;
             assert_formula(report, &format!("groups of {ranks}, {more}"));
-            // 4 + 4 + 8 bytes in f32, 2 + 2 + 4 + 8 in bf16.
+            // The states take 4 + 4 + 8 bytes per parameter in f32, and 2 + 2 + 4 + 8 in bf16.
             let (psi, states) = (report.parameters as f64, 16.0);
             let rows = report.rows.iter().filter_map(|r| r.formula).sum::<f64>();
             assert!((rows - psi * states / ranks as f64).abs() < 1e-6, "{rows}");
-            // Less than one element per parameter, piece and state.
+            // The padding is less than one element per parameter, piece and state.
             let padding: f64 = report.rows.iter().map(|r| r.padding).sum();
             assert!((0.0..4.0 * 16.0 * 12.0).contains(&padding), "{padding}");
         }
@@ -221,7 +221,7 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                             } else {
                                 assert_eq!((row.file.peak, row.bytes.held as f64), (0, expected), "{told}");
                             }
-                            // Less than 2048 elements of at most 8 bytes for each of 15 parameters.
+                            // The padding is less than 2048 elements of at most 8 bytes for each of 15 parameters.
                             assert!(row.padding < 15.0 * 2048.0 * 8.0, "{told}");
                         }
                         let gathered = |report: &MemoryReport| report.row(MemoryKind::Gathered).bytes.peak;
@@ -266,7 +266,7 @@ fn ratio_and_max_in_cpu_split_a_kind_between_files_and_memory() {
                 for row in rows.into_iter().filter(|row| row.formula.unwrap() > 0.0) {
                     let expected = row.formula.unwrap() + row.padding;
                     assert_eq!((row.file.held + row.bytes.held) as f64, expected, "{report}");
-                    // One sub-group per parameter.
+                    // There is one sub-group per parameter.
                     let share = row.bytes.held as f64 / expected;
                     match row.kind {
                         MemoryKind::Parameters => {
@@ -295,7 +295,7 @@ impl Wide {
 }
 
 /// The maximum number of bytes that a thread keeps for the operands of Candle's products: a buffer of the size of a
-/// second-level cache, which the gemm crate keeps on each thread after the first product if its instructions need one.
+/// second-level cache, which the gemm crate keeps on each thread after the first product if its instructions need it.
 const PACKING: isize = 8 << 20;
 
 /// Computes products as a model does, without an engine.
@@ -374,7 +374,7 @@ fn the_ledger_equals_what_the_allocator_gave() {
 #[test]
 fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
-    // Each of four parameters has 4 MB and is divided among 4 ranks: a complete copy of one would be visible.
+    // Each of four parameters takes 4 MB and is divided among 4 ranks. A complete copy of one would be visible.
     let peak = Mutex::new(0isize);
     let before = LIVE.load(Ordering::SeqCst);
     let config = config(3, 1, zero(), json!({}));

@@ -17,7 +17,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 
-/// The system's allocator, with bytes counted.
+/// The system's allocator, with counts of the allocated and the freed bytes.
 struct Counting;
 
 static ALLOCATED: AtomicU64 = AtomicU64::new(0);
@@ -54,8 +54,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Counts are for the whole process, so one test runs at a time. Ranks compute on their own threads, because a pool
-/// thread would allocate its buffers in whichever step it first gets work.
+/// Returns a lock with which one test runs at a time, because counts are for the whole process. Ranks compute on their
+/// own threads, because a pool thread would allocate its buffers in whichever step it first gets work.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     // Later tests find the pool already initialized.
@@ -63,14 +63,14 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Bytes of all ranks in one optimizer step.
+/// The bytes of all ranks in one optimizer step.
 #[derive(Debug, Clone, Copy)]
 struct StepBytes {
-    /// Allocated inside `engine.step()`.
+    /// The bytes allocated inside `engine.step()`.
     in_step: u64,
-    /// Allocated in forward, backward and step.
+    /// The bytes allocated in forward, backward and step.
     allocated: u64,
-    /// Held at the end, minus those held at the beginning.
+    /// The bytes held at the end, minus those held at the beginning.
     grown: i64,
 }
 

@@ -96,8 +96,8 @@ impl fmt::Display for MeshError {
                 let axes = if axes.is_empty() { "no axis" } else { axes };
                 write!(
                     f,
-                    "{world_size} ranks cannot be divided into {axes}, which needs {needed}; start a different number \
-                     of ranks or change the lengths of the axes"
+                    "{world_size} ranks do not fit the lengths of the axes ({axes}), which require {needed}; start a \
+                     different number of ranks or change these lengths"
                 )
             }
         }
@@ -262,8 +262,8 @@ mod tests {
     #[test]
     fn a_mesh_that_does_not_fit_the_ranks_is_refused() {
         let refused = |world_size, axes: &[_]| RankMesh::new(world_size, axes).unwrap_err().to_string();
-        insta::assert_snapshot!(refused(6, &[(Pipeline, 4)]), @"6 ranks cannot be divided into pipeline 4, which needs a multiple of 4 ranks; start a different number of ranks or change the lengths of the axes");
-        insta::assert_snapshot!(refused(8, &[(Data, 2), (Tensor, 2)]), @"8 ranks cannot be divided into data 2 x tensor 2, which needs exactly 4 ranks; start a different number of ranks or change the lengths of the axes");
+        insta::assert_snapshot!(refused(6, &[(Pipeline, 4)]), @"6 ranks do not fit the lengths of the axes (pipeline 4), which require a multiple of 4 ranks; start a different number of ranks or change these lengths");
+        insta::assert_snapshot!(refused(8, &[(Data, 2), (Tensor, 2)]), @"8 ranks do not fit the lengths of the axes (data 2 x tensor 2), which require exactly 4 ranks; start a different number of ranks or change these lengths");
         insta::assert_snapshot!(refused(8, &[(Pipeline, 0)]), @"the pipeline axis has length 0; it must be at least 1");
         insta::assert_snapshot!(refused(8, &[(Pipeline, 2), (Pipeline, 2)]), @"the pipeline axis is given twice; give each axis once");
         assert!(RankMesh::new(8, &[(Pipeline, usize::MAX), (Tensor, 3)]).is_err());

@@ -1,5 +1,5 @@
-//! Ranks on one host that are started one by one with torchrun's variables: they give the same bits as under `zerorun`,
-//! and errors name the rank.
+//! Ranks on one host that are started one by one with torchrun's variables: they compute the same bits as under
+//! `zerorun`, and errors name the rank.
 
 use crate::mpi::steps;
 use crate::support::processes::{

@@ -48,7 +48,7 @@ fn bound_ranks_have_cores_of_their_own_and_as_many_threads() {
     let together = if first + 1 == second { format!("{first}-{second}") } else { both };
     assert_eq!(bound("1", &together), [format!("on {together} with 2 2 2")]);
     assert_eq!(bound("1", &second.to_string()), [format!("on {second} with 1 1 1")]);
-    // Ranks are not bound, and OpenMP chooses its number of threads.
+    // Without these flags, ranks are not bound, and OpenMP chooses its number of threads.
     let output = zerorun().env_remove("OMP_NUM_THREADS").arg(&program).output().unwrap();
     let cores = std::thread::available_parallelism().unwrap();
     assert!(lines(&output)[0].ends_with(&format!(" with {cores} {cores}")), "{}", stdout(&output));
@@ -79,7 +79,8 @@ fn cores_that_cannot_be_had_are_refused_before_anything_starts() {
     insta::assert_snapshot!(refusal(&[], Some("KMP_AFFINITY")), @"zerorun: KMP_AFFINITY is set, so Intel's OpenMP binds threads to cores of its choice; unset it, or leave out --bind_cores_to_rank");
 }
 
-/// Writes a hostfile, and a replacement for ssh that runs the other hosts' commands on this host.
+/// Returns a command of `zerorun` with a hostfile that contains `text`, and with a replacement for ssh that runs the
+/// other hosts' commands on this host. Both files are written to `dir`.
 fn hosts(dir: &Path, text: &str) -> std::process::Command {
     let file = dir.join("hostfile");
     std::fs::write(&file, text).unwrap();

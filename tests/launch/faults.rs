@@ -45,7 +45,7 @@ enum Deed {
     /// Reports that it has reached the place, and stays there forever.
     Stay,
     Panic,
-    /// Returns an error, and then ends slowly.
+    /// Returns an error. The process ends [`Case::linger_ms`] later.
     Fail,
     /// Ends as if everything were done.
     Leave,
@@ -167,7 +167,7 @@ fn train(fault: Option<Fault>, out: &Path, stage: u8, steps: u64) -> candle_zero
 fn training_program() {
     let Ok(words) = std::env::var("TEST_FAULT") else { return };
     let number = |name: &str| std::env::var(name).unwrap().parse::<u64>().unwrap();
-    // The test harness has begun a line of its output.
+    // The test harness has not yet ended its own line of output.
     println!("\npid {}", std::process::id());
     let fault = Some(Fault::from_words(&words)).filter(|fault| fault.rank as u64 == number("RANK"));
     let out = PathBuf::from(std::env::var_os("TEST_OUT").unwrap());
@@ -243,7 +243,7 @@ impl Run {
         Self { case, zerorun, lines, errors, pids: [None; RANKS], dir, shared_memory }
     }
 
-    /// Reads the ranks' output up to a line that ends with `end`, or to the end.
+    /// Reads the ranks' output up to a line that ends with `end`, or all of it if `end` is `None`.
     fn read_until(&mut self, end: Option<&str>) {
         while let Ok(line) = self.lines.recv_timeout(Duration::from_secs(60)) {
             let (rank, text) = line.strip_prefix("[rank ").unwrap().split_once("] ").unwrap();
@@ -328,7 +328,7 @@ fn a_rank_that_is_killed_is_named_by_all_others_within_seconds() {
     killed(Case { steps: 1000, ..case(2, "initialize", 0, Deed::GoOn) }, 1);
     killed(case(0, "forward", 3, Deed::Stay), 5);
     killed(case(2, "between", 1, Deed::Stay), 0);
-    // While training is running, at an arbitrary point.
+    // These ranks are killed at an arbitrary point while training is running.
     killed(Case { steps: 1000, ..case(1, "step", 3, Deed::GoOn) }, 0);
     killed(Case { steps: 1000, ..case(3, "step", 2, Deed::GoOn) }, 4);
     killed(Case { steps: 1000, ..case(2, "step", 0, Deed::GoOn) }, 9);

@@ -49,7 +49,8 @@ fn first_host(hosts: &Hosts) -> Command {
     command
 }
 
-/// Writes a configuration for stage 3 with shards that are divided among the ranks of a host, or among all ranks.
+/// Writes a configuration for stage 3 that divides the parameters among groups of `shards` ranks, or among all ranks.
+/// Returns its path.
 fn stage_3(folder: &Path, shards: Option<usize>) -> String {
     let file = folder.join(format!("zero3-{shards:?}.json"));
     let mut zero = json!({"stage": 3});

@@ -1,4 +1,4 @@
-//! Ranks that an MPI launcher starts, on this host and on two hosts: they give the same bits as on one machine, and
+//! Ranks that an MPI launcher starts, on this host and on two hosts: they compute the same bits as on one machine, and
 //! problems lead to an error instead of a hang.
 
 use crate::support::cluster::{Hosts, Mpi, debian_mpich, mpirun};
@@ -61,7 +61,7 @@ pub fn train(start: Command, train_gpt: &Path, stage: usize, folder: &Path, name
     train_by(start, train_gpt, &config(stage), &folder.join(format!("{name}-{stage}.jsonl")))
 }
 
-/// Does the same with a configuration, and writes the metrics to a file.
+/// Trains like [`train`], but with the configuration at `config`, and writes the metrics to the file `metrics`.
 fn train_by(mut start: Command, train_gpt: &Path, config: &str, metrics: &Path) -> Vec<[String; 2]> {
     let name = metrics.display();
     start
@@ -143,7 +143,8 @@ fn bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backward
     });
 }
 
-/// Writes the bundled configuration of a stage, with compression only between hosts, to a file `name` in `folder`.
+/// Writes the bundled configuration of a stage, with these keys and with compression only between hosts, to a file in
+/// `folder`, and returns its path.
 fn compressed(stage: usize, keys: &Value, folder: &Path, name: &str) -> String {
     let mut all: Value = serde_json::from_str(&std::fs::read_to_string(config(stage)).unwrap()).unwrap();
     for (key, value) in keys.as_object().unwrap() {
@@ -158,8 +159,8 @@ fn compressed(stage: usize, keys: &Value, folder: &Path, name: &str) -> String {
     file.to_str().unwrap().to_string()
 }
 
-/// Returns the estimated bytes of a kind of collective that enter a host in a step of `nano` on two hosts with two
-/// ranks each.
+/// Returns the estimated number of bytes of a kind of collective that enter a host in a step of `nano` on two hosts
+/// with two ranks each.
 fn estimated(config: &str, kind: &str) -> u64 {
     let mut estimate = zerorun();
     estimate.args(["estimate", "--model", "nano", "-n", "4", "--hosts", "2", "--json", "--ds_config", config]);
@@ -209,8 +210,8 @@ fn what_is_compressed_between_hosts_alone_crosses_once_a_host_with_the_same_bits
                 // The other host sends its sum of one of the four chunks.
                 let codes = if in_16_bits { reduced / 4 * 2 } else { bytes - sums };
                 assert_eq!(bytes, codes + sums, "{what}");
-                // Half a byte per element, and four bytes per block of 128, which may be partly filled at the end of a
-                // bucket.
+                // The codes take half a byte per element and four bytes per block of 128 elements. The last block of a
+                // bucket may be partly filled.
                 let blocks = (codes - if in_16_bits { codes } else { reduced / 4 / 2 }).div_ceil(4);
                 assert!(in_16_bits || (0..reduced / 400).contains(&(blocks - reduced / 4 / 128)), "{what}: {blocks}");
                 if groups.is_none() {
@@ -332,7 +333,8 @@ fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
     with_each(test, |mpi| {
         let name = launcher(mpi);
         assert_eq!(train(start(mpi, name), &train_gpt, 3, folder.path(), name), expected, "{mpi:?}");
-        // An environment variable for other hosts, the working directory, and the exit code of a rank.
+        // These are checked: an environment variable on the other host, the working directory, and the exit code of a
+        // rank.
         let script = program(folder.path(), "rank", "echo \"$(hostname) $PWD $CANDLE_ZERO_X $1\"; sleep 2; exit 7");
         let mut command = start(mpi, name);
         command
@@ -427,7 +429,7 @@ fn in_role(start: Command, role: &str) -> Output {
     role_of(start, role).output().unwrap()
 }
 
-/// Returns numbers whose sums depend on the order of summation.
+/// Returns element `i` of a rank's data. The sums of such elements depend on the order of summation.
 fn value(rank: usize, i: usize) -> f32 {
     ((i * 7 + rank * 13) % 101) as f32 * 0.37 + 1.0 / (1 + i % 17 + rank) as f32
 }
@@ -437,7 +439,8 @@ fn data(rank: usize, len: usize, dtype: DType) -> Flat {
 }
 
 /// Returns a command that simulates, on this host, several hosts with these numbers of ranks. The simulated hosts differ
-/// only in their names. The program and its arguments are appended. Returns `None` if names cannot be set.
+/// only in their names. The program and its arguments are appended. Returns `None` if names cannot be set, or if the
+/// MPI library is missing.
 fn named_hosts(mpi: Mpi, ranks: &[usize]) -> Option<Command> {
     let given = Command::new("unshare").args(["-u", "true"]).output();
     if !given.is_ok_and(|output| output.status.success()) {
@@ -471,7 +474,8 @@ fn bytes_in_a_chain(counts: &[usize], rank: usize, n: usize) -> usize {
     4 * n * (of_this_host + of_the_host_before + sums)
 }
 
-/// Runs one collective of each kind, all at the same time.
+/// Runs a reduce-scatter, an all-reduce, two gathers and a barrier, all at the same time. Returns the results in
+/// `dtype`.
 fn collectives(comm: &dyn Communicator, n: usize, dtype: DType, wire: WireFormat) -> candle_zero::Result<Vec<Flat>> {
     let (rank, world) = (comm.rank(), comm.size());
     let reduced = comm.reduce_scatter_as(wire, data(rank, n * world, dtype), 1);
@@ -633,7 +637,8 @@ fn as_a_rank() {
     match role.split_once(' ').unwrap_or((role.as_str(), "")) {
         // "raw" or "chain", and the number of ranks on each host.
         (way @ ("raw" | "chain"), counts) => {
-            // Every rank runs the same collectives with the same number of threads.
+            // Every rank also runs the same collectives in as many threads as there are ranks, and compares the
+            // results.
             let sizes: &[usize] = if world > 8 { &[999, 20_011] } else { &[0, 1, 5, 999, 70_001, 400_000] };
             for (dtype, wire) in [
                 (DType::F32, WireFormat::Exact),
@@ -694,7 +699,7 @@ fn as_a_rank() {
             println!("rank {rank} reports: {error}");
         }
         ("maps", file) => {
-            // The memory maps are checked both in a start that fails and in one that succeeds.
+            // The first start fails, because the last rank creates `file` and ends. The restart checks the memory maps.
             comm.barrier().wait().unwrap();
             if last && !Path::new(file).exists() {
                 std::fs::write(file, "").unwrap();
@@ -728,7 +733,7 @@ fn as_a_rank() {
     }
 }
 
-/// Runs the collectives on hosts with these numbers of ranks.
+/// Runs the role `way` on hosts with these numbers of ranks, and checks that all ranks have the same bits as threads.
 fn compare_with_threads(mpi: Mpi, start: Command, way: &str, ranks: &[usize]) {
     let counts: Vec<String> = ranks.iter().map(usize::to_string).collect();
     let output = in_role(start, &format!("{way} {}", counts.join(" ")));
@@ -833,7 +838,7 @@ fn ranks_of_the_other_host_are_told_who_gave_up_left_or_differs() {
     let Some(hosts) = hosts(test) else { return };
     let [_, second] = hosts.names();
     with_each(test, |mpi| {
-        // Few elements are sent as raw parts; many elements with three ranks per host as partial sums.
+        // Few elements are sent as raw parts; many elements, with three ranks per host, are sent as partial sums.
         for (ranks, n) in [(TWO_AND_TWO, 4), ([3, 3], 400_000)] {
             let last = ranks[0] + ranks[1] - 1;
             for (role, words) in [
@@ -864,7 +869,8 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
     with_each(test, |mpi| {
         let file = folder.path().join(format!("{mpi:?}"));
         let mut job = role_of(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &format!("waits {}", file.display()));
-        // Not a pipe, because mpirun's daemon on the disconnected host would keep its end open.
+        // The output goes to a file instead of a pipe, because mpirun's daemon on the disconnected host would keep its
+        // end of a pipe open.
         let log = folder.path().join(format!("{mpi:?}.log"));
         let to = File::create(&log).unwrap();
         job.stdout(to.try_clone().unwrap()).stderr(to);
@@ -943,9 +949,9 @@ fn hosts_with_other_programs_are_named() {
     });
 }
 
-/// Builds a stand-in for an MPI library. It has the functions that ranks call first, but connects no ranks. The
-/// stand-in is for a version before MPI 3 (`old`), supports only a single thread (`one_thread`), or has all required
-/// features.
+/// Builds a stand-in for an MPI library. It has the functions that ranks call first, but connects no ranks. If `what`
+/// is `old`, the stand-in represents a version before MPI 3; if it is `one_thread`, the stand-in supports only a single
+/// thread; otherwise, it has all required features.
 fn stand_in(folder: &Path, what: &str) -> std::path::PathBuf {
     let mut code = String::new();
     let mut function = |name: &str, arguments: &str, body: &str| {

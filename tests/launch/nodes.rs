@@ -32,7 +32,7 @@ fn launcher(hosts: &Hosts, node: usize, options: &str) -> Command {
 struct Training {
     program: PathBuf,
     folder: tempfile::TempDir,
-    /// Whether each host saves on its own disk.
+    /// Whether each host saves checkpoints to its own disk.
     on_own_disks: bool,
 }
 
@@ -45,8 +45,8 @@ impl Training {
         self.folder.path().join(format!("{name}.jsonl"))
     }
 
-    /// Adds the program to a command, with `name` for its metrics and checkpoints, which are saved every `save_every`
-    /// steps.
+    /// Adds the program to a command. Its metrics and checkpoints are named after `name`; checkpoints are saved every
+    /// `save_every` steps.
     fn of(&self, mut command: Command, name: &str, steps: usize, save_every: Option<usize>) -> Command {
         // The number of samples in a step is the same for any number of ranks.
         let config = self.folder.path().join("zero3.json");

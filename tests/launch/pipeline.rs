@@ -94,7 +94,7 @@ fn a_job_whose_ranks_are_killed_ends_with_the_same_bytes() {
 }
 
 #[test]
-#[ignore = "a campaign of 18 more kills, which takes several minutes"]
+#[ignore = "takes several minutes: 18 more kills"]
 fn a_job_whose_ranks_are_killed_at_many_moments_ends_with_the_same_bytes() {
     kill_ranks(2..20);
 }
@@ -108,7 +108,7 @@ fn kill_ranks(kills: std::ops::Range<u64>) {
         let at = kill as usize % pipelines.len();
         let dir = tempfile::tempdir().unwrap();
         let job = start(&mut command(dir.path(), 4, &pipelines[at], &["--max_restarts", "2"]));
-        // An arbitrary moment of an arbitrary step, on each rank in turn.
+        // Each kill hits the next rank, at an arbitrary moment of an arbitrary step.
         let step = kill.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         let lines = || std::fs::read_to_string(dir.path().join("metrics.jsonl")).map_or(0, |text| text.lines().count());
         let after = step as usize % (STEPS - 1);
@@ -134,7 +134,7 @@ fn a_pipeline_across_two_hosts_has_the_losses_norms_and_weights_of_one_host() {
     let Some(hosts) = hosts(test) else { return };
     let expected = [1, 2].map(|ranks| {
         let dir = tempfile::tempdir().unwrap();
-        // With one stage, two ranks are two pipelines: ZeRO stage 1 on two ranks.
+        // With one pipeline stage, two ranks form two pipelines, which is ZeRO stage 1 on two ranks.
         let output = command(dir.path(), ranks, &json!({"stages": 1}), &[]).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
         (results(dir.path()).0, weights(dir.path()))

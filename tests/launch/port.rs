@@ -144,7 +144,7 @@ fn random(state: &mut u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// A port that forwards to another port and records the data.
+/// A port that forwards connections to another port and records the data that is sent there.
 struct Tapped {
     port: u16,
     heard: Arc<Mutex<Vec<u8>>>,
@@ -181,15 +181,15 @@ impl Tapped {
     }
 }
 
-/// Returns the message of a host that belongs to the job, except for the fields in `change`.
+/// Returns the `Hello` message `from` of a host in the job, with the fields in `change` replaced.
 fn hello(from: &[u8], change: &Value) -> Vec<u8> {
     let mut hello: Value = serde_json::from_slice(from).unwrap();
     hello["Hello"].as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
     [serde_json::to_vec(&hello).unwrap(), b"\n".to_vec()].concat()
 }
 
-/// Acts as a stranger at the port, in a way chosen by `state`. `own` contains the lines of a host of the job. If the
-/// connection is returned, it stays open.
+/// Acts as a stranger at the port, in a way chosen by `state`. `own` contains the lines of a host in the job, and
+/// `sealed` states whether the job has a secret. If the connection is returned, it stays open.
 fn strange(port: u16, own: &[Vec<u8>], sealed: bool, state: &mut u64) -> Option<TcpStream> {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
     stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
@@ -263,7 +263,7 @@ impl Pair {
     }
 
     fn launcher(&self, node: usize, port: u16) -> Child {
-        // Started without `env`, so that the process ID is the launcher's from the beginning.
+        // The launcher is started without `env`, so that the process ID is its own from the beginning.
         let mut command = Command::new(launcher());
         command.args(["--nnodes", "2", "--node_rank", &node.to_string(), "--master_addr", "127.0.0.1"]);
         command.args(["--master_port", &port.to_string(), "--max_restarts", "2"]).arg(&self.script);

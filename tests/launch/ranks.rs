@@ -108,7 +108,8 @@ fn a_redrawn_progress_line_becomes_its_last_state_in_a_file() {
 #[test]
 fn the_first_failure_gives_the_exit_code_and_all_others_are_stopped_within_5_seconds() {
     let dir = tempfile::tempdir().unwrap();
-    // Rank 0 and its helper sleep, rank 1 fails, rank 2 ignores SIGTERM, rank 3 leaves by itself, rank 4 is done.
+    // Rank 0 and its helper sleep, rank 1 fails, rank 2 ignores SIGTERM, rank 3 ends by itself, and rank 4 is already
+    // done.
     let script = format!(
         "case $RANK in\n\
          1) while [ $(ls $DIR/pid.* 2>/dev/null | wc -l) -lt 3 ]; do sleep 0.02; done\n\
@@ -280,7 +281,7 @@ fn as_a_rank() {
         return;
     }
     if role == "fails" && env.rank == 1 {
-        // Like a crash, without a message to the others.
+        // The rank ends as in a crash, without a message to the others.
         rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
     }
     let Err(error) = communicator.barrier().wait() else { return };

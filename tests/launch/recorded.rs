@@ -23,7 +23,7 @@ fn recorded_command_lines_that_are_wrong_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         program(dir.path(), "t.py", "touch started");
         let output = zerorun().args(words(&case["input"]["argv"])).current_dir(dir.path()).output().unwrap();
-        // Like Python's SystemExit for an invalid command line.
+        // Python also ends with this code if the command line is invalid.
         assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(2), ""), "{id}: {}", stderr(&output));
         assert!(!dir.path().join("started").exists(), "{id}");
     }

@@ -55,7 +55,8 @@ impl Script {
     }
 }
 
-/// Returns the messages of `zerorun` itself, without the warning about too few cores and without times.
+/// Returns the messages of `zerorun` itself, without the warning about too few cores. "T" replaces the time until the
+/// failure.
 fn told(output: &Output) -> Vec<String> {
     let errors = stderr(output);
     let own = errors.lines().filter(|line| line.starts_with("zerorun: ") && !line.contains("warning"));
@@ -180,7 +181,7 @@ fn there_are_never_fewer_ranks_than_allowed() {
     assert!(stderr(&output).matches("warning").count() <= 1, "{}", stderr(&output));
 }
 
-/// Waits for a line on the launcher's stderr, and returns the reader for what follows.
+/// Waits for a line with `words` on the launcher's stderr, and returns the reader for the lines that follow.
 fn read_until(stderr: impl Read, words: &str) -> impl BufRead {
     let mut reader = BufReader::new(stderr);
     let mut line = String::new();
@@ -196,7 +197,7 @@ fn an_interrupt_between_two_starts_ends_the_job_at_once() {
     let script = Script::new("exit 3");
     let mut child = start(&mut script.command("--max_restarts 9"));
     let mut errors = read_until(child.stderr.take().unwrap(), "restart 5 of 9 with 1 rank in 3.2 s");
-    // Between two starts there is no process to which a program-specific signal could be passed on.
+    // Between two starts, there is no process to which a program-specific signal could be passed on.
     send(Signal::USR1, &child);
     send(Signal::INT, &child);
     let sent = Instant::now();

@@ -129,7 +129,7 @@ fn the_generated_package_can_be_looked_at() {
     assert!(!dir.path().join("cache/target").exists(), "nothing is built");
 }
 
-/// Compiles Candle, which takes minutes, so it runs only on demand.
+/// Compiles Candle, which takes minutes; therefore, this test runs only on demand.
 #[test]
 fn a_script_without_manifest_gets_candle_and_this_library() {
     if std::env::var_os("CANDLE_ZERO_SLOW_TESTS").is_none() {

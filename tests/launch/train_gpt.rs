@@ -132,7 +132,7 @@ fn metrics_have_a_line_for_each_step_and_a_summary_and_the_global_batch_decides_
         if ranks == 1 {
             of_one_rank = losses;
         } else {
-            // The same samples form a step. Only the order in which they are summed differs.
+            // A step has the same samples for any number of ranks. Only the order in which they are summed differs.
             let far = of_one_rank.iter().zip(&losses).find(|(a, b)| (*a - *b).abs() > 1e-4);
             assert_eq!(far, None, "{ranks} ranks");
         }
@@ -354,7 +354,7 @@ fn zerorun_builds_the_example_and_a_second_start_compiles_nothing() {
     let folder = Folder::new(1);
     let start = || {
         let mut command = zerorun();
-        // These are the build settings of this test run, so that its build results are reused.
+        // The command gets the build settings of this test run, so that the build results are reused.
         for name in ["CARGO_TARGET_DIR", "RUSTFLAGS"] {
             command.envs(std::env::var_os(name).map(|value| (name, value)));
         }

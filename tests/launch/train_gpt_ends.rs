@@ -46,7 +46,7 @@ fn a_run_that_never_trains_is_told_and_is_no_success() {
         stderr(&output)
     );
     assert_eq!(folder.losses().len(), 19);
-    // A dynamic scale, which is printed with its new value.
+    // If the scale is dynamic, its new value is printed.
     folder.change(&json!({"fp16": {"enabled": true, "initial_scale_power": 32, "hysteresis": 1}}));
     let output = folder.train(1, &["--steps", "1"]);
     let errors = stderr(&output);

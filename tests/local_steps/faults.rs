@@ -70,7 +70,8 @@ fn an_island_that_cannot_save_is_an_error_on_all_ranks_and_training_continues() 
     assert_eq!(std::fs::read_to_string(dir.path().join("island_1")).unwrap(), "in the way");
 }
 
-/// Trains for 4 steps in fp16 with an overflow on island 0 in step `bad`, and a background save after step 1.
+/// Trains for 4 steps in fp16 with an overflow on island 0 in step `bad`, and a background save after step 1. Returns
+/// whether each step was applied, for each rank.
 fn with_overflow(dir: &Path, window: usize, bad: usize, check: bool) -> Vec<Vec<bool>> {
     on_ranks(2, |comm| {
         let rank = comm.rank();
@@ -132,7 +133,7 @@ fn checkpoints_of_different_saves_are_not_mixed() {
     save(2);
     copy(&dir.path().join("last"), &dir.path().join("kept"));
     save(4);
-    // As if the job had died before island 0 published its checkpoint.
+    // This is the state after a job that died before island 0 published its checkpoint.
     std::fs::remove_dir_all(dir.path().join("last")).unwrap();
     copy(&dir.path().join("kept"), &dir.path().join("last"));
     let refused = on_ranks(2, |comm| {

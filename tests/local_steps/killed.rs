@@ -213,7 +213,7 @@ fn two_islands_that_are_killed_and_one_that_comes_later_join_without_stopping_th
 }
 
 #[test]
-#[ignore = "takes minutes: a campaign of 20 random kills"]
+#[ignore = "takes several minutes: 20 random kills"]
 fn random_kills_hang_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();

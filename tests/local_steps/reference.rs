@@ -1,5 +1,5 @@
-//! The outer step matches a reference recorded with PyTorch (scripts/record_local_steps.py) and, with settings for
-//! which local steps are equivalent to stage 0, stage 0.
+//! The outer step matches a reference recorded with PyTorch (scripts/record_local_steps.py). With settings for which
+//! local steps are equivalent to stage 0, it matches stage 0.
 
 use super::{BATCH, Model, batch, config, engine, on_ranks, train, weights};
 use candle_core::Device;

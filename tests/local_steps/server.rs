@@ -156,7 +156,7 @@ impl Directed {
         self.answers.recv().unwrap()
     }
 
-    /// Waits until the island trains, and returns its step and its slot.
+    /// Waits until the island is ready to train, and returns its step and its slot.
     fn ready(&self) -> (u64, usize) {
         match self.answer() {
             Answer::Ready { step, slot } => (step, slot),
@@ -234,7 +234,7 @@ fn direct(
                 tell(ready(&engine));
             }
             Order::Die => {
-                // After an error that leaves it out of step, a rank does not announce its end.
+                // A rank does not announce its end after an error that leaves it out of step.
                 let bad = candle_core::Tensor::new(f32::NAN, &Device::Cpu)?;
                 let loss = engine.forward(|model| model.loss(&batch(1, slot, (0, 1)))?.add(&bad))?;
                 assert!(engine.backward(&loss).is_err());
@@ -353,7 +353,7 @@ fn a_replayed_run_has_the_same_bits() {
         eventful(&server, true)
     };
     assert!(found == expected);
-    // The same exchanges, with the same members, samples and weights.
+    // Both records have the same exchanges, with the same members, samples and weights.
     let rounds = |path: &Path| -> Vec<String> {
         let text = std::fs::read_to_string(path).unwrap();
         text.lines().filter(|line| line.contains(r#""event":"round""#)).map(str::to_string).collect()

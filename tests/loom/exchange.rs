@@ -67,8 +67,8 @@ fn wait_for(pieces: &PieceSlots, peer: usize, spin_limits: SpinLimits) -> Result
     if pieces.spin_for(peer, spin_limits) { Ok(()) } else { pieces.sleep_for(peer, || None) }
 }
 
-/// Publishes piece `k`, and waits for every peer's piece: first reads each header as its piece arrives, as the check of
-/// headers does, then the bytes of all pieces.
+/// Publishes piece `k`, and waits for every peer's piece. Reads each header when its piece arrives, as the check of
+/// headers does, and then the bytes of all pieces.
 fn exchange(pieces: &mut PieceSlots, k: u64, spin_limits: SpinLimits) -> Result<(), PeerFailure> {
     let rank = pieces.rank();
     pieces.publish([k], 1, |slot| slot[0] = byte(rank, k));
@@ -91,7 +91,7 @@ fn all_exchange(region: Arc<SharedMemoryRegion>, rank: usize, count: u64, spin_l
     }
 }
 
-/// Three pieces, the third of which uses the slot of the first.
+/// The ranks exchange three pieces, the third of which uses the slot of the first.
 #[test]
 fn two_ranks_see_each_others_pieces_in_every_order() {
     in_every_order(
@@ -138,7 +138,7 @@ fn a_rank_that_waits_is_told_why_its_peer_gave_up() {
     );
 }
 
-/// A piece that can be completed is completed.
+/// An exchange succeeds if all its pieces have been published.
 #[test]
 fn a_piece_arrives_although_its_rank_leaves_right_after_it() {
     in_every_order(

@@ -34,7 +34,7 @@ pub enum PoolPlant {
     RelaxedWait,
     /// Closing does not take away the free places for helpers.
     PlacesStay,
-    /// No order between `state` and `asleep`.
+    /// There is no order between `state` and `asleep`.
     NoTotalOrder,
     /// No helper is woken.
     NoWakeUp,

@@ -35,7 +35,7 @@ pub enum Plant {
     PublicationBeforeData,
     /// Both of a rank's slots are the same slot.
     OneSlot,
-    /// No order between `published` and `sleepers`.
+    /// There is no order between `published` and `sleepers`.
     NoTotalOrder,
     /// Stores of `state` are relaxed.
     RelaxedState,

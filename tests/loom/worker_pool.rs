@@ -147,7 +147,7 @@ impl Job {
 fn run_jobs(helpers: usize, parts: &[usize]) {
     let pool = Pool::new();
     let jobs: Vec<_> = parts.iter().zip(1..).map(|(parts, value)| Job::new(*parts, value)).collect();
-    // Kept until all threads have ended.
+    // The jobs are kept until all threads have ended.
     let kept = jobs.clone();
     for job in &jobs {
         pool.run(helpers, &|| job.work());
@@ -177,7 +177,7 @@ fn helpers_that_sleep_are_woken_for_each_job() {
     in_every_order(2, SLEEPS, || run_jobs(2, &[2, 1]));
 }
 
-/// Two helpers, and a second job that only one of them may enter.
+/// There are two helpers, and only one of them may enter the second job.
 #[test]
 fn no_more_helpers_enter_than_the_job_has_places() {
     in_every_order(1, SLEEPS, || {
@@ -198,7 +198,7 @@ fn no_more_helpers_enter_than_the_job_has_places() {
     });
 }
 
-/// Two places, and whichever helper is first could take both.
+/// Each job has two places, and the first helper could take both.
 #[test]
 fn no_helper_enters_a_job_twice() {
     in_every_order(1, SLEEPS, || {
@@ -217,7 +217,7 @@ fn no_helper_enters_a_job_twice() {
     });
 }
 
-/// Two callers at the same time: one may have no helper.
+/// Two callers run jobs at the same time, so one of them may have no helper.
 #[test]
 fn each_of_two_callers_gets_its_own_parts_done() {
     in_every_order(3, LOOKS_ON, || {

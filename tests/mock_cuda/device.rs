@@ -11,7 +11,7 @@ use sys::{CUdeviceptr, CUfunction, CUstream};
 
 type Count = unsafe extern "C" fn(i32) -> usize;
 
-/// Returns a function that only the mock has.
+/// Returns a function that only the mock has, or `None` if the driver is not the mock.
 fn count(name: &str) -> Option<Count> {
     let program = libloading::os::unix::Library::this();
     // SAFETY: the mock's functions with these names have this type.
@@ -27,7 +27,7 @@ fn name_of(error: DriverError) -> String {
     error.error_name().unwrap().to_str().unwrap().into()
 }
 
-/// Returns the file of the kernels in this folder, compiled once by the mock's nvcc for this process and its children.
+/// Returns the path of this folder's kernels, which the mock's nvcc compiles once for this process and its children.
 pub fn ptx() -> &'static Path {
     static PTX: OnceLock<PathBuf> = OnceLock::new();
     PTX.get_or_init(|| {

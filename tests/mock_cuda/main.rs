@@ -256,7 +256,7 @@ fn a_device_has_no_more_memory_than_it_is_given_and_counts_what_lives() {
         let third = device.try_alloc(stream, 128 << 10);
         return answer((second.unwrap_err(), before, third.is_ok(), device.counted()));
     }
-    // 1 MiB: 192 Ki floats are 768 KiB, 128 Ki floats 512 KiB.
+    // The device has 1 MiB. 192 Ki floats take 768 KiB, and 128 Ki floats take 512 KiB.
     let name = "a_device_has_no_more_memory_than_it_is_given_and_counts_what_lives";
     assert_eq!(
         answer_of(&child(name, "", 0, &[("MOCK_CUDA_MEMORY", "1048576")])),
@@ -272,7 +272,7 @@ fn barriers_and_shuffles_give_the_sum_in_every_order_of_threads() {
     if role().is_some() {
         let device = Device::new(0);
         let stream = device.stream();
-        // Small integers: their sums are exact.
+        // The sums of these small integers are exact.
         let values: Vec<f32> = (0..1024u16).map(|i| f32::from(i % 37)).collect();
         let (values, sums) = (device.filled(stream, &values), device.alloc(stream, 4));
         let mut all = Vec::new();
@@ -332,7 +332,7 @@ fn a_call_without_a_stand_in_says_its_name() {
         return;
     }
     if role().is_some() {
-        // SAFETY: it ends the process before it reads its arguments.
+        // SAFETY: the call ends the process before it reads its arguments.
         unsafe { candle_core::cuda_backend::cudarc::driver::sys::cuGraphDestroy(std::ptr::null_mut()) };
     }
     insta::assert_snapshot!(

@@ -127,29 +127,29 @@ impl Rank {
 
     /// Sums `input` over all ranks.
     fn sum(&self, input: CUdeviceptr, output: CUdeviceptr, len: usize) {
-        // SAFETY: as many elements as the buffers have.
+        // SAFETY: the buffers have this many elements.
         assert_eq!(unsafe { (nccl().all_reduce)(input, output, len, F32, SUM, self.comm, self.wire) }, 0);
     }
 
     fn run(&self, collective: Collective, input: CUdeviceptr, output: CUdeviceptr, count: usize) {
-        // SAFETY: as many elements as the buffers have.
+        // SAFETY: the buffers have this many elements.
         assert_eq!(unsafe { collective(input, output, count, F32, self.comm, self.wire) }, 0);
     }
 
     fn asynchronous_error(&self) -> c_int {
         let mut error = -1;
-        // SAFETY: a live communicator.
+        // SAFETY: the communicator is live.
         assert_eq!(unsafe { (nccl().asynchronous_error)(self.comm, &mut error) }, 0);
         error
     }
 
     fn abort(&self) {
-        // SAFETY: a live communicator, which is not used after this.
+        // SAFETY: the communicator is live, and is not used after this.
         assert_eq!(unsafe { (nccl().abort)(self.comm) }, 0);
     }
 
     fn leave(self) {
-        // SAFETY: a live communicator, which is not used after this.
+        // SAFETY: the communicator is live, and is not used after this.
         assert_eq!(unsafe { (nccl().destroy)(self.comm) }, 0);
     }
 }
@@ -178,19 +178,19 @@ fn collectives_of_threads_give_what_their_names_say() {
             let sum = rank.filled(&[0.0; 3]);
             rank.sum(own, sum, 3);
             let summed = rank.read(sum, 3);
-            // In place.
+            // A sum can also be computed in place.
             rank.sum(own, own, 3);
             assert_eq!(rank.read(own, 3), summed);
             let parts = rank.filled(&(0..2 * n).map(|i| r + i as f32).collect::<Vec<_>>());
             let part = rank.filled(&[0.0; 2]);
-            // SAFETY: as many elements as the buffers have.
+            // SAFETY: the buffers have this many elements.
             unsafe { (nccl().reduce_scatter)(parts, part, 2, F32, SUM, rank.comm, rank.wire) };
             let scattered = rank.read(part, 2);
             let swapped = rank.filled(&vec![0.0; 2 * n]);
             rank.run(nccl().all_to_all, parts, swapped, 2);
             let swapped = rank.read(swapped, 2 * n);
             let root = (n - 1) as c_int;
-            // SAFETY: as many elements as the buffers have.
+            // SAFETY: the buffers have this many elements.
             unsafe { (nccl().broadcast)(parts, part, 2, F32, root, rank.comm, rank.wire) };
             let broadcast = rank.read(part, 2);
             rank.leave();
@@ -216,9 +216,9 @@ fn messages_of_a_group_pass_one_another() {
     let received = on_ranks(3, |rank| {
         let (mine, theirs) = (rank.filled(&[rank.rank as f32; 5]), rank.filled(&[0.0; 5]));
         let (next, before) = ((rank.rank + 1) % 3, (rank.rank + 2) % 3);
-        // Twice: messages between two ranks arrive in order.
+        // The messages are sent twice, because messages between two ranks must arrive in order.
         for _ in 0..2 {
-            // SAFETY: as many elements as the buffers have.
+            // SAFETY: the buffers have this many elements.
             unsafe {
                 (nccl().group_start)();
                 (nccl().receive)(theirs, 5, F32, before as c_int, rank.comm, rank.wire);
@@ -250,7 +250,7 @@ fn calls_that_do_not_block_reach_the_stream_when_the_library_says_so() {
         let (compute, wire) = (device.stream(), device.stream());
         let rank = Rank { rank, device, comm, compute, wire };
         let values = rank.filled(&[1.0; 4]);
-        // SAFETY: as many elements as the buffer has.
+        // SAFETY: the buffer has this many elements.
         let sum = || unsafe { (nccl().all_reduce)(values, values, 4, F32, SUM, rank.comm, rank.wire) };
         let wait = || {
             let mut turns = 0;
@@ -338,7 +338,7 @@ fn different_collectives_hang_are_named_and_end_by_an_abort() {
             std::thread::scope(|scope| {
                 scope.spawn(move || {
                     std::thread::sleep(Duration::from_secs(2));
-                    // SAFETY: a live communicator, which is not used after this.
+                    // SAFETY: the communicator is live, and is not used after this.
                     unsafe { (nccl().abort)(comm as Comm) };
                 });
                 rank.device.wait(rank.wire);

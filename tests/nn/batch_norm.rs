@@ -78,8 +78,8 @@ fn sgd(stage: u8, more: Value) -> Value {
     config
 }
 
-/// Returns the mean losses of four steps in which each rank has its part of the images, and writes the weights and
-/// statistics to `file`.
+/// Returns the mean loss of each of four steps in which each rank has its part of the images, and writes the weights
+/// and statistics to `file`.
 fn train(world: usize, stage: u8, sync: bool, recompute: bool, file: &Path) -> Vec<f32> {
     let losses = threads::run(world, |comm| {
         let rank = comm.rank();

@@ -33,7 +33,7 @@ pub(super) type Function = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
 pub(super) struct Case {
     pub name: String,
-    /// Shapes of the differentiable arguments.
+    /// The shapes of the differentiable arguments.
     pub shapes: Vec<Vec<usize>>,
     pub layer: Function,
     pub composed: Function,
@@ -123,7 +123,7 @@ fn finite_differences(gpu: &Device, case: &Case) {
         |args: &[Tensor]| flat(&(case.layer)(args).unwrap()).iter().zip(&weights).map(|(y, w)| y * w).sum::<f64>();
     for (a, grad) in grads.iter().enumerate() {
         let (grad, data) = (flat(grad), flat(&args[a]));
-        // A few elements of each argument.
+        // A few elements of each argument are checked.
         for i in (0..data.len()).step_by(data.len().div_ceil(4).max(1)) {
             let shifted = |by: f32| {
                 let mut data: Vec<f32> = data.iter().map(|x| *x as f32).collect();
@@ -179,7 +179,7 @@ fn activations_and_gates_are_those_of_the_formulas_with_their_slopes() {
 fn a_gradient_that_comes_in_parts_is_their_sum() {
     let Some(gpu) = gpu_for(a_gradient_that_comes_in_parts_is_their_sum) else { return };
     for (dtype, tolerance) in [(DType::F32, 4e-6), (DType::BF16, 0.04)] {
-        // Parts from layers and from Candle's operations, in any order, with one unused result.
+        // The parts come from layers and from Candle's operations, in any order, and one result is unused.
         let function = |silu: fn(&Tensor) -> Result<Tensor>, gelu: fn(&Tensor) -> Result<Tensor>| -> Function {
             Box::new(move |a| {
                 let h = silu(&a[0])?;
@@ -325,7 +325,7 @@ fn looked_up_rows_give_their_gradients_in_a_fixed_order() {
         ));
     }
     check(&gpu, cases);
-    // An f32 table in a 16-bit model; a padding row; a table that is also the output projection.
+    // Further cases are an f32 table in a 16-bit model, a padding row, and a table that is also the output projection.
     let (at, table) = (ids(&[3, 17], 11, &gpu), tensor(&[12, 7], 1, DType::F32).to_device(&gpu).unwrap());
     let low: Function = Box::new(move |a| nn::embedding_in(&at, &a[0], DType::BF16));
     let (y, grads) = run(&low, std::slice::from_ref(&table));
@@ -462,7 +462,7 @@ fn rows_that_do_not_count_have_no_loss_and_no_gradient() {
 fn an_empty_batch_has_an_empty_result() {
     let Some(gpu) = gpu_for(an_empty_batch_has_an_empty_result) else { return };
     let on = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &gpu).unwrap();
-    // Empty views of larger tensors, because a driver may refuse to allocate zero bytes.
+    // These are empty views of larger tensors, because a driver may refuse to allocate zero bytes.
     let (x, weight) = (on(&[2, 3, 8]).narrow(0, 1, 0).unwrap(), on(&[8]));
     let rotary = Rotary::new(4, 8, 10_000.0).unwrap();
     let no_ids = Tensor::zeros((2, 3), DType::U32, &gpu).unwrap().narrow(0, 1, 0).unwrap();
@@ -521,7 +521,7 @@ fn linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes() 
             move |a| composed::linear_then(&a[0], &a[1], Some(&a[2]), layout, then(activation, &a[3])),
         ));
         let alone = LinearEpilogue { activation, residual: None };
-        // One weight is used twice: before the activation, and with its result.
+        // One weight is used twice: before the activation, and on the activation's result.
         cases.push(case(
             format!("linear_then twice {activation:?} {layout:?}"),
             &[&[2, 3, 4], &[4, 4]],

@@ -26,7 +26,8 @@ fn the_share_of_p_is_dropped_and_the_mean_stays() {
             let dropped = y.iter().filter(|y| **y == 0.0).count() as f64 / y.len() as f64;
             let mean = y.iter().map(|y| f64::from(*y)).sum::<f64>() / y.len() as f64;
             let p = f64::from(p);
-            // Four standard deviations of the dropped share; the kept value is rounded to the dtype.
+            // The tolerance is four standard deviations of the dropped share. In addition, the kept value is rounded to
+            // the dtype.
             let spread = 4.0 * (p * (1.0 - p) / y.len() as f64).sqrt();
             assert!((dropped - p).abs() < spread, "{dtype:?} {p}: {dropped}");
             assert!((mean - 1.0).abs() < spread / (1.0 - p) + 4e-3, "{dtype:?} {p}: {mean}");
@@ -185,7 +186,7 @@ fn every_layer_micro_step_and_rank_draws_its_own_mask_and_a_rerun_the_same() {
     assert_eq!(masks.len(), WORLD * 4 * 2);
     for (i, mask) in masks.iter().enumerate() {
         assert!(mask.iter().all(|x| *x == 0.0 || *x == 2.0));
-        // Each mask is 64 fair draws, so two masks do not agree by chance.
+        // Each mask consists of 64 fair draws, so two masks do not agree by chance.
         assert!(masks[..i].iter().all(|other| other != mask), "mask {i} was drawn twice");
     }
     assert!(masks == run());

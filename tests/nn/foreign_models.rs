@@ -135,8 +135,8 @@ fn a_model_whose_graph_is_cut_is_refused_with_the_names_of_its_parameters() {
     }
 }
 
-/// Returns the error of the first step of a model whose norms are frozen. A user who mistakes the listed parameters,
-/// which have no gradient, for the cause may freeze them.
+/// Returns the error of the first step of a model in which only some parameters are trained. A user may freeze the
+/// others after mistaking parameters without a gradient for the cause of an error.
 fn first_error<M>(
     stage: u8,
     build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,

@@ -21,7 +21,7 @@ fn likeliest(logits: &[f32]) -> u32 {
     (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best }) as u32
 }
 
-/// Returns the largest difference, relative to the largest number.
+/// Returns the largest difference, relative to the largest number in `want`.
 fn far(got: &[f32], want: &[f32]) -> f32 {
     let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0f32, |most, x| most.max(x.abs()));
     assert_eq!(got.len(), want.len());
@@ -95,7 +95,7 @@ fn a_session_goes_back_to_any_of_its_tokens() {
     gpt.extend(&mut session, &text[..8]).unwrap();
     let want = gpt.extend(&mut session, &[3]).unwrap();
     for others in [3, 11] {
-        // Within the context, and beyond it.
+        // 3 more tokens stay within the context, and 11 go beyond it.
         gpt.extend(&mut session, &text[9..9 + others]).unwrap();
         session.truncate(8);
         assert_eq!(session.tokens(), &text[..8]);

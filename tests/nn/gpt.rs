@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 /// The parameters that a model requested: (name, shape, hint), in order.
 pub type Asked = Arc<Mutex<Vec<(String, Vec<usize>, Init)>>>;
 
-/// Variables by name; records what is requested.
+/// A backend with variables by name, which records the parameters that are requested.
 struct Vars {
     vars: HashMap<String, Var>,
     asked: Asked,
@@ -206,8 +206,8 @@ fn gradients_arrive_once_and_layer_by_layer_from_the_last() {
     let gpt = Gpt::new(&config, VarBuilder::from_tensors(tensors.collect(), DType::F32, &Device::Cpu)).unwrap();
     let (inputs, targets) = batch(0, 1, 128);
     gpt.loss(&inputs, &targets).unwrap().backward().unwrap();
-    // In the order of the backward pass: blocks from last to first, and likewise the layers of a block; in a layer, the
-    // bias comes before the weight.
+    // Gradients arrive in the order of the backward pass: blocks from last to first, and likewise the layers of a
+    // block; in a layer, the bias comes before the weight.
     let mut want: Vec<String> = vec!["ln_f.bias".into(), "ln_f.weight".into()];
     for i in (0..4).rev() {
         for layer in ["mlp.c_proj", "mlp.c_fc", "ln_2", "attn.c_proj", "attn.c_attn", "ln_1"] {

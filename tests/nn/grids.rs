@@ -1,5 +1,6 @@
-//! Convolution along one axis, pooling, resampling, scattering and products of batches: compared with Candle's
-//! operations whose gradients are correct, finite differences (`layers`), and values that PyTorch computed in f64.
+//! Convolution along one axis, pooling, resampling, scattering and products of batches. They are compared with Candle's
+//! operations whose gradients are correct, with finite differences (`layers`), and with values that PyTorch computed in
+//! f64.
 
 use super::layers::{Case, case, close, flat, rounding_on_the_way, tensor};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
@@ -28,7 +29,7 @@ pub fn cases() -> Vec<Case> {
         let what = format!("conv1d {x:?} {w:?} {padding} {stride} {dilation} {groups}");
         all.push(case(what.clone(), &[&x, &w], layer, layer));
         all.push(case(format!("{what} with bias"), &[&x, &w, &w[..1]], layer, layer));
-        // Views with a different layout.
+        // The input is a view with a different layout.
         let turned = [x[1], x[2], x[0]];
         let viewed = move |a: &[Tensor]| layer(&[a[0].permute((2, 0, 1))?, a[1].clone()]);
         all.push(case(format!("{what} of a view"), &[&turned, &w], viewed, viewed));
@@ -75,7 +76,8 @@ pub fn cases() -> Vec<Case> {
         }
     }
     for (to, from, dim, values) in [
-        // Positions that occur twice; a narrower source; a source longer than the axis; a position that is ignored.
+        // In this order: positions that occur twice, a narrower source, a source longer than the axis, and a position
+        // that is ignored.
         (vec![4, 3], vec![2, 3], 0, vec![0, 2, 1, 2, 0, 1]),
         (vec![3, 5], vec![2, 2], 1, vec![0, 0, 4, 1]),
         (vec![2, 3, 2], vec![2, 5, 2], 1, (0..20).map(|i| i * 7 % 3).collect()),

@@ -113,7 +113,7 @@ fn what_a_cache_cannot_take_up_is_refused_and_changes_nothing() {
     let qkv = numbers(1, 8, 3 * 8, 1);
     let mut cache = KeyValueCache::new(8);
     cache.causal_attention(&qkv.narrow(1, 0, 6).unwrap(), 2).unwrap();
-    // Only the first line of the error: a backtrace may follow.
+    // This is only the first line of the error, because a backtrace may follow.
     let text = |cache: &mut KeyValueCache, qkv: &Tensor, heads| {
         cache.causal_attention(qkv, heads).unwrap_err().to_string().lines().next().unwrap_or_default().to_string()
     };

@@ -1,5 +1,5 @@
-//! Every layer op: values and gradients compared with the same function composed of Candle's ops in f64, and gradients
-//! compared with finite differences of the op itself.
+//! Tests of every layer op: values and gradients are compared with the same function composed of Candle's ops in f64,
+//! and gradients are also compared with finite differences of the op itself.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_zero::nn::{
@@ -27,7 +27,7 @@ type Function = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
 pub struct Case {
     name: String,
-    /// Shapes of the differentiable arguments.
+    /// The shapes of the differentiable arguments.
     shapes: Vec<Vec<usize>>,
     op: Function,
     composed: Function,
@@ -98,7 +98,7 @@ fn cases() -> Vec<Case> {
             |a| composed::layer_norm(&a[0], &a[1], &a[2], 1e-5),
         ));
     }
-    // Scaled, so that both tails and the bend between them occur.
+    // The input is scaled so that both tails and the bend between them occur.
     all.push(case(
         "gelu_tanh",
         &[&[3, 1501]],
@@ -255,7 +255,7 @@ fn cases_of_fine_tuning() -> Vec<Case> {
     all.push(case("exact_gelu_gated", &shape, gated, |a| composed::exact_gelu_gated(&a[0], &a[1])));
     let wide = |a: &[Tensor]| a[0].affine(4.0, 0.0);
     all.push(case("gelu", &shape[..1], move |a| nn::gelu(&wide(a)?), move |a| composed::gelu(&wide(a)?)));
-    // A factor that every dtype can represent.
+    // Every dtype can represent this factor.
     all.push(case("scaled", &shape[..1], |a| nn::scaled(&a[0], 5.5), |a| &a[0] * 5.5));
     let turned = packed.positions().iter().map(|position| *position as usize).collect::<Vec<_>>();
     let rotary = nn::Rotary::from_frequencies(40, vec![1.0, 0.3, 0.02]).unwrap();
@@ -325,7 +325,8 @@ pub fn close(got: &[f64], want: &[f64], relative: f64, absolute: f64, what: &str
 fn compare(dtype: DType, composed_tolerance: f64, relative: f64, absolute: f64) {
     for case in cases() {
         let args: Vec<Tensor> = (0..).zip(&case.shapes).map(|(i, s)| tensor(s, i, dtype)).collect();
-        // Relative to the largest element: intermediate values are as large as that, and errors add up.
+        // This tolerance is relative to the largest element, because intermediate values are as large as that and
+        // errors add up.
         let absolute = if case.rounds_on_the_way && dtype != DType::F32 { 4.0 * relative } else { absolute };
         let args_f64: Vec<Tensor> = args.iter().map(|a| a.to_dtype(DType::F64).unwrap()).collect();
         let (y, grads) = run(&case.op, &args);
@@ -345,7 +346,7 @@ fn f32_values_and_gradients_are_those_of_f64_up_to_rounding() {
     compare(DType::F32, 1e-5, 1e-6, 4e-6);
 }
 
-// The tolerances: one rounding, at most 2^-8 of the value in bf16 and 2^-11 in f16, and the errors of f32 sums.
+// The tolerances allow one rounding, at most 2^-8 of the value in bf16 and 2^-11 in f16, and the errors of f32 sums.
 // (Scaling some arguments by powers of two does not round.)
 
 #[test]
@@ -375,7 +376,7 @@ fn gradients_are_the_slopes_of_the_values() {
         for (a, grad) in grads.iter().enumerate() {
             let largest = grad.iter().fold(0.05f64, |m, x| m.max(x.abs()));
             let data: Vec<f32> = args[a].flatten_all().unwrap().to_vec1().unwrap();
-            // Evenly spaced elements of large arguments, all elements of small ones.
+            // Evenly spaced elements of large arguments are checked, and all elements of small ones.
             for i in (0..data.len()).step_by(data.len().div_ceil(40)) {
                 let shifted = |by: f32| {
                     let mut data = data.clone();
@@ -441,7 +442,7 @@ fn weighed(args: &[&Tensor], c: &Tensor, function: impl Fn(&[Var]) -> Tensor) ->
     (y.detach(), args.iter().map(|arg| grads.remove(arg).unwrap()).collect())
 }
 
-/// Returns a tensor's values in `dtype`, widened.
+/// Returns a tensor's values, rounded to `dtype`, as f32.
 fn rounded(t: &Tensor, dtype: DType) -> Vec<f32> {
     t.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }

@@ -74,7 +74,7 @@ fn numbers(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// Returns the largest difference, relative to the largest value.
+/// Returns the largest difference, relative to the largest value in `want`.
 fn far(got: &Tensor, want: &Tensor) -> f64 {
     assert_eq!(got.dims(), want.dims());
     let (got, want) = (numbers(got), numbers(want));

@@ -139,7 +139,7 @@ fn half_gradients_are_summed_in_f32() {
 
 #[test]
 fn the_loss_gradient_is_multiplied_by_the_f32_scale_before_rounding() {
-    // f16 cannot represent this loss scale divided by three micro batches.
+    // f16 cannot represent this number, a loss scale that is divided by three micro batches.
     let scale = 65536.0 / 3.0f32;
     for (dtype, precision) in [(DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
         let logits = tensor(&[2, 7], 5).to_dtype(dtype).unwrap();
@@ -255,7 +255,7 @@ fn losses_over_a_divisor_add_up_to_the_mean_of_the_whole_batch() {
     let h = tensor(&[6, 5], 3);
     let targets = [-100i64, 3, -100, 0, 4, -100];
     let whole = head(&h, &targets, None).unwrap();
-    // Three parts, the last of which has no target.
+    // The batch has three parts, the last of which has no target.
     let parts = [0..2, 2..5, 5..6].map(|rows: std::ops::Range<usize>| {
         head(&h.narrow(0, rows.start, rows.len()).unwrap(), &targets[rows], Some(3.0)).unwrap()
     });

@@ -67,7 +67,7 @@ fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
     insta::assert_snapshot!(name(refusal(&file)), @"cannot offload to FOLDER/file: it is a file; nvme_path must name a folder");
     insta::assert_snapshot!(name(refusal(&file.join("below"))), @"cannot offload to FOLDER/file/below: Not a directory (os error 20); correct nvme_path");
     assert_eq!(std::fs::read(&file).unwrap(), b"mine");
-    // A file system in which no one can create files, whatever the permission bits are.
+    // This is a file system in which no one can create files, whatever the permission bits are.
     let text = refusal(Path::new("/sys")).replace("it is read-only for this user", "permission denied");
     insta::assert_snapshot!(text, @"cannot offload to /sys: no file can be created in it: permission denied; use a writable folder");
 }
@@ -81,7 +81,7 @@ fn a_folder_belongs_to_one_job_at_a_time() {
     let text = refusal(folder.path()).replace(folder.path().to_str().unwrap(), "FOLDER");
     let text = text.replace(&format!("process {}", std::process::id()), "process PID");
     insta::assert_snapshot!(text, @"cannot offload to FOLDER: a running job already uses it (process PID); give each job its own folder as nvme_path, or stop the other one");
-    // The same folder under another name.
+    // The folder is also recognized under another name.
     let link = folder.path().with_extension("link");
     std::os::unix::fs::symlink(folder.path(), &link).unwrap();
     let text = refusal(&link);
@@ -213,7 +213,8 @@ fn too_small(at: &Path, other: &Path) -> Value {
     })
 }
 
-/// Fills the file system of `at` once space is reserved for the files of an engine.
+/// Trains after filling the file system of `at`, in which space is already reserved for the engine's files. Returns the
+/// steps, or the error, for each kind of access, with and without kept inputs in files.
 fn full(at: &Path) -> Value {
     let mut runs = vec![];
     for access in [DiskAccess::Direct, DiskAccess::Cached, DiskAccess::Mapped] {
@@ -369,7 +370,7 @@ fn a_disk_that_fills_up_during_training_does_not_matter() {
 #[test]
 fn a_lock_on_the_folder_itself_is_nobodys_business() {
     let folder = folder();
-    // A lock like that of `flock DIR sleep 60`.
+    // This lock is like that of `flock DIR sleep 60`.
     let held = std::fs::File::open(folder.path()).unwrap();
     rustix::fs::flock(&held, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
     threads::run(2, |comm| start(comm, &all_in(folder.path())).and_then(|mut engine| step(&mut engine)))

@@ -82,7 +82,7 @@ fn training_program() {
 /// whether the program succeeded, and both outputs.
 fn with_a_limit(stage: u8, access: &str, limit: u64) -> (bool, String, String) {
     let folder = folder();
-    // Enough steps for the limit to take effect in time on a busy machine.
+    // These are enough steps for the limit to take effect in time on a busy machine.
     let steps = if access == "mapped" { "12" } else { "200" };
     // A write beyond the limit is an error only if its signal is ignored.
     let mut command = Command::new("env");
@@ -226,7 +226,7 @@ fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning
     let [config, metrics, weights] = ["config.json", "metrics.jsonl", "weights"].map(|name| dir.path().join(name));
     std::fs::write(&config, text.replace("\"~/.cache/candle-zero/offload\"", &format!("\"{}\"", dir.path().display())))
         .unwrap();
-    // 78 million parameters with 1.2 GB of state, 600 MB per rank.
+    // There are 78 million parameters with 1.2 GB of state, or 600 MB per rank.
     let limit = 256 << 20;
     let mut command = zerorun();
     command.args(["--num_ranks", "2"]).arg(example("train_gpt")).arg("--ds_config").arg(config);
@@ -290,7 +290,8 @@ fn a_killed_job_leaves_nothing_and_does_not_block_the_next_one() {
     let metrics = dir.path().join("metrics.jsonl");
     let steps = |metrics: &Path| std::fs::read_to_string(metrics).unwrap_or_default().matches("\"loss\"").count();
     let seed = std::time::UNIX_EPOCH.elapsed().unwrap().subsec_nanos();
-    // Kills before the first step and at four moments during later ones: all processes, or only the ranks.
+    // The kills occur before the first step and at four moments during later steps. They hit all processes, or only the
+    // ranks.
     for (i, least) in [0, 2, 2, 3, 3].into_iter().enumerate() {
         let _ = std::fs::remove_file(&metrics);
         let delay = Duration::from_micros(u64::from(seed.rotate_left(i as u32 * 5) % 60_000));

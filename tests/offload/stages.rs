@@ -27,7 +27,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Returns `zero` with the optimizer's states, the parameters or both in files in `folder`.
+/// Returns `zero` with these sections for the optimizer's states and the parameters; files are in `folder`.
 fn offloaded(zero: &Value, folder: &Path, optimizer: Value, param: Value) -> Value {
     let mut zero = zero.clone();
     for (key, section) in [("offload_optimizer", optimizer), ("offload_param", param)] {
@@ -106,7 +106,7 @@ fn offload_gives_the_same_bits_on_2_ranks_with_accumulation() {
 fn every_access_to_files_gives_the_same_bits_in_every_precision() {
     let folder = folder();
     let shape = Shape { layers: 2, units: true, ..Shape::default() };
-    // Windows smaller than parameters, and parameters smaller than windows.
+    // Some windows are smaller than parameters, and some parameters are smaller than windows.
     let zero =
         json!({"stage3_param_persistence_threshold": 300, "stage3_max_reuse_distance": 0, "sub_group_size": 5000});
     for more in [json!({}), json!({"bf16": {"enabled": true}}), json!({"fp16": {"enabled": true}})] {

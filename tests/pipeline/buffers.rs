@@ -53,7 +53,7 @@ impl Model {
     }
 }
 
-/// Loads the checkpoint in `from`, if given, trains for some steps, and saves into `to`. Returns the loss of each step
+/// Loads the checkpoint in `from`, if given, trains for some steps, and saves to `to`. Returns the loss of each step
 /// and of an evaluation at the end, on rank 0.
 fn trained(
     (world, pipeline): (usize, Option<Value>),

@@ -25,7 +25,8 @@ enum Ranks {
     Plain(usize, u8),
 }
 
-/// Returns the loss of each step on rank 0.
+/// Trains for these steps. Loads the checkpoint in `dir` first if `load` is set, and saves one at the end if `save` is
+/// set. Returns the loss of each step on rank 0.
 fn train(
     model: &DecoderConfig,
     ranks: Ranks,

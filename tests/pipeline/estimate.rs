@@ -19,8 +19,8 @@ fn bytes(report: &MemoryReport) -> Vec<(MemoryKind, [usize; 2])> {
     report.rows.iter().map(of).filter(|(kind, [held, peak])| held + peak > 0 && is_estimated(*kind)).collect()
 }
 
-/// Returns the same for the estimate of a rank. Unless peaks are `exact`, the peaks of gradients and buckets
-/// are upper bounds.
+/// Returns the result of [`bytes`] for the estimate of a rank. Unless `exact` is set, the peaks of gradients and
+/// buckets are upper bounds: they are checked, and replaced with those of the engine.
 fn estimated(report: &MemoryReport, engine: &MemoryReport, exact: bool) -> Vec<(MemoryKind, [usize; 2])> {
     let mut all = bytes(report);
     for ((kind, [_, peak]), (_, [_, of_engine])) in all.iter_mut().zip(bytes(engine)) {

@@ -14,12 +14,13 @@ use candle_zero::pipeline::{PipelinePass, PipelineSchedule, PipelineScheduleKind
 use serde_json::json;
 use std::sync::Arc;
 
-/// The bytes of a tensor that crosses a boundary between stages: 4 samples in f32.
+/// The number of bytes of a tensor that crosses a boundary between stages: 4 samples in f32.
 const CROSSING: usize = 4 * WIDTH * 4;
 const MICRO_BATCHES: usize = 12;
 
-/// Returns the bytes of a stage's input and output, and those that its gradients of weights need after its gradient of
-/// the input is known. The model has `layers` layers: residual ones, an activation, and the head.
+/// Returns the number of bytes of a stage's input and output, and the number of bytes that the gradients of its weights
+/// need once the gradient of its input is known. The model has `layers` layers: residual ones, an activation, and the
+/// head.
 fn bytes_of_stage(stage: usize, stages: usize, layers: usize) -> [usize; 2] {
     let input = if stage == 0 { 0 } else { CROSSING };
     // The last stage's output is the loss.
@@ -28,7 +29,8 @@ fn bytes_of_stage(stage: usize, stages: usize, layers: usize) -> [usize; 2] {
         // The head has 3 outputs. Its bias already has a gradient.
         1 => CROSSING + 4 * 3 * 4 + 3 * 4,
         2 => 0,
-        // The input and the output's gradient of the linear layer; the gradients of its bias and of the norm.
+        // These are the input and the output's gradient of the linear layer, and the gradients of its bias and of the
+        // norm.
         _ => 2 * CROSSING + 3 * WIDTH * 4,
     };
     [input + output, uniform_cuts(layers, stages).unwrap().layers_of(stage).map(deferred).sum()]
@@ -83,7 +85,7 @@ fn a_rank_holds_the_activations_of_as_many_micro_batches_as_the_schedule_says() 
             let [activations, messages] = found.unwrap();
             let about = format!("rank {rank} of {ranks}, {kind:?} with {chunks} chunks");
             assert_eq!(activations, HeldBytes { held: 0, peak: peak(schedule, rank, layers) }, "{about}");
-            // The rule: this many activations, each with everything that a stage keeps for a micro batch.
+            // The rule allows this many activations, each with everything that a stage keeps for a micro batch.
             let stages = schedule.stages_of(rank).into_iter();
             let largest = stages.map(|stage| bytes_of_stage(stage, schedule.stages(), layers));
             let each = largest.map(|[ends, deferred]| ends + if kind.divides_backward() { deferred } else { 0 });

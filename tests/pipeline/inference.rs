@@ -45,7 +45,7 @@ fn on_one_rank<T>(model: &DecoderConfig, run: impl FnOnce(&mut Engine<Decoder>) 
     run(&mut engine).unwrap()
 }
 
-/// Does the same on the ranks of a pipeline.
+/// Trains a decoder for a step on the ranks of a pipeline, and calls `run` with the engine of each rank.
 fn in_pipeline<T: Send>(
     model: &DecoderConfig,
     (ranks, section): &(usize, Value),

@@ -178,8 +178,8 @@ fn gpt2_with_its_tied_embedding_has_the_bits_of_one_rank() {
 
 #[test]
 fn a_tied_weight_waits_for_no_backward_that_the_same_rank_runs_later() {
-    // One round of 3 micro batches: the last stage has run all of its backward passes before the first stage on the
-    // same rank runs one.
+    // There is one round of 3 micro batches, so the last stage has run all of its backward passes before the first
+    // stage on the same rank runs one.
     compare_with(&gpt2(0.0), 3, &[(2, TWO), (2, ("zero_bubble", 2)), (2, V_SHAPED)], |builder| builder);
 }
 

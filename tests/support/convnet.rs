@@ -148,7 +148,7 @@ pub fn engine(
     builder.initialize(|vb| Net::new(shape, vb), config.clone())
 }
 
-/// Trains on every rank of `world`. The exported file is written to `export`.
+/// Trains on `world` ranks that are threads, and writes the exported file to `export`.
 pub fn train(world: usize, shape: Shape, stage: u8, accumulation: usize, export: &Path) -> Vec<Outcome> {
     let zero = json!({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0});
     let config = config(stage, accumulation, zero, json!({}));

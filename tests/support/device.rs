@@ -25,14 +25,14 @@ pub fn gpu(rank: usize) -> Result<Device> {
     Device::new_cuda(rank % gpus.max(1))
 }
 
-/// Returns the number of bytes in use on a rank's GPU, as counted by the CUDA mock (tools/mock_cuda), or `None` on real
+/// Returns the number of bytes in use on a GPU, as counted by the CUDA mock (tools/mock_cuda), or `None` on real
 /// hardware.
 #[cfg(feature = "cuda")]
 pub fn counted_bytes(gpu: i32) -> Option<usize> {
     count(c"mock_cuda_live_bytes", gpu)
 }
 
-/// Returns the peak number of bytes in use on a rank's GPU since the process began, counted in the same way.
+/// Returns the peak number of bytes in use on a GPU since the process began, counted in the same way.
 #[cfg(feature = "cuda")]
 pub fn peak_bytes(gpu: i32) -> Option<usize> {
     count(c"mock_cuda_peak_bytes", gpu)

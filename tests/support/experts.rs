@@ -22,7 +22,8 @@ thread_local! {
     static CHOSEN: RefCell<Vec<BTreeSet<usize>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Takes the experts that rows of this rank chose since the last call, in each forward pass of a block.
+/// Returns and clears the experts that rows of this rank have chosen since the last call, in each forward pass of a
+/// block.
 pub fn take_chosen() -> Vec<BTreeSet<usize>> {
     CHOSEN.take()
 }

@@ -102,8 +102,8 @@ impl Gan {
         self.generator.zero_grad()
     }
 
-    /// Trains for `steps` steps. Returns the bits of all losses and gradient norms of this rank, and those of the
-    /// weights.
+    /// Trains for `steps` steps. Returns the bits of all losses and gradient norms of this rank and, on rank 0, the
+    /// bytes of the exported weights.
     pub fn train(&mut self, steps: usize) -> candle_zero::Result<Vec<u64>> {
         let mut bits = vec![];
         for step in 0..steps {

@@ -161,7 +161,7 @@ pub fn wait_up_to<T>(limit: Duration, what: &str, mut done: impl FnMut() -> Opti
     }
 }
 
-/// Returns the process IDs that `count` processes have written to files `dir/pid.*`.
+/// Waits until `count` processes have written their process IDs to files `dir/pid.*`, and returns the IDs.
 pub fn pids(dir: &Path, count: usize) -> Vec<i32> {
     wait_for("the processes to start", || {
         let mut pids = Vec::new();

@@ -1,4 +1,4 @@
-//! The recorded cases, and those that are left out because there is no equivalent or the result differs.
+//! The recorded cases of DeepSpeed, and those that are left out because there is no equivalent or the result differs.
 
 use serde_json::Value;
 use std::collections::BTreeMap;

@@ -6,13 +6,13 @@ use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// The number of seconds after which the daemons end by themselves if the test process is gone.
+/// The number of seconds after which the daemons end at the latest, even if the test process is gone.
 const LIFE: u32 = 600;
 
 /// Two nodes, which are the hosts and have the hosts' names. Dropping this value ends the daemons and all processes
 /// that they have started.
 pub struct Slurm {
-    // Dropped in this order: dropping the hosts ends all processes that run there.
+    // The fields are dropped in this order. Dropping the hosts ends all processes that run there.
     hosts: Hosts,
     daemons: Daemons,
     folder: tempfile::TempDir,
@@ -113,8 +113,8 @@ impl Slurm {
         &self.hosts
     }
 
-    /// Returns a command for a program on a node, for at most `seconds`, with MPICH's library and this Slurm. The
-    /// program's arguments are appended.
+    /// Returns a command that runs a program on a node for at most `seconds` seconds, with MPICH's library and this
+    /// Slurm. The program's arguments are appended.
     pub fn command(&self, node: usize, seconds: u32, program: &str) -> Command {
         let mut command = self.hosts.on(node, seconds).expect("MPICH's library");
         command.env("SLURM_CONF", self.file("slurm.conf")).arg(program);

@@ -128,7 +128,8 @@ pub fn config(stage: u8, accumulation: usize, zero: Value, more: Value) -> Value
     config
 }
 
-/// Trains the tiny model for `steps` optimizer steps on every rank of `world`, on [`device::of_rank`].
+/// Trains the tiny model for `steps` optimizer steps on `world` ranks, each on the device that [`device::of_rank`]
+/// returns.
 pub fn train(world: usize, shape: Shape, config: &Value, steps: usize) -> Vec<Outcome> {
     train_with(world, shape, config, steps, |builder| builder)
 }

@@ -40,7 +40,7 @@ fn every_pass_has_a_speed_and_nothing_is_left() {
     let result: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(result["bytes"], 24 << 20);
     assert_eq!(result["aio"]["queue_depth"], 3);
-    // Adam with bf16: 16 bytes per element in files, 28 transferred.
+    // Adam with bf16 keeps 16 bytes per element in files, and a step transfers 28.
     assert_eq!(result["step"]["bytes"], (24 << 20) / 16 * 28);
     let mut found = Vec::new();
     numbers(&result, "", &mut found);

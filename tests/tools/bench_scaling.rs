@@ -88,14 +88,14 @@ fn one_and_two_ranks_are_measured_with_both_kinds_of_scaling_and_drawn() {
         assert!(number("step_ms") > 0.0 && number("efficiency") > 0.0, "{row}");
         let tokens = number("batch") * 16.0 * number("steps_per_s");
         assert!((tokens / number("tokens_per_s") - 1.0).abs() < 1e-9, "{row}");
-        // In an all-reduce of two ranks, each rank sends as many bytes as the gradients have: those of an embedding of
-        // bytes, 16 positions, a block and a norm. Stage 3 keeps such small parameters on all ranks, and sends the
+        // In an all-reduce of two ranks, each rank sends as many bytes as the gradients take: those of an embedding of
+        // 256 tokens, 16 positions, a block and a norm. Stage 3 keeps such small parameters on all ranks, and sends the
         // same.
         let parameters = 256 * 8 + 16 * 8 + (12 * 8 * 8 + 13 * 8) + 2 * 8;
         assert_eq!(number("sent_bytes"), if row["ranks"] == 2 { f64::from(4 * parameters) } else { 0.0 }, "{row}");
         assert!(row["ranks"] == 2 || number("efficiency") == 1.0, "{row}");
     }
-    // Six different jobs; the jobs of two ranks serve both kinds of scaling.
+    // There are six different jobs; the jobs of two ranks serve both kinds of scaling.
     assert_eq!(stderr(&output).matches(" ms a step").count(), 6, "{}", stderr(&output));
     let rows = &result["rows"];
     assert_eq!(rows[1]["step_ms"], rows[5]["step_ms"]);

@@ -456,7 +456,7 @@ fn a_value_that_f16_cannot_hold_is_told_by_its_parameter() {
 
 /// Writes consolidated models and the logits that candle-zero computes from them, for scripts/check_consolidated.sh.
 #[test]
-#[ignore = "writes into the folder CANDLE_ZERO_CONSOLIDATED, for scripts/check_consolidated.sh"]
+#[ignore = "writes to the folder that CANDLE_ZERO_CONSOLIDATED names, for scripts/check_consolidated.sh"]
 fn models_and_logits_for_transformers() {
     let dir = PathBuf::from(std::env::var_os("CANDLE_ZERO_CONSOLIDATED").unwrap());
     let gpt = GptConfig { n_layer: 3, ..GptConfig::preset("nano").unwrap() };

@@ -120,7 +120,7 @@ fn the_record_says_which_rank_was_killed_and_the_others_were_stopped() {
     assert_ne!(RecordedRun::open(run.folder()).unwrap().state(), RecordedState::Finished);
 }
 
-/// Returns the link that a process prints, the address in the link, and a reader for the process's later output.
+/// Returns the token and the address in the link that a process prints, and a reader for the process's later output.
 fn link(from: impl std::io::Read) -> (String, String, impl BufRead) {
     let mut lines = BufReader::new(from);
     loop {

@@ -17,12 +17,12 @@ use std::path::Path;
 /// The counts of a rank.
 struct Counted {
     memory: MemoryReport,
-    /// After `STEPS[0]` steps, and after `STEPS[1]` more.
+    /// The counts after `STEPS[0]` steps, and after `STEPS[1]` more.
     comm: [CommReport; 2],
     disk: [OffloadReport; 2],
 }
 
-/// The number of steps before the first count, and between the two counts.
+/// The numbers of steps before the first count and between the two counts.
 const STEPS: [usize; 2] = [3, 2];
 
 fn train<A: Architecture<Config: Sync>>(
@@ -442,7 +442,7 @@ fn write_safetensors(path: &Path, tensors: &[(String, Vec<usize>)]) {
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header);
     std::fs::write(path, bytes).unwrap();
-    // A sparse file: none of the data is on the disk, and none of it may be read.
+    // The file is sparse: none of the data is on the disk, and none of it may be read.
     let file = std::fs::OpenOptions::new().append(true).open(path).unwrap();
     file.set_len(file.metadata().unwrap().len() + end as u64).unwrap();
 }
@@ -472,7 +472,7 @@ fn a_file_of_weights_gives_what_its_model_gives() {
 #[test]
 fn an_index_stands_for_its_files_and_no_data_is_read() {
     let folder = tempfile::tempdir().unwrap();
-    // 40 GB that take no space on the disk.
+    // The files contain 40 GB that take no space on the disk.
     let block = |i: usize| (format!("model.layers.{i}.w"), vec![50_000, 10_000]);
     write_safetensors(&folder.path().join("a.safetensors"), &(0..10).map(block).collect::<Vec<_>>());
     write_safetensors(&folder.path().join("b.safetensors"), &(10..20).map(block).collect::<Vec<_>>());

@@ -17,7 +17,7 @@ fn config_of(config: &Value) -> (tempfile::TempDir, PathBuf) {
     (folder, file)
 }
 
-/// Does the same with a configuration that has this section.
+/// Writes a configuration with `zero` as its section `zero_optimization` to a folder, like [`config_of`].
 fn config(zero: &Value) -> (tempfile::TempDir, PathBuf) {
     config_of(&json!({
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},
@@ -288,7 +288,7 @@ fn a_pipeline_is_estimated_rank_by_rank() {
     assert!(sum("trained") < sum("parameters"), "{all}");
     // 1F1B with 8 micro batches on 4 equal ranks would wait for 3 / 11 of a step.
     assert!(all["waiting_share"].as_f64().unwrap() >= 3.0 / 11.0, "{all}");
-    // Times are not known yet.
+    // The times of the layers are not known yet.
     let timed =
         json!({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "pipeline": {"partition": "time"}});
     let (_folder, file) = config_of(&timed);
@@ -313,7 +313,7 @@ fn a_pipeline_that_cannot_be_estimated_is_refused_in_words() {
     insta::assert_snapshot!(refused(config(1, json!({"stages": 2})), &["-n", "2"]), @"zerorun: cannot train in a pipeline: pipeline.stages is 2, but this estimate is about data-parallel ranks; use PipelineEstimate (zerorun estimate --pipeline), or remove the key");
     insta::assert_snapshot!(refused(config(3, json!({})), &["-n", "2", "--pipeline"]), @"zerorun: cannot train in a pipeline: zero_optimization.stage is 3, but gradients and parameters of a pipeline's stages are not sharded; use stage 0 or 1");
     insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "8", "--pipeline"]), @"zerorun: cannot train in a pipeline: 8 ranks along the pipeline (pipeline.stages; auto: all ranks) need more stages than the model's 7 layers can fill; use fewer ranks or chunks");
-    insta::assert_snapshot!(refused(config(1, json!({"stages": 3})), &["-n", "4", "--pipeline"]), @"zerorun: cannot train in a pipeline: pipeline.stages is 3, but 4 ranks cannot be divided into pipeline 3, which needs a multiple of 3 ranks; start a different number of ranks or change the lengths of the axes");
+    insta::assert_snapshot!(refused(config(1, json!({"stages": 3})), &["-n", "4", "--pipeline"]), @"zerorun: cannot train in a pipeline: pipeline.stages is 3, but 4 ranks do not fit the lengths of the axes (pipeline 3), which require a multiple of 3 ranks; start a different number of ranks or change these lengths");
     insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "2", "--pipeline", "--frozen", "nothing"]), @"zerorun: nothing selects no parameter to freeze; the model has wte.weight, wpe.weight, h.0.ln_1.weight, h.0.ln_1.bias, h.0.attn.c_attn.weight, h.0.attn.c_attn.bias, h.0.attn.c_proj.weight, h.0.attn.c_proj.bias and 44 more (* matches any characters, as in h.*)");
     insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "2", "--pipeline", "--hosts", "2"]), @"
     zerorun: the argument '--pipeline' cannot be used with '--hosts <N>'

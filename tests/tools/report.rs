@@ -54,7 +54,7 @@ fn report_at(level: &str) -> std::process::Output {
     zerorun().args(["report", "--json"]).env("CANDLE_ZERO_SIMD", level).output().unwrap()
 }
 
-/// Returns the level in use, and those of this processor.
+/// Returns the level in use, and those that this processor supports.
 fn level_of(output: &std::process::Output) -> (String, Vec<String>) {
     assert!(output.status.success(), "{}", stderr(output));
     let report: Value = serde_json::from_str(&stdout(output)).unwrap();
@@ -117,7 +117,7 @@ fn an_engine_and_a_layer_without_one_refuse_a_wrong_level() {
 fn ranks_at_different_levels_are_told_apart() {
     const HERE: &str = "ranks_at_different_levels_are_told_apart";
     if std::env::var_os("RANK").is_some() {
-        // A rank of the job below.
+        // This process is a rank of the job below.
         let built = Engine::initialize(|vb| candle_nn::linear(2, 2, vb), json!({"train_batch_size": 2}));
         let error = built.map(|_| ()).unwrap_err().to_string();
         assert!(error.contains("uses the SIMD level"), "{error}");

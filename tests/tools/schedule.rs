@@ -31,7 +31,7 @@ fn each_step_has_the_rate_and_the_betas_that_deepspeed_recorded() {
     let mut run = 0;
     for case in file["cases"].as_array().unwrap() {
         let single = case["group_lrs"].as_array().unwrap().len() == 1 && case["skipped_steps"].is_null();
-        // The tool stops when beta1 exceeds 1.
+        // The tool stops when beta1 reaches 1.
         if !single || case["optimizer"] != "Adam" || case["params"]["decay_mom_rate"].is_number() {
             continue;
         }
@@ -154,7 +154,8 @@ fn a_momentum_that_reaches_one_is_shown_until_there() {
         "decay_step_size": 1, "decay_mom_rate": 0.004}});
     let output = schedule(&adam(), &cycle, &["--steps", "100"]);
     let shown = lines(&output);
-    // Four steps of the cycle and one for the start; 0.99 x 1.008 is below 1, and 0.99 x 1.012 is not.
+    // There are four steps of the cycle, one for the start, and two of the decay: 0.99 x 1.008 is below 1, and 0.99 x
+    // 1.012 is not.
     assert_eq!((shown.len(), output.status.code()), (7, Some(2)));
     assert!(stderr(&output).contains("sets beta1 to 1.00188 in optimizer step 8"), "{}", stderr(&output));
 }

@@ -43,7 +43,7 @@ fn trains() {
             eprintln!("error: the data of step {step} are missing");
             std::process::exit(1);
         }
-        // A pause only makes kills in the middle of a step likelier.
+        // The only purpose of the pause is to make kills in the middle of a step more likely.
         std::thread::sleep(std::time::Duration::from_millis(argument("SLOW").unwrap_or(0)));
         let x = Tensor::arange(0f32, 8f32, engine.device()).unwrap().reshape((2, 4)).unwrap();
         let x = (x * (0.1 + (step % 3) as f64 * 0.05)).unwrap();
@@ -87,7 +87,8 @@ impl Folder {
         self.0.path().join(name)
     }
 
-    /// Writes a sweep file that varies the learning rate.
+    /// Writes a sweep file with the command, the metric, the number of steps and the seed, followed by the lines of
+    /// `more`.
     fn sweep_file(&self, name: &str, more: &str) {
         let text = format!(
             "command = [\"./train\", \"--ds_config\", \"ds_config.json\", \"--export\", \"{{trial}}/model.safetensors\"]\n\
@@ -252,7 +253,7 @@ fn a_branch_of_a_population_equals_a_resume_by_hand() {
     let (number, donor) = (branch["trial"].as_u64().unwrap(), branch["branch"]["trial"].as_u64().unwrap());
     assert_eq!(branch["branch"]["step"], 8);
     assert_eq!(trials[donor as usize - 1]["results"][0]["step"], 8);
-    // By hand: the donor's checkpoint of step 8, continued with the configuration of the branch.
+    // The donor's checkpoint of step 8 is continued by hand, with the configuration of the branch.
     let saved = folder.path(&format!("pbt/trials/{donor:04}/checkpoints"));
     let tag = "global_step8";
     let hand = folder.path("hand");

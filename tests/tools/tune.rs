@@ -90,7 +90,7 @@ fn the_fastest_within_the_limit_is_written_and_failures_are_rows() {
     assert!(output.status.success(), "{}", stderr(&output));
     let text = stdout(&output);
     let rows: Vec<&str> = text.lines().take_while(|line| !line.is_empty()).collect();
-    // Sorted by speed. Steps 3 to 5 count, and each of them is faster than the step before.
+    // The rows are sorted by speed. Steps 3 to 5 count, and each of them is faster than the step before.
     assert!(rows[0].starts_with("stage 2, micro batch 2, overlap_comm true, reduce_bucket_size 1000000000"), "{text}");
     assert!(rows[0].contains("3011 tokens/s, 3.0 ms a step, 2.9 KiB"), "{text}");
     let find = |start: &str| *rows.iter().find(|row| row.starts_with(start)).unwrap();
@@ -98,7 +98,8 @@ fn the_fastest_within_the_limit_is_written_and_failures_are_rows() {
     assert!(find("stage 1, micro batch 1").contains("failed: error: no memory is left"), "{text}");
     // If a micro batch fails, larger ones are not tried.
     assert!(!text.contains("stage 1, micro batch 2"), "{text}");
-    // 3 + 1 + 3 for the micro batches, then 2 other sizes of each kind of bucket, and the other value of two switches.
+    // There are 3 + 1 + 3 runs for the micro batches, then 2 other sizes of each kind of bucket, and the other value of
+    // two switches.
     assert_eq!((folder.runs(), folder.results().len(), rows.len()), (13, 13, 13), "{text}");
     assert_eq!(
         folder.best(),
@@ -138,7 +139,7 @@ fn a_search_that_was_stopped_goes_on() {
     let first = folder.tune_script(&args);
     assert_eq!(folder.runs(), 4);
     let best = folder.best();
-    // As if the search had been stopped during the third experiment, and the end of a line had been lost.
+    // This is the state after a search that was stopped during the third experiment, when the end of a line was lost.
     let path = folder.path("autotuning_results/results.jsonl");
     let text = std::fs::read_to_string(&path).unwrap();
     let lines: Vec<&str> = text.lines().collect();
@@ -253,7 +254,7 @@ fn the_bundled_example_is_tuned_within_a_limit_and_resumed() {
     assert_eq!(best["train_micro_batch_size_per_gpu"], fastest["changes"]["train_micro_batch_size_per_gpu"]);
     assert_eq!(best["seed"], 7);
 
-    // One experiment is removed from the results: only that one is run again.
+    // One experiment is removed from the results, so only that one is run again.
     let path = folder.path("autotuning_results/results.jsonl");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.lines().take(3).map(|line| format!("{line}\n")).collect::<String>()).unwrap();

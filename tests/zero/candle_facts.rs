@@ -23,7 +23,7 @@ fn values(t: &Tensor) -> Vec<f32> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Why `nn` has its own layer norm and softmax.
+/// This is why `nn` has its own layer norm and softmax.
 #[test]
 fn fused_ops_cut_the_graph_without_an_error() {
     let (first, second) = (var(&[4, 4]), var(&[4, 4]));
@@ -40,7 +40,7 @@ fn fused_ops_cut_the_graph_without_an_error() {
     assert!(candle_nn::ops::softmax(first.as_tensor(), D::Minus1).unwrap().track_op());
 }
 
-/// Why `nn` sums in f32.
+/// This is why `nn` sums in f32.
 #[test]
 fn half_sums_stop_growing() {
     let sum = |dtype| {
@@ -50,7 +50,7 @@ fn half_sums_stop_growing() {
     assert_eq!((sum(DType::F16), sum(DType::BF16), sum(DType::F32)), (2048.0, 256.0, 65_536.0));
 }
 
-/// Why candle-zero passes no broadcast view to `matmul`.
+/// This is why candle-zero passes no broadcast view to `matmul`.
 #[test]
 fn matmul_of_a_transposed_left_and_a_broadcast_right_is_wrong() {
     let left = numbers(&[2, 3, 5, 4]).transpose(2, 3).unwrap();
@@ -72,7 +72,7 @@ fn chain(length: usize) {
     assert_eq!(values(grads.get(&x).unwrap()), [1.0]);
 }
 
-/// Why ranks as threads get large stacks: Candle sorts the graph, and drops it, by recursion.
+/// This is why ranks as threads get large stacks: Candle sorts the graph, and drops it, by recursion.
 #[test]
 fn a_deep_graph_needs_a_big_stack() {
     const CHILD: &str = "CANDLE_FACTS_SMALL_STACK";
@@ -92,7 +92,7 @@ fn a_deep_graph_needs_a_big_stack() {
     assert!(String::from_utf8_lossy(&child.stderr).contains("overflowed its stack"));
 }
 
-/// How the values of parameters are taken out and put back.
+/// This is how the values of parameters are taken out and put back.
 #[test]
 fn storage_can_be_taken_out_and_put_back_under_a_live_graph() {
     let (x, w) = (var(&[3, 4]), var(&[4, 5]));
@@ -106,7 +106,7 @@ fn storage_can_be_taken_out_and_put_back_under_a_live_graph() {
     assert_eq!(values(y.backward().unwrap().get(&x).unwrap()), want);
 }
 
-/// Why initialization and sampling have their own generators.
+/// This is why initialization and sampling have their own generators.
 #[test]
 fn the_cpu_has_no_seed() {
     assert!(CPU.set_seed(1).is_err());
@@ -133,7 +133,7 @@ impl CustomOp1 for Hook {
     }
 }
 
-/// How gradients are captured.
+/// This is how gradients are captured.
 #[test]
 fn backward_may_give_a_leaf_variable_nothing() {
     static CALLS: AtomicUsize = AtomicUsize::new(0);
@@ -146,7 +146,7 @@ fn backward_may_give_a_leaf_variable_nothing() {
     assert!(grads.get(&w).is_none() && grads.get(&x).is_some());
 }
 
-/// Why only leaves may receive no gradient.
+/// This is why only leaves may receive no gradient.
 #[test]
 fn an_inner_tensor_without_a_gradient_is_a_panic() {
     static CALLS: AtomicUsize = AtomicUsize::new(0);
@@ -158,7 +158,7 @@ fn an_inner_tensor_without_a_gradient_is_a_panic() {
     assert_eq!(CALLS.load(Ordering::SeqCst), 1);
 }
 
-/// Why the embedding's table is an argument of its op.
+/// This is why the embedding's table is an argument of its op.
 #[test]
 fn an_op_on_untracked_tensors_has_no_backward() {
     static CALLS: AtomicUsize = AtomicUsize::new(0);
@@ -169,7 +169,7 @@ fn an_op_on_untracked_tensors_has_no_backward() {
     assert_eq!(CALLS.load(Ordering::SeqCst), 0);
 }
 
-/// Why parameters are the right-hand operands: their gradients then come before those of the layers below.
+/// This is why parameters are the right-hand operands: their gradients then come before those of the layers below.
 #[test]
 fn the_right_operand_is_finished_first() {
     static LEFT: AtomicUsize = AtomicUsize::new(0);

@@ -58,7 +58,7 @@ fn is_wrong(what: &str, instead: &str, function: Function, shapes: &[&[usize]]) 
     let errors = errors(function, shapes).unwrap();
     assert!(
         errors.iter().any(|error| *error > 0.1),
-        "the gradients of Candle's {what} are now correct ({errors:?}): reconsider {instead} and its row in docs/vision.md"
+        "the gradients of Candle's {what} are now correct ({errors:?}); reconsider {instead} and its row in docs/vision.md"
     );
 }
 
@@ -68,7 +68,7 @@ fn is_refused(what: &str, instead: &str, function: Function, shapes: &[&[usize]]
     let result = errors(function, shapes);
     assert!(
         result.is_err(),
-        "Candle's {what} now has a gradient ({result:?}): reconsider {instead} and its row in docs/vision.md"
+        "Candle's {what} now has a gradient ({result:?}); reconsider {instead} and its row in docs/vision.md"
     );
 }
 
@@ -93,7 +93,7 @@ fn conv1d_misreads_views() {
     let copies = x.contiguous().unwrap().conv1d(&w.contiguous().unwrap(), 1, 1, 1, 1).unwrap();
     assert!(
         difference(&views, &copies) > 0.1,
-        "Candle's conv1d of views is now correct: reconsider nn::Conv1d and its row in docs/vision.md"
+        "Candle's conv1d of views is now correct; reconsider nn::Conv1d and its row in docs/vision.md"
     );
 }
 
@@ -106,7 +106,7 @@ fn conv_transpose1d_of_several_samples_is_wrong() {
     let apart = Tensor::cat(&[one(0), one(1)], 0).unwrap();
     assert!(
         difference(&together, &apart) > 0.1,
-        "Candle's conv_transpose1d of a batch is now correct: reconsider nn::ConvTranspose1d and its row in docs/vision.md"
+        "Candle's conv_transpose1d of a batch is now correct; reconsider nn::ConvTranspose1d and its row in docs/vision.md"
     );
 }
 
@@ -174,7 +174,7 @@ fn the_gradients_of_a_product_of_a_transposed_and_a_broadcast_view_are_wrong() {
         values(loss.backward().unwrap().get(&vars[1]).unwrap())
     };
     let largest = gradient(true).iter().zip(gradient(false)).fold(0f64, |most, (a, b)| most.max((a - b).abs()));
-    assert!(largest > 0.1, "Candle's matmul of these views is now correct: reconsider nn::matmul");
+    assert!(largest > 0.1, "Candle's matmul of these views is now correct; reconsider nn::matmul");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Models that a step uses only in part: heads that take turns, layers that are dropped, an early exit, ranks that take
-//! different paths. A missing gradient is an error in the first step, or zeros on request.
+//! Models that a step uses only in part: heads that take turns, layers that are dropped, an early exit, and ranks that
+//! take different paths. A missing gradient is an error in the first step, or zeros on request.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor};
@@ -198,8 +198,7 @@ fn what_no_micro_step_reaches_is_an_error_of_the_first_step_that_names_it_and_th
     }
 }
 
-/// Returns a path that depends only on the micro step: which layers are dropped and which heads are used is the same on
-/// all ranks.
+/// Returns a path that depends only on the micro step: the dropped layers and the used heads are the same on all ranks.
 fn dropped(micro: usize, _: usize) -> Way {
     let kept = |layer: usize| !(micro + layer).is_multiple_of(3);
     Way { layers: [0, 1, 2].map(kept), heads: [true, micro >= 6] }
@@ -224,7 +223,7 @@ fn layers_may_be_dropped_from_the_first_step_on_where_unused_parameters_are_igno
 
 #[test]
 fn ranks_may_miss_different_parameters_where_unused_parameters_are_ignored() {
-    // Rank 0 trains one head, and the other ranks train the other; in micro step 3, every rank trains both.
+    // Rank 0 trains the first head, and the other ranks train the second; in micro step 3, every rank trains both.
     let path = |micro: usize, rank: usize| Way { heads: [micro == 3 || rank == 0, micro == 3 || rank > 0], ..ALL };
     for (world, accumulation) in [(2, 1), (3, 2)] {
         let reference = run(world, &config(0, accumulation, json!({}), json!({})), |b| b, path, true);

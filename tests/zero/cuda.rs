@@ -90,13 +90,14 @@ fn an_absent_parameter_is_an_error_with_its_name() {
 /// The variable that is set for a child process, which runs the body of a single test.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
-/// Runs `test` alone in a process with a variable of the mock, because other tests use the same GPUs. Returns its
-/// output.
+/// Runs `test` alone in a process with a variable of the mock, because other tests use the same GPUs. Returns the lines
+/// of its output from the word `stage` on.
 fn alone(test: &str, (name, value): (&str, u64)) -> String {
     alone_with(test, name, &value.to_string(), "use NCCL")
 }
 
-/// Does the same with any variable, and checks that messages about collectives between GPUs contain `of_nccl`.
+/// Runs `test` like [`alone`], with any variable, and checks that messages about collectives between GPUs contain
+/// `of_nccl`.
 fn alone_with(test: &str, name: &str, value: &str, of_nccl: &str) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(as_program(module_path!(), test))
@@ -136,7 +137,7 @@ fn forward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tens
     engine.forward(|model| model.loss(&ids, &targets))
 }
 
-/// Does the same, and then runs the backward pass.
+/// Runs the forward pass like [`forward`], and then the backward pass. Returns the loss.
 fn backward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tensor> {
     let loss = forward(engine, copies)?;
     engine.backward(&loss)?;
@@ -222,7 +223,7 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
             };
             let state: usize =
                 [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments].map(formula).iter().sum();
-            // NCCL's buffer for sums, which is held as long as the engine lives.
+            // This is NCCL's buffer for sums, which is held as long as the engine lives.
             let room = report.row(MemoryKind::Buckets).device.held;
             // In the graph, each parameter has a leaf of one byte and a token of one f32. An absent parameter has one
             // byte more.
@@ -250,7 +251,7 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         offload["stage3_prefetch_bucket_size"] = json!(0);
         let (bytes, peak, report, tensors) = held_by_ranks(shape, &config(stage, 1, offload, json!({}))).remove(0);
         let held = if stage == 3 { tensors } else { report.parameters * size_of::<f32>() };
-        // NCCL's buffer for sums, which is held as long as the engine lives.
+        // This is NCCL's buffer for sums, which is held as long as the engine lives.
         let room = report.row(MemoryKind::Buckets).device.held;
         assert_eq!(bytes, held + room + 5 * tensors, "stage {stage}: {report}");
         let on_device = |kind| report.row(kind).device.peak;
@@ -562,7 +563,7 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
             Ok(step(&mut engine, 50).unwrap_err())
         });
         let errors: Vec<_> = errors.unwrap().into_iter().map(|error| error.unwrap().to_string()).collect();
-        // The error of the rank whose GPU was full first; the other rank may only repeat it.
+        // This is the error of the rank whose GPU was full first; the other rank may only repeat it.
         let own = errors.iter().find(|error| error.starts_with("the GPU of rank")).unwrap();
         assert!(errors.iter().all(|error| error.contains(" has no memory left; ")), "{errors:?}");
         println!("stage {stage}: {}", own.replace("rank 1", "rank 0"));

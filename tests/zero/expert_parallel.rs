@@ -25,7 +25,7 @@ const STEPS: usize = 3;
 /// routers choose.
 type Routes = dyn Fn(usize, usize) -> (usize, Vec<usize>) + Sync;
 
-/// Changes an engine's options.
+/// A function that changes an engine's options.
 type Change = dyn Fn(EngineBuilder) -> EngineBuilder + Sync;
 
 /// The losses and gradient norms of every rank, and the exported model.
@@ -49,7 +49,7 @@ fn divided(mut config: Value, size: usize) -> Value {
     config
 }
 
-/// Trains with `routes`.
+/// Trains with `routes`, and returns the results of all ranks and the exported model.
 fn train_with(
     job: Job,
     shape: Shape,
@@ -238,7 +238,7 @@ proptest! {
                 let mixed = (seed as u64 ^ (micro * 8 + rank) as u64 ^ (i as u64) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
                 (mixed >> 40) as usize
             };
-            // At least as many experts as each row needs; no rows in one in three micro steps.
+            // There are at least as many experts as each row needs, and no rows in one of three micro steps.
             let first = random(0) % SHAPE.experts;
             let allowed = (0..2 + random(1) % 4).map(|i| (first + i * (1 + random(2) % 3)) % SHAPE.experts);
             let mut allowed: Vec<usize> = allowed.collect();
@@ -647,7 +647,7 @@ fn a_rank_that_dies_while_rows_travel_is_named_and_nobody_hangs() {
         let (mut victim, mut steps) = (None, 0);
         while victim.is_none() || steps < kill_after {
             let line = lines.next().unwrap();
-            // The harness may have begun the line.
+            // The test harness may have written the beginning of the line.
             if let Some((_, pid)) = line.split_once("process ").filter(|_| line.starts_with("[rank 1]")) {
                 victim = Some(pid.parse::<i32>().unwrap());
             }

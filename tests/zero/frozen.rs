@@ -138,7 +138,7 @@ fn a_frozen_parameter_has_weights_and_nothing_else_on_any_rank_or_wire() {
     }
 }
 
-/// Four units, made of Candle's own layers, of which each test freezes some.
+/// Four units that consist of Candle's own layers. Each test freezes some of the units.
 struct Stack(Vec<Unit<Linear>>);
 
 impl Stack {
@@ -221,7 +221,7 @@ fn frozen_layers_of_candle_pass_gradients_on_at_every_stage() {
     }
 }
 
-/// Trains the tiny model with these rules, one after another, for 3 steps each, and saves at the end.
+/// Trains the tiny model with these rules, one after another, for 3 steps each, and saves to `save` at the end.
 fn gradually(world: usize, config: &Value, rules: &[fn(&str, &[usize]) -> bool], save: Option<&Path>) -> Vec<Outcome> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -289,8 +289,8 @@ fn gradual_unfreezing_gives_the_same_bits_at_every_stage_and_place() {
 
 #[test]
 fn a_thawed_parameter_begins_as_one_of_a_new_engine() {
-    // Training only the head and then everything equals training the head, saving, and training everything that was
-    // saved.
+    // Both engines start from the weights of a run that trained only the head. One is built to train only the head, and
+    // then thaws the rest; the other trains everything from the start.
     let first = gradually(2, &config(2, 1, json!({}), json!({})), &[HEAD], None);
     let folder = tempfile::tempdir().unwrap();
     let weights = folder.path().join("head.safetensors");

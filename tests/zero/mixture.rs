@@ -126,7 +126,8 @@ fn tokens(sample: usize) -> Tensor {
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape((TOKENS, WIDTH)).unwrap()
 }
 
-/// Whether a rank routes to no expert in a micro step. That may happen in the first optimizer step, too.
+/// A function that returns whether a rank routes to no expert in a micro step. That may happen in the first optimizer
+/// step, too.
 type ToNobody = fn(micro: usize, rank: usize) -> bool;
 
 fn nobody(_: usize, _: usize) -> bool {
@@ -196,7 +197,7 @@ fn stages_agree(world: usize, residual: bool, to_nobody: ToNobody) {
         let losses = &reference.0[world - 1].0;
         assert_ne!(losses[0], losses[losses.len() - 1]);
         for stage in 0..4 {
-            // Below stage 3, nothing is gathered: small buckets are enough.
+            // Below stage 3, nothing is gathered, so the last case, which has small buckets, is enough.
             let ways = if stage == 3 { &gathering()[..] } else { &gathering()[3..] };
             for zero in ways {
                 let config = config(stage, accumulation, zero.clone(), json!({}));

@@ -24,7 +24,7 @@ fn optimizers() -> [Value; 8] {
             "lr": 0.02, "relative_step": false, "eps": [1e-8, 1e-3], "beta1": 0.9, "scale_parameter": false}}),
         json!({"type": "AdamWScheduleFree", "params": {
             "lr": 0.02, "eps": 1e-4, "weight_decay": 0.01, "warmup_steps": 3}}),
-        // The same holds for the norms that Lamb computes.
+        // Here, eps also keeps rounding errors from being scaled up in the norms that Lamb computes.
         json!({"type": "Lamb", "params": {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.01}}),
     ]
 }

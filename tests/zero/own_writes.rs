@@ -66,7 +66,7 @@ fn run(stage: u8, when: When, write: fn(&Model) -> Result<()>) -> candle_zero::R
     results.unwrap().into_iter().next().unwrap()
 }
 
-/// Each call of Candle that changes a tensor in place.
+/// Calls of Candle's functions that change a tensor in place.
 const WRITES: [fn(&Model) -> Result<()>; 4] = [
     |model| model.first.weight().zero_set(),
     |model| model.first.weight().slice_set(&Tensor::ones((40, 6), DType::F32, &Device::Cpu)?, 0, 0),

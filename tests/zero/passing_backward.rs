@@ -44,7 +44,7 @@ fn of_candle_recomputing(vb: VarBuilder<'_>, recompute: bool) -> Result<Model> {
     }))
 }
 
-/// Returns the same model with candle-zero's layers.
+/// Returns a model of the same structure with candle-zero's layers.
 fn of_own_layers(vb: VarBuilder<'_>) -> Result<Model> {
     own_layers(vb, false)
 }
@@ -120,7 +120,7 @@ fn of_stage(stage: u8) -> Vec<Value> {
 /// between.
 type Seen = (Vec<u32>, Vec<u64>, Vec<Vec<u32>>);
 
-/// Trains, and returns the results of all ranks and the exported file. If `disturbed`, plain backward passes run
+/// Trains, and returns the results of all ranks and the exported file. If `disturbed` is set, plain backward passes run
 /// through the model at many points of a micro step.
 fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<Seen>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
@@ -323,8 +323,8 @@ fn a_plain_backward_inside_of_a_forward_may_use_the_model() {
     }
 }
 
-/// Trains a generator and a discriminator, each in its own engine, one step of each in turn. Returns the gradient
-/// norms of both engines, and their exported files.
+/// Trains a discriminator and, if `with_generator` is set, a generator, each in its own engine, one step of each in
+/// turn. Returns the gradient norms of both engines, and their exported files.
 fn gan(world: usize, build: Build, config: &Value, with_generator: bool) -> (Vec<[u64; 2]>, [Vec<u8>; 2]) {
     let folder = tempfile::tempdir().unwrap();
     let files = ["g", "d"].map(|name| folder.path().join(format!("{name}.safetensors")));

@@ -193,7 +193,7 @@ enum Offload {
 #[derive(Debug, Clone)]
 enum Call {
     Train,
-    /// The gradients of the first micro steps of an accumulation are dropped.
+    /// Trains, but drops the gradients of all micro steps of the accumulation except the last.
     TrainAfterZeroGrad,
     Eval,
     SetTrainable(usize),

@@ -64,7 +64,7 @@ fn a_quantized_base_gives_the_same_bits_at_every_stage_and_place() {
     }
 }
 
-/// Returns the bytes of packed elements, counted independently: codes, and scales of blocks.
+/// Returns the number of bytes of packed elements, counted independently: codes, and scales of blocks.
 fn packed_bytes(packing: WeightPacking, elements: usize) -> usize {
     match packing {
         WeightPacking::Int8 => elements + 4 * elements.div_ceil(128),

@@ -110,7 +110,7 @@ fn what_can_be_drawn_again_trains() {
 
 #[test]
 fn inputs_that_do_not_lie_row_by_row_are_recomputed_to_the_bit() {
-    // A sum along strided rows is computed in a different order than one along contiguous rows.
+    // A sum along strided rows is computed in a different order from one along contiguous rows.
     let sum: Noise = |x| x.t()?.sum_keepdim(0)?.broadcast_add(&x.t()?)?.t();
     for (recompute, config) in [0, 3].into_iter().flat_map(ways) {
         let ranks = threads::run(1, |comm| {

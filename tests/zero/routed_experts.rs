@@ -29,7 +29,7 @@ type Routes = dyn Fn(usize, usize) -> (usize, Vec<usize>) + Sync;
 /// The bits of the losses and gradient norms of every rank, and the exported model.
 type Trained = (Vec<(Vec<u32>, Vec<u64>)>, Vec<u8>);
 
-/// Trains with `routes`.
+/// Trains with `routes`, and returns the results of all ranks and the exported model.
 fn train_with(
     world: usize,
     shape: Shape,
@@ -228,7 +228,7 @@ proptest! {
                 let mixed = (seed as u64 ^ (micro * 8 + rank) as u64 ^ (i as u64) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
                 (mixed >> 40) as usize
             };
-            // At least as many experts as each row needs; no rows in one in six micro steps.
+            // There are at least as many experts as each row needs, and no rows in one of six micro steps.
             let first = random(0) % SHAPE.experts;
             let allowed = (0..2 + random(1) % 4).map(|i| (first + i * (1 + random(2) % 3)) % SHAPE.experts);
             let mut allowed: Vec<usize> = allowed.collect();
@@ -262,7 +262,7 @@ struct Moved {
     read: u64,
     gathered: u64,
     peak: usize,
-    /// The number of control messages, among them those that agree on experts.
+    /// The number of control messages, including those with which ranks agree on experts.
     control: u64,
     /// The number of experts that rows on any rank chose, summed over the layers.
     chosen: usize,
@@ -332,7 +332,7 @@ fn the_bytes_read_in_a_step_are_those_of_the_experts_that_rows_chose() {
 
 #[test]
 fn ranks_gather_the_union_of_their_experts_and_agree_once_for_each_layer_and_pass() {
-    // Without a distance for reuse, every unit is gathered in both passes.
+    // With a reuse distance of 0, every unit is gathered in both passes.
     let zero = |bucket: usize| {
         json!({
             "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket, "stage3_max_reuse_distance": 0,

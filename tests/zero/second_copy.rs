@@ -16,14 +16,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The number of ranks on a host.
 const HERE: usize = 2;
 
-/// The numbers of elements that a rank gathered from all ranks, and from those of its group.
+/// The numbers of elements that a rank contributed to gathers among all ranks, and to those within its group.
 #[derive(Default)]
 struct Gathered {
     from_all: AtomicUsize,
     within: AtomicUsize,
 }
 
-/// Threads as ranks of hosts with [`HERE`] ranks each.
+/// A communicator over threads that act as ranks on hosts with [`HERE`] ranks each.
 struct OnHosts {
     inner: Arc<dyn Communicator>,
     gathered: Arc<Gathered>,
@@ -67,7 +67,8 @@ fn on_hosts(inner: Arc<dyn Communicator>) -> (Arc<dyn Communicator>, Arc<Gathere
     (Arc::new(OnHosts { inner, gathered: gathered.clone() }), gathered)
 }
 
-/// Returns a configuration of stage 3 in groups of `ranks`, in which no parameter stays gathered.
+/// Returns a configuration of stage 3 with a second copy in groups of `ranks` ranks, in which no parameter stays
+/// gathered.
 fn stage_3(ranks: usize, accumulation: usize, more: &Value) -> Value {
     let mut zero = json!({
         "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "zero_hpz_partition_size": ranks,

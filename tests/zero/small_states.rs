@@ -110,13 +110,13 @@ fn weights(exported: &[u8]) -> Vec<f32> {
     bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }
 
-/// Trains steps `from..to` after loading the checkpoint in `load`, if there is one, saves to `save`, and returns the
-/// losses.
+/// Trains from step `steps.0` to step `steps.1` after loading the checkpoint in `load`, if there is one, saves to
+/// `save`, and returns the losses.
 fn go_on(world: usize, config: &Value, steps: (usize, usize), load: Option<&Path>, save: &Path) -> Vec<Vec<u32>> {
     go_on_with(42, world, config, steps, load, save)
 }
 
-/// Does the same with an engine that uses this seed.
+/// Trains like [`go_on`], with an engine that uses this seed.
 fn go_on_with(
     seed: u64,
     world: usize,

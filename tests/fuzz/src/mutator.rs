@@ -73,8 +73,8 @@ pub fn input(target: &Target, seeds: &[Vec<u8>], seed: u64, case: u64) -> Vec<u8
     data
 }
 
-/// Returns a position up to the end. Headers are at the beginning of a file or at its end, so half of the positions are
-/// there.
+/// Returns a random position from 0 to `length`. Headers are at the beginning or the end of a file, so half of the
+/// positions are near these places.
 fn place(random: &mut Random, length: usize) -> usize {
     match random.below(4) {
         0 => random.below((length + 1).min(256)),
@@ -83,7 +83,7 @@ fn place(random: &mut Random, length: usize) -> usize {
     }
 }
 
-/// Returns a range of at most `longest` bytes.
+/// Returns a random range of at most `longest` bytes in data of `length` bytes.
 fn piece(random: &mut Random, length: usize, longest: usize) -> std::ops::Range<usize> {
     let start = place(random, length);
     start..start + random.below((length - start + 1).min(longest + 1))
@@ -134,7 +134,7 @@ fn change(data: &mut Vec<u8>, random: &mut Random, seeds: &[Vec<u8>], words: &[&
         11 | 12 => number(data, random, at),
         13 => drop(data.splice(at..at, word(random, words).bytes())),
         _ => {
-            // One word in place of another.
+            // A random word replaces the word at this position.
             let start = data[..at].iter().rposition(|byte| !byte.is_ascii_alphanumeric()).map_or(0, |at| at + 1);
             let rest = data[start..].iter().position(|byte| !byte.is_ascii_alphanumeric() && *byte != b'_');
             let end = rest.map_or(data.len(), |length| start + length);

@@ -34,7 +34,7 @@ fn windows_are_page_locked_where_pin_memory_says_so_and_change_no_bit() {
         train_on(gpu, 2, shape(), &config(3, 2, zero, json!({"bf16": {"enabled": true}})), 3)
     };
     let reference = run(true, true);
-    // Two windows of 4 MiB for gradients, and two for shards. Updated weights stay on the host.
+    // There are two windows of 4 MiB for gradients, and two for shards. Updated weights stay on the host.
     let windows = 8 << 20;
     let locked = |run: &[Outcome]| {
         let MemoryRow { pinned, host, .. } = run[0].memory.row(MemoryKind::Staging);
@@ -264,7 +264,7 @@ fn what_is_read_saved_loaded_or_set_while_an_update_is_delayed_is_of_the_weights
             let updated = &updated[engine.rank()];
             let first = steps(engine, 1)?[0];
             if engine.rank() == 0 {
-                // Waits only for this rank's own update.
+                // This waits only for this rank's own update.
                 engine.memory_report();
                 assert!(engine.safe_get_local_fp32_param(NAME)?.elem_count() < updated.len(), "{what}");
             }

@@ -1,5 +1,5 @@
-//! Training data in text files: records, conversations, rendered templates, samples. The first byte selects the task
-//! and the template; the second byte selects the format.
+//! Training data in text files: reading records, rendering conversations with templates, and creating samples. The
+//! first byte selects the task and the template; the second byte selects the format.
 
 use super::{join, split};
 use crate::scratch;

@@ -64,7 +64,7 @@ pub fn run(data: &[u8]) -> bool {
     }
 }
 
-/// Returns the manifest, without its checksum, and the files of the ranks.
+/// Returns the manifest, without its checksum and its closing brace, and the files of the ranks.
 fn originals() -> &'static [Vec<u8>; 3] {
     static ORIGINALS: OnceLock<[Vec<u8>; 3]> = OnceLock::new();
     ORIGINALS.get_or_init(|| {

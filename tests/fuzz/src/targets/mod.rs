@@ -13,7 +13,7 @@ pub mod safetensors;
 pub mod torch_archive;
 pub mod wire;
 
-/// A target.
+/// A reader that the fuzzer tests.
 pub struct Target {
     /// The name.
     pub name: &'static str,
