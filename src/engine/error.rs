@@ -269,13 +269,14 @@ pub enum EngineError {
     },
     /// No backward pass of the first optimizer step reached these parameters, on any rank.
     #[error(
-        "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
+        "{} received no gradient in the first optimizer step: {names}; either an operation \
          without a backward pass cuts the graph between them and the loss, as candle_nn's LayerNorm, RmsNorm, \
          softmax_last_dim, rope and sdpa do: replace the operation with a layer of candle_zero::nn, or with \
          layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow (freezing these parameters would leave the \
          graph cut, and other parameters would be trained with an incomplete gradient); or the model does not use \
          them: if that is intended, set zero_optimization.ignore_unused_parameters to true, or call \
-         EngineBuilder::ignore_unused_parameters"
+         EngineBuilder::ignore_unused_parameters",
+        crate::util::counted(*count, "trainable parameter")
     )]
     NoGradient {
         /// The number of parameters.

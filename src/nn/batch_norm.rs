@@ -149,8 +149,8 @@ impl SyncBatchNorm {
             let (count, moments) = self.over_ranks(sizes.count(), moments)?;
             if count < 2.0 {
                 bail!(
-                    "{NAME}: there is only {count} element per feature on all ranks together; the variance needs at \
-                     least two"
+                    "{NAME}: the number of elements per feature on all ranks together is {count}; the variance needs \
+                     at least two"
                 )
             }
             let normal: Vec<ChannelStatistics> = moments.iter().map(|[mean, squares]| ChannelStatistics {

@@ -273,8 +273,9 @@ fn follow(name: &str, kind: &str) {
             let neighbors = [1.0 - f32::EPSILON / 2.0, 1.0 + f32::EPSILON];
             let moved = neighbors
                 .map(|limit| worst(&train(name, run, &batches, Training { world, stage: 0, recompute: false, limit })));
-            println!("{name} {kind}, {world} ranks: norm {worst_norm:.1e}, with neighboring limits {moved:.1e?}");
-            worst_norm = moved[0].min(moved[1]);
+            let [below, above] = moved;
+            println!("{name} {kind}, {world} ranks: norm {worst_norm:.1e}; limit below {below:.1e}, above {above:.1e}");
+            worst_norm = below.min(above);
         }
         println!("{name} {kind}, {world} ranks: loss {worst_loss:.1e}, norm {worst_norm:.1e}, aux {worst_balance:.1e}");
         let allowed = worst_loss <= LOSS_AFTER_STEPS && worst_norm <= NORM && worst_balance <= LOSS_AFTER_STEPS;

@@ -354,8 +354,10 @@ impl Worker {
             }
             let problem = if memory > 2 * MOST_MEMORY {
                 format!("memory of {} MiB or more", memory >> 20)
-            } else if computed.saturating_sub(case.2) > MOST_TIME || case.1.elapsed() > MOST_WAITING {
-                format!("a case of more than {} s", MOST_TIME.as_secs())
+            } else if computed.saturating_sub(case.2) > MOST_TIME {
+                format!("a case of more than {} s of processor time", MOST_TIME.as_secs())
+            } else if case.1.elapsed() > MOST_WAITING {
+                format!("a case of more than {} s", MOST_WAITING.as_secs())
             } else {
                 continue;
             };
