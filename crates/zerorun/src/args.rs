@@ -140,8 +140,8 @@ struct ZerorunArguments {
 }
 
 impl ZerorunArguments {
-    /// Fills in, from the variables of another launcher, the options that the command line omits. A hostfile needs none
-    /// of them.
+    /// Fills in, from the variables of another launcher, the options that the command line omits. With a hostfile, the
+    /// variables are ignored.
     fn fill_in(&mut self, given: &ArgMatches, variables: &LauncherVariables<'_>) -> Result<()> {
         const RESTARTS: &str = "PET_MAX_RESTARTS";
         let is_default = |name: &str| given.value_source(name) == Some(ValueSource::DefaultValue);

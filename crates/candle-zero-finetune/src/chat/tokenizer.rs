@@ -185,7 +185,7 @@ impl Tokenizer {
         added.max(self.inner.get_vocab_size(false))
     }
 
-    /// Returns the texts of all tokens that are marked as special.
+    /// Returns the texts of all tokens that are marked as special and of the named special tokens, sorted.
     pub(crate) fn special_texts(&self) -> Vec<String> {
         let added = self.inner.get_added_tokens_decoder().into_values();
         let mut texts: Vec<String> = added.filter(|token| token.special).map(|token| token.content).collect();

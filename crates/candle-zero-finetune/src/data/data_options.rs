@@ -29,7 +29,7 @@ pub enum Truncation {
 /// Options for building samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataOptions {
-    /// The task to learn.
+    /// The task for which the model is trained.
     pub task: TrainingTask,
     /// The maximum number of tokens of a sample.
     pub ctx: usize,

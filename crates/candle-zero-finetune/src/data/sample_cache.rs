@@ -126,7 +126,7 @@ impl<'a> SampleRef<'a> {
         all as usize - usize::from(!self.is_empty() && self.is_target(0))
     }
 
-    /// Returns a copy.
+    /// Returns a copy as a [`Sample`].
     pub fn to_sample(&self) -> Sample {
         Sample { ids: self.ids().collect(), targets: (0..self.len()).map(|i| self.is_target(i)).collect() }
     }
@@ -262,7 +262,7 @@ pub(super) struct SampleCacheWriter {
     data: BufWriter<File>,
     /// The folder that contains the file until it gets its final name.
     scratch: ScratchFolder,
-    /// The index, kept in a file until it is appended, because the index of many samples does not fit into memory.
+    /// The index, kept in a file until it is appended, because the index of many samples may not fit into memory.
     index: BufWriter<File>,
     /// The number of bytes written, including the header.
     at: u64,

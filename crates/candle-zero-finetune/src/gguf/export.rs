@@ -130,7 +130,7 @@ enum TensorOrigin<'a> {
     Tensors(Vec<(Option<usize>, &'a str)>, &'a [usize], LayoutChange),
 }
 
-/// The tensor of the file to which a tensor of the model belongs.
+/// The tensor in the file to which a tensor of the model belongs.
 struct TensorTarget {
     name: String,
     change: LayoutChange,
@@ -293,7 +293,7 @@ impl<'a> GgufArchitecture<'a> {
         keys
     }
 
-    /// Returns the settings of rotary positions, which are those of all blocks.
+    /// Returns the settings of rotary positions, which are the same in all blocks.
     fn rotary(&self) -> Option<&RotaryConfig> {
         self.config.blocks.first()?.rotary.as_ref()
     }
@@ -320,7 +320,7 @@ impl<'a> GgufArchitecture<'a> {
         }
     }
 
-    /// Returns the tensor of the file to which a tensor of the model belongs.
+    /// Returns the tensor in the file to which a tensor of the model belongs.
     fn tensor(&self, name: &str) -> Option<TensorTarget> {
         let bare = name.strip_prefix(self.config.prefix).unwrap_or(name);
         let (module, kind) = bare.rsplit_once('.')?;

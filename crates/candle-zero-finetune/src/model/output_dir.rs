@@ -17,7 +17,7 @@ pub(crate) fn new_folder(out: &Path) -> Result<AtomicFolder> {
     }
 }
 
-/// The files that a model's folder needs in addition to the weights.
+/// The files that a model's folder may contain in addition to `config.json` and the weights.
 pub(crate) const COMPANION_FILES: [&str; 12] = [
     "generation_config.json",
     "tokenizer.json",

@@ -204,7 +204,7 @@ impl Adapter {
         self.tensors.iter().try_for_each(|(name, tensor)| check_finite(&self.path, name, 0, &tensor.values))
     }
 
-    /// Returns the values of a parameter, given its name in the model.
+    /// Returns the adapter's tensor for a parameter, given the parameter's name in the model.
     pub fn tensor(&self, parameter: &str) -> Option<&AdapterTensor> {
         self.tensors.get(bare(parameter))
     }

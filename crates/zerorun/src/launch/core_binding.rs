@@ -17,7 +17,7 @@ const KMP_AFFINITY: &str = "KMP_AFFINITY";
 /// The cores that the user gives to ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CoreBinding {
-    /// The cores of `--bind_core_list`; `None`: the physical cores.
+    /// The cores of `--bind_core_list`, or `None` for the physical cores.
     pub(crate) list: Option<CoreList>,
 }
 
@@ -92,7 +92,7 @@ pub(super) fn bind(command: &mut Command, cores: &[usize]) {
     let mut set = CpuSet::new();
     cores.iter().for_each(|core| set.set(*core));
     let in_child = move || sched_setaffinity(None, &set).map_err(io::Error::from);
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes one system call; it
+    // SAFETY: between fork and exec, only async-signal-safe calls are allowed. The closure makes one system call; it
     // does not allocate, lock or panic.
     unsafe {
         command.pre_exec(in_child);

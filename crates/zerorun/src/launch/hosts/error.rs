@@ -411,7 +411,7 @@ pub enum HostsError {
         /// The number of slots.
         count: usize,
     },
-    /// World info that cannot be read.
+    /// The world info cannot be read.
     #[error(
         "cannot read the world info: {problem}; it must be the base64 of {{\"HOST\": [SLOT, ...], ...}}, as the \
          launcher wrote it"

@@ -24,7 +24,7 @@ pub(super) struct AdmissionRefusal {
 }
 
 impl AdmissionRefusal {
-    /// Creates a refusal with the same message for both.
+    /// Creates a refusal with the same message for both hosts.
     fn plain(text: String) -> Option<Self> {
         Some(Self { told: text.clone(), said: text })
     }

@@ -232,7 +232,7 @@ fn connect(
     }
 }
 
-/// Tries each address that the name resolves to.
+/// Connects to the first host, at the first of its addresses that accepts the connection.
 fn reach(options: &JoinOptions) -> std::io::Result<TcpStream> {
     let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
     let addresses = match &options.own {

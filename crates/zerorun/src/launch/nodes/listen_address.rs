@@ -30,8 +30,8 @@ impl ListenAddresses {
     }
 }
 
-/// Listens on `master_addr`, or on `bind_addr` instead. An unknown name is looked up again for up to `patience` (a
-/// cluster's DNS entries may appear after its pods).
+/// Listens on `master_addr`, or on `bind_addr` if it is given. An unknown name is looked up again for up to `patience`
+/// (a cluster's DNS entries may appear after its pods).
 ///
 /// # Errors
 /// Fails if the port is in use, the name stays unknown, or the address belongs to another host.

@@ -150,7 +150,7 @@ pub(super) enum ReadDeadline {
 /// The seals of the numbered messages in one direction of a connection.
 #[derive(Debug)]
 struct MessageSeal {
-    /// The key; `None`: the hosts share no secret.
+    /// The key, or `None` if the hosts share no secret.
     key: Option<MacKey>,
     /// The number of the next message.
     number: u64,
