@@ -34,7 +34,7 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
         return Err(wrong(format!("its model is {}; only byte-level BPE can be written as GGUF", model["type"])));
     }
     let pre = match pre_tokenizer_name(&tokenizer["pre_tokenizer"]).map_err(wrong)? {
-        // llama.cpp's name for the same pattern without normalization.
+        // This is llama.cpp's name for the same pattern without normalization.
         "qwen2" if tokenizer["normalizer"]["type"] != "NFC" => "deepseek-r1-qwen",
         pre => pre,
     };

@@ -75,7 +75,7 @@ impl ClassifierBase {
         }
     }
 
-    /// Opens a folder for these labels or, if `None`, those of the model.
+    /// Opens a folder for `labels` or, if this is `None`, for the labels of the model.
     fn open_for(folder: &Path, labels: Option<&[String]>) -> Result<Self> {
         let description = folder.join(CONFIG);
         let unknown = |found: String| FinetuneError::NoClassifierBase { path: folder.to_owned(), found };

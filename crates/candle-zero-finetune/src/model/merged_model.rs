@@ -303,7 +303,8 @@ impl MergedModel<'_> {
         folder.finish().map_err(|source| Error::Io { action: "write", path: out.to_owned(), source })
     }
 
-    /// Writes the same files into an existing folder, if its disk has room for them.
+    /// Writes the files of [`write_hugging_face`](Self::write_hugging_face) into an existing folder, if its disk has
+    /// room for them.
     ///
     /// # Errors
     /// See [`write_hugging_face`](Self::write_hugging_face).

@@ -254,7 +254,7 @@ impl Adapter {
     /// parameters of the base, which determine the layout of its weights.
     ///
     /// # Errors
-    /// [`Error::Io`]; a folder with other files. On an error, `out` is unchanged.
+    /// [`Error::Io`]; a folder that is not empty. On an error, `out` is unchanged.
     pub fn write<'a>(&self, out: impl AsRef<Path>, parameters: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let out = out.as_ref();
         let wrong = |source| Error::Io { action: "write", path: out.to_owned(), source };

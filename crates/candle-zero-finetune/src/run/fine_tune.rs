@@ -155,7 +155,8 @@ impl FineTune {
         if !saving.resume {
             return Ok(());
         }
-        // Read again, because another job may have saved into the folder while this one waited for its lock.
+        // The checkpoint is read again, because another job may have saved into the folder while this one waited for
+        // its lock.
         let saved = self.prepared.saved();
         self.check_saved(saved.as_ref())?;
         let Some(loaded) = self.engine.load_checkpoint(&saving.dir)? else {

@@ -416,7 +416,7 @@ fn percentage(text: &str) -> Option<f64> {
 /// Returns the percentage for a number written as a fraction, as other trainers accept it: 5% for 0.05.
 fn fraction(text: &str) -> Option<String> {
     let part = text.trim().parse::<f64>().ok().filter(|part| *part > 0.0 && *part < 1.0)?;
-    // Rounded to a millionth of a percent, because 0.07 * 100 is not exactly 7.
+    // The percentage is rounded to a millionth of a percent, because 0.07 * 100 is not exactly 7.
     Some(format!("{}%", (part * 1e8).round() / 1e6))
 }
 

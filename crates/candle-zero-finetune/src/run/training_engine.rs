@@ -398,7 +398,7 @@ impl TrainingEngine {
         Ok(StepOutcome {
             // All ranks of a pipeline have the mean.
             loss: if self.pipeline_ranks().is_some() { loss } else { mean(0) },
-            // They have the same rows.
+            // All ranks of a pipeline have the same rows.
             tokens: sum(1) / self.pipeline_ranks().unwrap_or(1) as f64,
             rewards: [3, 4, 5, 6].map(mean),
             balance: balance_sum.map(|_| mean(7)),

@@ -34,7 +34,7 @@ const EXIT_LOST: u8 = 1;
 pub(super) struct JoinOptions {
     pub(super) master_addr: String,
     pub(super) master_port: u16,
-    /// The addresses at which the first host reaches its own port.
+    /// On the first host, the addresses at which it reaches its own port.
     pub(super) own: Option<Vec<SocketAddr>>,
     pub(super) secret: Option<JobSecret>,
     /// How long to try to reach the first host.

@@ -1,5 +1,6 @@
-//! The addresses on which the first host listens: those of `--bind_addr` or `--master_addr`. If the name in
-//! `--master_addr` resolves only to loopback addresses, the first host listens on all its addresses.
+//! The addresses on which the first host listens: those of `--bind_addr` or `--master_addr`. If a name in
+//! `--master_addr`, other than localhost, resolves only to loopback addresses, the first host listens on all its
+//! addresses.
 
 use crate::error::{HostsError, Result};
 use crate::launch::console::eprint;
