@@ -134,7 +134,7 @@ struct ZerorunArguments {
     print_package: bool,
 
     /// Rust file or executable, followed by its arguments
-    // One positional for both: otherwise clap would take the script's `--timeout` for ours.
+    // One positional argument holds both, because clap would otherwise take the script's `--timeout` for `zerorun`'s.
     #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,
 }

@@ -96,8 +96,8 @@ enum HostLauncherFlag {
 }
 
 impl HostFlags {
-    /// Returns where the ranks run. `own_ranks` is the number of ranks on each host, if the user gave it. With `--nnodes`,
-    /// also fills in the port where the hosts connect.
+    /// Returns the hosts on which the ranks run. `own_ranks` is the number of ranks on each host, if the user gave it.
+    /// With `--nnodes`, also fills in the port where the hosts connect.
     pub(crate) fn job_hosts(
         &self,
         own_ranks: Option<usize>,

@@ -19,10 +19,10 @@ pub enum TrainingTask {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Truncation {
-    /// They are cut at the context length. Raw text is cut into pieces of that length, and nothing is lost.
+    /// Such samples are cut at the context length. Raw text is cut into pieces of that length, and nothing is lost.
     #[default]
     Truncate,
-    /// They are left out.
+    /// Such samples are left out.
     Drop,
 }
 

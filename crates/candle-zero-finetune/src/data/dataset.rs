@@ -100,7 +100,8 @@ impl Dataset {
         Ok(Self { parts, group, labels: options.labels })
     }
 
-    /// Returns the number of samples in an epoch: the sum over the files of samples times weight.
+    /// Returns the number of samples in an epoch: the sum, over all files, of the number of samples times
+    /// the weight.
     pub fn len(&self) -> usize {
         self.parts.iter().map(|part| part.len() as usize).sum::<usize>() * self.group
     }

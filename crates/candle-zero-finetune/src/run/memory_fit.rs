@@ -2,7 +2,8 @@
 //!
 //! Candidates are ordered by speed: everything in memory; in memory with recomputed blocks; optimizer states in files;
 //! then parameters in files, too. The first candidate that, according to [`Estimate`], needs at most a fixed share of
-//! the memory is chosen. Smaller micro batches are tried before the next candidate, because on a CPU they cost little.
+//! the memory is chosen. Smaller micro batches are tried before the next candidate, because they cost
+//! little on a CPU.
 
 use crate::error::{FinetuneError, Result};
 use candle_zero::comm::CollectiveKind;

@@ -135,7 +135,7 @@ pub enum ValidationData {
 pub struct CheckpointOptions {
     /// The folder for checkpoints.
     pub dir: PathBuf,
-    /// The number of steps between checkpoints. `None` saves one at the end.
+    /// The number of steps between checkpoints. `None` saves a checkpoint only at the end.
     pub every: Option<u64>,
     /// The number of newest checkpoints that are kept. `None` keeps all.
     pub keep: Option<usize>,
@@ -185,7 +185,7 @@ pub struct Options {
     pub ds_config: Option<PathBuf>,
     /// The number of ranks along a pipeline, which divides the layers of the model among ranks. 1 means no pipeline.
     /// Default: the section `pipeline` of the DeepSpeed configuration; without a configuration, a pipeline is used on
-    /// several hosts if the model does not fit into the memory of one.
+    /// several hosts if the model does not fit into the memory of one host.
     pub pipeline: Option<PipelineStages>,
     /// The precision of the model. Default: f32.
     pub precision: ModelPrecision,

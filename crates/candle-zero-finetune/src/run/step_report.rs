@@ -61,7 +61,7 @@ pub struct StepReport {
     /// The rewards of the step's pairs, if the model is trained on preferences.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rewards: Option<Rewards>,
-    /// The rewards of the validation's pairs, if the model was validated after this step.
+    /// The rewards of the validation's pairs, if the model is trained on preferences and was validated after this step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_rewards: Option<Rewards>,
 }

@@ -138,7 +138,7 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
     Err(failed(format!("{status}; see its message above{}", gone.unwrap_or_default())))
 }
 
-/// Returns whether nothing has been compiled for scripts yet.
+/// Returns whether the target folder does not contain a compiled candle-zero yet.
 fn is_first_build(target: &Path) -> bool {
     let built = std::fs::read_dir(target.join("release/.fingerprint")).into_iter().flatten().flatten();
     let mut names = built.map(|entry| entry.file_name().to_string_lossy().into_owned());

@@ -158,7 +158,7 @@ pub(crate) fn print(text: impl Display) -> bool {
     }
 }
 
-/// Returns whether output may be coloured: standard output is a terminal and `NO_COLOR` is not set.
+/// Returns whether output may be coloured: standard output is a terminal, and `NO_COLOR` is not set or is empty.
 pub(crate) fn colours() -> bool {
     io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }

@@ -76,14 +76,14 @@ fn siblings(core: usize) -> Option<CoreList> {
     CoreList::parse(std::fs::read_to_string(file).ok()?.trim()).ok()
 }
 
-/// Returns the hardware threads of each NUMA node, in the order of the nodes' numbers; empty if the kernel does not
-/// list them.
+/// Returns the hardware threads of each NUMA node that has any, in the order of the nodes' numbers. Returns no nodes if
+/// the kernel does not list them.
 fn numa_nodes() -> Vec<CoreList> {
     let folder = |number: usize| format!("/sys/devices/system/node/node{number}/cpulist");
     let online = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_default();
     let numbers = CoreList::parse(online.trim()).map(|numbers| numbers.cores().to_vec()).unwrap_or_default();
     let list = |number: usize| CoreList::parse(std::fs::read_to_string(folder(number)).ok()?.trim()).ok();
-    // A node with only memory has no list.
+    // The list of a node with only memory is empty, which is not a valid `CoreList`.
     numbers.into_iter().filter_map(list).collect()
 }
 

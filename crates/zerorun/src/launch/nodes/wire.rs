@@ -52,7 +52,7 @@ pub(super) enum LauncherMessage {
     Values { attempt: u32, values: PmiValues },
     /// This rank has failed, or is on a host that is lost or has failed.
     Failed { attempt: u32, rank: usize, why: String },
-    /// The launcher got this signal, which is for all ranks.
+    /// The launcher received this signal, which is meant for all ranks.
     Signal(i32),
     /// Ask the ranks to end gracefully, as after SIGTERM: they will be started again, together with those of a host that
     /// is back.
