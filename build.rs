@@ -47,7 +47,7 @@ fn compile(nvcc: &Path, capability: &str, file: &Path, out: &Path) -> Result<(),
     command.arg("--output-directory").arg(out).arg(file);
     let shown = file.display();
     let output = command.output().map_err(|error| {
-        format!("{}: {error}; feature cuda needs CUDA's compiler: put nvcc on the PATH or set NVCC", nvcc.display())
+        format!("{}: {error}; the feature cuda needs CUDA's compiler; put nvcc on the PATH or set NVCC", nvcc.display())
     })?;
     if output.status.success() {
         return Ok(());

@@ -176,7 +176,7 @@ fn data_without_labels_to_learn_is_refused() {
     let refused =
         |name: &str, text: &str| said(labels_of(&[file(&folder, name, text)], &Columns::default()).unwrap_err());
     insta::assert_snapshot!(refused("none.csv", "text,class\nx,1\ny,2\n"), @"DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
-    insta::assert_snapshot!(refused("one.jsonl", "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"y\", \"label\": 1}\n"), @r#"the labels of DIR/one.jsonl cannot be learned: all records have the label "1"; at least two labels are required"#);
+    insta::assert_snapshot!(refused("one.jsonl", "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"y\", \"label\": 1}\n"), @r#"the labels of DIR/one.jsonl cannot be used: all records have the label "1"; at least two labels are required"#);
     insta::assert_snapshot!(refused("list.jsonl", "{\"text\": \"x\", \"label\": [0, 1]}\n"), @"DIR/list.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is a list, but must be a name or a whole number)");
     insta::assert_snapshot!(refused("real.jsonl", "{\"text\": \"x\", \"label\": 0.25}\n"), @"DIR/real.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is 0.25, but must be a name or a whole number)");
     insta::assert_snapshot!(refused("null.jsonl", "{\"text\": \"x\", \"label\": null}\n"), @"DIR/null.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
@@ -184,7 +184,7 @@ fn data_without_labels_to_learn_is_refused() {
     insta::assert_snapshot!(refused("plain.txt", "some words\n"), @"DIR/plain.txt has no sample to learn from: 1 record (line 1) could not be used (line 1: it is plain text)");
     insta::assert_snapshot!(refused("cut.json", "[{\"text\": "), @"DIR/cut.json has no sample to learn from: 1 record (line 1) could not be used (line 1: the file ends within the list)");
     let many: String = (0..10_002).map(|i| format!("x,{i}\n")).collect();
-    insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; a label must be a class that several texts share");
+    insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be used: there are more than 10000; a label must be a class that several texts share");
     // The validation file has a label that the training data does not have.
     let options = DataOptions { labels: labels(&["no", "yes"]), ..DataOptions::new(TrainingTask::Classify, 16) };
     let source = file(&folder, "val.csv", "text,label\nx,no\ny,maybe\nz,yes\n");
@@ -608,7 +608,7 @@ fn wrong_uses_of_the_task_are_refused_before_a_rank_is_started() {
     insta::assert_snapshot!(refused(&["--data", &data, "--prompt", "x"]), @"zerorun: --prompt is for text generation: a classifier does not answer prompts");
     insta::assert_snapshot!(refused(&["--data", &data, "--ctx", "65"]), @"zerorun: --ctx is 65, but must be 2 to 64, the model's context");
     let one = file(&folder, "one.csv", "text,label\nx,a\ny,a\n").path;
-    insta::assert_snapshot!(refused(&["--data", one.to_str().unwrap()]), @r#"zerorun: the labels of DIR/one.csv cannot be learned: all records have the label "a"; at least two labels are required"#);
+    insta::assert_snapshot!(refused(&["--data", one.to_str().unwrap()]), @r#"zerorun: the labels of DIR/one.csv cannot be used: all records have the label "a"; at least two labels are required"#);
     let none = file(&folder, "none.csv", "text,sort\nx,a\ny,b\n").path;
     insta::assert_snapshot!(refused(&["--data", none.to_str().unwrap()]), @"zerorun: DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
     let other = file(&folder, "other.csv", "text,label\nx,neutral\n").path;

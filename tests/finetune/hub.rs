@@ -291,9 +291,9 @@ fn a_private_model_comes_with_the_right_token_which_no_other_host_sees() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
     let private = || server.set(Faults { is_private: true, ..Faults::default() });
     private();
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: there is no public repository org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: there is no public repository org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling and, for a private repository, give a token of an account that may read it (HF_TOKEN)
 ");
-    insta::assert_snapshot!(refusal(&server, &home, NAME, &[("HF_TOKEN", "hf_wrong")]), @"zerorun: this token can access no repository named org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)
+    insta::assert_snapshot!(refusal(&server, &home, NAME, &[("HF_TOKEN", "hf_wrong")]), @"zerorun: this token can access no repository named org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling and, for a private repository, give a token of an account that may read it (HF_TOKEN)
 ");
     private();
     // huggingface_hub stores the token in this file.
@@ -313,7 +313,7 @@ fn what_cannot_be_fetched_is_refused_with_what_to_do() {
     let refused = |file, status, code, message| {
         with(Faults { refused: Some((file, status, code, message)), ..Faults::default() })
     };
-    insta::assert_snapshot!(plain("org/tyni", &[]), @"zerorun: there is no public repository org/tyni at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)");
+    insta::assert_snapshot!(plain("org/tyni", &[]), @"zerorun: there is no public repository org/tyni at ENDPOINT, and no local file or folder has that name; check its spelling and, for a private repository, give a token of an account that may read it (HF_TOKEN)");
     insta::assert_snapshot!(plain("org/tiny@v2", &[]), @r#"zerorun: org/tiny has no branch, tag or commit "v2"; give another one, or just org/tiny for the branch main"#);
     insta::assert_snapshot!(plain(NAME, &[("HF_HUB_OFFLINE", "1")]), @"zerorun: HF_HUB_OFFLINE is set, and config.json of org/tiny is not in HOME/hub; unset HF_HUB_OFFLINE for one run to fetch the model, or give a folder");
     insta::assert_snapshot!(plain(NAME, &[("HF_ENDPOINT", "huggingface.co")]), @"zerorun: HF_ENDPOINT is huggingface.co, but must be the address of a Hub, such as https://huggingface.co");
@@ -325,7 +325,7 @@ fn what_cannot_be_fetched_is_refused_with_what_to_do() {
     insta::assert_snapshot!(refused("", 401, "", "Invalid credentials in Authorization header"), @"zerorun: ENDPOINT refuses access to the list of files of org/tiny (HTTP 401): Invalid credentials in Authorization header; give a token of an account that may read it (HF_TOKEN)");
     insta::assert_snapshot!(refused("", 429, "", ""), @"zerorun: ENDPOINT answered the request for the list of files of org/tiny with HTTP 429; too many requests came from this address; wait a few minutes, or give a token (HF_TOKEN)");
     insta::assert_snapshot!(refused("", 502, "", ""), @"zerorun: ENDPOINT answered the request for the list of files of org/tiny with HTTP 502; try again later");
-    insta::assert_snapshot!(refused("", 404, "", ""), @"zerorun: there is no public repository org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling, and for a private repository give a token of an account that may read it (HF_TOKEN)");
+    insta::assert_snapshot!(refused("", 404, "", ""), @"zerorun: there is no public repository org/tiny at ENDPOINT, and no local file or folder has that name; check its spelling and, for a private repository, give a token of an account that may read it (HF_TOKEN)");
     let text = with(Faults { size: Some(1 << 60), ..Faults::default() });
     let (before, after) = (text.find("where ").unwrap() + 6, text.find(" is free").unwrap());
     insta::assert_snapshot!([&text[..before], "FREE", &text[after..]].concat(), @"zerorun: model.safetensors of org/tiny needs 1024.0 PiB in HOME/hub/models--org--tiny, where FREE is free; free up space there, or set HF_HOME to a folder on another disk");

@@ -242,5 +242,5 @@ fn what_cannot_be_combined_with_a_pipeline_is_refused_before_a_rank_is_started()
     insta::assert_snapshot!(with_config(json!({"pipeline": {}, "local_steps": {"steps": 5}})), @"zerorun: --ds_config has a section pipeline, which cannot be combined with local_steps; remove one of the two");
     let file = with("stages.json", json!({"pipeline": {"stages": 4}}));
     insta::assert_snapshot!(refusal(&["-n", "4", "--pipeline", "2", "--ds_config", &file]), @r#"zerorun: --pipeline is 2, but the DeepSpeed configuration has pipeline.stages: 4; give only one of them, or "auto" there"#);
-    insta::assert_snapshot!(refusal(&["-n", "4", "--ds_config", &file, "--batch", "3", "--micro_batch", "2"]), @"zerorun: --batch is 3, which is not a multiple of the 2 rows that are computed at once (--micro_batch 2 in 1 pipeline); give --batch 2 or 4, or another --micro_batch");
+    insta::assert_snapshot!(refusal(&["-n", "4", "--ds_config", &file, "--batch", "3", "--micro_batch", "2"]), @"zerorun: --batch is 3, which is not a multiple of the 2 rows that are computed at the same time (--micro_batch 2 in 1 pipeline); give --batch 2 or 4, or another --micro_batch");
 }

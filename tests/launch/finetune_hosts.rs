@@ -82,7 +82,7 @@ fn an_adapter_of_two_hosts_has_the_bytes_of_one_host_and_the_choice_has_its_reas
     for part in [
         "of the 2 hosts",
         "at the measured",
-        "with shards spread over all hosts (stage 3) it would receive",
+        "with shards spread over all hosts (stage 3), it would receive",
         "in a pipeline (--pipeline)",
     ] {
         assert!(chosen.contains(part), "{part}: {chosen}");

@@ -253,7 +253,7 @@ pub enum FinetuneError {
     /// A prompt that leaves no room for an answer.
     #[error(
         "the prompt has {tokens} tokens, but the model's context of {ctx} tokens must also hold the answer; give a \
-         shorter one"
+         shorter prompt"
     )]
     LongPrompt {
         /// The number of tokens in the prompt.
@@ -329,14 +329,14 @@ pub enum FinetuneError {
     Skipped {
         /// The file.
         path: PathBuf,
-        /// The number of records that cannot be used or contain nothing to learn.
+        /// The number of records that cannot be used or contain nothing to train on.
         skipped: u64,
         /// The number of all records.
         records: u64,
         /// The problem with these records.
         why: String,
     },
-    /// A data file without anything to learn.
+    /// A data file without a sample to learn from.
     #[error("{} has no sample to learn from: {reason}", path.display())]
     NoSamples {
         /// The file.
@@ -344,8 +344,8 @@ pub enum FinetuneError {
         /// A summary of what happened to the records of the file.
         reason: String,
     },
-    /// Labels that cannot be learned.
-    #[error("the labels of {} cannot be learned: {problem}", path.display())]
+    /// Labels that cannot be used.
+    #[error("the labels of {} cannot be used: {problem}", path.display())]
     Labels {
         /// The data file that was read last.
         path: PathBuf,

@@ -134,14 +134,14 @@ struct ZerorunArguments {
     print_package: bool,
 
     /// Rust file or executable, followed by its arguments
-    // One positional for both: otherwise clap would take the script's `--timeout` for ours.
+    // One positional argument holds both, because clap would otherwise take the script's `--timeout` for `zerorun`'s.
     #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,
 }
 
 impl ZerorunArguments {
-    /// Fills in, from the variables of another launcher, the options that the command line omits. A hostfile needs none
-    /// of them.
+    /// Fills in, from the variables of another launcher, the options that the command line omits. With a hostfile, the
+    /// variables are ignored.
     fn fill_in(&mut self, given: &ArgMatches, variables: &LauncherVariables<'_>) -> Result<()> {
         const RESTARTS: &str = "PET_MAX_RESTARTS";
         let is_default = |name: &str| given.value_source(name) == Some(ValueSource::DefaultValue);

@@ -96,8 +96,8 @@ enum HostLauncherFlag {
 }
 
 impl HostFlags {
-    /// Returns where the ranks run. `own_ranks` is the number of ranks on each host, if the user gave it. With `--nnodes`,
-    /// also fills in the port where the hosts connect.
+    /// Returns the hosts on which the ranks run. `own_ranks` is the number of ranks on each host, if the user gave it.
+    /// With `--nnodes`, also fills in the port where the hosts connect.
     pub(crate) fn job_hosts(
         &self,
         own_ranks: Option<usize>,
@@ -199,8 +199,8 @@ fn hosts(text: &str) -> Option<(usize, usize)> {
     number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MAX_NODES)
 }
 
-/// Returns the words of a command line without the options under the heading [`HOSTS`] and without the option `also`,
-/// which may differ from host to host. `command` defines the command line.
+/// Returns the words of a command line without the options that may differ from host to host: those under the heading
+/// [`HOSTS`], and the option `also`. `command` defines the command line.
 pub(crate) fn without_host_flags(words: Vec<OsString>, command: &clap::Command, also: &str) -> Vec<OsString> {
     let options = command.get_arguments().filter(|arg| arg.get_help_heading() == Some(HOSTS) || arg.get_id() == also);
     let options: Vec<&clap::Arg> = options.collect();

@@ -47,8 +47,8 @@ fn text_of(template: &impl ChatRenderer, conversation: &Conversation, prompt: bo
 pub struct RenderedConversation {
     /// The text.
     pub text: String,
-    /// The byte ranges that the model is to learn: everything after the header of each of the assistant's turns, up to
-    /// and including the token that ends the turn. The ranges are in order and do not overlap.
+    /// The byte ranges that the model is trained on: everything after the header of each of the assistant's turns, up
+    /// to and including the token that ends the turn. The ranges are in order and do not overlap.
     pub targets: Vec<Range<usize>>,
 }
 
@@ -56,9 +56,9 @@ pub struct RenderedConversation {
 #[derive(Debug)]
 pub(crate) struct TracedConversation {
     pub rendered: RenderedConversation,
-    /// The message of each target, if known.
+    /// The index of the message that each target belongs to, if known.
     pub owners: Vec<Option<usize>>,
-    /// Messages whose end is not trained on.
+    /// The indices of the assistant's messages whose end is not trained on.
     pub endless: Vec<usize>,
     pub(super) trace: Option<MessageSpans>,
 }
@@ -403,7 +403,7 @@ impl MarkedText {
     }
 }
 
-/// Returns the texts of a message that a template may write, each with the key of the message that contains it.
+/// Returns the texts of a message that a template may write, each as a pair of its key and the text.
 pub(crate) fn texts(message: &Value, is_assistant: bool) -> Vec<(String, String)> {
     let mut all = vec![];
     mark_message(message, is_assistant, MarkPlacement::Around, &mut |key, text| {

@@ -105,7 +105,7 @@ impl SafeSplitter {
             if token.single_word {
                 return None;
             }
-            // This token strips white space. The normalizer may turn characters that are not ASCII into white space.
+            // A token that strips white space also strips characters that the normalizer turns into white space.
             cuts.after_lines &= !(token.lstrip && may_be_alphabetic(first));
             cuts.before_spaces &= !token.rstrip || is_blank(last);
             let (spaces, lines) = parted(text, |c| !is_blank(c));
@@ -383,7 +383,7 @@ impl PieceCache {
         true
     }
 
-    /// Caches the tokens of a piece, which begin at index `first`.
+    /// Caches the tokens of a piece, which begin at index `first` of `encoded`, unless the piece is too long.
     fn remember(&mut self, piece: &str, start: usize, encoded: &EncodedText, first: usize) {
         if piece.len() > MAX_PIECE_BYTES {
             return;
@@ -399,7 +399,7 @@ impl PieceCache {
     }
 }
 
-/// A fast hash of short texts, 8 bytes at a time.
+/// A fast hash function for short texts, which processes 8 bytes at a time.
 #[derive(Default)]
 struct PieceHasher(u64);
 

@@ -11,7 +11,7 @@ const MAX_DEPTH: usize = 256;
 /// and again could become arbitrarily long.
 const MAX_TEXT_BYTES: usize = 16 << 20;
 
-/// Returns an error if a value exceeds these limits.
+/// Returns an error if a value exceeds [`MAX_DEPTH`] or [`MAX_TEXT_BYTES`].
 fn check(depth: usize, text: &str) -> Result<(), Error> {
     if depth > MAX_DEPTH {
         let reason = format!("a value with more than {MAX_DEPTH} nested lists or objects");
@@ -171,7 +171,7 @@ fn float(x: f64) -> String {
     }
 }
 
-/// Returns Python's `str(value)`.
+/// Returns Python's `str(value)`, or an empty text for a value that exceeds the limits.
 pub(crate) fn python_str(value: &Value) -> String {
     // Only a value that exceeds the limits is an error.
     checked_str(value).unwrap_or_default()

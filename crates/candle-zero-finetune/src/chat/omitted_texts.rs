@@ -9,7 +9,7 @@ use minijinja::value::ValueKind;
 pub(crate) struct OmittedTexts {
     /// Answers that are not written at all, with the keys of their texts.
     pub lost: Vec<(usize, String)>,
-    /// Other remarks, each a sentence about records without its subject, which begins with the verb in the plural.
+    /// Other remarks, each the predicate of a sentence about records, beginning with a verb in the plural.
     pub remarks: Vec<String>,
 }
 
@@ -150,7 +150,8 @@ fn texts_of<'a>(
     all
 }
 
-/// Returns how much of a text appears at its place in the rendering or, if that is unknown, in `within`.
+/// Returns how much of a text is rendered: all of it if it appears at its place, and otherwise as much as `within`
+/// contains.
 fn part(
     text: &str,
     marked_text: Option<&MarkedText>,

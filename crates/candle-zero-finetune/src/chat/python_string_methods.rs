@@ -5,7 +5,7 @@ use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};
 use minijinja_contrib::pycompat;
 
-/// The maximum number of digits of a width or a precision in a format.
+/// The maximum number of digits of a number in a format, such as a width or a precision.
 const MAX_DIGITS: usize = 5;
 
 /// Returns whether Python's `str.isspace` holds for a character: Unicode white space, and the separators U+001C to U+001F.
@@ -179,7 +179,8 @@ fn lines(state: &State<'_, '_>, text: &str, keepends: bool) -> Result<Value, Err
     Ok(Value::from(lines))
 }
 
-/// Returns an error for a format with a width or precision that no text needs.
+/// Returns an error for a format that contains a number with more than [`MAX_DIGITS`] digits: such a width or precision
+/// would produce an enormous text.
 pub(super) fn check_format(format: &str) -> Result<(), Error> {
     let runs = format.split(|c: char| !c.is_ascii_digit()).map(str::len);
     match runs.max().unwrap_or(0) > MAX_DIGITS {

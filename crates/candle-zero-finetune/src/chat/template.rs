@@ -118,7 +118,7 @@ impl Template {
         Ok(template)
     }
 
-    /// Determines how turns begin and end.
+    /// Determines how turns begin and end, and which message formats the template can read.
     fn look_at_turns(&mut self, special_texts: Vec<String>) -> Result<()> {
         self.turns = TurnMarkers::of(self, special_texts, &[]);
         self.capabilities = TemplateCapabilities::of(self);
@@ -133,9 +133,10 @@ impl Template {
     }
 
     /// Reads the template in a model's folder: chat_template.jinja or, without that file, `chat_template` in
-    /// tokenizer_config.json (a text, or a list with an entry named `default`). A template named `tool_use`, in that
-    /// list or in additional_chat_templates/tool_use.jinja, is used for conversations with tools. If the tokenizer
-    /// comes from a GGUF file, the templates also come from it.
+    /// tokenizer_config.json (a text, or a list or object with an entry named `default`). A template named `tool_use`,
+    /// in the same list or object or in additional_chat_templates/tool_use.jinja, is used for conversations with tools.
+    /// If the tokenizer comes from a GGUF file and the folder has no chat_template.jinja, the templates also come from
+    /// the GGUF file.
     ///
     /// # Errors
     /// [`FinetuneError::NoTemplate`]; [`FinetuneError::TemplateSyntax`]; [`FinetuneError::TemplateWithoutEnd`];
@@ -176,7 +177,7 @@ impl Template {
         Ok(template)
     }
 
-    /// Reads the templates of a GGUF file.
+    /// Reads the templates in a GGUF file.
     fn inside(file: &Path, tokenizer: &Tokenizer) -> Result<Self> {
         let gguf = GgufFile::open(file)?;
         let new = |source: &str| {
@@ -451,7 +452,8 @@ fn replace_markers(source: &str) -> (String, bool) {
     (text, any)
 }
 
-/// Returns the renderer's message: its text, the line and the cause.
+/// Returns the message of an error in parsing or rendering a template: its kind, its detail and the line, or only the
+/// detail if the template itself raised the error.
 fn reason(error: &minijinja::Error) -> String {
     match (error.kind(), error.detail(), error.line()) {
         // A message that the template itself raises is complete.

@@ -18,7 +18,7 @@ pub(super) struct TemplateCapabilities {
 /// The form in which the arguments of a call must be passed so that they are written as JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum ToolArgumentsFormat {
-    /// Unchanged: the template renders both forms in the same way, or renders neither.
+    /// Unchanged: the template renders both forms as JSON, or neither.
     #[default]
     Any,
     /// An object, which the template renders as JSON. The template would encode a JSON text a second time.

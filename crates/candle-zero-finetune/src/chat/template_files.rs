@@ -17,7 +17,7 @@ pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
 /// folder `additional_chat_templates`.
 ///
 /// # Errors
-/// Fails if a file cannot be read.
+/// Fails if a file or folder cannot be read, or if tokenizer_config.json is not a JSON object.
 pub(crate) fn named_templates(folder: &Path) -> Result<BTreeMap<String, String>> {
     let read = |path: &Path| {
         let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
@@ -50,7 +50,7 @@ const DEFAULT: &str = "default";
 /// Returns the additional template files, sorted.
 ///
 /// # Errors
-/// Fails if a folder cannot be read.
+/// Fails if the folder cannot be read.
 pub(crate) fn additional_templates(folder: &Path) -> Result<Vec<PathBuf>> {
     let folder = folder.join(ADDITIONAL_TEMPLATES);
     if !folder.is_dir() {

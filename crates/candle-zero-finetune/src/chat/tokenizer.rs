@@ -179,13 +179,13 @@ impl Tokenizer {
         (&self.around.0, &self.around.1)
     }
 
-    /// Returns the largest id plus one, if the ids of the vocabulary have no gaps.
+    /// Returns the largest id plus one. The ids of the base vocabulary are assumed to have no gaps.
     pub fn vocab_size(&self) -> usize {
         let added = self.inner.get_added_tokens_decoder().into_keys().max().map_or(0, |id| id as usize + 1);
         added.max(self.inner.get_vocab_size(false))
     }
 
-    /// Returns the texts of all tokens that are marked as special.
+    /// Returns the texts of all tokens that are marked as special and of the named special tokens, sorted.
     pub(crate) fn special_texts(&self) -> Vec<String> {
         let added = self.inner.get_added_tokens_decoder().into_values();
         let mut texts: Vec<String> = added.filter(|token| token.special).map(|token| token.content).collect();

@@ -85,8 +85,8 @@ impl Batches {
     ///
     /// # Panics
     ///
-    /// Panics if the data set has no samples or more than `u32::MAX` of them, or if `shape` is invalid: batches without
-    /// rows, or a rank that does not exist.
+    /// Panics if the data set has no samples or more than `u32::MAX` groups of them, or if `shape` is invalid: no rows
+    /// in a micro batch, no micro batches in a step, or a rank that does not exist.
     pub fn training(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, seed: u64, pad: u32) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Shuffled(seed), pad)
     }

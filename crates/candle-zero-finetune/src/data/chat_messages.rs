@@ -181,8 +181,8 @@ fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordPr
     for name in WEIGHT_KEYS {
         let value = field(message, name);
         let Some(said) = weight(name, &value)? else { continue };
-        // The key `weight` has no effect on a message that is not the assistant's. Any other key that enables learning
-        // there is an error.
+        // The key `weight` has no effect on a message that is not the assistant's. Any other key that enables training
+        // on such a message is an error.
         if said && !is_assistant && name != "weight" {
             return Err(format!(
                 "it has {name}, but only the assistant's messages are trained on; remove the key from other messages"
@@ -193,7 +193,8 @@ fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordPr
     Ok(learned)
 }
 
-/// Returns whether a weight or a flag enables learning. The value is 0, 1 or a boolean, possibly as text.
+/// Returns whether a weight or a flag enables training, or `None` if it is not set. The value is 0, 1 or a boolean,
+/// possibly as text.
 pub(crate) fn weight(name: &str, value: &Value) -> Result<Option<bool>, RecordProblem> {
     let text = value.as_str().map(str::trim);
     let number = match (value.kind(), text) {

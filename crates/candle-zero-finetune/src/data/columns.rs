@@ -197,7 +197,7 @@ impl Columns {
         self.is_key(name) || others.iter().any(|names| names.contains(&name)) && !self.is_ignored(name)
     }
 
-    /// Returns advice for messages: the option that maps columns with other names.
+    /// Returns advice for error messages: the option that maps columns with other names.
     pub(super) fn hint(keys: &[String]) -> String {
         let has =
             |names: &[&str]| names.iter().find(|name| keys.iter().any(|key| key == *name)).map(ToString::to_string);
@@ -208,7 +208,7 @@ impl Columns {
     }
 }
 
-/// Returns the names of a record's keys, formatted for messages.
+/// Returns the names of a record's keys, formatted for error messages.
 pub(crate) fn names(keys: &[String]) -> String {
     let named: Vec<&str> = keys.iter().map(|key| if key.is_empty() { "(unnamed)" } else { key }).collect();
     list(&named)

@@ -26,9 +26,9 @@ type CsvRow = Result<Option<Vec<Vec<u8>>>, String>;
 impl CsvTable {
     /// Reads the line with the names of the columns. The inner error explains why there is no table.
     ///
-    /// Columns are separated by the character that a line such as `sep=;` declares. Without such a line, the character
-    /// is used that yields the most known names or, if there is a tie, the most columns; among these, `usual` is
-    /// preferred.
+    /// Columns are separated by the character that a line such as `sep=;` declares. Without such a line, the separator
+    /// is the character that yields the most known names or, if there is a tie, the most columns. If there is still a
+    /// tie, `usual` is preferred.
     pub(super) fn open(
         mut input: BufReader<File>,
         usual: u8,

@@ -19,17 +19,17 @@ pub enum TrainingTask {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Truncation {
-    /// They are cut at the context length. Raw text is cut into pieces of that length, and nothing is lost.
+    /// Such samples are cut at the context length. Raw text is cut into pieces of that length, and nothing is lost.
     #[default]
     Truncate,
-    /// They are left out.
+    /// Such samples are left out.
     Drop,
 }
 
 /// Options for building samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataOptions {
-    /// The task to learn.
+    /// The task for which the model is trained.
     pub task: TrainingTask,
     /// The maximum number of tokens of a sample.
     pub ctx: usize,

@@ -43,7 +43,7 @@ pub struct DataReport {
     /// The samples with an answer whose end is not trained on.
     #[serde(default)]
     pub endless: RecordLineNumbers,
-    /// Other remarks on records, each a sentence without its subject, which begins with the verb in the plural.
+    /// Other remarks, each the predicate of a sentence about records, beginning with a verb in the plural.
     #[serde(default)]
     pub remarks: BTreeMap<String, RecordLineNumbers>,
     /// The keys that were not read, with the number of records that contain a value for them. Only the first 64 keys
@@ -84,7 +84,7 @@ pub(super) enum RecordNote {
     Dropped,
     Cut,
     Endless,
-    /// A sentence about records, without its subject. It begins with the verb, in the plural.
+    /// The predicate of a sentence about records, beginning with a verb in the plural.
     Remark(String),
     /// A key that was not read.
     Ignored(String),
@@ -163,7 +163,7 @@ impl DataReport {
         notes
     }
 
-    /// Returns the number of records that could not be used or contain nothing to learn.
+    /// Returns the number of records that could not be used or contain nothing to train on.
     pub fn skipped(&self) -> u64 {
         self.broken.count + self.without_target.count
     }

@@ -1,4 +1,4 @@
-//! The samples of data files, which are tokenized once and mapped afterwards.
+//! The samples of data files, which are tokenized once and then mapped into memory.
 
 use super::data_options::{DataOptions, TrainingTask};
 use super::data_report::DataReport;
@@ -58,7 +58,7 @@ impl Dataset {
     /// `progress` is called regularly with the progress of a file.
     ///
     /// # Errors
-    /// [`FinetuneError::NoSamples`] for a file without anything to learn; [`FinetuneError::Record`] for a record that
+    /// [`FinetuneError::NoSamples`] for a file without a sample; [`FinetuneError::Record`] for a record that
     /// cannot be used, if the options are strict; errors of files and formats.
     ///
     /// # Panics
@@ -100,7 +100,8 @@ impl Dataset {
         Ok(Self { parts, group, labels: options.labels })
     }
 
-    /// Returns the number of samples in an epoch: the sum over the files of samples times weight.
+    /// Returns the number of samples in an epoch: the sum, over all files, of the number of samples times
+    /// the weight.
     pub fn len(&self) -> usize {
         self.parts.iter().map(|part| part.len() as usize).sum::<usize>() * self.group
     }
@@ -144,7 +145,7 @@ impl Dataset {
         self.parts.iter().map(|part| (part.path.as_path(), &*part.report))
     }
 
-    /// Refuses files if more than a tenth of their records could not be used or contain nothing to learn.
+    /// Refuses files if more than a tenth of their records could not be used or contain nothing to train on.
     ///
     /// # Errors
     /// [`FinetuneError::Skipped`].
@@ -180,7 +181,7 @@ impl Dataset {
         part.cache.length(of_file)
     }
 
-    /// Iterates over the first samples of each file, at most `count` per file.
+    /// Iterates over the indices of the first samples of each file, at most `count` per file.
     pub(crate) fn first(&self, count: usize) -> impl Iterator<Item = usize> {
         let lengths = self.parts.iter().map(|part| part.len() as usize * self.group);
         let starts = lengths.scan(0, |end, length| {

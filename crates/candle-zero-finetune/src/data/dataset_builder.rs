@@ -24,7 +24,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// The number of bytes of records that are processed together. A single larger record is processed separately.
+/// The number of bytes at which a batch of records is complete. The records of a batch are processed together.
 const BATCH_BYTES: usize = 2 << 20;
 
 /// The maximum number of bytes of a file that are read for its fingerprint.
@@ -452,7 +452,7 @@ fn error_text(error: Error) -> String {
     error.to_string()
 }
 
-/// Returns the keys of messages that do not occur in the template, formatted for notes.
+/// Returns the message keys that do not occur in the template, formatted for notes.
 fn unread_keys(template: &Template, conversation: &Conversation) -> Vec<String> {
     let is_read =
         |key: &str| ["role", "content"].contains(&key) || ASSISTANT_TEXT_KEYS.contains(&key) || template.mentions(key);

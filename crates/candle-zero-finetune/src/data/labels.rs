@@ -9,7 +9,7 @@ use crate::error::FinetuneError;
 use crate::error::Result;
 use std::path::Path;
 
-/// The maximum number of labels. A column with more values contains something else.
+/// The maximum number of labels. A column with more values does not contain labels.
 const MAX_LABELS: usize = 10_000;
 
 /// The label that means "no label" in many data sets.
@@ -21,7 +21,7 @@ pub(super) fn no_label() -> String {
         .into()
 }
 
-/// Returns all labels of the records in some files, at least two. Numbers are sorted by value, names alphabetically.
+/// Returns all labels of the records in `sources`, at least two. Numbers are sorted by value, names alphabetically.
 ///
 /// # Errors
 /// [`FinetuneError::NoSamples`] for files without a label; [`FinetuneError::Labels`] for a single label, for more than

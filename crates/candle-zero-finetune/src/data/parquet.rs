@@ -338,7 +338,7 @@ fn value(field: &Field, bytes: &mut usize) -> Value {
             let pairs = map.entries().iter();
             Value::from_pairs(pairs.map(|(key, item)| (value(key, bytes).to_string(), value(item, bytes))))
         }
-        // `check_type` refuses the types of the other two.
+        // `check_type` refuses the types of `Decimal` and `Bytes`.
         Field::Null | Field::Decimal(_) | Field::Bytes(_) => ().into(),
     }
 }

@@ -74,7 +74,7 @@ pub(super) fn utf8(bytes: &[u8]) -> Result<&str, String> {
     })
 }
 
-/// Parses a JSON value, or returns why it is not one.
+/// Parses a JSON value, or returns why the text is not one.
 pub(crate) fn json(text: &str) -> Result<Value, String> {
     serde_json::from_str(text).map_err(|e| {
         // The report already names the line in the file.

@@ -68,7 +68,7 @@ pub(super) struct RecordParser<'a> {
     pub columns: &'a Columns,
     /// Whether there is a chat template. Instructions then become messages.
     pub has_template: bool,
-    /// Whether labels are learned.
+    /// Whether the model is trained to predict labels.
     pub has_labels: bool,
 }
 

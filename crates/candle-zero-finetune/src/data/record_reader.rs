@@ -113,7 +113,7 @@ fn unreadable(path: &Path, problem: impl Into<String>) -> Error {
     FinetuneError::DataFile { path: path.into(), problem: problem.into() }.into()
 }
 
-/// Returns the kind of a file with this beginning, if it is not UTF-8 text.
+/// Returns the kind of a file with this beginning, and what to do about it, if the file is not UTF-8 text.
 fn foreign(head: &[u8]) -> Option<&'static str> {
     const UTF_16: &str = "it is text in UTF-16 or UTF-32; save it as UTF-8, for example with iconv -f UTF-16 -t UTF-8";
     match head {

@@ -1,11 +1,11 @@
 //! Samples in a mapped file.
 //!
 //! The file is little-endian, in words of four bytes: a header of 16 words; each sample's ids, then one bit per id, set
-//! if the id is a target, padded to complete words; an index of 8 words per sample (the offset of its ids in words as
-//! two words, their number, label, line as two words, a digest of ids and bits as two words); a report as JSON. The
-//! header contains a fingerprint of what the file was built from, the positions of the file's parts, and a digest of
-//! itself, the index and the report. The header of an incomplete file consists of zeros. All digests are checked when
-//! a file is opened, so a damaged file is rebuilt.
+//! if the id is a target, padded to complete words; an index of 8 words per sample (the offset of its ids in words, as
+//! two words; the number of ids; the label; the line, as two words; a digest of ids and bits, as two words); a report
+//! as JSON. The header contains a fingerprint of what the file was built from, the positions of the file's parts, and a
+//! digest of itself, the index and the report. The header of an incomplete file consists of zeros. All digests are
+//! checked when a file is opened, so a damaged file is rebuilt.
 //!
 //! The process that builds a file locks a second file next to it. Others wait for the lock and then map the result. The
 //! kernel releases the lock of a process that exits before the file is complete.
@@ -126,7 +126,7 @@ impl<'a> SampleRef<'a> {
         all as usize - usize::from(!self.is_empty() && self.is_target(0))
     }
 
-    /// Returns a copy.
+    /// Returns a copy as a [`Sample`].
     pub fn to_sample(&self) -> Sample {
         Sample { ids: self.ids().collect(), targets: (0..self.len()).map(|i| self.is_target(i)).collect() }
     }
@@ -262,7 +262,7 @@ pub(super) struct SampleCacheWriter {
     data: BufWriter<File>,
     /// The folder that contains the file until it gets its final name.
     scratch: ScratchFolder,
-    /// The index, kept in a file until it is appended, because the index of many samples does not fit into memory.
+    /// The index, kept in a file until it is appended, because the index of many samples may not fit into memory.
     index: BufWriter<File>,
     /// The number of bytes written, including the header.
     at: u64,

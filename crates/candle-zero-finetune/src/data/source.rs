@@ -17,7 +17,7 @@ impl Source {
     /// Parses a path, or a path and a weight (`chats.jsonl:2.5`).
     ///
     /// # Errors
-    /// [`FinetuneError::Weight`] for a weight that is not above 0 and at most 1000.
+    /// [`FinetuneError::Weight`] for a weight that is not above 0, or is above 1000.
     pub fn parse(text: &str) -> Result<Self> {
         let whole = Self { path: text.into(), weight: 1.0 };
         let Some((path, weight)) = text.rsplit_once(':').filter(|_| !whole.path.exists()) else { return Ok(whole) };

@@ -21,20 +21,20 @@ impl<'a> TrackedRecord<'a> {
         Self { record, unread, columns, read: RefCell::default() }
     }
 
-    /// Returns the value that is read as `name`, if there is one.
+    /// Returns the value of the key with the role `name`, if there is one.
     pub(super) fn peek(&self, name: &str) -> Option<Value> {
         let value = field(self.record, self.columns.of(name)?);
         (!value.is_undefined() && !value.is_none()).then_some(value)
     }
 
-    /// Returns the value that is read as `name` and marks it as read.
+    /// Returns the value of the key with the role `name`, if there is one, and marks the key as read.
     pub(super) fn get(&self, name: &str) -> Option<Value> {
         let value = self.peek(name)?;
         self.read.borrow_mut().extend(self.columns.of(name).map(str::to_string));
         Some(value)
     }
 
-    /// Returns the first of several names that has a value.
+    /// Returns the first of several roles whose key has a value.
     pub(super) fn any<'n>(&self, names: &[&'n str]) -> Option<&'n str> {
         names.iter().find(|name| self.peek(name).is_some()).copied()
     }
@@ -75,8 +75,8 @@ impl<'a> TrackedRecord<'a> {
         Ok(found)
     }
 
-    /// Returns the tools that may be called, or null. Tools in ShareGPT's format and in OpenAI's older format
-    /// are converted to descriptions of functions.
+    /// Returns the tools that may be called, or null. The items of `functions` (OpenAI's older format) are converted to
+    /// descriptions of functions. If `are_bare` is set, as for ShareGPT's format, those of `tools` are also converted.
     pub(super) fn tools(&self, are_bare: bool) -> Result<Value, String> {
         let read = |name: &str| -> Result<Option<Value>, String> {
             let Some(value) = self.get(name) else { return Ok(None) };
@@ -188,7 +188,7 @@ impl<'a> TrackedRecord<'a> {
         self.record.try_iter().into_iter().flatten().map(|key| key.to_string()).collect()
     }
 
-    /// Returns the record's own name for the key that is read as `name`.
+    /// Returns the record's own name for the key with the role `name`.
     fn name<'n>(&'n self, name: &'n str) -> &'n str {
         self.columns.of(name).unwrap_or(name)
     }

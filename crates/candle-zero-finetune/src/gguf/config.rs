@@ -144,7 +144,7 @@ impl ArchitectureKeys<'_> {
             Some("yarn") => {
                 let factor = self.need_number("rope.scaling.factor")?;
                 let original = self.need_number("rope.scaling.original_context_length")?;
-                // llama.cpp multiplies the factor that follows from YaRN's paper by this one.
+                // llama.cpp multiplies the factor that follows from YaRN's paper by this value.
                 let more = self.number("rope.scaling.attn_factor")?.unwrap_or(1.0);
                 Ok(json!({
                     "rope_type": "yarn",

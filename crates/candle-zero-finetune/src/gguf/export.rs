@@ -14,7 +14,8 @@ use candle_zero::models::{DecoderConfig, ParameterNaming, RotaryConfig, RotarySc
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-/// The storage format of the weights in a GGUF file. Vectors are stored in f32 in either format.
+/// The storage format of the weights in a GGUF file. Vectors, routers and learned positions are stored in f32 in either
+/// format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GgufFormat {
@@ -130,7 +131,7 @@ enum TensorOrigin<'a> {
     Tensors(Vec<(Option<usize>, &'a str)>, &'a [usize], LayoutChange),
 }
 
-/// The tensor of the file to which a tensor of the model belongs.
+/// The tensor in the file to which a tensor of the model belongs.
 struct TensorTarget {
     name: String,
     change: LayoutChange,
@@ -277,7 +278,7 @@ impl<'a> GgufArchitecture<'a> {
                         "rope.scaling.original_context_length",
                         GgufValue::size(frequencies.original_max_position_embeddings),
                     );
-                    // llama.cpp multiplies the factor that follows from YaRN's paper by this one.
+                    // llama.cpp multiplies the factor that follows from YaRN's paper by the value of attn_factor.
                     let usual = 1.0 + 0.1 * frequencies.factor.max(1.0).ln();
                     put("rope.scaling.attn_factor", GgufValue::F32((attention_factor / usual) as f32));
                     put("rope.scaling.yarn_beta_fast", GgufValue::F32(frequencies.beta_fast as f32));
@@ -293,7 +294,7 @@ impl<'a> GgufArchitecture<'a> {
         keys
     }
 
-    /// Returns the settings of rotary positions, which are those of all blocks.
+    /// Returns the settings of rotary positions, which are the same in all blocks.
     fn rotary(&self) -> Option<&RotaryConfig> {
         self.config.blocks.first()?.rotary.as_ref()
     }
@@ -320,7 +321,7 @@ impl<'a> GgufArchitecture<'a> {
         }
     }
 
-    /// Returns the tensor of the file to which a tensor of the model belongs.
+    /// Returns the tensor in the file to which a tensor of the model belongs.
     fn tensor(&self, name: &str) -> Option<TensorTarget> {
         let bare = name.strip_prefix(self.config.prefix).unwrap_or(name);
         let (module, kind) = bare.rsplit_once('.')?;

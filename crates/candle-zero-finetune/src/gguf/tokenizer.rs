@@ -50,7 +50,7 @@ const DEEPSEEK_V3: [&str; 3] = [
 ];
 const DEEPSEEK_CODER: [&str; 5] = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"];
 
-/// The best-known of the supported names of pre-tokenizers, for messages.
+/// The best-known of the supported names of pre-tokenizers, for error messages.
 const SUPPORTED_PRE_TOKENIZERS: &str = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, \
                      deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder";
 
@@ -153,8 +153,8 @@ impl GgufFile {
         keys
     }
 
-    /// Returns the chat template, if the file has one. `name` may be a suffix with a dot (`.tool_use`) that selects a
-    /// named template.
+    /// Returns a chat template, if the file has it. `name` is empty for the default template; otherwise, it is a suffix
+    /// with a dot (`.tool_use`).
     ///
     /// # Errors
     /// A value that is not text.

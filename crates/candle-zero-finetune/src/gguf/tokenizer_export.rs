@@ -1,4 +1,4 @@
-//! Builds the keys of a GGUF file that describe a tokenizer from Hugging Face's tokenizer files.
+//! Builds, from Hugging Face's tokenizer files, the keys that describe a tokenizer in a GGUF file.
 
 use super::tokenizer::{LLAMA3, QWEN2};
 use super::writer::GgufValue;
@@ -34,7 +34,7 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
         return Err(wrong(format!("its model is {}; only byte-level BPE can be written as GGUF", model["type"])));
     }
     let pre = match pre_tokenizer_name(&tokenizer["pre_tokenizer"]).map_err(wrong)? {
-        // llama.cpp's name for the same pattern without normalization.
+        // This is llama.cpp's name for the same pattern without normalization.
         "qwen2" if tokenizer["normalizer"]["type"] != "NFC" => "deepseek-r1-qwen",
         pre => pre,
     };
@@ -73,7 +73,7 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
             keys.push((format!("tokenizer.ggml.{role}_token_id"), GgufValue::U32(id)));
         }
     }
-    // Written explicitly, so that readers need not guess it from the tokenizer type.
+    // Whether BOS and EOS are added is written explicitly, so that readers need not guess it from the tokenizer type.
     let opened = Tokenizer::open(folder)?;
     let (before, after) = opened.around();
     for (kind, around) in [("bos", before), ("eos", after)] {

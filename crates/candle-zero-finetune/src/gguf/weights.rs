@@ -35,7 +35,7 @@ struct TensorSource {
     name: String,
     /// The shape of the parameter.
     shape: Vec<usize>,
-    /// The number of elements before the parameter. A tensor of all experts contains several parameters.
+    /// The number of the tensor's elements before the parameter. A tensor of all experts contains several parameters.
     offset: usize,
     /// The number of heads, if the two halves of each head are interleaved row by row.
     mixed_heads: Option<usize>,

@@ -49,7 +49,7 @@ impl GgmlFormat {
         }
     }
 
-    /// Returns the name of the format, for messages.
+    /// Returns the name of the format, for error messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",

@@ -35,7 +35,7 @@ pub(super) struct RemoteFile {
     /// The name of the file's content in the cache.
     pub etag: String,
     pub size: u64,
-    /// Whether the name is the content's SHA-256.
+    /// Whether `etag` is the content's SHA-256.
     pub is_digest: bool,
 }
 

@@ -24,8 +24,8 @@ pub enum HubError {
     NoCache,
     /// A repository that does not exist or is not public.
     #[error(
-        "{} {repository} at {endpoint}, and no local file or folder has that name; check its spelling, and for a private \
-         repository give a token of an account that may read it (HF_TOKEN)",
+        "{} {repository} at {endpoint}, and no local file or folder has that name; check its spelling and, for a \
+         private repository, give a token of an account that may read it (HF_TOKEN)",
         if *has_token { "this token can access no repository named" } else { "there is no public repository" }
     )]
     NoRepository {

@@ -24,7 +24,7 @@ use std::time::Duration;
 pub struct FetchProgress<'a> {
     /// The name of the file.
     pub file: &'a str,
-    /// The number of bytes in the cache.
+    /// The number of the file's bytes that are in the cache so far.
     pub bytes: u64,
     /// The size of the file in bytes.
     pub of: u64,

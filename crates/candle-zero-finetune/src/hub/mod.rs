@@ -9,7 +9,7 @@
 //! complete, and an interrupted download resumes where it stopped.
 //!
 //! `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_TOKEN_PATH`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` and `SSL_CERT_FILE` have the
-//! same meaning as in huggingface_hub. Without feature `hub`, this module only distinguishes names from paths.
+//! same meaning as in huggingface_hub. Without the feature `hub`, this module only distinguishes names from paths.
 
 #[cfg(feature = "hub")]
 mod client;

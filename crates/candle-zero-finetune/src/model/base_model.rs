@@ -208,7 +208,7 @@ pub(super) fn check_weight(files: &WeightFiles, name: &str, shape: &[usize], des
     tensor.check(name, shape)
 }
 
-/// Checks that an embedding with `rows` rows has one for each of `ids` ids.
+/// Checks that an embedding with `rows` rows has a row for each of `ids` ids.
 pub(super) fn check_rows(rows: usize, ids: usize) -> Result<()> {
     match ids.checked_sub(rows) {
         None | Some(0) => Ok(()),

@@ -34,7 +34,7 @@ pub struct Classifier {
 pub struct ClassificationOutput {
     /// All labels with their probabilities, the most likely first.
     pub labels: Vec<(String, f64)>,
-    /// The number of tokens that were classified, including those that the tokenizer adds, without those cut off.
+    /// The number of tokens that were classified, including those that the tokenizer adds, but not those cut off.
     pub tokens: usize,
     /// The number of tokens cut off at the end because the model's context is too short.
     pub cut: usize,
@@ -86,8 +86,8 @@ impl Classifier {
         self.config.labels()
     }
 
-    /// Predicts the label of a text. A text longer than the model's context is cut, but the tokenizer's last token is
-    /// kept.
+    /// Predicts the label of a text. A text longer than the model's context is cut, but the tokens that the tokenizer
+    /// adds are kept.
     ///
     /// # Errors
     /// A text that the tokenizer refuses or that yields no tokens; results that are not finite.

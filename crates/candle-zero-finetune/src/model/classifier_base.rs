@@ -52,8 +52,8 @@ impl ClassifierBase {
     /// `labels`, the labels of the data ([`labels_of`](crate::labels_of)). Reads only headers, and compares the weights'
     /// names, shapes and types with the description.
     ///
-    /// A classifier in the files is kept if its classes have the names of the labels, or if the labels are the numbers
-    /// of its classes.
+    /// A classifier in the files is kept if all labels are names of its classes, or if all labels are numbers of its
+    /// classes.
     ///
     /// # Errors
     /// A folder without a model, or with a model of an unknown type ([`FinetuneError::NoClassifierBase`]); unsupported
@@ -75,7 +75,7 @@ impl ClassifierBase {
         }
     }
 
-    /// Opens a folder for these labels or, if `None`, those of the model.
+    /// Opens a folder for `labels` or, if this is `None`, for the labels of the model.
     fn open_for(folder: &Path, labels: Option<&[String]>) -> Result<Self> {
         let description = folder.join(CONFIG);
         let unknown = |found: String| FinetuneError::NoClassifierBase { path: folder.to_owned(), found };

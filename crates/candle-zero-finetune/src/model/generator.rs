@@ -98,9 +98,9 @@ pub struct Generator<'a> {
 }
 
 impl<'a> Generator<'a> {
-    /// Creates a generator for a model like `base`. An answer ends with a token that `generation_config.json`,
-    /// `config.json` or the tokenizer defines as the end of a text, or with the token that ends an answer in the
-    /// template.
+    /// Creates a generator for `base` or a model trained from it. An answer ends with a token that
+    /// `generation_config.json`, `config.json` or the tokenizer defines as the end of a text, or with the token that
+    /// ends an answer in the template.
     ///
     /// # Errors
     /// A tokenizer with more ids than the embedding has rows ([`BaseModel::check_tokens`]); a `generation_config.json`

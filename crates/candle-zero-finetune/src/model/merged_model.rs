@@ -92,7 +92,7 @@ impl<'a> MergedModel<'a> {
         Some((part, matrices))
     }
 
-    /// Returns a counter of the bytes written, out of `total`.
+    /// Returns a function that adds up the bytes written and reports their number, together with `total`.
     pub(crate) fn counter(&self, total: u64) -> impl FnMut(usize) + use<'a> {
         let (progress, mut done) = (self.progress, 0);
         move |bytes| {
@@ -253,13 +253,13 @@ struct ExpertUpdates<'a> {
 }
 
 impl<'a> ExpertUpdates<'a> {
-    /// Extracts the matrices of single experts from those of all experts: A is `[experts * r, in]`, B is
+    /// Extracts the matrices of individual experts from those of all experts: A is `[experts * r, in]`, B is
     /// `[out, r * experts]`, in which the columns of the experts alternate.
     fn new(part: ExpertPart, [a, b]: [&'a AdapterTensor; 2], scale: f32) -> Self {
         let (columns, inputs) = (a.shape[0], part.inputs);
         let all = b.values.chunks_exact(columns.max(1));
         let rows: Vec<&[f32]> = all.skip(part.outputs.start).take(part.outputs.len()).collect();
-        // The adapter was compared with the model, whose number of experts divides the rows.
+        // The adapter was compared with the model, so the number of experts divides the number of A's rows.
         let experts = part.of;
         let rank = columns / experts.max(1);
         let matrices = part.experts.clone().map(|expert| {
@@ -303,7 +303,8 @@ impl MergedModel<'_> {
         folder.finish().map_err(|source| Error::Io { action: "write", path: out.to_owned(), source })
     }
 
-    /// Writes the same files into an existing folder, if its disk has room for them.
+    /// Writes the files of [`write_hugging_face`](Self::write_hugging_face) into an existing folder, if its disk has
+    /// room for them.
     ///
     /// # Errors
     /// See [`write_hugging_face`](Self::write_hugging_face).

@@ -17,7 +17,7 @@ pub(crate) fn new_folder(out: &Path) -> Result<AtomicFolder> {
     }
 }
 
-/// The files that a model's folder needs in addition to the weights.
+/// The files that a model's folder may contain in addition to `config.json` and the weights.
 pub(crate) const COMPANION_FILES: [&str; 12] = [
     "generation_config.json",
     "tokenizer.json",
@@ -40,7 +40,7 @@ pub(crate) const TOKENIZER: &[&str] = COMPANION_FILES.split_at(10).0.split_at(1)
 /// the dtype of the weights.
 pub(crate) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: ConsolidatedDtype) -> Result<()> {
     if let Some(config) = config.as_object_mut() {
-        // The key's names in transformers 5 and in transformers 4.
+        // The key is called `dtype` in transformers 5, and `torch_dtype` in transformers 4.
         let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
         config.insert(key.into(), dtype.names().1.into());
         config.remove("quantization_config");

@@ -204,7 +204,7 @@ impl Adapter {
         self.tensors.iter().try_for_each(|(name, tensor)| check_finite(&self.path, name, 0, &tensor.values))
     }
 
-    /// Returns the values of a parameter, given its name in the model.
+    /// Returns the adapter's tensor for a parameter, given the parameter's name in the model.
     pub fn tensor(&self, parameter: &str) -> Option<&AdapterTensor> {
         self.tensors.get(bare(parameter))
     }
@@ -254,7 +254,7 @@ impl Adapter {
     /// parameters of the base, which determine the layout of its weights.
     ///
     /// # Errors
-    /// [`Error::Io`]; a folder with other files. On an error, `out` is unchanged.
+    /// [`Error::Io`]; a folder that is not empty. On an error, `out` is unchanged.
     pub fn write<'a>(&self, out: impl AsRef<Path>, parameters: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let out = out.as_ref();
         let wrong = |source| Error::Io { action: "write", path: out.to_owned(), source };

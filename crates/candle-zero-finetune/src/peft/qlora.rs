@@ -3,7 +3,7 @@
 use candle_zero::nn::is_adapter;
 use candle_zero::precision::{Nf4Scales, WeightPacking};
 
-/// The packing of these weights: NF4 with 8-bit scales (QLoRA, arXiv 2305.14314).
+/// The packing of the weights that QLoRA quantizes: NF4 with 8-bit scales (QLoRA, arXiv 2305.14314).
 pub(crate) const PACKING: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
 /// Returns whether QLoRA quantizes a parameter of a decoder or an encoder, given its name and shape. QLoRA quantizes
@@ -16,7 +16,7 @@ pub fn is_quantized(name: &str, shape: &[usize]) -> bool {
     let is_linear = match *shape {
         // The biases of all experts also have two dimensions.
         [_, _] => name.ends_with(".weight") && !ROUTERS.iter().any(|router| name.ends_with(router)),
-        // The matrices of all experts, if no block of packed elements would have elements of two experts.
+        // The matrices of all experts, if no block of packed elements would contain elements of two experts.
         [_, rows, columns] => name.contains(".experts.") && (rows * columns).is_multiple_of(BLOCK),
         _ => false,
     };

@@ -22,7 +22,7 @@ use serde_json::Value;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RunRanks {
     pub world: usize,
-    /// The number of ranks on each host; all ranks if hosts have different numbers.
+    /// The number of ranks on each host, or `world` if the hosts have different numbers of ranks.
     pub per_host: usize,
     /// The bytes per second that a host receives from the others, if this rate was measured.
     pub network: Option<f64>,
@@ -53,7 +53,7 @@ pub(super) fn memory_of_all(comm: &dyn Communicator) -> Result<u64> {
 pub(super) struct Placed {
     pub config: Value,
     pub pipeline: Option<PipelineShape>,
-    /// The choice and its reason, if there was one.
+    /// The choice and its reason, if there was a choice.
     pub chosen: Option<String>,
 }
 
@@ -240,14 +240,14 @@ mod tests {
     fn hosts_form_a_pipeline_only_if_one_of_them_cannot_hold_the_model() {
         let (shape, why) = on_two_hosts(false, 4.0);
         assert_eq!(shape, None);
-        insta::assert_snapshot!(why, @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB per rank; stage 0, micro batches of 1 row would need 3.6 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step a host receives only gradients, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts it would receive 3.4 GiB (30.88 s at the measured 111.6 MiB/s); in a pipeline (--pipeline), 32.0 MiB (0.29 s at the measured 111.6 MiB/s)");
+        insta::assert_snapshot!(why, @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB per rank; stage 0, micro batches of 1 row would need 3.6 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step, a host receives only gradients, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts, it would receive 3.4 GiB (30.88 s at the measured 111.6 MiB/s); in a pipeline (--pipeline), 32.0 MiB (0.29 s at the measured 111.6 MiB/s)");
         let (shape, why) = on_two_hosts(false, 2.25);
         assert_eq!(shape.map(|shape| shape.ranks), Some(4), "{why}");
-        insta::assert_snapshot!(why, @"a pipeline of 4 ranks, stage 0, 8 micro batches of 1 row, blocks recomputed in the backward pass: at most 1.3 GiB of 2.2 GiB per rank; ranks wait for 37 % of a step; a host that holds all of the model would need 2.1 GiB per rank (stage 3, micro batches of 1 row, blocks recomputed in the backward pass). In each step, each of the 2 hosts receives only activations and their gradients, at most 32.0 MiB (0.29 s at the measured 111.6 MiB/s); with shards spread over all hosts (stage 3) it would receive 3.4 GiB (30.88 s at the measured 111.6 MiB/s), and if each host held all shards (mics_shard_size), 21.5 MiB (0.19 s at the measured 111.6 MiB/s)");
+        insta::assert_snapshot!(why, @"a pipeline of 4 ranks, stage 0, 8 micro batches of 1 row, blocks recomputed in the backward pass: at most 1.3 GiB of 2.2 GiB per rank; ranks wait for 37 % of a step; a host that holds all of the model would need 2.1 GiB per rank (stage 3, micro batches of 1 row, blocks recomputed in the backward pass). In each step, each of the 2 hosts receives only activations and their gradients, at most 32.0 MiB (0.29 s at the measured 111.6 MiB/s); with shards spread over all hosts (stage 3), it would receive 3.4 GiB (30.88 s at the measured 111.6 MiB/s), and if each host held all shards (mics_shard_size), 21.5 MiB (0.19 s at the measured 111.6 MiB/s)");
         // All hosts together cannot hold the states of all weights either.
         let (shape, why) = on_two_hosts(true, 8.0);
         assert_eq!(shape, None);
-        insta::assert_snapshot!(why, @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row: at most 5.5 GiB of 8.0 GiB per rank; stage 0, micro batches of 1 row would need 21.5 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step a host receives only gradients, 2.3 GiB (21.13 s at the measured 111.6 MiB/s); with shards spread over all hosts it would receive 5.6 GiB (51.61 s at the measured 111.6 MiB/s); in a pipeline (--pipeline), 64.0 MiB (0.57 s at the measured 111.6 MiB/s)");
+        insta::assert_snapshot!(why, @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row: at most 5.5 GiB of 8.0 GiB per rank; stage 0, micro batches of 1 row would need 21.5 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step, a host receives only gradients, 2.3 GiB (21.13 s at the measured 111.6 MiB/s); with shards spread over all hosts, it would receive 5.6 GiB (51.61 s at the measured 111.6 MiB/s); in a pipeline (--pipeline), 64.0 MiB (0.57 s at the measured 111.6 MiB/s)");
         let (shape, why) = on_two_hosts(true, 64.0);
         assert_eq!(shape, None, "{why}");
     }

@@ -26,8 +26,9 @@ pub(super) struct BatchSizing {
 }
 
 impl BatchSizing {
-    /// Chooses the sizes for ranks that together compute `unit` rows at once, or a multiple of `unit`. `packing` is the
-    /// fullest allowed packing. If a run is resumed, `remembered` is its number of rows in a step.
+    /// Chooses the sizes for ranks that together compute `unit` rows at a time. The number of rows in a step is a
+    /// multiple of `unit`. `packing` is the fullest allowed packing. If a run is resumed, `remembered` is its number of
+    /// rows in a step.
     ///
     /// The number of rows in a step is a power of two, as far as `unit` allows, so that it does not depend on the
     /// number of ranks.

@@ -21,7 +21,7 @@ impl ClassificationBatch {
     /// own row ([`SequencePacking::Padded`](crate::SequencePacking::Padded)).
     ///
     /// # Errors
-    /// Errors of creating tensors on `device`.
+    /// Errors in creating tensors on `device`.
     pub fn of(rows: &RowBatch, device: &Device) -> Result<Self> {
         // Rows beyond the end of the validation data come last and have no text. They hold a single token.
         let length = |row: usize| match rows.labels.get(row) {

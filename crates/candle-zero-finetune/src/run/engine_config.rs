@@ -66,8 +66,8 @@ fn batch(map: &mut Map<String, Value>, options: &Options, parts: DataParts, rows
         let near = [below, below.saturating_add(at_once)];
         let near: Vec<String> = near.iter().filter(|rows| **rows > 0).map(usize::to_string).collect();
         let why = format!(
-            "is {batch}, which is not a multiple of the {at_once} rows that are computed at once (--micro_batch {} {}); \
-             give --batch {}, or another --micro_batch",
+            "is {batch}, which is not a multiple of the {at_once} rows that are computed at the same time \
+             (--micro_batch {} {}); give --batch {}, or another --micro_batch",
             options.micro_batch,
             match parts.are_pipelines {
                 true => format!("in {}", counted(parts.count, "pipeline")),

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Writes a part of the result into its folder from rank 0, replacing what this run has written there before. If it
-/// could not be written, returns the problem on all ranks and leaves the folder unchanged. Collective.
+/// cannot be written, returns the problem on all ranks and leaves the folder unchanged. Collective.
 ///
 /// # Errors
 /// A failed collective.

@@ -56,7 +56,7 @@ struct RunState {
 pub struct FineTune {
     prepared: PreparedRun,
     engine: TrainingEngine,
-    /// The number of trained parameters, and of all of them.
+    /// The number of trained parameter tensors, and the number of all parameter tensors.
     parameters: (usize, usize),
     pipeline: Option<PipelineShape>,
     comm: Arc<dyn Communicator>,
@@ -91,8 +91,8 @@ impl FineTune {
     ///
     /// # Errors
     /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run or with more steps
-    /// ([`FinetuneError::OtherRun`](crate::error::FinetuneError::OtherRun), ...); a checkpoint folder that is not
-    /// writable.
+    /// ([`FinetuneError::OtherRun`](crate::error::FinetuneError::OtherRun),
+    /// [`FinetuneError::StepsMade`](crate::error::FinetuneError::StepsMade)); a checkpoint folder that is not writable.
     pub fn start(prepared: PreparedRun, comm: Arc<dyn Communicator>) -> Result<Self> {
         let memory = memory_of_all(&*comm)?;
         let remembered = remembered_batch(&prepared, &*comm)?;
@@ -155,7 +155,8 @@ impl FineTune {
         if !saving.resume {
             return Ok(());
         }
-        // Read again, because another job may have saved into the folder while this one waited for its lock.
+        // The checkpoint is read again, because another job may have saved into the folder while this one waited for
+        // its lock.
         let saved = self.prepared.saved();
         self.check_saved(saved.as_ref())?;
         let Some(loaded) = self.engine.load_checkpoint(&saving.dir)? else {
@@ -190,8 +191,8 @@ impl FineTune {
         Ok(())
     }
 
-    /// Refuses, before the first step, result folders with files that this run may not replace. It is now known whether
-    /// the run continues from a checkpoint.
+    /// Refuses, before the first step, result folders with files that this run may not replace. It may replace its own
+    /// files only if it continues from a checkpoint.
     fn check_result(&mut self) -> Result<()> {
         if self.resumed.is_none() {
             let saving = self.prepared.options.saving.as_ref();
@@ -219,7 +220,7 @@ impl FineTune {
         self.engine.record_sample(prompt, text);
     }
 
-    /// Returns the number of trained parameters of the model, and the number of all of them.
+    /// Returns the number of trained parameter tensors of the model, and the number of all of them.
     pub fn parameter_counts(&self) -> (usize, usize) {
         self.parameters
     }

@@ -2,7 +2,8 @@
 //!
 //! Candidates are ordered by speed: everything in memory; in memory with recomputed blocks; optimizer states in files;
 //! then parameters in files, too. The first candidate that, according to [`Estimate`], needs at most a fixed share of
-//! the memory is chosen. Smaller micro batches are tried before the next candidate, because on a CPU they cost little.
+//! the memory is chosen. Smaller micro batches are tried before the next candidate, because they cost
+//! little on a CPU.
 
 use crate::error::{FinetuneError, Result};
 use candle_zero::comm::CollectiveKind;
@@ -230,8 +231,8 @@ impl MemoryDemand<'_> {
         let [gathers, sums] = over_all(choice.stage)?;
         let mut text = match (choice.stage, choice.within_hosts) {
             (3, true) => format!(
-                ". Each of the {hosts} hosts holds all shards (mics_shard_size), so in each step a host receives only gradients, \
-                 {}; with shards spread over all hosts it would receive {}",
+                ". Each of the {hosts} hosts holds all shards (mics_shard_size), so in each step, a host receives only \
+                 gradients, {}; with shards spread over all hosts, it would receive {}",
                 moved(sums),
                 moved(gathers + sums)
             ),
@@ -244,7 +245,7 @@ impl MemoryDemand<'_> {
                 let [shard_gathers, shard_sums] = over_all(3)?;
                 format!(
                     ". Every rank holds all parameters, so in each step, each of the {hosts} hosts receives only gradients and \
-                     updated weights, {}; with shards spread over all hosts (stage 3) it would receive {}",
+                     updated weights, {}; with shards spread over all hosts (stage 3), it would receive {}",
                     moved(gathers + sums),
                     moved(shard_gathers + shard_sums)
                 )
@@ -300,7 +301,7 @@ impl MemoryDemand<'_> {
         let micro_batch = sizes.last().copied().unwrap_or(1);
         let [gathers, sums] = self.bytes_into_host(3, micro_batch, self.recompute.unwrap_or(false))?;
         Ok(format!(
-            "; with shards spread over all hosts (stage 3) it would receive {}, and if each host held all shards \
+            "; with shards spread over all hosts (stage 3), it would receive {}, and if each host held all shards \
              (mics_shard_size), {}",
             network.moved(gathers + sums),
             network.moved(sums)
@@ -408,7 +409,7 @@ impl StatePlacement {
 
 /// Returns the number of bytes that each of `ranks` processes on this machine may use: its share of the available
 /// memory ([`monitor::available_memory`](candle_zero::monitor::available_memory)), within the limits of the process
-/// (`ulimit` -d and -v). Returns `None` if the system does not report it.
+/// (`ulimit` -d and -v). Returns `None` if neither is known.
 pub fn memory_of_rank(ranks: usize) -> Option<u64> {
     let available = candle_zero::monitor::available_memory().map(|bytes| bytes / ranks.max(1) as u64);
     available.into_iter().chain(candle_zero::monitor::process_limit()).min()
@@ -503,10 +504,10 @@ mod tests {
             Ok(choice) => choice.why,
             Err(error) => error.to_string(),
         };
-        insta::assert_snapshot!(why(Tuning::Lora, 64.0), @"stage 0, micro batches of 2 rows: at most 4.6 GiB of 64.0 GiB per rank. Every rank holds all parameters, so in each step, each of the 2 hosts receives only gradients and updated weights, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts (stage 3) it would receive 1.7 GiB (15.46 s at the measured 111.6 MiB/s)");
-        insta::assert_snapshot!(why(Tuning::Lora, 4.0), @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB per rank; stage 0, micro batches of 2 rows would need 4.6 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step a host receives only gradients, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts it would receive 3.4 GiB (30.88 s at the measured 111.6 MiB/s)");
-        insta::assert_snapshot!(why(Tuning::Qlora, 4.0), @"stage 3, micro batches of 1 row: at most 2.3 GiB of 4.0 GiB per rank; stage 3, micro batches of 2 rows would need 3.4 GiB. Packed weights stay packed only at stage 3. Each of the 2 hosts holds all shards (mics_shard_size), so in each step a host receives only gradients, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts it would receive 1.5 GiB (13.78 s at the measured 111.6 MiB/s)");
-        insta::assert_snapshot!(why(Tuning::Full, 8.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row: at most 5.5 GiB of 8.0 GiB per rank; stage 0, micro batches of 2 rows would need 22.5 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step a host receives only gradients, 2.3 GiB (21.13 s at the measured 111.6 MiB/s); with shards spread over all hosts it would receive 5.6 GiB (51.61 s at the measured 111.6 MiB/s)");
+        insta::assert_snapshot!(why(Tuning::Lora, 64.0), @"stage 0, micro batches of 2 rows: at most 4.6 GiB of 64.0 GiB per rank. Every rank holds all parameters, so in each step, each of the 2 hosts receives only gradients and updated weights, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts (stage 3), it would receive 1.7 GiB (15.46 s at the measured 111.6 MiB/s)");
+        insta::assert_snapshot!(why(Tuning::Lora, 4.0), @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB per rank; stage 0, micro batches of 2 rows would need 4.6 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step, a host receives only gradients, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts, it would receive 3.4 GiB (30.88 s at the measured 111.6 MiB/s)");
+        insta::assert_snapshot!(why(Tuning::Qlora, 4.0), @"stage 3, micro batches of 1 row: at most 2.3 GiB of 4.0 GiB per rank; stage 3, micro batches of 2 rows would need 3.4 GiB. Packed weights stay packed only at stage 3. Each of the 2 hosts holds all shards (mics_shard_size), so in each step, a host receives only gradients, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts, it would receive 1.5 GiB (13.78 s at the measured 111.6 MiB/s)");
+        insta::assert_snapshot!(why(Tuning::Full, 8.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row: at most 5.5 GiB of 8.0 GiB per rank; stage 0, micro batches of 2 rows would need 22.5 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step, a host receives only gradients, 2.3 GiB (21.13 s at the measured 111.6 MiB/s); with shards spread over all hosts, it would receive 5.6 GiB (51.61 s at the measured 111.6 MiB/s)");
         insta::assert_snapshot!(why(Tuning::Full, 1.5), @"this run needs 4.1 GiB per rank even with all states in files, but only 1.5 GiB per rank is available (4 ranks); use a shorter context or a smaller model, or give the job more memory");
     }
 

@@ -64,8 +64,8 @@ pub enum Objective {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum TrainingLength {
-    /// Three epochs, or up to fifteen with fewer than a few hundred samples, because each must be seen more often to be
-    /// learned.
+    /// Three epochs, or up to fifteen with fewer than a few hundred samples, because the model must then see each
+    /// sample more often.
     Auto,
     /// This number of epochs.
     Epochs(f64),
@@ -135,7 +135,7 @@ pub enum ValidationData {
 pub struct CheckpointOptions {
     /// The folder for checkpoints.
     pub dir: PathBuf,
-    /// The number of steps between checkpoints. `None` saves one at the end.
+    /// The number of steps between checkpoints. `None` saves a checkpoint only at the end.
     pub every: Option<u64>,
     /// The number of newest checkpoints that are kept. `None` keeps all.
     pub keep: Option<usize>,
@@ -179,24 +179,26 @@ pub struct Options {
     pub adapter: Option<PathBuf>,
     /// The objective. Default: to generate the assistant's messages.
     pub objective: Objective,
-    /// A DeepSpeed configuration. Its settings take precedence over these options, and only this configuration
-    /// determines stage and offload. Without one, they are chosen from the available memory.
+    /// A DeepSpeed configuration. Its settings take precedence over these options, except that a different batch,
+    /// learning rate or number of ranks along the pipeline is an error. Only this configuration determines stage and
+    /// offload. Without a configuration, they are chosen from the available memory.
     pub ds_config: Option<PathBuf>,
     /// The number of ranks along a pipeline, which divides the layers of the model among ranks. 1 means no pipeline.
     /// Default: the section `pipeline` of the DeepSpeed configuration; without a configuration, a pipeline is used on
-    /// several hosts if the model does not fit into the memory of one.
+    /// several hosts if the model does not fit into the memory of one host.
     pub pipeline: Option<PipelineStages>,
     /// The precision of the model. Default: f32.
     pub precision: ModelPrecision,
     /// The length of training. Default: three epochs, or up to fifteen with few samples.
     pub length: TrainingLength,
-    /// The peak learning rate. Default: for adapters 2e-4 if the model's hidden size is 4096, proportionally more for a
-    /// smaller one, up to 1e-3, and less for a larger one; 2e-5 for training all weights; a tenth of either for
+    /// The peak learning rate. Default: for adapters, 2e-4 if the model's hidden size is 4096, proportionally more for
+    /// a smaller one, up to 1e-3, and less for a larger one; 2e-5 for training all weights; a tenth of either for
     /// preferences.
     pub lr: Option<f64>,
     /// The number of rows, or preference pairs, in a step, across all ranks. Default: 8 (or 4, 2 or 1 with little data,
-    /// so that an epoch has 30 steps or more). This number is rounded up to a multiple of the number of rows that the
-    /// ranks compute at the same time. With very little data, rows also hold fewer samples than would fit.
+    /// so that an epoch has 30 steps or more). The default is rounded up to a multiple of the number of rows that the
+    /// ranks compute at the same time; any other number must be such a multiple. With very little data, rows
+    /// also hold fewer samples than would fit.
     pub batch: Option<usize>,
     /// The number of rows that a rank computes at a time. Default: 1.
     pub micro_batch: usize,
@@ -214,7 +216,7 @@ pub struct Options {
     pub packing: bool,
     /// The handling of samples that are longer than a row. Default: they are cut.
     pub overlong: Truncation,
-    /// Whether a record that cannot be used is an error. Default: false; such records are counted.
+    /// Whether a record that cannot be used is an error. Default: false; such records are skipped and counted.
     pub strict: bool,
     /// Whether a file is accepted even if more than a tenth of its records cannot be used. Default: false.
     pub allow_skipped: bool,
@@ -414,7 +416,7 @@ fn percentage(text: &str) -> Option<f64> {
 /// Returns the percentage for a number written as a fraction, as other trainers accept it: 5% for 0.05.
 fn fraction(text: &str) -> Option<String> {
     let part = text.trim().parse::<f64>().ok().filter(|part| *part > 0.0 && *part < 1.0)?;
-    // Rounded to a millionth of a percent, because 0.07 * 100 is not exactly 7.
+    // The percentage is rounded to a millionth of a percent, because 0.07 * 100 is not exactly 7.
     Some(format!("{}%", (part * 1e8).round() / 1e6))
 }
 

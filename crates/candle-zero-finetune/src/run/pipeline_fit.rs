@@ -152,7 +152,7 @@ impl PipelineShape {
 
 impl PipelineDemand<'_> {
     /// Returns the fastest division that fits, with one of these numbers of ranks along the pipeline, which are tried in
-    /// this order. `Err` contains the division that needs the least memory.
+    /// this order. The inner `Err` contains the division that needs the least memory.
     pub fn choose(&self, stages: &[usize]) -> Result<std::result::Result<PipelineFit, PipelineFit>> {
         let most = (self.memory as f64 * USABLE_MEMORY) as u64;
         let mut least: Option<PipelineFit> = None;

@@ -94,7 +94,7 @@ impl Options {
         }
     }
 
-    /// Returns these paths and those that a configuration adds.
+    /// Returns the paths of [`outputs`](Self::outputs) and those that a configuration adds.
     pub(super) fn outputs_with(&self, config: &Config) -> RunPaths {
         let (zero, monitoring) = (&config.zero, &config.monitoring);
         let optimizer = zero.optimizer_files().and_then(|section| section.to.nvme_path());

@@ -1,5 +1,6 @@
-//! The identity of a run: everything that determines its result. It is stored in the run's checkpoints, so that a
-//! resumed run is either the same run or reports how it differs.
+//! The identity of a run: everything that determines its result. It is stored in the run's checkpoints. A run with
+//! different settings may resume from them only if the user allows it; otherwise, it is refused with a list of the
+//! differences.
 //!
 //! The identity excludes everything that does not change the result by design: the number of ranks, stage and offload,
 //! the micro batch, where and how often checkpoints are saved, and how often the model is validated.

@@ -58,16 +58,16 @@ pub struct StepReport {
     /// The mean F1 of the labels in the validation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_f1: Option<f64>,
-    /// The rewards of the step's pairs, if preferences are learned.
+    /// The rewards of the step's pairs, if the model is trained on preferences.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rewards: Option<Rewards>,
-    /// The rewards of the validation's pairs, if the model was validated after this step.
+    /// The rewards of the validation's pairs, if the model is trained on preferences and was validated after this step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_rewards: Option<Rewards>,
 }
 
 impl StepReport {
-    /// Returns the names and values of what is known about routers.
+    /// Returns the names and values of the metrics of routers.
     pub(super) fn of_routers(&self) -> Vec<(&'static str, f64)> {
         let mut values = Vec::new();
         values.extend(self.router_aux_loss.map(|loss| ("router_aux_loss", loss)));

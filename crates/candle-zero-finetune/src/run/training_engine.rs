@@ -189,7 +189,7 @@ impl TrainingEngine {
         on_either!(self, engine => engine.memory_report())
     }
 
-    /// Returns this rank's collectives so far.
+    /// Returns statistics of this rank's collectives so far.
     pub fn comm_report(&self) -> CommReport {
         on_either!(self, engine => engine.comm_report())
     }
@@ -280,7 +280,7 @@ impl TrainingEngine {
         on_either!(self, engine => engine.export_safetensors(path))
     }
 
-    /// Collective: returns the number of trained parameters of the complete model, and the number of all of them.
+    /// Collective: returns the number of trained parameter tensors of the complete model, and that of all its tensors.
     pub(super) fn parameter_counts(&mut self) -> Result<(usize, usize)> {
         Ok(match self {
             Self::Whole(engine) => (engine.trainable_parameters().len(), engine.parameter_names().len()),
@@ -398,7 +398,7 @@ impl TrainingEngine {
         Ok(StepOutcome {
             // All ranks of a pipeline have the mean.
             loss: if self.pipeline_ranks().is_some() { loss } else { mean(0) },
-            // They have the same rows.
+            // All ranks of a pipeline have the same rows.
             tokens: sum(1) / self.pipeline_ranks().unwrap_or(1) as f64,
             rewards: [3, 4, 5, 6].map(mean),
             balance: balance_sum.map(|_| mean(7)),

@@ -93,7 +93,7 @@ pub(super) fn stream(client: &mut TcpStream, mut runs: Vec<WatchedRun>, state: &
 }
 
 impl WatchedRun {
-    /// Returns the run and the positions that it has reached, as a part of a query.
+    /// Returns the run's id and the positions up to which its files have been read, as a part of a query.
     fn place(&self) -> String {
         let positions = self.tail.positions().map(|position| position.to_string()).join(".");
         format!("run={}", encode(&format!("{}@{positions}", self.id)))

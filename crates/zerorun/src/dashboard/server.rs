@@ -32,7 +32,7 @@ pub(crate) struct Dashboard {
 }
 
 impl Dashboard {
-    /// Serves the runs of a folder, and the sweeps that the reader finds; port 0 selects a free one.
+    /// Serves the runs in a folder, and the sweeps that the reader finds. Port 0 selects a free port.
     ///
     /// # Errors
     /// [`DashboardError`] if the port is taken or not allowed, or if no token can be created.
@@ -105,7 +105,7 @@ impl Drop for Dashboard {
     }
 }
 
-/// A counted place among a limited number.
+/// One of a limited number of places, which is given back when the value is dropped.
 struct CountedPlace<'a>(&'a AtomicUsize);
 
 impl<'a> CountedPlace<'a> {

@@ -53,8 +53,8 @@ impl DashboardState {
         self.sweeps.as_ref().map_or_else(Vec::new, |reader| reader.places())
     }
 
-    /// Returns the folder of the run with this id, if it exists: a folder in the served folder, or in that of the runs of
-    /// a sweep.
+    /// Returns the folder of the run with this id, if it exists: a folder in the served folder, or in the folder of
+    /// the runs of a sweep.
     pub(super) fn run_folder(&self, id: &str) -> Option<PathBuf> {
         let in_folder = |folder: &Path, name: &str| {
             let path = folder.join(name);

@@ -33,7 +33,7 @@ pub(crate) struct CargoBuild {
     pub(super) script: PathBuf,
     /// The folder of the Cargo.toml.
     pub(super) package_dir: PathBuf,
-    /// The target folder. `None`: cargo decides.
+    /// The target folder, or `None` if cargo decides.
     pub(super) target_dir: Option<PathBuf>,
     pub(super) kind: CargoTargetKind,
     /// Cargo's name for the target.
@@ -93,7 +93,7 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
     })?;
     let mut executable = None;
     let mut errors = 0usize;
-    // `stdout` is piped by `command`; without it there would be no messages to read.
+    // `stdout` is piped by `command`; without it, there would be no messages to read.
     for line in child.stdout.take().into_iter().flat_map(|stdout| BufReader::new(stdout).lines()) {
         let line = line.map_err(read_error)?;
         let Ok(message) = serde_json::from_str::<CargoMessage>(&line) else {
@@ -138,7 +138,7 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
     Err(failed(format!("{status}; see its message above{}", gone.unwrap_or_default())))
 }
 
-/// Returns whether nothing has been compiled for scripts yet.
+/// Returns whether the target folder does not contain a compiled candle-zero yet.
 fn is_first_build(target: &Path) -> bool {
     let built = std::fs::read_dir(target.join("release/.fingerprint")).into_iter().flatten().flatten();
     let mut names = built.map(|entry| entry.file_name().to_string_lossy().into_owned());

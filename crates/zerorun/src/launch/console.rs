@@ -25,7 +25,7 @@ pub(super) enum ConsoleStream {
 const WRITE_CHUNK: usize = 4096;
 /// The interval at which a waiting writer checks whether the launcher should end.
 const TICK: Duration = Duration::from_millis(100);
-/// How long a stream may accept nothing before all further output is discarded. Applies once the launcher should end.
+/// How long a stream may accept nothing before all further output is discarded, once the launcher should end.
 const STALLED_STREAM_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Whether signals that ask the launcher to end are handled.
@@ -149,7 +149,7 @@ pub(crate) fn print(text: impl Display) -> bool {
         // A reader that wants only the beginning, such as `head`, has closed the stream.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => false,
         Err(error) => {
-            // Reported once: later output fails in the same way.
+            // The failure is reported only once, because later output fails in the same way.
             if !OUTPUT_LOST.swap(true, Ordering::SeqCst) {
                 eprint(&cannot_write(ConsoleStream::Out, &error));
             }
@@ -158,7 +158,7 @@ pub(crate) fn print(text: impl Display) -> bool {
     }
 }
 
-/// Returns whether output may be coloured: standard output is a terminal and `NO_COLOR` is not set.
+/// Returns whether output may be coloured: standard output is a terminal, and `NO_COLOR` is not set or is empty.
 pub(crate) fn colours() -> bool {
     io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }

@@ -17,7 +17,7 @@ const KMP_AFFINITY: &str = "KMP_AFFINITY";
 /// The cores that the user gives to ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CoreBinding {
-    /// The cores of `--bind_core_list`; `None`: the physical cores.
+    /// The cores of `--bind_core_list`, or `None` for the physical cores.
     pub(crate) list: Option<CoreList>,
 }
 
@@ -76,14 +76,14 @@ fn siblings(core: usize) -> Option<CoreList> {
     CoreList::parse(std::fs::read_to_string(file).ok()?.trim()).ok()
 }
 
-/// Returns the hardware threads of each NUMA node, in the order of the nodes' numbers; empty if the kernel does not
-/// list them.
+/// Returns the hardware threads of each NUMA node that has any, in the order of the nodes' numbers. Returns no nodes if
+/// the kernel does not list them.
 fn numa_nodes() -> Vec<CoreList> {
     let folder = |number: usize| format!("/sys/devices/system/node/node{number}/cpulist");
     let online = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_default();
     let numbers = CoreList::parse(online.trim()).map(|numbers| numbers.cores().to_vec()).unwrap_or_default();
     let list = |number: usize| CoreList::parse(std::fs::read_to_string(folder(number)).ok()?.trim()).ok();
-    // A node with only memory has no list.
+    // The list of a node with only memory is empty, which is not a valid `CoreList`.
     numbers.into_iter().filter_map(list).collect()
 }
 
@@ -92,7 +92,7 @@ pub(super) fn bind(command: &mut Command, cores: &[usize]) {
     let mut set = CpuSet::new();
     cores.iter().for_each(|core| set.set(*core));
     let in_child = move || sched_setaffinity(None, &set).map_err(io::Error::from);
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes one system call; it
+    // SAFETY: between fork and exec, only async-signal-safe calls are allowed. The closure makes one system call; it
     // does not allocate, lock or panic.
     unsafe {
         command.pre_exec(in_child);

@@ -61,7 +61,7 @@ pub(super) struct EndedRank {
     pub(super) rank: usize,
     pub(super) ended: RankExitStatus,
     pub(super) request: StopRequest,
-    /// Whether it ended before any rank had failed.
+    /// Whether the rank ended before any rank had failed.
     pub(super) before_failure: bool,
 }
 

@@ -110,7 +110,7 @@ impl JobRecord {
         let outcome = match end.request {
             _ if !end.ended.is_failure() => "ended",
             StopRequest::Nothing if end.before_failure => "failed",
-            // The rank ended because of another rank, or of a signal to the launcher.
+            // The rank ended because of another rank, or because of a signal to the launcher.
             _ => "stopped",
         };
         self.event(json!({"event": "rank", "rank": rank, "host": host_name(), "outcome": outcome, "how": how}));

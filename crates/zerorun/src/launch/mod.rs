@@ -80,17 +80,17 @@ pub(crate) struct LaunchOptions {
     pub(crate) job_hosts: JobHosts,
     /// The transport between ranks that are all on this host.
     pub(crate) backend: CommBackend,
-    /// The core binding. `None`: ranks run on any core.
+    /// The core binding, or `None` if ranks run on any core.
     pub(crate) binding: Option<CoreBinding>,
-    /// The timeout of collectives. `None`: from the environment, else the ranks' default.
+    /// The timeout of collectives. `None` means the value from the environment, or else the ranks' default.
     pub(crate) timeout: Option<Duration>,
     /// How long the ranks may take to end after a signal to the launcher.
     pub(crate) grace: Duration,
     pub(crate) features: Option<String>,
-    /// The port of rank 0; on several hosts, the port where their launchers connect. `None`: a free port; on several
-    /// hosts, the default port.
+    /// The port of rank 0; on several hosts, the port where their launchers connect. `None` means a free port or, on
+    /// several hosts, the default port.
     pub(crate) master_port: Option<u16>,
-    /// The port for metrics. `None`: from the environment.
+    /// The port for metrics. `None` means the value from the environment.
     pub(crate) prometheus: Option<u16>,
     /// The record of the run. Settings that are not given come from the environment.
     pub(crate) run: RunFlags,
@@ -99,7 +99,7 @@ pub(crate) struct LaunchOptions {
     pub(crate) max_restarts: u32,
     /// The minimum number of ranks, at most `ranks`.
     pub(crate) min_ranks: usize,
-    /// The timeline file. `None`: from the environment.
+    /// The timeline file. `None` means the value from the environment.
     pub(crate) timeline: Option<PathBuf>,
     pub(crate) print_package: bool,
     /// The script as typed.
@@ -206,12 +206,12 @@ pub(crate) struct RunOptions<'a> {
     /// The transport between ranks that are all on this host.
     pub(crate) backend: CommBackend,
     pub(crate) max_restarts: u32,
-    /// The minimum number of ranks after a restart on one host; `None`: all.
+    /// The minimum number of ranks after a restart on one host, or `None` for all.
     pub(crate) min_ranks: Option<usize>,
     pub(crate) binding: Option<&'a CoreBinding>,
 }
 
-/// Runs the program of `job` on the hosts, which are those of `world` with a hostfile. Returns the exit code.
+/// Runs the program of `job` on the hosts, which are those of `world` if there is a hostfile. Returns the exit code.
 ///
 /// Must be called on the main thread.
 pub(crate) fn run_on(

@@ -49,7 +49,7 @@ impl MpirunFlavor {
     fn says(self, version: &str) -> bool {
         match self {
             Self::OpenMpi => version.contains("Open MPI") || version.contains("OpenRTE"),
-            // Includes Intel MPI.
+            // This includes Intel MPI.
             Self::Mpich => ["HYDRA", "Intel(R) MPI"].iter().any(|words| version.contains(words)),
         }
     }
@@ -140,7 +140,7 @@ fn devices(world: &WorldInfo, kind: MpirunFlavor) -> Result<Option<String>, Host
     let Some(node) = (1..hosts.len()).find(|node| hosts[*node].slots != hosts[0].slots) else {
         return Ok(Some(world.devices(0)));
     };
-    // The slots of every host begin at 0, so its ranks use the right GPUs without the variable.
+    // The slots of every host are numbered from 0 without gaps, so ranks use the right GPUs without the variable.
     if hosts.iter().all(|host| host.slots.iter().copied().eq(0..host.slots.len())) {
         return Ok(None);
     }

@@ -26,9 +26,9 @@ const MAX_VALUE_BYTES: usize = 4096;
 pub(crate) struct PmiServer {
     /// The name of the key-value space. Libraries name shared memory after it, so it is unique for each start.
     space: String,
-    /// The number of ranks of all hosts.
+    /// The number of ranks on all hosts.
     world: usize,
-    /// The number of ranks of this host.
+    /// The number of ranks on this host.
     local: usize,
     state: Mutex<PmiState>,
     /// Sends the values of this host's ranks once all these ranks are at the barrier.
@@ -45,7 +45,7 @@ struct PmiState {
 }
 
 impl PmiServer {
-    /// Creates the server for a start whose key-value space is called `space`. `ranks` contains the number of ranks of
+    /// Creates the server for a start whose key-value space is called `space`. `ranks` contains the number of ranks on
     /// each host; this is host `node`. When all ranks of this host are at a barrier, `send` receives the values that they
     /// have put, and [`PmiServer::deliver`] then releases the ranks.
     pub(crate) fn new(
@@ -72,7 +72,7 @@ impl PmiServer {
         })
     }
 
-    /// Returns the number of ranks of all hosts.
+    /// Returns the number of ranks on all hosts.
     pub(crate) fn world(&self) -> usize {
         self.world
     }

@@ -62,7 +62,7 @@ pub(crate) struct LocalJob {
     pub(crate) args: Vec<OsString>,
     /// The number of ranks.
     pub(crate) world: usize,
-    /// The timeout of collectives. `None`: from the environment, else the ranks' default.
+    /// The timeout of collectives. `None` means the value from the environment, or else the ranks' default.
     pub(crate) timeout: Option<Duration>,
     /// How long the ranks may take to end after a signal to the launcher.
     pub(crate) grace: Duration,
@@ -70,9 +70,9 @@ pub(crate) struct LocalJob {
     pub(crate) on_signal: Option<&'static str>,
     /// The script as typed, for the ranks' messages about their command line.
     pub(crate) script: Option<PathBuf>,
-    /// The port of rank 0. `None`: a free port, chosen anew at each start.
+    /// The port of rank 0, or `None` for a free port, chosen anew at each start.
     pub(crate) master_port: Option<u16>,
-    /// The port on which rank 0 serves metrics. `None`: from the environment.
+    /// The port on which rank 0 serves metrics. `None` means the value from the environment.
     pub(crate) prometheus: Option<u16>,
     /// The record of the run. Settings that are not given come from the environment.
     pub(crate) run: RunFlags,
@@ -84,14 +84,14 @@ pub(crate) struct LocalJob {
     pub(crate) timeline: Option<PathBuf>,
     /// This host's part of the job, if the job has several hosts or its ranks communicate by MPI.
     pub(crate) multi_host: Option<MultiHostContext>,
-    /// The cores to which ranks are bound, at least one per rank. `None`: ranks run on any core.
+    /// The cores to which ranks are bound, at least one per rank, or `None` if ranks run on any core.
     pub(crate) cores: Option<CoreList>,
-    /// The ranks' [`DEVICES`]. `None`: from the environment.
+    /// The ranks' [`DEVICES`]. `None` means the value from the environment.
     pub(crate) devices: Option<String>,
 }
 
-/// The place of a job's ranks in a run of islands that meet at a server. `None`: from the environment or the
-/// configuration.
+/// The place of a job's ranks in a run of islands that meet at a server. A value of `None` means that of the
+/// environment or the configuration.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct IslandPlace {
     /// The address of the server.

@@ -237,7 +237,7 @@ pub enum HostsError {
     UnknownAddress {
         /// The name.
         address: String,
-        /// The number of seconds for which it was looked up.
+        /// The number of seconds for which the name was looked up.
         seconds: u64,
         /// The error of the operating system.
         why: String,
@@ -280,7 +280,7 @@ pub enum HostsError {
     /// The first host refuses this one.
     #[error("the first host refused this one: {why}")]
     Refused {
-        /// The reason that it gives.
+        /// The reason that the first host gives.
         why: String,
     },
     /// A word of the command line is not UTF-8.
@@ -411,7 +411,7 @@ pub enum HostsError {
         /// The number of slots.
         count: usize,
     },
-    /// World info that cannot be read.
+    /// The world info cannot be read.
     #[error(
         "cannot read the world info: {problem}; it must be the base64 of {{\"HOST\": [SLOT, ...], ...}}, as the \
          launcher wrote it"

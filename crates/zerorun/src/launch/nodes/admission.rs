@@ -24,7 +24,7 @@ pub(super) struct AdmissionRefusal {
 }
 
 impl AdmissionRefusal {
-    /// Creates a refusal with the same message for both.
+    /// Creates a refusal with the same message for both hosts.
     fn plain(text: String) -> Option<Self> {
         Some(Self { told: text.clone(), said: text })
     }
@@ -180,7 +180,7 @@ pub(super) mod tests {
         let holder = HostHello { node: 1, launcher: 3, ..hello("c") };
         let two = refusal(&hello("a"), Some(&holder), &HostHello { node: 1, launcher: 2, ..hello("b") }).unwrap();
         insta::assert_snapshot!(two.told, @"--node_rank 1 is already used by host c; give each host its own number from 0 to 1, and each job its own --master_port");
-        // The same launcher, after its connection broke.
+        // This is the same launcher, after its connection broke.
         assert_eq!(refusal(&hello("a"), Some(&holder), &HostHello { node: 1, launcher: 3, ..hello("c") }), None);
     }
 

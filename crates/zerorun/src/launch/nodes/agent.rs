@@ -34,7 +34,7 @@ const EXIT_LOST: u8 = 1;
 pub(super) struct JoinOptions {
     pub(super) master_addr: String,
     pub(super) master_port: u16,
-    /// The addresses at which the first host reaches its own port.
+    /// On the first host, the addresses at which it reaches its own port.
     pub(super) own: Option<Vec<SocketAddr>>,
     pub(super) secret: Option<JobSecret>,
     /// How long to try to reach the first host.
@@ -232,7 +232,7 @@ fn connect(
     }
 }
 
-/// Tries each address that the name resolves to.
+/// Connects to the first host, at the first of its addresses that accepts the connection.
 fn reach(options: &JoinOptions) -> std::io::Result<TcpStream> {
     let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
     let addresses = match &options.own {

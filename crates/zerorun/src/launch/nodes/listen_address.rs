@@ -1,5 +1,6 @@
-//! The addresses on which the first host listens: those of `--bind_addr` or `--master_addr`. If the name in
-//! `--master_addr` resolves only to loopback addresses, the first host listens on all its addresses.
+//! The addresses on which the first host listens: those of `--bind_addr` or `--master_addr`. If a name in
+//! `--master_addr`, other than localhost, resolves only to loopback addresses, the first host listens on all its
+//! addresses.
 
 use crate::error::{HostsError, Result};
 use crate::launch::console::eprint;
@@ -30,8 +31,8 @@ impl ListenAddresses {
     }
 }
 
-/// Listens on `master_addr`, or on `bind_addr` instead. An unknown name is looked up again for up to `patience` (a
-/// cluster's DNS entries may appear after its pods).
+/// Listens on `master_addr`, or on `bind_addr` if it is given. An unknown name is looked up again for up to `patience`
+/// (a cluster's DNS entries may appear after its pods).
 ///
 /// # Errors
 /// Fails if the port is in use, the name stays unknown, or the address belongs to another host.

@@ -49,7 +49,7 @@ pub(crate) struct NodeOptions {
     pub(crate) node: usize,
     /// The first host's address.
     pub(crate) master_addr: String,
-    /// The local address at which the first host listens; `None`: `master_addr`.
+    /// The local address at which the first host listens, or `None` for `master_addr`.
     pub(crate) bind_addr: Option<String>,
     /// Whether the first line of standard input is the secret, and the end of standard input asks this launcher to end.
     pub(crate) until_stdin_ends: bool,

@@ -47,13 +47,13 @@ pub(crate) struct MultiHostOptions {
     /// The hostfile.
     pub(crate) file: PathBuf,
     pub(crate) selection: HostSelection,
-    /// The minimum number of hosts to continue with after a failure; `None`: all.
+    /// The minimum number of hosts to continue with after a failure, or `None` for all.
     pub(crate) min_nodes: Option<usize>,
-    /// The first host's address; `None`: its name.
+    /// The first host's address, or `None` for its name.
     pub(crate) master_addr: Option<String>,
-    /// The address at which the first host listens; `None`: `master_addr`.
+    /// The address at which the first host listens, or `None` for `master_addr`.
     pub(crate) bind_addr: Option<String>,
-    /// The port of ssh; `None`: ssh's default.
+    /// The port of ssh, or `None` for ssh's default.
     pub(crate) ssh_port: Option<u16>,
     /// Whether every host is reached by ssh, even if it is this host or the only one.
     pub(crate) force_multi: bool,
@@ -97,7 +97,7 @@ struct HostLauncher<'a> {
     /// The line with the secret.
     secret: String,
     child: Option<Child>,
-    /// The time at which it ended.
+    /// The time at which the launcher ended.
     ended: Option<Instant>,
 }
 

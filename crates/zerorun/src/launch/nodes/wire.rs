@@ -52,7 +52,7 @@ pub(super) enum LauncherMessage {
     Values { attempt: u32, values: PmiValues },
     /// This rank has failed, or is on a host that is lost or has failed.
     Failed { attempt: u32, rank: usize, why: String },
-    /// The launcher got this signal, which is for all ranks.
+    /// The launcher received this signal, which is meant for all ranks.
     Signal(i32),
     /// Ask the ranks to end gracefully, as after SIGTERM: they will be started again, together with those of a host that
     /// is back.
@@ -150,7 +150,7 @@ pub(super) enum ReadDeadline {
 /// The seals of the numbered messages in one direction of a connection.
 #[derive(Debug)]
 struct MessageSeal {
-    /// The key; `None`: the hosts share no secret.
+    /// The key, or `None` if the hosts share no secret.
     key: Option<MacKey>,
     /// The number of the next message.
     number: u64,
