@@ -126,7 +126,7 @@ struct MatmulOperand {
 }
 
 impl MatmulOperand {
-    /// Creates the operand, without a copy if `x` is a transposed view.
+    /// Creates the operand. `x` is copied unless it is contiguous or the transposed view of a contiguous tensor.
     fn of(x: &Tensor) -> Result<Self> {
         let turned = x.t()?;
         Ok(match turned.is_contiguous() && !x.is_contiguous() {

@@ -174,7 +174,7 @@ pub(super) fn check_format(op: &'static str, x: &Tensor, parameter: &Tensor) -> 
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
     weight: Tensor,
-    /// The parameter, or zeros without one.
+    /// The bias parameter, or zeros if there is none.
     bias: Tensor,
     options: LayerNormOptions,
 }

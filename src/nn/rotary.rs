@@ -30,7 +30,7 @@ type PositionFactor = Arc<dyn Fn(usize) -> f64 + Send + Sync>;
 
 #[derive(Debug, Clone)]
 enum AngleSource {
-    /// The angles of all inputs.
+    /// The angles are the same for all inputs.
     Fixed(Arc<AngleTable>),
     /// The angles depend on the length of the input.
     ByLength(Arc<AnglesByLength>),
@@ -48,7 +48,7 @@ struct AngleTable {
 struct AnglesByLength {
     frequencies: FrequenciesOfLength,
     factor: PositionFactor,
-    /// The tables that were used last, the newest one first.
+    /// The most recently used tables, the last one first.
     recent: Mutex<Vec<Arc<AngleTable>>>,
 }
 
@@ -56,8 +56,8 @@ struct AnglesByLength {
 const RECENT_TABLES: usize = 2;
 
 impl Rotary {
-    /// Creates the tables for heads of `head` elements, an even number, at positions below `ctx`. The lowest frequency
-    /// follows from `theta` (10000 in most models). As in most of Hugging Face's models, an element is paired with the
+    /// Creates the tables for heads of `head` elements, an even number, at positions below `ctx`. The frequencies
+    /// follow from `theta` (10000 in most models). As in most of Hugging Face's models, an element is paired with the
     /// element half a head away.
     ///
     /// # Errors
@@ -111,7 +111,7 @@ impl Rotary {
     /// Returns `x` `[batch, time, heads * head]` with the heads at position t rotated by t times each pair's frequency.
     ///
     /// # Errors
-    /// An input of a different shape, or more positions than the tables have.
+    /// An input of a different shape, or a position that is not below `ctx`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.forward_from(x, 0)
     }

@@ -1,4 +1,4 @@
-//! Writes elements to indexes along one axis, or adds them to the elements there.
+//! Writes elements at indexes along one axis, or adds them to the elements there.
 
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};

@@ -33,7 +33,7 @@ const MAX_BLOCK_BYTES: usize = 16 << 20;
 /// The maximum number of bytes that [`FileIo::write_and_drop`] leaves unwritten, unless a single transfer is larger.
 pub(crate) const MAX_UNWRITTEN_BYTES: usize = 256 << 20;
 
-/// The threads of one rank.
+/// The file access threads of one rank.
 pub(crate) struct FileIo {
     shared: Arc<FileIoShared>,
     threads: Vec<JoinHandle<()>>,
@@ -292,8 +292,8 @@ impl FileIoShared {
         bounce: &mut BounceBuffer,
     ) {
         let access = self.chosen.of_file(arena.allows_direct());
-        // SAFETY: see the `Send` of [`IoRequest`]: these bytes are in a live buffer, and only this thread uses them in
-        // the meantime.
+        // SAFETY: see the `Send` of [`IoRequest`]: these bytes are in a live buffer, and only this thread uses them
+        // until the request is over.
         let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
         self.meter.begin();
         let moved = match direction {
@@ -323,8 +323,8 @@ impl<B: TransferBuffer> BlockCompletion for FileTransferShared<B> {
         if state.left == 0 {
             let dropped = state.finish(&mut queue);
             drop(queue);
-            // The buffer is dropped before any thread is notified that the transfer is over, because the buffer's
-            // memory counts until it is freed.
+            // The buffer is dropped before any thread is notified that the transfer is over, because the ledger counts
+            // the buffer's memory until it is freed.
             drop(dropped);
             drop(state);
             self.over.notify_all();

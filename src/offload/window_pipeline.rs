@@ -21,9 +21,9 @@ use candle_core::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Returns the maximum number of elements of a window: 16 MiB of f32, a size at which disks reach their bandwidth. If
-/// the page cache holds the files, the number is small enough for a window to stay in the processor's cache from its
-/// read to its write.
+/// Returns the maximum number of elements of a window: with direct access, 16 MiB of f32, a size at which disks reach
+/// their bandwidth; with access through the page cache, a number that is small enough for a window to stay in the
+/// processor's cache from its read to its write.
 fn longest(access: DiskAccess) -> usize {
     if access == DiskAccess::Direct { 4 << 20 } else { 256 << 10 }
 }

@@ -127,8 +127,8 @@ impl GpuLossHead {
         Ok(tensor_of(all, (self.all, width)))
     }
 
-    /// Returns the losses of the rows that count, multiplied by `sign`, and the gradients of the sum of the losses,
-    /// each multiplied by its scale. `h` contains only these rows.
+    /// Returns the losses of the rows that count, multiplied by `sign`, and the gradients of the sum of these losses,
+    /// in which each loss is multiplied by its `scale`. `h` contains only these rows.
     fn run(
         &self,
         op: &'static str,
