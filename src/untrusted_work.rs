@@ -90,7 +90,7 @@ fn computed(id: Pid) -> Option<Duration> {
     text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
 }
 
-/// Ends the process if work has run for too long.
+/// Checks all work at intervals, and ends the process if work has run for too long.
 fn watch() {
     let is_at_work = |slot: &WatchedThreadRef| {
         let mut work = lock(&slot.work);
@@ -152,7 +152,7 @@ impl Drop for SandboxGuard {
 fn text_of(panic: Box<dyn Any + Send>) -> String {
     const MAX_SHOWN_CHARS: usize = 200;
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    // Truncated: the message about a text that is not valid UTF-8 contains all its bytes.
+    // The text is truncated, because the message about a text that is not valid UTF-8 contains all its bytes.
     text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").chars().take(MAX_SHOWN_CHARS).collect()
 }
 

@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 const DAY: u64 = 86_400;
 
-/// Returns the current time in seconds since 1970, in whole milliseconds.
+/// Returns the current time in seconds since 1970, rounded down to a whole number of milliseconds.
 pub(crate) fn now() -> f64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     since.as_millis() as f64 / 1e3

@@ -96,7 +96,7 @@ pub fn yarn(width: usize, theta: f64, scaling: &YarnRopeScaling) -> Result<Vec<f
     require("beta_fast", beta_fast)?;
     require("beta_slow", beta_slow)?;
     require("original_max_position_embeddings", original)?;
-    // The pair that makes this number of turns in the original context.
+    // Returns the index of the pair that makes this number of turns in the original context; it may be fractional.
     let pair_of = |turns: f64| width as f64 * (original / (TAU * turns)).ln() / (2.0 * theta.ln());
     let (low, high) = match (pair_of(beta_fast), pair_of(beta_slow)) {
         (low, high) if truncate => (low.floor(), high.ceil()),

@@ -90,7 +90,7 @@ impl MatmulSizes {
         let Some(batch) = batch else {
             bail!(
                 "{NAME}: the operands have shapes {:?} and {:?}; they must be [.., m, k] and [.., k, n], with leading \
-                 axes of equal length or 1",
+                 axes of equal length or of length 1",
                 a.dims(),
                 b.dims()
             )

@@ -213,7 +213,7 @@ impl AngleTable {
         let RotaryLayout { head, .. } = layout;
         if !head.is_multiple_of(2) || head / 2 < frequencies.len() {
             bail!(
-                "rotary: heads have {head} elements, but {} pairs are rotated; an even number is needed, of at least {}",
+                "rotary: heads have {head} elements, but {} pairs are rotated; an even number of at least {} is needed",
                 frequencies.len(),
                 2 * frequencies.len()
             )

@@ -179,8 +179,8 @@ impl FileIo {
         self.submit(buffer, pieces, IoDirection::Write, 0)
     }
 
-    /// Writes parts of `buffer` to files, and drops the buffer when that is done. Waits first if many bytes are still
-    /// unwritten.
+    /// Writes parts of `buffer` to files, and drops the buffer when the transfer is over. Waits first if many bytes are
+    /// still unwritten.
     pub fn write_and_drop<B: TransferBuffer>(&self, mut buffer: B, pieces: Vec<ArenaPiece>) -> FileTransfer<B> {
         let bytes = buffer.bytes().len().max(1);
         let mut queue = self.shared.lock();
@@ -255,8 +255,8 @@ impl FileIoShared {
         loop {
             let mut queue = self.lock();
             let request = loop {
-                // This happens even if a request is already waiting: memory for the request must not be allocated in
-                // addition to the memory that this thread keeps.
+                // The kept memory is freed even if a request is already waiting: memory for the request must not be
+                // allocated in addition to the memory that this thread keeps.
                 if !self.chosen.is_direct() {
                     bounce = BounceBuffer::default();
                 }

@@ -150,7 +150,7 @@ impl OffloadStore {
         folder.map_or(Ok(()), |folder| Err(folder.too_small(SpaceDemand { asked, got, ..*full })))
     }
 
-    /// Begins to write `values` of a recomputing unit to a file. Their memory is freed when that is done.
+    /// Begins to write `values` of a recomputing unit to a file. Their memory is freed when they have been written.
     pub fn spill(&self, values: Flat) -> Result<SpilledTensor> {
         self.spill.write(values)
     }

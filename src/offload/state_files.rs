@@ -44,7 +44,8 @@ pub(crate) trait StateFiles {
     fn fill(&self, buffer: Self::Buffer, pieces: Vec<(Self::Extent, Range<usize>, usize)>) -> Self::Reading;
     /// Waits until the parts are filled.
     fn filled(&self, reading: Self::Reading) -> Result<Self::Buffer>;
-    /// Begins to write a state, whose memory is freed when that is done. Waits first if many bytes are still unwritten.
+    /// Begins to write a state, whose memory is freed when it has been written. Waits first if many bytes are still
+    /// unwritten.
     fn store(&self, memory: TrackedBuffer<Self::Buffer>, extent: &Self::Extent, range: Range<usize>) -> Self::Writing;
     /// Waits until the state is written.
     fn written(&self, writing: Self::Writing) -> Result<()>;

@@ -47,9 +47,9 @@ pub(crate) struct GroupStepSettings<'a> {
 }
 
 impl GroupedOptimizer {
-    /// Settles the groups of registered parameters (`parameter_groups` contains the number of each parameter's group),
-    /// and gives each group its schedule: the user's `own`, or the configuration's. Also returns the indices of the
-    /// user's groups that select nothing.
+    /// Assigns the final numbers to the groups of registered parameters (`parameter_groups` contains the number of each
+    /// parameter's group), and gives each group its schedule: the user's `own`, or the configuration's. Also returns
+    /// the indices of the user's groups that select nothing.
     ///
     /// # Errors
     /// The errors of a schedule.

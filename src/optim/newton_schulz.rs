@@ -96,7 +96,7 @@ impl MatrixShape {
     }
 }
 
-/// Computes `sum = a base + c (left right)`. Both terms are rounded to the dtype, as in PyTorch.
+/// Computes `sum = a base + c (left right)`. Both terms are rounded to the dtype of the elements, as in PyTorch.
 fn add_product<E: Element>(
     sum: &mut [E],
     (a, base): (f32, &[E]),

@@ -167,7 +167,8 @@ fn counter(applied: u64) -> f64 {
 ///
 /// # Errors
 /// [`OptimError::ScheduleParameter`] if `warmup_num_steps`, `lr_range_test_step_size` or `cycle_first_step_size` is 0,
-/// or a size of OneCycle is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only warns.)
+/// or if one of OneCycle's sizes is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only
+/// warns.)
 fn validate(config: &SchedulerConfig) -> Result<()> {
     const CONSTANT: &str = "leave the scheduler section out to train with the optimizer's constant lr";
     let refused =
@@ -322,7 +323,7 @@ impl Schedule {
         Ok((self.lr, self.betas))
     }
 
-    /// Advances by one step. Call it once after each applied optimizer step, but not after a skipped one.
+    /// Advances by one step. Call this method once after each applied optimizer step, but not after a skipped one.
     pub fn step(&mut self) {
         self.restore(self.last_batch_iteration.saturating_add(1));
     }

@@ -55,7 +55,7 @@ impl PipelineSchedule {
     /// # Panics
     /// Panics if `costs` does not have exactly one entry per stage.
     pub fn simulate(self, costs: &[StageCost], message: f64) -> SimulatedPipeline {
-        assert_eq!(costs.len(), self.stages(), "a cost for each stage");
+        assert_eq!(costs.len(), self.stages(), "each stage needs a cost");
         let lists: Vec<Vec<PipelineOp>> = (0..self.ranks()).map(|rank| self.operations(rank)).collect();
         let mut next = vec![0; self.ranks()];
         let (mut free, mut busy) = (vec![0f64; self.ranks()], vec![0f64; self.ranks()]);
@@ -140,7 +140,7 @@ impl PipelineSchedule {
         matches!(pass, PipelinePass::Backward | PipelinePass::BackwardInput)
     }
 
-    /// Returns the operation of another stage whose result an operation needs.
+    /// Returns the operation of another stage whose result `op` needs.
     fn needed_by(self, op: PipelineOp) -> Option<PipelineOp> {
         match op.pass {
             PipelinePass::Forward => Some(PipelineOp { stage: op.stage.checked_sub(1)?, ..op }),

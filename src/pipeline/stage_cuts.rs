@@ -103,7 +103,7 @@ pub fn timed_cuts(seconds: &[Vec<f64>], bytes: &[u64], limits: &[u64]) -> Result
     let (layers, stages) = (bytes.len(), seconds.len());
     assert!(
         limits.len() == stages && seconds.iter().all(|times| times.len() == layers),
-        "a limit for each stage, and a time for each stage and layer"
+        "each stage needs a limit, and a time for each layer"
     );
     check(layers, stages)?;
     let before: Vec<Vec<f64>> = seconds.iter().map(|times| sums_before(times.iter().copied())).collect();

@@ -35,7 +35,7 @@ impl RoundingDice {
 
     /// Rounds `src` stochastically to bf16. `src` starts with element `first` of its parameter.
     pub fn round(self, src: &[f32], dst: &mut [bf16], first: usize) {
-        assert_eq!(src.len(), dst.len(), "as many rounded numbers as values");
+        assert_eq!(src.len(), dst.len(), "src and dst must have the same length");
         level().run(StochasticRound { dice: self, src, dst, first: first as u64 });
     }
 }

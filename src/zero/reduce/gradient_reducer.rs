@@ -50,9 +50,9 @@ pub(crate) struct ReducePlan {
     pub hold: bool,
     /// Whether buckets are transferred while the backward pass runs.
     pub overlap: bool,
-    /// The factor before the reduction.
+    /// The factor by which gradients are multiplied before the reduction.
     pub(super) before: f32,
-    /// The factor after the reduction.
+    /// The factor by which sums are multiplied after the reduction.
     after: f32,
     /// The dtype to which gradients and their sums are rounded before a transfer.
     pub dtype: DType,

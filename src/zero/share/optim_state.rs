@@ -33,7 +33,7 @@ pub(crate) struct OptimState<R: ShareStorage> {
     scales: Option<TrackedBuffer<R::Buffer>>,
 }
 
-/// Elements `range` of a sub-group's state that are in memory.
+/// Some elements of a sub-group's state, which are in memory.
 pub(in crate::zero) enum OptimStateView<'a> {
     Floats(FlatMut<'a>),
     Codes { map: &'static DynamicMap, codes: &'a mut [u8], scales: &'a mut [f32] },
