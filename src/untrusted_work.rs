@@ -2,11 +2,11 @@
 //! much time, memory or stack ends the process with an error, instead of causing a hang or an abort, or exhausting the
 //! machine's memory.
 //!
-//! Work that limits itself, such as the steps of a template, is limited where it runs and returns an ordinary error;
-//! the sandbox is for everything else. A separate thread measures the CPU time of the working thread. Memory is counted
-//! by [`SandboxAllocator`], if a program uses it as its allocator, as `zerorun` does. The process must end because a
-//! thread cannot be stopped from outside, and code that is not prepared for a failed allocation or a stack overflow
-//! cannot continue after one.
+//! Work that can limit itself, such as a template engine that counts its steps, is limited where it runs and returns an
+//! ordinary error; the sandbox is for everything else. A separate thread measures the CPU time of the working thread.
+//! Memory is counted by [`SandboxAllocator`], if a program uses it as its allocator, as `zerorun` does. The process
+//! must end because a thread cannot be stopped from outside, and code that is not prepared for a failed allocation or a
+//! stack overflow cannot continue after one.
 
 mod memory_limit_allocator;
 mod signals;

@@ -29,8 +29,8 @@ thread_local! {
     static ADAPTERS_OFF: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls `run` with all adapters of this thread's models off, and without recording anything for a backward pass. The
-/// model is then the base model without adapters, which preference optimization uses as its reference.
+/// Calls `run` with all adapters of this thread's models switched off, and without recording anything for a backward
+/// pass. The model is then the base model without adapters, which preference optimization uses as its reference.
 pub fn without_adapters<T>(run: impl FnOnce() -> T) -> T {
     struct AdaptersGuard(bool);
     impl Drop for AdaptersGuard {

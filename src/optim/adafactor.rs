@@ -10,7 +10,7 @@ use crate::kernels::simd::{SimdLoop, level};
 use crate::precision::{FlatMut, FlatRef, LANES, add_squares, cast};
 use std::ops::Range;
 
-/// Adafactor. With `g` the scaled gradient of a matrix of `r` rows and `c` columns, and `t` the step:
+/// Adafactor. `g` is the scaled gradient of a matrix of `r` rows and `c` columns, and `t` is the number of the step:
 ///
 /// ```text
 /// b2  = 1 - t^decay_rate

@@ -40,7 +40,7 @@ thread_local! {
     static SPANS: RefCell<FlopsProfilerState> = RefCell::default();
 }
 
-/// Switches to `part`; returns the previous part.
+/// Switches to `part`, and returns the previous part.
 fn switch(part: Option<ProfiledPart>) -> Option<ProfiledPart> {
     SPANS.with_borrow_mut(|spans| {
         let (time, macs) = (Instant::now(), mac_count::macs());

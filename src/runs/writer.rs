@@ -174,7 +174,7 @@ impl RunWriter {
             return Ok(Some(FolderAttempt::Taken));
         }
         let Some(lock) = lock(folder, LOCK_RELEASE_TIMEOUT)? else { return Ok(Some(FolderAttempt::Taken)) };
-        // Another process may have continued the record in the meantime.
+        // Another process may have continued the record before this one got the lock.
         if !fits(&info) {
             return Ok(Some(FolderAttempt::Taken));
         }

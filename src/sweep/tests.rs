@@ -1,4 +1,4 @@
-//! The sweep as a whole: planted landscapes, and properties that hold for all results and orders.
+//! Tests of the sweep as a whole: planted landscapes, and properties that hold for all results and orders.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
