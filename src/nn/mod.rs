@@ -8,7 +8,7 @@
 //! - the modules built on them: `candle_nn::LayerNorm` (contiguous input, with bias and mean) and `candle_nn::RmsNorm`,
 //!   and hence most models of candle-transformers.
 //!
-//! Others have a backward pass that is wrong, or not correct for all settings: `conv1d`, `conv_transpose1d`, pooling,
+//! Others have a backward pass that is wrong, always or for some settings: `conv1d`, `conv_transpose1d`, pooling,
 //! upsampling, `scatter`, `scatter_add`, and `matmul` of some views. The versions in this module are correct, with the
 //! same names and settings (docs/vision.md has the table).
 //!

@@ -22,10 +22,10 @@ pub struct Rotary {
     angles: AngleSource,
 }
 
-/// The frequencies of an input with this number of positions, in radians per position.
+/// A function that returns the frequencies, in radians per position, for an input with the given number of positions.
 pub type FrequenciesOfLength = Arc<dyn Fn(usize) -> Result<Vec<f64>> + Send + Sync>;
 
-/// The factor of the cosines and sines at a position.
+/// A function that returns the factor of the cosines and sines at a position.
 type PositionFactor = Arc<dyn Fn(usize) -> f64 + Send + Sync>;
 
 #[derive(Debug, Clone)]
@@ -61,7 +61,7 @@ impl Rotary {
     /// element half a head away.
     ///
     /// # Errors
-    /// A head size that is odd or 0, or a theta that is not above 0.
+    /// A head size that is odd or 0, or a theta that is not a finite number above 0.
     pub fn new(head: usize, ctx: usize, theta: f64) -> Result<Self> {
         Self::from_frequencies(ctx, frequencies::default(head, theta)?)
     }
@@ -95,7 +95,7 @@ impl Rotary {
     /// sequences, the longest one counts.
     ///
     /// # Errors
-    /// The errors of [`Rotary::with`], for an input of one position.
+    /// The errors of `frequencies` and of [`Rotary::with`], for an input of one position.
     pub fn by_length(
         ctx: usize,
         layout: RotaryLayout,

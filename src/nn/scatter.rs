@@ -71,7 +71,7 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
         other => bail!("{op}: the indexes are {other:?}; they must be u8, u32 or i64"),
     };
     let indexes = indexes.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
-    // For each axis of the source, the stride in the result.
+    // Along each axis, the source's elements are placed with the stride of the result.
     let layout = Layout::contiguous(init.shape());
     let strides = layout.stride();
     let mut at = vec![0; from.len()];

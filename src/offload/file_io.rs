@@ -366,7 +366,7 @@ impl<B> FileTransfer<B> {
     /// The error of the first request that failed.
     ///
     /// # Panics
-    /// Panics if the buffer was to be dropped.
+    /// Panics if [`FileIo::write_and_drop`] began the transfer, because the buffer has then been dropped.
     pub fn wait(self) -> Result<B> {
         Ok(self.finish()?.expect("the buffer exists until it is taken"))
     }
@@ -409,8 +409,8 @@ mod tests {
 
         #[test]
         fn what_is_written_is_read_whatever_the_pieces(
-            // For each piece: the number of pages before it in the file, the number of elements before it in memory,
-            // and its own number of elements.
+            // A piece is given by the number of pages before it in the file, the number of elements before it in
+            // memory, and its own number of elements.
             pieces in proptest::collection::vec((0usize..3, 0usize..50, 1usize..5000), 0..6),
             block_size in 0usize..20_000,
             threads in 0usize..5,

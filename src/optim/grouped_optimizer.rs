@@ -33,7 +33,8 @@ impl OptimizerGroup {
         self.set_lr.unwrap_or_else(|| self.schedule.lr())
     }
 
-    /// Drops the rate that was set, if a schedule changes the rate; called after an optimizer step.
+    /// Drops the rate that was set, if a schedule changes the rate. This method is called when the schedule has moved
+    /// to another step.
     fn follow_schedule(&mut self) {
         self.set_lr = self.set_lr.filter(|_| !self.is_scheduled);
     }

@@ -415,7 +415,7 @@ mod tests {
             cycle_second_stair_count: 3,
             ..OneCycleConfig::new(0.0, 1.0)
         };
-        // The height after this many steps, in stairs: sevenths on the way up, thirds on the way down.
+        // This is the height after `applied` steps, in stairs: sevenths on the way up, thirds on the way down.
         let height = |applied: u64, stairs: f64| one_cycle::lr(&config, 0, counter(applied)) * stairs;
         for applied in 0..=49 {
             assert!((height(applied, 7.0) - (applied / 7) as f64).abs() < 1e-12, "{applied}");

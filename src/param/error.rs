@@ -311,7 +311,7 @@ pub enum ParamError {
         /// The first few names in the file.
         has: String,
     },
-    /// A parameter that is larger than any memory.
+    /// A parameter for whose elements on this rank the system does not have enough memory.
     #[error(
         "the system does not have enough memory for the {elements} elements of parameter {name} on this rank; use a \
          smaller model, or more ranks at stage 3"

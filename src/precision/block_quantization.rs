@@ -29,9 +29,9 @@ const TO_INTEGER: f32 = 12_582_912.0; // 1.5 * 2^23
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum IntFormat {
-    /// -127 to 127.
+    /// Codes from -127 to 127.
     Int8,
-    /// -7 to 7.
+    /// Codes from -7 to 7.
     Int4,
 }
 
@@ -273,7 +273,7 @@ mod tests {
 
     #[test]
     fn numbers_of_16_bits_are_coded_as_the_same_numbers_in_f32() {
-        // A few hundred blocks and a partial one, each with a separate scale.
+        // There are a few hundred blocks and a partial one, each with a separate scale.
         let values: Vec<f32> = (0..30_001).map(|i| ((i * 7919) % 1009) as f32 - 504.0 + (i / BLOCK) as f32).collect();
         for dtype in [DType::BF16, DType::F16] {
             let flat = Flat::from_f32(values.clone(), dtype);

@@ -25,7 +25,7 @@ impl RoundingDice {
     /// Returns sixteen random bits for an element, in the low half of the result.
     #[inline(always)]
     fn roll(self, element: u64) -> u32 {
-        // A finalizer in which every output bit depends on every input bit.
+        // This is a finalizer, in which every output bit depends on every input bit.
         let mut x =
             (element as u32).wrapping_mul(0x9e37_79b9) ^ self.key as u32 ^ ((element >> 32) as u32).rotate_left(16);
         x = (x ^ (x >> 16)).wrapping_mul(0x21f0_aaad);

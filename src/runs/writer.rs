@@ -204,7 +204,7 @@ impl RunWriter {
             summarized: None,
             folder,
         };
-        // Removes requests that an earlier job has not seen, and files that it has not finished because it was killed.
+        // Requests that an earlier job has not seen are removed, and so are files that it left unfinished.
         take_requests(&writer.folder);
         files::remove_unfinished(&writer.folder);
         announce(&writer.folder);

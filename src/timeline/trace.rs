@@ -52,7 +52,7 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Tra
                 events.push((start, std::cmp::Reverse(end), rank, lane, rest));
             }
             Some(EventLine::Dropped(count)) => dropped += count,
-            // An incomplete line of a process that was killed while writing.
+            // This is an incomplete line of a process that was killed while writing.
             None => {}
         }
     }

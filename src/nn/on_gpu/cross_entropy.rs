@@ -286,7 +286,7 @@ mod tests {
                 let values = (0..rows * columns).map(|i| ((i * 37 + columns) % 101) as f32 / 50.0 - 1.0);
                 Tensor::from_iter(values, &gpu).unwrap().reshape((rows, columns)).unwrap().to_dtype(dtype).unwrap()
             };
-            // These are three chunks.
+            // These rows form three chunks.
             let (rows, classes, width) = (150, 37, 8);
             let weight = if layout == WeightLayout::OutIn { numbers(classes, width) } else { numbers(width, classes) };
             let vars = [numbers(rows, width), weight].map(|t| Var::from_tensor(&t).unwrap());

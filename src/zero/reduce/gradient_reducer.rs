@@ -299,7 +299,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         let _span = timeline::span(timeline::EventCategory::Reduce, "accumulate").of(|| core.names(params));
         let ReducePlan { scatter, after, accumulate, .. } = self.plan;
         let mesh = core.mesh_of(params);
-        // The pieces that this rank keeps, and their offsets in the received buffer.
+        // These are the pieces that this rank keeps, and then their offsets in the received buffer.
         let pieces = match core.placement().optim.is_sharded() {
             true => mesh.pieces_of(mesh.shard_of(core.rank_among(params))),
             false => 0..mesh.world_size(),
