@@ -204,8 +204,8 @@ impl ParameterGrouping {
     /// Checks and stores the optimizer and the given groups.
     ///
     /// # Errors
-    /// [`OptimError::ParameterGroup`] for hyperparameters that no optimizer can work with; [`OptimError::States`] for
-    /// names of states that a checkpoint cannot use.
+    /// [`OptimError::ParameterGroup`] for hyperparameters that the optimizer cannot work with; [`OptimError::States`]
+    /// for names of states that a checkpoint cannot use.
     pub fn new(optimizer: Option<Arc<dyn Optimizer>>, given: Vec<ParameterGroup>) -> Result<Self> {
         if let Some(optimizer) = &optimizer {
             for half in [Some(&**optimizer), optimizer.auxiliary()].into_iter().flatten() {

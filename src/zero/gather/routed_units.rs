@@ -60,7 +60,7 @@ pub struct RoutedUnits {
 /// ```
 ///
 /// # Errors
-/// The first error of `build`.
+/// The first error of `build`; a `count` that cannot be divided among the ranks that share the units.
 pub fn routed_units<T>(
     vb: VarBuilder<'_>,
     count: usize,

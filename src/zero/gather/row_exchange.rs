@@ -81,7 +81,7 @@ impl RowExchange {
     /// this method together, so that a rank that does not run the layer is detected, whatever it does instead.
     ///
     /// # Errors
-    /// A failed collective; impossible numbers.
+    /// A failed collective; a rank that runs a different layer; impossible numbers of rows.
     pub fn counts(&self, sent: &[usize], (choices, width): (usize, usize)) -> candle_core::Result<Vec<usize>> {
         self.with_ranks(|comm, group| {
             let mut own = vec![choices as f64, width as f64];
