@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex};
 /// The environment variable with which `zerorun` gives its ranks the number of restarts.
 pub const RESTART: &str = "ZERORUN_RESTART";
 
-/// The variable with the number of optimizer steps after which a job is asked to end, as by a signal. `zerorun sweep`
-/// pauses trials with it.
+/// The variable with the number of optimizer steps after which a job is asked to end, as if by a signal.
+/// `zerorun sweep` pauses trials with it.
 pub const STOP_AT: &str = "CANDLE_ZERO_STOP_AT";
 
 /// Returns the number of optimizer steps after which the job is asked to end, if [`STOP_AT`] is set.
@@ -55,7 +55,7 @@ fn listen() -> io::Result<Arc<AtomicBool>> {
     let hangs_up = !ignored_signals()(SIGHUP);
     for signal in [SIGTERM, SIGINT].into_iter().chain(hangs_up.then_some(SIGHUP)) {
         if is_alone {
-            // Registered before the next handler, so that the first signal finds the flag unset.
+            // This handler is registered before the next one, so that the first signal finds the flag unset.
             flag::register_conditional_default(signal, Arc::clone(&asked))?;
         }
         flag::register(signal, Arc::clone(&asked))?;

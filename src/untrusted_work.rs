@@ -2,11 +2,11 @@
 //! much time, memory or stack ends the process with an error, instead of causing a hang or an abort, or exhausting the
 //! machine's memory.
 //!
-//! Work that limits itself, such as the steps of a template, is limited where it runs and returns an ordinary error;
-//! the sandbox is for everything else. A separate thread measures the CPU time of the working thread. Memory is counted
-//! by [`SandboxAllocator`], if a program uses it as its allocator, as `zerorun` does. The process must end because a
-//! thread cannot be stopped from outside, and code that is not prepared for a failed allocation or a stack overflow
-//! cannot continue after one.
+//! Work that can limit itself, such as a template engine that counts its steps, is limited where it runs and returns an
+//! ordinary error; the sandbox is for everything else. A separate thread measures the CPU time of the working thread.
+//! Memory is counted by [`SandboxAllocator`], if a program uses it as its allocator, as `zerorun` does. The process
+//! must end because a thread cannot be stopped from outside, and code that is not prepared for a failed allocation or a
+//! stack overflow cannot continue after one.
 
 mod memory_limit_allocator;
 mod signals;
@@ -90,7 +90,7 @@ fn computed(id: Pid) -> Option<Duration> {
     text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
 }
 
-/// Ends the process if work has run for too long.
+/// Checks all work at intervals, and ends the process if work has run for too long.
 fn watch() {
     let is_at_work = |slot: &WatchedThreadRef| {
         let mut work = lock(&slot.work);
@@ -152,7 +152,7 @@ impl Drop for SandboxGuard {
 fn text_of(panic: Box<dyn Any + Send>) -> String {
     const MAX_SHOWN_CHARS: usize = 200;
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    // Truncated: the message about a text that is not valid UTF-8 contains all its bytes.
+    // The text is truncated, because the message about a text that is not valid UTF-8 contains all its bytes.
     text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").chars().take(MAX_SHOWN_CHARS).collect()
 }
 

@@ -136,7 +136,7 @@ pub fn binary(bytes: u64) -> String {
 pub fn matches(pattern: &str, name: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
     let Some(name) = name.strip_prefix(head) else { return false };
-    // A suffix of the name that begins at a character boundary.
+    // The rest of the pattern must match a suffix of the name that begins at a character boundary.
     (0..=name.len()).filter(|at| name.is_char_boundary(*at)).any(|at| matches(rest, &name[at..]))
 }
 

@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 const DAY: u64 = 86_400;
 
-/// Returns the current time in seconds since 1970, in whole milliseconds.
+/// Returns the current time in seconds since 1970, rounded down to a whole number of milliseconds.
 pub(crate) fn now() -> f64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     since.as_millis() as f64 / 1e3
@@ -15,7 +15,7 @@ fn parts(seconds: f64) -> [u64; 6] {
     // Times after the year 9999 are set to its last second, because a damaged record may contain any number.
     let seconds = seconds.clamp(0.0, 253_402_300_799.0) as u64;
     let (days, rest) = (seconds / DAY, seconds % DAY);
-    // The algorithm of Howard Hinnant's `civil_from_days`, with years that begin in March.
+    // This is the algorithm of Howard Hinnant's `civil_from_days`, with years that begin in March.
     let shifted = days + 719_468;
     let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
     let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;

@@ -11,7 +11,7 @@ use std::f64::consts::TAU;
 /// "default").
 ///
 /// # Errors
-/// A head size that is odd or 0, or a theta that is not above 0.
+/// A head size that is odd or 0, or a theta that is not a finite number above 0.
 pub fn default(head: usize, theta: f64) -> Result<Vec<f64>> {
     if head == 0 || !head.is_multiple_of(2) {
         candle_core::bail!(
@@ -25,7 +25,7 @@ pub fn default(head: usize, theta: f64) -> Result<Vec<f64>> {
 /// Returns the frequencies divided by a factor, as if positions were closer together (rope type "linear").
 ///
 /// # Errors
-/// A factor that is not above 0.
+/// A factor that is not a finite number above 0.
 pub fn linear(frequencies: &[f64], factor: f64) -> Result<Vec<f64>> {
     require("factor", factor)?;
     Ok(frequencies.iter().map(|frequency| frequency / factor).collect())
@@ -49,7 +49,7 @@ pub struct Llama3RopeScaling {
 /// and later).
 ///
 /// # Errors
-/// Numbers that are not above 0, or a high factor that is not above the low one.
+/// Numbers that are not finite and above 0, or a high factor that is not above the low one.
 pub fn llama3(frequencies: &[f64], scaling: &Llama3RopeScaling) -> Result<Vec<f64>> {
     let Llama3RopeScaling { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } = *scaling;
     let original = original_max_position_embeddings as f64;
@@ -88,7 +88,7 @@ pub struct YarnRopeScaling {
 /// unchanged (rope type "yarn").
 ///
 /// # Errors
-/// A width that is odd or 0, or numbers that are not above 0.
+/// A width that is odd or 0, or numbers that are not finite and above 0.
 pub fn yarn(width: usize, theta: f64, scaling: &YarnRopeScaling) -> Result<Vec<f64>> {
     let YarnRopeScaling { factor, beta_fast, beta_slow, truncate, original_max_position_embeddings } = *scaling;
     let (plain, original) = (default(width, theta)?, original_max_position_embeddings as f64);
@@ -96,7 +96,7 @@ pub fn yarn(width: usize, theta: f64, scaling: &YarnRopeScaling) -> Result<Vec<f
     require("beta_fast", beta_fast)?;
     require("beta_slow", beta_slow)?;
     require("original_max_position_embeddings", original)?;
-    // The pair that makes this number of turns in the original context.
+    // Returns the index of the pair that makes this number of turns in the original context; it may be fractional.
     let pair_of = |turns: f64| width as f64 * (original / (TAU * turns)).ln() / (2.0 * theta.ln());
     let (low, high) = match (pair_of(beta_fast), pair_of(beta_slow)) {
         (low, high) if truncate => (low.floor(), high.ceil()),
@@ -115,7 +115,7 @@ pub fn yarn(width: usize, theta: f64, scaling: &YarnRopeScaling) -> Result<Vec<f
 /// with the length once the length exceeds `max_position_embeddings`.
 ///
 /// # Errors
-/// A width that is odd or at most 2, or numbers that are not above 0.
+/// A width that is odd or at most 2, or numbers that are not finite and above 0.
 pub fn dynamic(
     width: usize,
     theta: f64,
@@ -136,7 +136,8 @@ pub fn dynamic(
 /// Returns the standard frequencies, each divided by a factor of its own (rope type "longrope", arXiv 2402.13753).
 ///
 /// # Errors
-/// The errors of [`default`]; a number of factors that is not that of the pairs; a factor that is not above 0.
+/// The errors of [`default`]; a number of factors that differs from the number of pairs; a factor that is not a finite
+/// number above 0.
 pub fn longrope(width: usize, theta: f64, factors: &[f64]) -> Result<Vec<f64>> {
     let plain = default(width, theta)?;
     if factors.len() != plain.len() {

@@ -65,7 +65,7 @@ pub fn linear_then(
     let inputs = OpInputs::of([Some(&x), residual.as_ref(), Some(&weight), bias.as_ref()])?;
     with_element!(x.dtype(), NAME, E => {
         let mut y = buffer::<E>(shape.elem_count());
-        // The input of the activation, which only the backward pass needs.
+        // The input of the activation is kept only if there is a backward pass.
         let keeps = then.activation.is_some() && inputs.are_wanted();
         let mut before = buffer::<E>(if keeps { y.len() } else { 0 });
         with_all([Some(&x), Some(&weight), bias.as_ref(), residual.as_ref()], NAME, |[x, w, bias, residual]| {

@@ -29,8 +29,8 @@ thread_local! {
     static ADAPTERS_OFF: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls `run` with all adapters of this thread's models off, and without recording anything for a backward pass. The
-/// model is then the base model without adapters, which preference optimization uses as its reference.
+/// Calls `run` with all adapters of this thread's models switched off, and without recording anything for a backward
+/// pass. The model is then the base model without adapters, which preference optimization uses as its reference.
 pub fn without_adapters<T>(run: impl FnOnce() -> T) -> T {
     struct AdaptersGuard(bool);
     impl Drop for AdaptersGuard {
@@ -60,7 +60,7 @@ pub(super) struct LoraOperands<'a> {
 }
 
 const NAME: &str = "linear (adapter)";
-/// The number of rows that are widened, or to which dropout is applied, together.
+/// The number of rows that are widened, or to which dropout is applied, at a time.
 const ROWS: usize = 256;
 
 /// Computes [`linear_then`](super::linear_then) with an adapter. The residual is added in the same pass; an activation
@@ -111,8 +111,8 @@ impl LoraOperands<'_> {
     }
 }
 
-/// Composes the result from this library's and Candle's operations, for other devices and for operands of different
-/// formats.
+/// Composes the result from this library's and Candle's operations, for devices other than the CPU and for operands of
+/// different formats.
 fn composed(
     x: &Tensor,
     weight: &Tensor,

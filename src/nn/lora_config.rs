@@ -78,9 +78,9 @@ impl LoraConfig {
         }
     }
 
-    /// Returns the path, within their module, of the adapters of two parameters of experts, the first of which is
-    /// registered first: `None` for a parameter without an adapter. As in PEFT, the module is wrapped once for each
-    /// parameter, and the wrapper of the second parameter wraps that of the first.
+    /// Returns the paths, within their module, of the adapters of two parameters of experts, which are given in the
+    /// order of their registration. The path of a parameter without an adapter is `None`. As in PEFT, the module is
+    /// wrapped once for each parameter, and the wrapper of the second parameter wraps that of the first.
     pub(crate) fn expert_wrappers(&self, parameters: &[String; 2]) -> [Option<&'static str>; 2] {
         let is_selected = |name: &String| self.target_parameters.iter().any(|target| is_last_part(name, target));
         match parameters.each_ref().map(is_selected) {
@@ -92,8 +92,8 @@ impl LoraConfig {
     /// Checks that the values describe a valid adapter.
     ///
     /// # Errors
-    /// A rank of 0 or above 1,048,576, an alpha that is not positive and finite in f32, a probability outside [0, 1),
-    /// no targets, an empty name, or dropout or DoRA for experts.
+    /// A rank of 0 or above 1,048,576, an alpha or a factor s that is not positive and finite in f32, a dropout
+    /// probability outside [0, 1), no targets, an empty name, or dropout or DoRA for experts.
     pub fn validate(&self) -> Result<()> {
         if !(1..=MAX_RANK).contains(&self.r) {
             return Err(refused("r", self.r, &format!("from 1 to {MAX_RANK}")));
@@ -172,8 +172,8 @@ const A: &str = ".lora_A.weight";
 const B: &str = ".lora_B.weight";
 const MAGNITUDE: &str = ".lora_magnitude_vector";
 
-/// Returns whether a parameter of this name belongs to an adapter. This is the rule for
-/// [`EngineBuilder::trainable`](crate::EngineBuilder::trainable).
+/// Returns whether a parameter of this name belongs to an adapter. To train only adapters, pass
+/// `|name, _| is_adapter(name)` to [`EngineBuilder::trainable`](crate::EngineBuilder::trainable).
 pub fn is_adapter(parameter: &str) -> bool {
     adapted_module(parameter).is_some()
 }
@@ -184,7 +184,7 @@ pub fn adapted_module(parameter: &str) -> Option<&str> {
     [A, B, MAGNITUDE].iter().find_map(|end| parameter.strip_suffix(end))
 }
 
-/// Returns whether `part` is the name, or its end after a dot.
+/// Returns whether `part` is `name`, or the end of `name` after a dot.
 fn is_last_part(name: &str, part: &str) -> bool {
     name.strip_suffix(part).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }

@@ -7,7 +7,7 @@ use crate::kernels::parallel::{self, ParallelChunks};
 use crate::precision::{FlatRef, sum_of_squares};
 use std::ops::Range;
 
-/// The product s B A for a weight with `inputs` and `outputs`.
+/// The product s B A for a weight with `inputs` inputs and `outputs` outputs.
 #[derive(Debug, Clone, Copy)]
 #[doc(hidden)]
 pub struct LowRankUpdate<'a> {

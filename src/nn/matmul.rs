@@ -90,7 +90,7 @@ impl MatmulSizes {
         let Some(batch) = batch else {
             bail!(
                 "{NAME}: the operands have shapes {:?} and {:?}; they must be [.., m, k] and [.., k, n], with leading \
-                 axes of equal length or 1",
+                 axes of equal length or of length 1",
                 a.dims(),
                 b.dims()
             )
@@ -126,7 +126,7 @@ struct MatmulOperand {
 }
 
 impl MatmulOperand {
-    /// Creates the operand, without a copy if `x` is a transposed view.
+    /// Creates the operand. `x` is copied unless it is contiguous or the transposed view of a contiguous tensor.
     fn of(x: &Tensor) -> Result<Self> {
         let turned = x.t()?;
         Ok(match turned.is_contiguous() && !x.is_contiguous() {

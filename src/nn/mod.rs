@@ -8,7 +8,7 @@
 //! - the modules built on them: `candle_nn::LayerNorm` (contiguous input, with bias and mean) and `candle_nn::RmsNorm`,
 //!   and hence most models of candle-transformers.
 //!
-//! Others have a backward pass that is wrong, or not correct for all settings: `conv1d`, `conv_transpose1d`, pooling,
+//! Others have a backward pass that is wrong, always or for some settings: `conv1d`, `conv_transpose1d`, pooling,
 //! upsampling, `scatter`, `scatter_add`, and `matmul` of some views. The versions in this module are correct, with the
 //! same names and settings (docs/vision.md has the table).
 //!
@@ -117,10 +117,10 @@ pub use scatter::{scatter, scatter_add};
 pub use sequences::Sequences;
 pub use upsampling::{upsample_bilinear2d, upsample_nearest1d, upsample_nearest2d};
 
-/// Returns whether this thread runs a model for an engine that is training: in its forward pass, and when a unit runs
-/// again in the backward pass, but not in its `eval`, and not without an engine. Use this function for layers that
-/// behave differently in training and in evaluation, inside modules whose own `forward` has no such argument:
-/// `norm.forward_t(x, in_training())`.
+/// Returns whether this thread is running a model for an engine that is training: true in the engine's forward pass,
+/// and when a unit runs again in the backward pass; false in the engine's `eval`, and without an engine. Use this
+/// function for layers that behave differently in training and in evaluation, inside modules whose own `forward` has no
+/// such argument: `norm.forward_t(x, in_training())`.
 pub fn in_training() -> bool {
     crate::graph::rng_position().in_training
 }

@@ -17,7 +17,8 @@ use candle_nn::{Module, VarBuilder, init};
 /// kept for the backward pass. Results are rounded once, to x's dtype. A gradient has the dtype of its operand.
 ///
 /// # Errors
-/// A weight or bias of a different length, or of a dtype that is neither that of x nor f32.
+/// A weight or bias of a different length, or of a dtype that is neither that of x nor f32; on the CPU, an x that is
+/// not f32, bf16 or f16.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     let width = width_of(LAYER_NORM, x, &[("weight", weight), ("bias", bias)])?;
     #[cfg(feature = "cuda")]
@@ -65,7 +66,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// gradient has the dtype of its operand.
 ///
 /// # Errors
-/// A weight of a different length, or of a dtype that is neither that of x nor f32.
+/// A weight of a different length, or of a dtype that is neither that of x nor f32; on the CPU, an x that is not f32,
+/// bf16 or f16.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     rms_norm_with(x, weight, RmsNormOptions { eps, ..RmsNormOptions::default() })
 }
@@ -174,7 +176,7 @@ pub(super) fn check_format(op: &'static str, x: &Tensor, parameter: &Tensor) -> 
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
     weight: Tensor,
-    /// The parameter, or zeros without one.
+    /// The bias parameter, or zeros if there is none.
     bias: Tensor,
     options: LayerNormOptions,
 }

@@ -77,7 +77,8 @@ impl Pooling {
 /// several equal ones.
 ///
 /// # Errors
-/// An input that does not have four dimensions, or a kernel that is 0 or larger than the image.
+/// An input that does not have four dimensions, an image of 2^32 or more elements, or a kernel that is 0 or larger than
+/// the image.
 pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2) -> Result<Tensor> {
     max_pool2d_with(x, Pooling::new(kernel))
 }

@@ -25,7 +25,7 @@ pub struct ProjectionOptions<'a> {
 /// following, named as in PEFT: "lora_A.weight" `[r, in]`, "lora_B.weight" `[out, r]` and, with DoRA,
 /// "lora_magnitude_vector" `[out]`. As in PEFT, the initial values of A are uniform between -1 / sqrt(in) and
 /// 1 / sqrt(in), and those of B are 0, so the adapter adds nothing at first. The magnitude should start as the norms of
-/// the weight's rows, which the initial values have to provide; the magnitude's init hint is 1.
+/// the weight's rows. The source of initial values must provide these norms, because the magnitude's init hint is 1.
 ///
 /// An adapter's parameters may be in f32 in a 16-bit model
 /// ([`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)). Frozen parameters get no gradient.

@@ -22,15 +22,15 @@ pub struct Rotary {
     angles: AngleSource,
 }
 
-/// The frequencies of an input with this number of positions, in radians per position.
+/// A function that returns the frequencies, in radians per position, for an input with the given number of positions.
 pub type FrequenciesOfLength = Arc<dyn Fn(usize) -> Result<Vec<f64>> + Send + Sync>;
 
-/// The factor of the cosines and sines at a position.
+/// A function that returns the factor of the cosines and sines at a position.
 type PositionFactor = Arc<dyn Fn(usize) -> f64 + Send + Sync>;
 
 #[derive(Debug, Clone)]
 enum AngleSource {
-    /// The angles of all inputs.
+    /// The angles are the same for all inputs.
     Fixed(Arc<AngleTable>),
     /// The angles depend on the length of the input.
     ByLength(Arc<AnglesByLength>),
@@ -48,7 +48,7 @@ struct AngleTable {
 struct AnglesByLength {
     frequencies: FrequenciesOfLength,
     factor: PositionFactor,
-    /// The tables that were used last, the newest one first.
+    /// The most recently used tables, the last one first.
     recent: Mutex<Vec<Arc<AngleTable>>>,
 }
 
@@ -56,12 +56,12 @@ struct AnglesByLength {
 const RECENT_TABLES: usize = 2;
 
 impl Rotary {
-    /// Creates the tables for heads of `head` elements, an even number, at positions below `ctx`. The lowest frequency
-    /// follows from `theta` (10000 in most models). As in most of Hugging Face's models, an element is paired with the
+    /// Creates the tables for heads of `head` elements, an even number, at positions below `ctx`. The frequencies
+    /// follow from `theta` (10000 in most models). As in most of Hugging Face's models, an element is paired with the
     /// element half a head away.
     ///
     /// # Errors
-    /// A head size that is odd or 0, or a theta that is not above 0.
+    /// A head size that is odd or 0, or a theta that is not a finite number above 0.
     pub fn new(head: usize, ctx: usize, theta: f64) -> Result<Self> {
         Self::from_frequencies(ctx, frequencies::default(head, theta)?)
     }
@@ -95,7 +95,7 @@ impl Rotary {
     /// sequences, the longest one counts.
     ///
     /// # Errors
-    /// The errors of [`Rotary::with`], for an input of one position.
+    /// The errors of `frequencies` and of [`Rotary::with`], for an input of one position.
     pub fn by_length(
         ctx: usize,
         layout: RotaryLayout,
@@ -111,7 +111,7 @@ impl Rotary {
     /// Returns `x` `[batch, time, heads * head]` with the heads at position t rotated by t times each pair's frequency.
     ///
     /// # Errors
-    /// An input of a different shape, or more positions than the tables have.
+    /// An input of a different shape, or a position that is not below `ctx`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.forward_from(x, 0)
     }
@@ -213,7 +213,7 @@ impl AngleTable {
         let RotaryLayout { head, .. } = layout;
         if !head.is_multiple_of(2) || head / 2 < frequencies.len() {
             bail!(
-                "rotary: heads have {head} elements, but {} pairs are rotated; an even number is needed, of at least {}",
+                "rotary: heads have {head} elements, but {} pairs are rotated; an even number of at least {} is needed",
                 frequencies.len(),
                 2 * frequencies.len()
             )

@@ -1,4 +1,4 @@
-//! Writes elements to indexes along one axis, or adds them to the elements there.
+//! Writes elements at indexes along one axis, or adds them to the elements there.
 
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
@@ -71,7 +71,7 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
         other => bail!("{op}: the indexes are {other:?}; they must be u8, u32 or i64"),
     };
     let indexes = indexes.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
-    // For each axis of the source, the stride in the result.
+    // Along each axis, the source's elements are placed with the stride of the result.
     let layout = Layout::contiguous(init.shape());
     let strides = layout.stride();
     let mut at = vec![0; from.len()];

@@ -15,7 +15,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 /// all its copies.
 ///
 /// # Errors
-/// Fails if the input does not have three dimensions, or if its length or `size` is 0.
+/// Fails if the input does not have three dimensions, if its length or `size` is 0, or if `size` is 2^32 or more.
 pub fn upsample_nearest1d(x: &Tensor, size: usize) -> Result<Tensor> {
     const NAME: &str = "upsample_nearest1d";
     let &[images, channels, length] = x.dims() else {
@@ -33,7 +33,8 @@ pub fn upsample_nearest1d(x: &Tensor, size: usize) -> Result<Tensor> {
 /// all its copies.
 ///
 /// # Errors
-/// Fails if the input does not have four dimensions, or if a height or width, before or after, is 0.
+/// Fails if the input does not have four dimensions, if a height or width, before or after, is 0, or if `height` or
+/// `width` is 2^32 or more.
 pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Tensor> {
     const NAME: &str = "upsample_nearest2d";
     let (images, channels, h, w) = image(NAME, x)?;
@@ -49,7 +50,8 @@ pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Ten
 /// This is [`Tensor::upsample_bilinear2d`] with a gradient, which Candle's version does not have.
 ///
 /// # Errors
-/// Fails if the input does not have four dimensions, or if a height or width, before or after, is 0.
+/// Fails if the input does not have four dimensions, if a height or width, before or after, is 0, or if `height` or
+/// `width` is 2^32 or more.
 pub fn upsample_bilinear2d(x: &Tensor, height: usize, width: usize, align_corners: bool) -> Result<Tensor> {
     const NAME: &str = "upsample_bilinear2d";
     let (images, channels, h, w) = image(NAME, x)?;

@@ -5,7 +5,7 @@ use crate::precision::{FlatMut, prefer_huge};
 use candle_core::DType;
 use std::ops::Range;
 
-/// Offsets and lengths in files, and memory for direct access, are multiples of this many bytes.
+/// Offsets and lengths in files, and memory addresses for direct access, are multiples of this many bytes.
 pub(crate) const ALIGN: usize = 4096;
 
 /// Zeroed bytes that begin at a multiple of [`ALIGN`].

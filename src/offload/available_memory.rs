@@ -54,7 +54,7 @@ fn groups(read: FileReader<'_>) -> Vec<CgroupLimit> {
     let own = read(Path::new("/proc/self/cgroup")).unwrap_or_default();
     let mut found = Vec::new();
     for line in own.lines() {
-        // number:controllers:path
+        // A line has the form number:controllers:path.
         let mut words = line.splitn(3, ':');
         let (Some(number), Some(controllers), Some(path)) = (words.next(), words.next(), words.next()) else {
             continue;

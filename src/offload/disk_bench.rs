@@ -37,7 +37,7 @@ use std::time::Instant;
 /// The number of times that every pass runs.
 const ROUNDS: usize = 3;
 
-/// The bytes that one system call of the plain loops transfers.
+/// The number of bytes that one system call of the plain loops transfers.
 const PLAIN_BLOCK: usize = 1 << 20;
 
 /// The size in bytes of one transfer of the sequential passes: as many bytes as one f32 stream of a window has in a
@@ -268,7 +268,7 @@ struct DiskBenchRun<'a> {
 }
 
 impl DiskBenchRun<'_> {
-    /// Returns the seconds of one pass, from an empty page cache until everything is on the disk.
+    /// Returns the duration of one pass in seconds, from an empty page cache until everything is on the disk.
     fn time(&mut self, what: &str, pass: impl FnOnce(&BenchFiles) -> Result<()>) -> Result<f64> {
         self.files.sync()?;
         self.cached = match (self.cached, self.files.forget()?) {

@@ -6,10 +6,10 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OffloadError {
-    /// A path in `nvme_path` to which state cannot be offloaded.
+    /// A value of `nvme_path` to which state cannot be offloaded.
     #[error("cannot offload to {}: {problem}", path.display())]
     Folder {
-        /// The folder of `nvme_path`.
+        /// The folder that `nvme_path` names.
         path: PathBuf,
         /// The problem, and how to fix it.
         problem: String,
@@ -22,7 +22,7 @@ pub enum OffloadError {
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))
     )]
     Busy {
-        /// The folder of `nvme_path`.
+        /// The folder that `nvme_path` names.
         path: PathBuf,
         /// The process that holds the lock, if the system reports the process.
         owner: Option<u32>,
@@ -35,9 +35,10 @@ pub enum OffloadError {
         needed.saturating_sub(*available)
     )]
     Space {
-        /// The folder of `nvme_path`.
+        /// The folder that `nvme_path` names.
         path: PathBuf,
-        /// The bytes that the files of all ranks on that disk need; after the first step, those of this rank only.
+        /// The bytes that the files of all ranks on that disk need; after the first step, the bytes that this rank's
+        /// files need.
         needed: u64,
         /// The bytes that the file system can give to these files, including those that they already have.
         available: u64,
@@ -49,10 +50,10 @@ pub enum OffloadError {
         path.display()
     )]
     Memory {
-        /// The folder of `nvme_path`.
+        /// The folder that `nvme_path` names.
         path: PathBuf,
-        /// The bytes that the files of all ranks on that file system need; after the first step, those of this rank
-        /// only.
+        /// The bytes that the files of all ranks on that file system need; after the first step, the bytes that this
+        /// rank's files need.
         needed: u64,
         /// The bytes of memory that were free when the folder was opened.
         available: u64,
@@ -64,7 +65,7 @@ pub enum OffloadError {
         action: &'static str,
         /// The content of the file.
         what: &'static str,
-        /// The folder of `nvme_path`.
+        /// The folder that `nvme_path` names.
         path: PathBuf,
         /// The system's reason.
         source: std::io::Error,

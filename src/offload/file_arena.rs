@@ -171,7 +171,7 @@ impl FileArena {
                 Ok(())
             }
             (DiskAccess::Mapped, _) => self.with_mapped(at, into.len(), |mapped| {
-                // SAFETY: `mapped` points to `into.len()` bytes of the file. Nothing writes them in the meantime,
+                // SAFETY: `mapped` points to `into.len()` bytes of the file. Nothing writes them during the copy,
                 // because an extent of a file takes part in only one transfer at a time.
                 unsafe { mapped.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) }
             }),
@@ -330,8 +330,8 @@ impl FileExtent {
         self.dtype
     }
 
-    /// Returns elements `range` together with their position in a buffer, counted in elements. `range` must begin at an
-    /// offset at which file access may begin.
+    /// Returns the piece with the elements `range`. `in_buffer` is their position in a buffer, counted in elements.
+    /// `range` must begin at an offset at which file access may begin.
     pub fn piece(&self, range: Range<usize>, in_buffer: usize) -> ArenaPiece {
         let size = self.dtype.size_in_bytes();
         let at = self.start + (range.start * size) as u64;

@@ -33,7 +33,7 @@ const MAX_BLOCK_BYTES: usize = 16 << 20;
 /// The maximum number of bytes that [`FileIo::write_and_drop`] leaves unwritten, unless a single transfer is larger.
 pub(crate) const MAX_UNWRITTEN_BYTES: usize = 256 << 20;
 
-/// The threads of one rank.
+/// The file access threads of one rank.
 pub(crate) struct FileIo {
     shared: Arc<FileIoShared>,
     threads: Vec<JoinHandle<()>>,
@@ -179,8 +179,8 @@ impl FileIo {
         self.submit(buffer, pieces, IoDirection::Write, 0)
     }
 
-    /// Writes parts of `buffer` to files, and drops the buffer when that is done. Waits first if many bytes are still
-    /// unwritten.
+    /// Writes parts of `buffer` to files, and drops the buffer when the transfer is over. Waits first if many bytes are
+    /// still unwritten.
     pub fn write_and_drop<B: TransferBuffer>(&self, mut buffer: B, pieces: Vec<ArenaPiece>) -> FileTransfer<B> {
         let bytes = buffer.bytes().len().max(1);
         let mut queue = self.shared.lock();
@@ -255,8 +255,8 @@ impl FileIoShared {
         loop {
             let mut queue = self.lock();
             let request = loop {
-                // This happens even if a request is already waiting: memory for the request must not be allocated in
-                // addition to the memory that this thread keeps.
+                // The kept memory is freed even if a request is already waiting: memory for the request must not be
+                // allocated in addition to the memory that this thread keeps.
                 if !self.chosen.is_direct() {
                     bounce = BounceBuffer::default();
                 }
@@ -292,8 +292,8 @@ impl FileIoShared {
         bounce: &mut BounceBuffer,
     ) {
         let access = self.chosen.of_file(arena.allows_direct());
-        // SAFETY: see the `Send` of [`IoRequest`]: these bytes are in a live buffer, and only this thread uses them in
-        // the meantime.
+        // SAFETY: see the `Send` of [`IoRequest`]: these bytes are in a live buffer, and only this thread uses them
+        // until the request is over.
         let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
         self.meter.begin();
         let moved = match direction {
@@ -323,8 +323,8 @@ impl<B: TransferBuffer> BlockCompletion for FileTransferShared<B> {
         if state.left == 0 {
             let dropped = state.finish(&mut queue);
             drop(queue);
-            // The buffer is dropped before any thread is notified that the transfer is over, because the buffer's
-            // memory counts until it is freed.
+            // The buffer is dropped before any thread is notified that the transfer is over, because the ledger counts
+            // the buffer's memory until it is freed.
             drop(dropped);
             drop(state);
             self.over.notify_all();
@@ -366,7 +366,7 @@ impl<B> FileTransfer<B> {
     /// The error of the first request that failed.
     ///
     /// # Panics
-    /// Panics if the buffer was to be dropped.
+    /// Panics if [`FileIo::write_and_drop`] began the transfer, because the buffer has then been dropped.
     pub fn wait(self) -> Result<B> {
         Ok(self.finish()?.expect("the buffer exists until it is taken"))
     }
@@ -409,8 +409,8 @@ mod tests {
 
         #[test]
         fn what_is_written_is_read_whatever_the_pieces(
-            // For each piece: the number of pages before it in the file, the number of elements before it in memory,
-            // and its own number of elements.
+            // A piece is given by the number of pages before it in the file, the number of elements before it in
+            // memory, and its own number of elements.
             pieces in proptest::collection::vec((0usize..3, 0usize..50, 1usize..5000), 0..6),
             block_size in 0usize..20_000,
             threads in 0usize..5,

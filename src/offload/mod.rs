@@ -16,7 +16,7 @@
 //!
 //! | file | contents |
 //! | --- | --- |
-//! | `offload_folder.rs` | the folder of `nvme_path`: checked, locked, measured |
+//! | `offload_folder.rs` | the folder that `nvme_path` names: checked, locked, measured |
 //! | `file_arena.rs` | one file: space is reserved first, then read and written in blocks |
 //! | `disk_access.rs` | access without the page cache, through it, or through a mapping |
 //! | `available_memory.rs` | the available memory, within the limits of control groups |

@@ -1,4 +1,4 @@
-//! The folder of `nvme_path`: checked before anything is built, locked against other jobs, and asked for space.
+//! The folder that `nvme_path` names: checked before anything is built, locked against other jobs, and asked for space.
 
 use super::available_memory::available_memory;
 use crate::error::{Error, OffloadError, Result};
@@ -263,7 +263,7 @@ mod tests {
         let folder = OffloadFolder::open(dir.path(), true).unwrap();
         let mut folder = Arc::into_inner(folder).unwrap();
         assert!(folder.memory.as_ref().unwrap().free > 0);
-        // As if little memory were free.
+        // The test pretends that little memory is free.
         folder.memory = Some(TmpfsMemory { free: 1 << 20, now: || 1 << 20, is_full: false.into() });
         let arena =
             FileArena::create(&Arc::new(folder), MemoryKind::Gradients, "gradients", &MemoryLedger::default()).unwrap();

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// The file accesses of one rank since the start.
+/// The file accesses of one rank since its engine was created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct OffloadReport {
@@ -53,7 +53,7 @@ impl fmt::Display for OffloadReport {
     }
 }
 
-/// Counts the requests of many threads.
+/// A meter of the requests of many threads.
 #[derive(Debug, Default)]
 pub(super) struct IoMeter(Mutex<IoCounts>);
 

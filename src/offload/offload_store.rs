@@ -105,8 +105,8 @@ impl OffloadStore {
         lock(&self.files).clear();
     }
 
-    /// Chooses the file access for the rest of the run by the size of the files. Call it once everything has its
-    /// storage.
+    /// Chooses the file access for the rest of the run by the size of all ranks' files. Call this method after all
+    /// states have received their storage.
     pub fn choose_access(&self, world_size: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
         // A file that does not allow direct access is mapped. If no file allows it, mapping is chosen in its place.
@@ -150,7 +150,7 @@ impl OffloadStore {
         folder.map_or(Ok(()), |folder| Err(folder.too_small(SpaceDemand { asked, got, ..*full })))
     }
 
-    /// Begins to write `values` of a recomputing unit to a file. Their memory is freed when that is done.
+    /// Begins to write `values` of a recomputing unit to a file. Their memory is freed when they have been written.
     pub fn spill(&self, values: Flat) -> Result<SpilledTensor> {
         self.spill.write(values)
     }

@@ -45,7 +45,7 @@ impl SpillFile {
         Some((at, room))
     }
 
-    /// Begins to write `values`. Their memory is freed when that is done.
+    /// Begins to write `values`. Their memory is freed when they have been written.
     pub fn write(self: &Arc<Self>, values: Flat) -> Result<SpilledTensor> {
         let (len, dtype) = (values.len(), values.dtype());
         let room = values.size_in_bytes().next_multiple_of(ALIGN);

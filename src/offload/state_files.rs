@@ -39,11 +39,13 @@ pub(crate) trait StateFiles {
     fn write(&self, staging: Self::Staging, extent: &Self::Extent, range: Range<usize>) -> Self::Transfer;
     /// Waits for a window, and returns its memory.
     fn wait(&self, transfer: Self::Transfer) -> Result<Self::Staging>;
-    /// Begins to fill parts of a buffer: each of `pieces` is read to the position that it gives, counted in elements.
+    /// Begins to fill parts of a buffer. Each of `pieces` consists of an extent, the range to read, and the range's
+    /// position in the buffer, counted in elements.
     fn fill(&self, buffer: Self::Buffer, pieces: Vec<(Self::Extent, Range<usize>, usize)>) -> Self::Reading;
     /// Waits until the parts are filled.
     fn filled(&self, reading: Self::Reading) -> Result<Self::Buffer>;
-    /// Begins to write a state, whose memory is freed when that is done. Waits first if many bytes are still unwritten.
+    /// Begins to write a state, whose memory is freed when it has been written. Waits first if many bytes are still
+    /// unwritten.
     fn store(&self, memory: TrackedBuffer<Self::Buffer>, extent: &Self::Extent, range: Range<usize>) -> Self::Writing;
     /// Waits until the state is written.
     fn written(&self, writing: Self::Writing) -> Result<()>;

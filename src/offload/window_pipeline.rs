@@ -21,9 +21,9 @@ use candle_core::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Returns the maximum number of elements of a window: 16 MiB of f32, a size at which disks reach their bandwidth. If
-/// the page cache holds the files, the number is small enough for a window to stay in the processor's cache from its
-/// read to its write.
+/// Returns the maximum number of elements of a window: with direct access, 16 MiB of f32, a size at which disks reach
+/// their bandwidth; with access through the page cache, a number that is small enough for a window to stay in the
+/// processor's cache from its read to its write.
 fn longest(access: DiskAccess) -> usize {
     if access == DiskAccess::Direct { 4 << 20 } else { 256 << 10 }
 }
@@ -265,7 +265,8 @@ mod tests {
         value * 0.5 + 1.0 + stream as f32
     }
 
-    /// Sub-groups of `len` elements and their streams: whether bf16, whether read, whether written.
+    /// The number of elements of each sub-group, and its streams. The flags of a stream tell whether its elements are
+    /// bf16 rather than f32, whether it is read, and whether it is written.
     type Groups = Vec<(usize, Vec<(bool, bool, bool)>)>;
 
     fn groups() -> impl Strategy<Value = Groups> {
@@ -322,7 +323,7 @@ mod tests {
                     let extent = FileExtent::at_end_of(&arena, dtype);
                     extent.grow(len).unwrap();
                     let mut values = AlignedBuffer::new(len * dtype.size_in_bytes());
-                    // Small numbers that bf16 represents exactly.
+                    // These are small numbers, which bf16 represents exactly.
                     let numbers: Vec<f32> = (0..len).map(|i| ((i * 7 + expected.len()) % 32) as f32).collect();
                     values.elements(dtype, 0..len).copy_scaled(FlatRef::F32(&numbers), 1.0);
                     io.write(values, vec![extent.piece(0..len, 0)]).written().unwrap();

@@ -10,7 +10,7 @@ use crate::kernels::simd::{SimdLoop, level};
 use crate::precision::{FlatMut, FlatRef, LANES, add_squares, cast};
 use std::ops::Range;
 
-/// Adafactor. With `g` the scaled gradient of a matrix of `r` rows and `c` columns, and `t` the step:
+/// Adafactor. `g` is the scaled gradient of a matrix of `r` rows and `c` columns, and `t` is the number of the step:
 ///
 /// ```text
 /// b2  = 1 - t^decay_rate
@@ -395,13 +395,13 @@ enum SecondMoments<'a> {
         /// The mean of the row moments of each matrix.
         means: Vec<f64>,
     },
-    /// Moments of elements are updated with a step's squared gradients by these factors.
+    /// The constants with which the moment of each element is updated from its squared gradient.
     Elements { keep: f32, take: f32, eps: f32 },
 }
 
 impl SecondMoments<'_> {
-    /// Replaces the gradients of a block, which begins at element `first` of the parameter, by directions. `second` are
-    /// the old moments of its elements, if they have any.
+    /// Replaces the gradients of a block, which begins at element `first` of the parameter, by directions. `second`
+    /// contains the old moments of the block's elements, if they have any.
     #[inline(always)]
     fn directions(&self, first: usize, grad: &mut [f32], second: Option<&[f32]>) {
         match (self, second) {

@@ -21,7 +21,7 @@ use crate::precision::{FlatMut, FlatRef};
 ///
 /// As in DeepSpeed's kernels, the betas are rounded to f32, and everything else is computed from the rounded values:
 /// for 0.999, `1 - b2` is 0.000999987, whereas PyTorch uses 0.001. The bias correction cancels this difference in the
-/// weights. `exp_avg_sq` differs from PyTorch's by 1.3e-5 and equals DeepSpeed's.
+/// weights. `exp_avg_sq` has a relative difference of 1.3e-5 from PyTorch's, and equals DeepSpeed's.
 #[derive(Debug)]
 pub(super) struct Adam {
     config: AdamConfig,

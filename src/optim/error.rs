@@ -6,8 +6,8 @@
 pub enum OptimError {
     /// There is no optimizer to train with.
     #[error(
-        "the configuration has no optimizer section, so the engine can only run eval; add for example \"optimizer\": \
-         {{\"type\": \"AdamW\", \"params\": {{\"lr\": 1e-3}}}}"
+        "the configuration has no optimizer section, so the engine can only run eval; add, for example, \
+         \"optimizer\": {{\"type\": \"AdamW\", \"params\": {{\"lr\": 1e-3}}}}"
     )]
     NoOptimizer,
     /// A user-defined optimizer is used with ZeRO, and the configuration does not allow it.

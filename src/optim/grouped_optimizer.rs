@@ -33,7 +33,8 @@ impl OptimizerGroup {
         self.set_lr.unwrap_or_else(|| self.schedule.lr())
     }
 
-    /// Drops the rate that was set, if a schedule changes the rate; called after an optimizer step.
+    /// Drops the rate that was set, if a schedule changes the rate. This method is called when the schedule has moved
+    /// to another step.
     fn follow_schedule(&mut self) {
         self.set_lr = self.set_lr.filter(|_| !self.is_scheduled);
     }
@@ -47,9 +48,9 @@ pub(crate) struct GroupStepSettings<'a> {
 }
 
 impl GroupedOptimizer {
-    /// Settles the groups of registered parameters (`parameter_groups` contains the number of each parameter's group),
-    /// and gives each group its schedule: the user's `own`, or the configuration's. Also returns the indices of the
-    /// user's groups that select nothing.
+    /// Assigns the final numbers to the groups of registered parameters (`parameter_groups` contains the number of each
+    /// parameter's group), and gives each group its schedule: the user's `own`, or the configuration's. Also returns
+    /// the indices of the user's groups that select nothing.
     ///
     /// # Errors
     /// The errors of a schedule.

@@ -1,5 +1,5 @@
-//! Muon: orthogonalized momentum for matrices, and AdamW for vectors, and for matrices whose names contain
-//! `embed` or `lm_head`.
+//! Muon: orthogonalized momentum for matrices, and AdamW for vectors and for matrices whose names contain `embed` or
+//! `lm_head`.
 
 use super::adam::Adam;
 use super::elementwise_kernel::{ElementwiseKernel, StepSlices};

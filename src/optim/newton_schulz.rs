@@ -96,7 +96,7 @@ impl MatrixShape {
     }
 }
 
-/// Computes `sum = a base + c (left right)`. Both terms are rounded to the dtype, as in PyTorch.
+/// Computes `sum = a base + c (left right)`. Both terms are rounded to the dtype of the elements, as in PyTorch.
 fn add_product<E: Element>(
     sum: &mut [E],
     (a, base): (f32, &[E]),
@@ -169,7 +169,7 @@ fn standard<E: Element>(x: &mut [E], next: &mut [E], shape: MatrixShape) {
 fn gram(x: &mut [f32], next: &mut [f32], shape: MatrixShape) {
     let [a, b, c] = QUINTIC;
     let n = shape.short();
-    // The Gram matrix of the current X, b R + c R R, the pending factor of X, and a scratch matrix.
+    // These are the Gram matrix R of the current X, b R + c R R, the pending factor of X, and a scratch matrix.
     let [mut r, mut z, mut q, mut room] = [(); 4].map(|()| vec![0.0; n * n]);
     shape.gram(&mut r, x);
     for step in 0..STEPS {
@@ -209,7 +209,7 @@ mod tests {
     fn exact(g: &[f32], rows: usize, cols: usize) -> Vec<f64> {
         let [a, b, c] = [3.4445, -4.7750, 2.0315];
         let norm = g.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt() + 1e-7;
-        // Treats the matrix as a wide one.
+        // The matrix is treated as a wide one.
         let (n, m) = (rows.min(cols), rows.max(cols));
         let at = |i: usize, j: usize| if rows > cols { j * cols + i } else { i * cols + j };
         let mut x: Vec<f64> = (0..n * m).map(|k| f64::from(g[at(k / m, k % m)]) / norm).collect();

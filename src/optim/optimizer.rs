@@ -255,7 +255,7 @@ pub const SQUARES_BLOCK: usize = 1024;
 pub struct SquareSums {
     /// The sum of squares of the weights.
     pub weights: f64,
-    /// The sum of squares of their update, before the learning rate is applied.
+    /// The sum of squares of their update before the learning rate is applied; for LARS, of their gradients.
     pub update: f64,
 }
 
@@ -318,9 +318,9 @@ pub trait FactoredOptimizer {
     /// Updates the factored states of a parameter of `shape` with the sums of all ranks.
     fn take_sums(&self, ctx: &StepContext, shape: &[usize], sums: &[f64], factored: &mut [f32]);
 
-    /// Adds the squares of a slice of the weights and of its update to those of the elements before it. Nothing is
-    /// changed. The slices of a parameter are processed in order. If the lengths of all but the last are multiples of
-    /// [`SQUARES_BLOCK`], the sums have the same bits as for the full parameter.
+    /// Adds the squares of a slice of the weights and of its update to those of the elements before it. Weights and
+    /// states are not changed. The slices of a parameter are processed in order. If the lengths of all but the last are
+    /// multiples of [`SQUARES_BLOCK`], the sums have the same bits as for the full parameter.
     fn add_squares(
         &self,
         ctx: &StepContext,

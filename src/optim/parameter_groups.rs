@@ -142,11 +142,11 @@ impl ParameterGroup {
         self
     }
 
-    /// Keeps the parameters of this group, for example norms and routers, in f32 in a 16-bit model: the model's tensors
-    /// and gradients, and the shares. They then have no master weights, and are gathered in f32. Their gradients are
-    /// reduced in `communication_data_type`, like all others. The model has to compute with tensors of both dtypes:
-    /// layers of [`candle_zero::nn`](crate::nn) do, whereas candle-nn's need a cast around them. The corresponding
-    /// configuration key is `data_types.keep_in_fp32_modules`.
+    /// Keeps the parameters of this group, for example norms and routers, in f32 in a 16-bit model. This applies to the
+    /// model's tensors, to their gradients and to the shards of the parameters. The parameters then have no master
+    /// weights, and are gathered in f32. Their gradients are reduced in `communication_data_type`, like all others. The
+    /// model has to compute with tensors of both dtypes: layers of [`candle_zero::nn`](crate::nn) do, whereas
+    /// candle-nn's need a cast around them. The corresponding configuration key is `data_types.keep_in_fp32_modules`.
     #[must_use]
     pub fn keep_f32(mut self) -> Self {
         self.keeps_f32 = true;
@@ -204,8 +204,8 @@ impl ParameterGrouping {
     /// Checks and stores the optimizer and the given groups.
     ///
     /// # Errors
-    /// [`OptimError::ParameterGroup`] for hyperparameters that no optimizer can work with; [`OptimError::States`] for
-    /// names of states that a checkpoint cannot use.
+    /// [`OptimError::ParameterGroup`] for hyperparameters that the optimizer cannot work with; [`OptimError::States`]
+    /// for names of states that a checkpoint cannot use.
     pub fn new(optimizer: Option<Arc<dyn Optimizer>>, given: Vec<ParameterGroup>) -> Result<Self> {
         if let Some(optimizer) = &optimizer {
             for half in [Some(&**optimizer), optimizer.auxiliary()].into_iter().flatten() {
@@ -358,8 +358,8 @@ impl ParameterGrouping {
     /// Drops the groups without parameters and numbers the others: the given ones in their order, then the rest. Within
     /// each, the main optimizer's parameters come first, then its auxiliary's. `groups` contains the number of each
     /// parameter's group: the old one on entry, the new one on return. `used` contains, in ascending order, the old
-    /// numbers of the groups that have parameters, on this rank or another one. Also returns which of the given groups
-    /// are dropped.
+    /// numbers of the groups that have parameters, on this rank or another one. Also returns the indices of the given
+    /// groups that are dropped.
     pub(super) fn settle(&self, mut groups: Vec<&mut usize>, used: &[usize]) -> (Vec<GroupSettings>, Vec<usize>) {
         for group in &mut groups {
             **group = used.binary_search(group).unwrap_or_else(|_| unreachable!("it is one of those used"));

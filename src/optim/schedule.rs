@@ -167,7 +167,8 @@ fn counter(applied: u64) -> f64 {
 ///
 /// # Errors
 /// [`OptimError::ScheduleParameter`] if `warmup_num_steps`, `lr_range_test_step_size` or `cycle_first_step_size` is 0,
-/// or a size of OneCycle is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only warns.)
+/// or if one of OneCycle's sizes is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only
+/// warns.)
 fn validate(config: &SchedulerConfig) -> Result<()> {
     const CONSTANT: &str = "leave the scheduler section out to train with the optimizer's constant lr";
     let refused =
@@ -322,7 +323,7 @@ impl Schedule {
         Ok((self.lr, self.betas))
     }
 
-    /// Advances by one step. Call it once after each applied optimizer step, but not after a skipped one.
+    /// Advances by one step. Call this method once after each applied optimizer step, but not after a skipped one.
     pub fn step(&mut self) {
         self.restore(self.last_batch_iteration.saturating_add(1));
     }
@@ -414,7 +415,7 @@ mod tests {
             cycle_second_stair_count: 3,
             ..OneCycleConfig::new(0.0, 1.0)
         };
-        // The height after this many steps, in stairs: sevenths on the way up, thirds on the way down.
+        // This is the height after `applied` steps, in stairs: sevenths on the way up, thirds on the way down.
         let height = |applied: u64, stairs: f64| one_cycle::lr(&config, 0, counter(applied)) * stairs;
         for applied in 0..=49 {
             assert!((height(applied, 7.0) - (applied / 7) as f64).abs() < 1e-12, "{applied}");

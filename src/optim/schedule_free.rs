@@ -139,7 +139,7 @@ impl Mix {
     /// Returns an element of `y`.
     #[inline(always)]
     fn of(self, average: f32, z: f32) -> f32 {
-        // This form leaves equal numbers as they are.
+        // If both numbers are equal, this form returns exactly that number.
         average + self.of_z * (z - average)
     }
 
@@ -231,7 +231,7 @@ struct StepWeights {
 /// Sums of weights, from the first step on, always added in order.
 #[derive(Debug, Default)]
 struct WeightSums {
-    /// The sums over the first [`STRIDE`] steps, over twice as many, ...
+    /// The sums over the first [`STRIDE`] steps, the first 2 [`STRIDE`] steps, and so on.
     at_strides: Vec<f64>,
     /// The number of steps of the sum that was requested last, and that sum.
     last: (u64, f64),

@@ -66,7 +66,7 @@ pub(crate) enum DecodeMode {
 
 /// Encodes `values` to codes and scales (one per [`BLOCK`] elements).
 pub(crate) fn encode(map: &DynamicMap, values: &[f32], codes: &mut [u8], scales: &mut [f32]) {
-    assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "room for codes and scales");
+    assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "buffers must fit all codes");
     let parts = (ParallelChunks::new(codes, CHUNK), ParallelChunks::new(scales, CHUNK / BLOCK));
     for_each_part(values.len().div_ceil(CHUNK), parts, |i, (codes, scales)| {
         let values = &values[i * CHUNK..][..codes.len()];
@@ -76,7 +76,7 @@ pub(crate) fn encode(map: &DynamicMap, values: &[f32], codes: &mut [u8], scales:
 
 /// Decodes codes and scales to values.
 pub(crate) fn decode(map: &DynamicMap, reading: DecodeMode, codes: &[u8], scales: &[f32], values: &mut [f32]) {
-    assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "as many values as codes");
+    assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "buffers must fit all codes");
     for_each_part(codes.len().div_ceil(CHUNK), ParallelChunks::new(values, CHUNK), |i, values| {
         let (codes, scales) = (&codes[i * CHUNK..][..values.len()], &scales[i * CHUNK / BLOCK..]);
         level().run(DecodeState { map, reading, codes, scales, values });

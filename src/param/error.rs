@@ -110,7 +110,7 @@ pub enum ParamError {
         /// The parameter's states.
         has: String,
     },
-    /// A factored optimizer state (`exp_avg_sq_row` and `exp_avg_sq_col` of Adafactor) that would be set.
+    /// An attempt to set a factored optimizer state (`exp_avg_sq_row` or `exp_avg_sq_col` of Adafactor).
     #[error("the optimizer state {key} of parameter {name} is factored; it can be read but not set")]
     ReadOnlyState {
         /// The parameter.
@@ -146,7 +146,7 @@ pub enum ParamError {
         /// The number of elements of the rank's part.
         len: usize,
     },
-    /// A request to mark a unit that does not exist.
+    /// A request to mark a nonexistent unit as a leaf.
     #[error(
         "EngineBuilder::leaf_units names {name}, but no unit of the model has that name; its units are {units} (a name \
          is the prefix of the VarBuilder from which the unit was built)"
@@ -202,7 +202,7 @@ pub enum ParamError {
     },
     /// The model's constructor computed with a parameter.
     #[error(
-        "the model computes with a parameter while the model is built (the last parameter taken is {last}): the \
+        "the model computes with a parameter while the model is being built (the last parameter taken is {last}): the \
          result would keep the initial values forever while the parameter is trained; compute the result in the \
          forward pass (views such as t() and reshape may be taken immediately)"
     )]
@@ -225,10 +225,10 @@ pub enum ParamError {
     /// An operand without values: a sharded parameter outside its engine's calls, or a copy of a parameter that was
     /// made before it had values.
     #[error(
-        "an operation used a parameter without values ({why}): either a sharded parameter outside its engine's \
-         calls; use it in the closure passed to that engine's forward or eval (elsewhere, use Engine::gathered and \
-         safe_get_full_fp32_param); or a copy that the model's constructor made (copy(), force_contiguous) \
-         before the values were set; copy in the forward pass"
+        "an operation used a parameter without values ({why}); if it is a sharded parameter outside its engine's \
+         calls, use it in the closure passed to that engine's forward or eval (elsewhere, use Engine::gathered and \
+         safe_get_full_fp32_param); if it is a copy that the model's constructor made (copy(), force_contiguous) \
+         before the values were set, copy the parameter in the forward pass instead"
     )]
     AbsentElsewhere {
         /// The operation's message, without a backtrace.
@@ -311,7 +311,7 @@ pub enum ParamError {
         /// The first few names in the file.
         has: String,
     },
-    /// A parameter that is larger than any memory.
+    /// A parameter for whose elements on this rank the system does not have enough memory.
     #[error(
         "the system does not have enough memory for the {elements} elements of parameter {name} on this rank; use a \
          smaller model, or more ranks at stage 3"

@@ -132,7 +132,7 @@ mod tests {
 
     #[test]
     fn the_gradients_of_experts_are_left_for_later_and_have_the_same_bits() {
-        // Three experts with the same weight, one of which has no rows.
+        // There are three experts with the same weight, one of which has no rows.
         let experts = |w: &Tensor| {
             let assignment = Arc::new(ExpertAssignment::new(&[2, 0, 2], 1, 3)?);
             let weights = vec![ExpertTensors::Separate(vec![w.clone(); 3])];
@@ -141,7 +141,7 @@ mod tests {
         let at_once = gradient_of(false, experts);
         assert!(at_once.0 == 0 && at_once.1.iter().any(|x| *x != 0.0));
         assert_eq!(gradient_of(true, experts), (3, at_once.1));
-        // The same weight as gate, up and down of each expert.
+        // The gate, up and down projections of each expert have the same weight.
         let mlp = |w: &Tensor| {
             let logits = Tensor::new(&[[0f32, -1.0, 2.0], [1.0, 0.0, -1.0], [0.0, 0.0, 3.0]], &Device::Cpu)?;
             let order = RouterOrder::SoftmaxThenTop { renormalize: true };

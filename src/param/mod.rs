@@ -109,7 +109,8 @@ impl Param {
         mesh.shard_len(self.cut())
     }
 
-    /// Returns the class of the parameter, given whether it is `trained` or frozen. The class determines its states.
+    /// Returns the class of the parameter, given whether it is `trained` or frozen. The class determines which states
+    /// the parameter has.
     pub fn class(&self, trained: bool) -> ParamClass {
         ParamClass::new(self.role, trained, self.weights)
     }

@@ -121,7 +121,7 @@ impl<'a> FileTensor<'a> {
         (format!("{:?}", self.info.dtype), bytes)
     }
 
-    /// Releases the memory of the tensor's pages. Call it after the bytes of [`raw`](Self::raw) have been read.
+    /// Releases the memory of the tensor's pages. Call this method after reading the bytes of [`raw`](Self::raw).
     pub fn release(&self) {
         let (start, end) = self.info.data_offsets;
         release_pages(&self.file.map, self.file.data_start + start..self.file.data_start + end);

@@ -70,7 +70,7 @@ impl WeightSource {
 
     /// Returns elements `range` of parameter `name`, in f32.
     pub(crate) fn values(&self, name: &str, shape: &Shape, init: Init, range: Range<usize>) -> Result<Vec<f32>> {
-        // A parameter that is larger than any memory gives an error instead of aborting the process.
+        // If the parameter does not fit in memory, this gives an error instead of aborting the process.
         let mut probe = Vec::<f32>::new();
         if probe.try_reserve_exact(range.len()).is_err() {
             return Err(ParamError::NoMemory { name: name.into(), elements: range.len() }.into());

@@ -160,7 +160,7 @@ impl<B> PipelineModule<B> {
 
     /// Sets the function that returns an example of a micro batch, given its number of samples and the device of its
     /// tensors. With `pipeline.partition` `time`, each layer's time is measured with this example; shapes and dtypes
-    /// matter, values do not. [`decoder_pipeline`](crate::models::decoder_pipeline) sets one.
+    /// matter, values do not. [`decoder_pipeline`](crate::models::decoder_pipeline) sets such a function.
     #[must_use]
     pub fn example(self, example: impl Fn(usize, &Device) -> Result<B> + 'static) -> Self {
         Self { example: Some(Box::new(example)), ..self }

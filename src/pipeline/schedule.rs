@@ -213,7 +213,7 @@ impl PipelineSchedule {
 
     /// Returns the rank that holds a stage.
     pub fn rank_of(self, stage: usize) -> usize {
-        assert!(stage < self.stages(), "stage {stage} of {}", self.stages());
+        assert!(stage < self.stages(), "there is no stage {stage} of {}", self.stages());
         match self.kind {
             PipelineScheduleKind::ZeroBubbleV if stage >= self.ranks => self.stages() - 1 - stage,
             _ => stage % self.ranks,
@@ -227,7 +227,7 @@ impl PipelineSchedule {
 
     /// Returns the operations of a rank, in order.
     pub fn operations(self, rank: usize) -> Vec<PipelineOp> {
-        assert!(rank < self.ranks, "rank {rank} of {}", self.ranks);
+        assert!(rank < self.ranks, "there is no rank {rank} of {}", self.ranks);
         match self.kind {
             PipelineScheduleKind::OneForwardOneBackward => self.alternating(rank, 1, None),
             PipelineScheduleKind::Interleaved => self.alternating(rank, 2, None),

@@ -55,7 +55,7 @@ impl PipelineSchedule {
     /// # Panics
     /// Panics if `costs` does not have exactly one entry per stage.
     pub fn simulate(self, costs: &[StageCost], message: f64) -> SimulatedPipeline {
-        assert_eq!(costs.len(), self.stages(), "a cost for each stage");
+        assert_eq!(costs.len(), self.stages(), "each stage needs a cost");
         let lists: Vec<Vec<PipelineOp>> = (0..self.ranks()).map(|rank| self.operations(rank)).collect();
         let mut next = vec![0; self.ranks()];
         let (mut free, mut busy) = (vec![0f64; self.ranks()], vec![0f64; self.ranks()]);
@@ -107,7 +107,7 @@ impl PipelineSchedule {
     pub(crate) fn needed_by_first_stage(self, rank: usize) -> Vec<usize> {
         let lists: Vec<Vec<PipelineOp>> = (0..self.ranks()).map(|rank| self.operations(rank)).collect();
         let mut needed = vec![0; self.micro_batches()];
-        // The progress of each rank if `rank` stops after the operation at position `at`.
+        // This is the progress of each rank if `rank` stops after the operation at position `at`.
         let mut next = vec![0; self.ranks()];
         let mut ended = BTreeSet::new();
         for at in 0..lists[rank].len() {
@@ -140,7 +140,7 @@ impl PipelineSchedule {
         matches!(pass, PipelinePass::Backward | PipelinePass::BackwardInput)
     }
 
-    /// Returns the operation of another stage whose result an operation needs.
+    /// Returns the operation of another stage whose result `op` needs.
     fn needed_by(self, op: PipelineOp) -> Option<PipelineOp> {
         match op.pass {
             PipelinePass::Forward => Some(PipelineOp { stage: op.stage.checked_sub(1)?, ..op }),
@@ -176,7 +176,7 @@ mod tests {
                 (p - 1.0) / (m + p - 1.0),
             );
             near(bubble(PipelineScheduleKind::Interleaved, ranks, 2, micro_batches), (p - 1.0) / (2.0 * m + p - 1.0));
-            // The zero-bubble schedule waits a third as long as 1F1B; the V does not wait in the steady state.
+            // The zero-bubble schedule waits a third as long as 1F1B; the V schedule does not wait in its steady state.
             near(bubble(PipelineScheduleKind::ZeroBubble, ranks, 1, micro_batches), (p - 1.0) / (3.0 * m + p - 1.0));
             near(bubble(PipelineScheduleKind::ZeroBubbleV, ranks, 2, micro_batches), (p - 1.0) / (6.0 * m + p - 1.0));
         }
@@ -193,11 +193,11 @@ mod tests {
                     };
                     let rule = (ranks - rank).min(micro_batches);
                     assert_eq!(of(PipelineScheduleKind::OneForwardOneBackward, 1), Some(rule));
-                    // With one chunk, at most the memory of 1F1B on the first rank.
+                    // With one chunk, a rank needs at most the memory that 1F1B needs on the first rank.
                     assert!(
                         of(PipelineScheduleKind::ZeroBubble, 1).is_none_or(|held| held <= ranks.min(micro_batches))
                     );
-                    // Two chunks, each with half of a rank's layers.
+                    // There are two chunks, each with half of a rank's layers.
                     assert!(of(PipelineScheduleKind::ZeroBubbleV, 2).is_none_or(|held| held <= 2 * ranks));
                 }
             }

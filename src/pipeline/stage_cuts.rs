@@ -103,7 +103,7 @@ pub fn timed_cuts(seconds: &[Vec<f64>], bytes: &[u64], limits: &[u64]) -> Result
     let (layers, stages) = (bytes.len(), seconds.len());
     assert!(
         limits.len() == stages && seconds.iter().all(|times| times.len() == layers),
-        "a limit for each stage, and a time for each stage and layer"
+        "each stage needs a limit, and a time for each layer"
     );
     check(layers, stages)?;
     let before: Vec<Vec<f64>> = seconds.iter().map(|times| sums_before(times.iter().copied())).collect();
@@ -144,7 +144,7 @@ fn best_cuts(
     add: impl Fn(f64, f64) -> Option<f64>,
     cost: impl Fn(usize, Range<usize>) -> Option<f64>,
 ) -> Option<(f64, Vec<usize>)> {
-    // best[j]: the smallest total for the first j layers in the stages so far.
+    // best[j] is the smallest total for the first j layers in the stages so far.
     let mut best: Vec<Option<f64>> = vec![None; layers + 1];
     best[0] = Some(0.0);
     // The first layer of each stage, indexed by the end of the stage.
@@ -202,7 +202,7 @@ mod tests {
     #[test]
     fn layers_are_divided_by_number_by_weight_and_by_speed() {
         assert_eq!(lengths(&uniform_cuts(10, 4).unwrap()), [3, 3, 2, 2]);
-        // An embedding and a head that weigh as much as three blocks.
+        // The embedding and the head each weigh as much as three blocks.
         let weights = [3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0];
         assert_eq!(lengths(&balanced_cuts(&weights, &[1.0; 2]).unwrap()), [4, 4]);
         assert_eq!(lengths(&balanced_cuts(&weights, &[1.0; 4]).unwrap()), [1, 3, 3, 1]);

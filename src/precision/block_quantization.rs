@@ -29,9 +29,9 @@ const TO_INTEGER: f32 = 12_582_912.0; // 1.5 * 2^23
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum IntFormat {
-    /// -127 to 127.
+    /// Codes from -127 to 127.
     Int8,
-    /// -7 to 7.
+    /// Codes from -7 to 7.
     Int4,
 }
 
@@ -49,20 +49,20 @@ impl IntFormat {
         elements.div_ceil(BLOCK) * SCALE + self.code_bytes(elements)
     }
 
-    /// Returns how many elements fit into `bytes` as full blocks.
+    /// Returns how many elements fit into `bytes` bytes in full blocks.
     pub fn whole_blocks_in(self, bytes: usize) -> usize {
         bytes / self.encoded_len(BLOCK) * BLOCK
     }
 
     /// Writes the blocks of `src` to `dst`, which has [`encoded_len`](Self::encoded_len) bytes.
     pub fn encode(self, src: FlatRef<'_>, dst: &mut [u8]) {
-        assert_eq!(dst.len(), self.encoded_len(src.len()), "room for the codes");
+        assert_eq!(dst.len(), self.encoded_len(src.len()), "dst must fit the codes exactly");
         level().run(EncodeBlocks { ints: self, src, dst });
     }
 
     /// Decodes the blocks in `src`, and rounds the values to the dtype of `dst`.
     pub fn decode(self, src: &[u8], dst: FlatMut<'_>) {
-        assert_eq!(src.len(), self.encoded_len(dst.len()), "codes for all elements of dst");
+        assert_eq!(src.len(), self.encoded_len(dst.len()), "src must have the codes of all elements of dst");
         level().run(DecodeBlocks { ints: self, src, dst });
     }
 
@@ -115,7 +115,8 @@ impl IntFormat {
         }
     }
 
-    /// Decodes the first values of block `i` of `src`, as many as `values` has room for. Part of a [`SimdLoop`].
+    /// Decodes the first values of block `i` of `src`, as many as `values` has room for. This function is inlined into
+    /// a [`SimdLoop`].
     #[inline(always)]
     pub(crate) fn decode_nth(self, i: usize, src: &[u8], values: &mut [f32]) {
         let start = i * self.encoded_len(BLOCK);
@@ -272,7 +273,7 @@ mod tests {
 
     #[test]
     fn numbers_of_16_bits_are_coded_as_the_same_numbers_in_f32() {
-        // A few hundred blocks and a partial one, each with a separate scale.
+        // There are a few hundred blocks and a partial one, each with a separate scale.
         let values: Vec<f32> = (0..30_001).map(|i| ((i * 7919) % 1009) as f32 - 504.0 + (i / BLOCK) as f32).collect();
         for dtype in [DType::BF16, DType::F16] {
             let flat = Flat::from_f32(values.clone(), dtype);

@@ -60,7 +60,7 @@ pub(super) fn add_scaled(dst: FlatMut<'_>, src: FlatRef<'_>, factor: f32) {
 /// Runs `f` over corresponding parts of both buffers, on the threads of the pool.
 fn in_chunks(dst: FlatMut<'_>, src: FlatRef<'_>, f: &(impl Fn(FlatMut<'_>, FlatRef<'_>) + Sync)) {
     let len = dst.len();
-    assert_eq!(len, src.len(), "two flat buffers of different length");
+    assert_eq!(len, src.len(), "both buffers must have the same length");
     if len <= 2 * CHUNK {
         return f(dst, src);
     }
@@ -130,7 +130,7 @@ fn map(mut dst: FlatMut<'_>, src: FlatRef<'_>, f: impl Fn(f32, f32) -> f32) {
         (FlatMut::F32(d), FlatRef::BF16(s)) => return map_direct(d, s, f),
         (FlatMut::BF16(d), FlatRef::F32(s)) => return map_direct(d, s, f),
         (FlatMut::BF16(d), FlatRef::BF16(s)) => return map_direct(d, s, f),
-        // Handled below: the instructions that convert f16 work on slices.
+        // These formats are handled below, because the instructions that convert f16 work on slices.
         (FlatMut::F16(_), _) | (_, FlatRef::F16(_)) => {}
     }
     let (mut a, mut b) = ([0f32; BLOCK], [0f32; BLOCK]);
@@ -150,7 +150,7 @@ fn map_direct<D: HalfNumber, S: HalfNumber>(dst: &mut [D], src: &[S], f: impl Fn
     dst.iter_mut().zip(src).for_each(|(d, s)| *d = put(f(d.widen(), s.widen())));
 }
 
-/// Adds `src` to `sum`, in f32. Part of a [`SimdLoop`].
+/// Adds `src` to `sum`, in f32. This function is inlined into a [`SimdLoop`].
 #[inline(always)]
 pub(crate) fn accumulate(sum: &mut [f32], src: FlatRef<'_>) {
     map(FlatMut::F32(sum), src, |sum, s| sum + s);
@@ -178,7 +178,7 @@ impl HalfNumber for bf16 {
     }
 }
 
-/// Converts `src` to f32, exactly. Part of a [`SimdLoop`].
+/// Converts `src` to f32, exactly. This function is inlined into a [`SimdLoop`].
 #[inline(always)]
 pub(crate) fn widen(dst: &mut [f32], src: FlatRef<'_>) {
     match src {
@@ -188,7 +188,7 @@ pub(crate) fn widen(dst: &mut [f32], src: FlatRef<'_>) {
     }
 }
 
-/// Rounds `src` to the dtype of `dst`, to nearest even. Part of a [`SimdLoop`].
+/// Rounds `src` to the dtype of `dst`, to nearest even. This function is inlined into a [`SimdLoop`].
 #[inline(always)]
 pub(crate) fn narrow(dst: FlatMut<'_>, src: &[f32]) {
     match dst {

@@ -49,7 +49,7 @@ impl DynamicMap {
         let mut values = vec![0.0, 1.0];
         for (decade, size) in DECADE_ENDS.into_iter().enumerate() {
             let count: usize = if signed { 1 << decade } else { 2 << decade };
-            // The centres of equal parts of 0.1..1.
+            // The values of a decade are the centres of equal parts of 0.1..1, times the end of the decade.
             let step = (1.0f32 - 0.1) / count as f32;
             let edge = |i: usize| {
                 let from_below = i < count.div_ceil(2);
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn the_maps_have_the_values_that_were_published() {
-        // By decade: the centre of 0.1..1, the centres of its halves, those of its quarters, and so on.
+        // The decades have the centre of 0.1..1, the centres of its halves, those of its quarters, and so on.
         let close = |x: f32, y: f64| (f64::from(x) / y - 1.0).abs() < 1e-6;
         assert_eq!(
             [SIGNED.values[127], SIGNED.values[255], UNSIGNED.values[0], UNSIGNED.values[255]],

@@ -1,4 +1,5 @@
-//! A buffer whose values may be absent, because decisions depend only on its dtype, length and capacity.
+//! A buffer whose values may be absent, for code whose decisions depend only on the buffer's dtype, length and
+//! capacity.
 
 use super::{Flat, FlatMut, FlatRef, sum_of_squares};
 use crate::error::Result;

@@ -77,7 +77,7 @@ impl Flat {
         flat
     }
 
-    /// Creates an empty buffer of `dtype` with room for `capacity` elements, in huge pages as with
+    /// Creates an empty buffer of `dtype` with room for `capacity` elements. Large buffers use huge pages, as in
     /// [`zeros`](Self::zeros).
     pub fn with_capacity(dtype: DType, capacity: usize) -> Self {
         let mut flat = match dtype {

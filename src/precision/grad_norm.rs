@@ -56,7 +56,7 @@ fn chunk(values: FlatRef<'_>, i: usize) -> FlatRef<'_> {
     values.slice(i * CHUNK..values.len().min((i + 1) * CHUNK))
 }
 
-/// Adds the square of element `i` to lane `i % 16`, as part of a [`SimdLoop`].
+/// Adds the square of element `i` to lane `i % 16`. This function is inlined into a [`SimdLoop`].
 #[inline(always)]
 pub(crate) fn add_squares(lanes: &mut [f64; LANES], block: &[f32]) {
     let (groups, rest) = block.as_chunks::<LANES>();

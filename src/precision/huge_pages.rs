@@ -7,7 +7,7 @@
 const MIN_BUFFER_BYTES: usize = 4 << 20;
 
 /// Requests huge pages for the capacity of `v`. Only pages that have not been touched yet can become huge, so call this
-/// on memory that was just allocated.
+/// function right after the memory has been allocated.
 pub(crate) fn prefer_huge<T>(v: &mut Vec<T>) {
     let bytes = v.capacity() * size_of::<T>();
     if bytes >= MIN_BUFFER_BYTES {

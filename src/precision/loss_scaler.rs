@@ -245,7 +245,7 @@ mod tests {
                     let own = json!({
                         "initial_scale_power": (input["init"].as_f64().unwrap().log2() as u32),
                         "loss_scale_window": input["window"], "min_loss_scale": input["min"],
-                        // Keys that stage 0 ignores.
+                        // Stage 0 ignores these keys.
                         "hysteresis": 4, "consecutive_hysteresis": true,
                     });
                     LossScaler::new(&Precision::Fp16(fp16(&own)), ZeroStage::Zero)

@@ -1,7 +1,7 @@
 //! NF4: sixteen levels derived from a normal distribution, with one scale per block (arXiv 2305.14314, section 3).
 //!
 //! ```text
-//!   scales of 16 bits   | scale (bf16) 32 bytes of codes | ... a block of 64 elements each
+//!   scales of 16 bits   | scale (bf16) 32 bytes of codes | ...  one such entry for each block of 64 elements
 //!   double-quantized    | offset (f32) scale (f32) | 256 codes of scales | 256 x 32 bytes of codes | ...
 //! ```
 //!
@@ -225,8 +225,8 @@ fn unpack_block(codes: &[u8; CODES], scale: f32, dst: &mut FlatMut<'_>, i: usize
     }
 }
 
-/// Computes the elements of a block. With constant lengths, the compiled code looks all of them up before it
-/// multiplies.
+/// Computes the elements of a block. With constant lengths, the compiled code looks up all levels before it multiplies
+/// them.
 #[inline(always)]
 fn scaled_levels(codes: &[u8; CODES], scale: f32, values: &mut [f32; BLOCK]) {
     let mut levels = [[0f32; 2]; CODES];

@@ -25,7 +25,7 @@ impl RoundingDice {
     /// Returns sixteen random bits for an element, in the low half of the result.
     #[inline(always)]
     fn roll(self, element: u64) -> u32 {
-        // A finalizer in which every output bit depends on every input bit.
+        // This is a finalizer, in which every output bit depends on every input bit.
         let mut x =
             (element as u32).wrapping_mul(0x9e37_79b9) ^ self.key as u32 ^ ((element >> 32) as u32).rotate_left(16);
         x = (x ^ (x >> 16)).wrapping_mul(0x21f0_aaad);
@@ -35,7 +35,7 @@ impl RoundingDice {
 
     /// Rounds `src` stochastically to bf16. `src` starts with element `first` of its parameter.
     pub fn round(self, src: &[f32], dst: &mut [bf16], first: usize) {
-        assert_eq!(src.len(), dst.len(), "as many rounded numbers as values");
+        assert_eq!(src.len(), dst.len(), "src and dst must have the same length");
         level().run(StochasticRound { dice: self, src, dst, first: first as u64 });
     }
 }

@@ -1,4 +1,4 @@
-//! Packing of weights that are not trained, as integers or NF4 with scales, for storage and for transfers.
+//! Packing of frozen weights as integers or NF4, with scales, for storage and for transfers.
 //!
 //! Elements are packed in [units](WeightPacking::unit) that are independent of each other. Packed units are stored one
 //! after the other, so the concatenated bytes of shards of full units are the bytes of the complete parameter.
@@ -44,7 +44,7 @@ impl WeightPacking {
     /// # Panics
     /// Panics if `dst` has a different length.
     pub fn pack(self, src: FlatRef<'_>, dst: &mut [u8]) {
-        assert_eq!(dst.len(), self.packed_len(src.len()), "room for the packed elements");
+        assert_eq!(dst.len(), self.packed_len(src.len()), "dst must fit the packed elements exactly");
         if src.len() <= CHUNK {
             return match self {
                 Self::Int8 => IntFormat::Int8.encode(src, dst),
@@ -61,7 +61,7 @@ impl WeightPacking {
     /// # Panics
     /// Panics if the length of `src` is not the [packed length](Self::packed_len) of the elements of `dst`.
     pub fn unpack(self, src: &[u8], dst: FlatMut<'_>) {
-        assert_eq!(src.len(), self.packed_len(dst.len()), "the packed length of dst's elements");
+        assert_eq!(src.len(), self.packed_len(dst.len()), "src must have the packed length of dst's elements");
         let len = dst.len();
         if len <= CHUNK {
             return match self {

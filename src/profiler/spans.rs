@@ -40,7 +40,7 @@ thread_local! {
     static SPANS: RefCell<FlopsProfilerState> = RefCell::default();
 }
 
-/// Switches to `part`; returns the previous part.
+/// Switches to `part`, and returns the previous part.
 fn switch(part: Option<ProfiledPart>) -> Option<ProfiledPart> {
     SPANS.with_borrow_mut(|spans| {
         let (time, macs) = (Instant::now(), mac_count::macs());
@@ -63,7 +63,7 @@ impl Drop for ProfilerSpan {
     }
 }
 
-/// Records one half of a micro step, until the result is dropped.
+/// Records one half of a micro step until the result is dropped.
 pub(crate) fn record(half: MicroStepHalf) -> ProfilerSpan {
     ProfilerSpan(switch(Some((half, ROOT))))
 }
@@ -73,7 +73,7 @@ pub(crate) fn is_recording() -> bool {
     SPANS.with_borrow(|spans| spans.now.is_some())
 }
 
-/// Records for a unit until the result is dropped, if this thread records.
+/// Records the work of a unit until the result is dropped, if this thread records.
 pub(crate) fn enter(half: MicroStepHalf, unit: UnitId) -> Option<ProfilerSpan> {
     is_recording().then(|| ProfilerSpan(switch(Some((half, unit)))))
 }

@@ -39,7 +39,7 @@ pub struct BlockLoads {
 }
 
 impl RecordedLoads {
-    /// Reads the loads in the folder of a run; `None` if the run has recorded none.
+    /// Reads the loads in the folder of a run. Returns `None` if the run has recorded none.
     pub(super) fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(EXPERTS);
         let bytes = match lines::read(&path, MAX_FILE_BYTES) {

@@ -139,7 +139,7 @@ impl RunsFolder {
         let requests = RunRequest::ALL.map(RunRequest::file_name);
         let mut paths: Vec<PathBuf> = own.into_iter().chain(requests).map(|name| folder.join(name)).collect();
         paths.extend(unfinished_files(&folder));
-        // This file is removed last, so that an interrupted removal can be repeated.
+        // This file is removed after the others, so that an interrupted removal can be repeated.
         paths.push(folder.join(INFO));
         paths.extend(lock.is_none().then(|| folder.join(LOCK)));
         for path in paths {

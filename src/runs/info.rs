@@ -101,7 +101,7 @@ impl RunInfo {
         serde_json::from_value(tree).map_err(|error| damaged(error.to_string()))
     }
 
-    /// Writes the description into a folder that has none. The file appears when it is complete.
+    /// Writes the description into a folder that has none. The file appears only when it is complete.
     pub(super) fn write(&self, folder: &Path) -> Result<()> {
         let path = folder.join(INFO);
         let text = serde_json::to_vec_pretty(self).expect("text and numbers are JSON");

@@ -73,7 +73,7 @@ fn plain(text: &str) -> String {
     let mut letters = text.chars().peekable();
     while let Some(letter) = letters.next() {
         match letter {
-            // A sequence such as ESC [ 1 m ends with a letter or one of `@`, `~` and similar.
+            // A sequence such as ESC [ 1 m ends with a character from `@` to `~`, such as a letter.
             '\u{1b}' if letters.next_if_eq(&'[').is_some() => {
                 while letters.next_if(|letter| !('@'..='~').contains(letter)).is_some() {}
                 letters.next();

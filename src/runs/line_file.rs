@@ -1,4 +1,4 @@
-//! A file of a run that only grows.
+//! A file that only grows, in the folder of a run.
 
 use crate::error::{Error, Result};
 use crate::monitor::end_last_line;

@@ -62,7 +62,7 @@ pub enum MetricsLine {
 }
 
 impl MetricsLine {
-    /// Reads a line; `None` if it is neither of the two kinds.
+    /// Reads a line. Returns `None` if it is of neither kind.
     pub(super) fn of(line: Map<String, Value>) -> Option<Self> {
         let time = line.get("time").and_then(number).filter(|time| time.is_finite()).unwrap_or_default();
         if let Some(session) = line.get("session") {
@@ -219,7 +219,7 @@ mod tests {
         assert_eq!(losses(&resumed), [(1, 3.0), (2, 5.0)]);
         assert_eq!(read(&resumed).sessions, [(1.0, 4.0), (10.0, 12.0)]);
         assert!(!read(&resumed).rows[&2].values.contains_key("val_loss"));
-        // Without a line for the session.
+        // There is no line for the session.
         assert_eq!(losses(&format!("{first}{{\"step\":2,\"loss\":7}}\n")), [(1, 3.0), (2, 7.0)]);
     }
 

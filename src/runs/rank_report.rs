@@ -13,7 +13,7 @@ const NAME_NUMBERS: usize = 10;
 /// The number of numbers before those of the memory.
 const HEAD: usize = 3 + 5 + NAME_NUMBERS;
 
-/// The report of one rank. It is sent as a row of numbers, like votes.
+/// The report of one rank. It is sent as a row of numbers.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RankReport {
     pid: u32,

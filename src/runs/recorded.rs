@@ -66,7 +66,8 @@ impl RecordedRun {
     /// the description cannot be understood; files that cannot be read.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
-        // The lock is checked before the files are read: a run that ends between the two has recorded how it ended.
+        // The lock is checked before the files are read. If the run ends between these two steps, the files contain how
+        // it ended.
         let lock = LockSeen::of(folder);
         let info = RunInfo::read(folder)?;
         let summary = RunSummary::load(folder)?;
@@ -147,8 +148,8 @@ impl RecordedRun {
         self.lines(LAUNCH)
     }
 
-    /// Reads the last report of the ranks, with the memory and the times of each; `None` if there is none, or if it is
-    /// damaged.
+    /// Reads the last report of the ranks, with the memory and the times of each. Returns `None` if there is no report,
+    /// or if it is damaged.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -161,7 +162,7 @@ impl RecordedRun {
         }
     }
 
-    /// Reads the newest loads of the experts of a mixture; `None` if the run has recorded none.
+    /// Reads the newest loads of the experts of a mixture. Returns `None` if the run has recorded none.
     ///
     /// # Errors
     /// [`RunError::Damaged`](crate::error::RunError::Damaged); the file cannot be read.

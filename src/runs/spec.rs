@@ -140,8 +140,8 @@ pub(crate) struct RecordPlan {
 }
 
 impl RecordPlan {
-    /// Combines the settings of the program, the section `run` and the environment; `None` if nothing is recorded. The
-    /// environment takes precedence, then the section.
+    /// Combines the settings of the program, the section `run` and the environment. Returns `None` if nothing is
+    /// recorded. The environment takes precedence, then the section.
     ///
     /// # Errors
     /// [`RunError::Name`].

@@ -27,9 +27,9 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// The time since the last flush after which recorded values pass all collected lines to the system.
+/// The time since the last flush after which [`RunWriter::record`] passes all collected lines to the system.
 const FLUSH_INTERVAL: Duration = Duration::from_secs(1);
-/// The number of bytes of collected metrics at which recorded values do so earlier.
+/// The number of bytes of collected metrics at which [`RunWriter::record`] passes all lines to the system earlier.
 const FLUSH_BYTES: usize = 1 << 16;
 /// The time between two summaries.
 const SUMMARY_INTERVAL: Duration = Duration::from_secs(10);
@@ -174,7 +174,7 @@ impl RunWriter {
             return Ok(Some(FolderAttempt::Taken));
         }
         let Some(lock) = lock(folder, LOCK_RELEASE_TIMEOUT)? else { return Ok(Some(FolderAttempt::Taken)) };
-        // Another process may have continued the record in the meantime.
+        // Another process may have continued the record before this one got the lock.
         if !fits(&info) {
             return Ok(Some(FolderAttempt::Taken));
         }
@@ -204,7 +204,7 @@ impl RunWriter {
             summarized: None,
             folder,
         };
-        // Removes requests that an earlier job has not seen, and files that it has not finished because it was killed.
+        // Requests that an earlier job has not seen are removed, and so are files that it left unfinished.
         take_requests(&writer.folder);
         files::remove_unfinished(&writer.folder);
         announce(&writer.folder);
@@ -410,7 +410,7 @@ fn create_folder(folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(|source| Error::Io { action: "create", path: folder.to_owned(), source })
 }
 
-/// Locks the folder of a run; `None` if another process has locked it.
+/// Locks the folder of a run. Returns `None` if another process has locked it.
 fn lock(folder: &Path, patience: Duration) -> Result<Option<FolderLock>> {
     match FolderLock::ask(folder, patience) {
         Ok(FolderLockOutcome::Held(lock)) => Ok(Some(lock)),
@@ -419,8 +419,8 @@ fn lock(folder: &Path, patience: Duration) -> Result<Option<FolderLock>> {
     }
 }
 
-/// Sends the folder of the run to the launcher. Without a launcher, or if it is gone, no other process needs the
-/// folder.
+/// Sends the path of the run's folder to the launcher. Without a launcher, or if it is gone, no other process needs the
+/// path.
 fn announce(folder: &Path) {
     let Some(path) = std::env::var_os(RUN_FOLDERS).filter(|path| !path.is_empty()) else { return };
     let folder = absolute(folder);

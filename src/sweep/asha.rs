@@ -23,7 +23,7 @@ pub(super) fn promotion(trials: &[SweepTrial], rungs: &[u64], eta: u64, goal: Sw
 }
 
 /// Returns the trial that continues if no rung has enough trials for a promotion and no trial is complete: the best of
-/// the highest rung. Without this, a sweep with few trials would train none to the end.
+/// the highest rung. Without this rule, a sweep with few trials would train none to the end.
 pub(super) fn last_promotion(trials: &[SweepTrial], rungs: &[u64], goal: SweepGoal) -> Option<(usize, u64)> {
     if trials.iter().any(|trial| trial.state == TrialState::Complete) {
         return None;

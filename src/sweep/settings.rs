@@ -162,7 +162,7 @@ impl SweepSettings {
         let pointed = self.space.parameters().iter().find(|(_, domain)| has_points(domain));
         if let (Some((name, _)), true) = (pointed, self.searcher != SweepSearcher::Grid) {
             let problem = format!(
-                "parameter {name} has points, which only the searcher grid uses; leave them out, or give the searcher grid"
+                "parameter {name} has points, which only the searcher grid uses; leave them out, or use the searcher grid"
             );
             return Err(SweepError::Conflict { problem });
         }
@@ -186,8 +186,8 @@ impl SweepSettings {
         let infinite = self.space.parameters().iter().find(|(_, domain)| domain.grid_count().is_none());
         if let Some((name, domain)) = infinite {
             let problem = format!(
-                "the searcher grid cannot take all values of parameter {name}, which is {}; give the parameter points = \
-                 N or a choice, or another searcher",
+                "the searcher grid cannot take all values of parameter {name}, which is {}; add points = N to \
+                 the parameter, make it a choice, or use another searcher",
                 domain.kind()
             );
             return Err(SweepError::Conflict { problem });
@@ -199,7 +199,7 @@ impl SweepSettings {
                 _ => format!("the grid has {count} combinations"),
             };
             let problem =
-                format!("{problem}, and a sweep has at most 10000 trials; give fewer values, or another searcher");
+                format!("{problem}, and a sweep has at most 10000 trials; give fewer values, or use another searcher");
             return Err(SweepError::Conflict { problem });
         }
         match self.trials {
@@ -207,7 +207,7 @@ impl SweepSettings {
                 "trials",
                 trials,
                 format!(
-                    "the grid has {count} combinations, and all of them are tried; leave trials out, or give another searcher"
+                    "the grid has {count} combinations, and all of them are tried; leave trials out, or use another searcher"
                 ),
             )),
             _ => Ok(count as usize),
@@ -253,7 +253,7 @@ impl SweepSettings {
                 match self.searcher {
                     SweepSearcher::Tpe => {
                         let problem = "the searcher tpe compares trials by their parameters, but pbt changes the \
-                                       parameters during training; give the searcher random or grid, or another \
+                                       parameters during training; use the searcher random or grid, or another \
                                        scheduler";
                         Err(SweepError::Conflict { problem: problem.into() })
                     }

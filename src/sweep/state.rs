@@ -25,7 +25,7 @@ pub struct SweepJob {
 pub enum SweepTask {
     /// Train a trial.
     Train(SweepJob),
-    /// Nothing until a running trial has a result.
+    /// Wait until a running trial has a result.
     Wait,
     /// The sweep has ended.
     End,

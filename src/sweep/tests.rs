@@ -1,4 +1,4 @@
-//! The sweep as a whole: planted landscapes, and properties that hold for all results and orders.
+//! Tests of the sweep as a whole: planted landscapes, and properties that hold for all results and orders.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -319,7 +319,7 @@ fn wrong_settings_are_refused_with_what_is_allowed() {
     insta::assert_snapshot!(of_settings.join("\n"), @r"
     steps is 0; give 1 to 2^53 steps
     trials is 0; give 1 to 10000 trials
-    the searcher grid cannot take all values of parameter --lr, which is uniform; give the parameter points = N or a choice, or another searcher
+    the searcher grid cannot take all values of parameter --lr, which is uniform; add points = N to the parameter, make it a choice, or use another searcher
     asha.min_steps is 100; give at least 1 and fewer than the 100 steps of a complete trial
     asha.min_steps is 0; give at least 1 and fewer than the 100 steps of a complete trial
     asha.eta is 1; one in eta trials continues; give 2 to 1000
@@ -328,15 +328,15 @@ fn wrong_settings_are_refused_with_what_is_allowed() {
     pbt.every is 0; give at least 1 and fewer than the 100 steps of a complete trial
     pbt.quantile is 0.6; give a fraction above 0 and at most 0.5
     pbt.resample is NaN; give a probability from 0 to 1
-    the searcher tpe compares trials by their parameters, but pbt changes the parameters during training; give the searcher random or grid, or another scheduler
+    the searcher tpe compares trials by their parameters, but pbt changes the parameters during training; use the searcher random or grid, or another scheduler
     trials is 3; pbt compares quarters of the trials; give at least 4
     the number of parameters is 0; give 1 to 64 parameters to vary
-    parameter --lr has points, which only the searcher grid uses; leave them out, or give the searcher grid
+    parameter --lr has points, which only the searcher grid uses; leave them out, or use the searcher grid
     ");
     let grid = |domain| wrong(one(domain), &|s| (s.searcher, s.trials) = (SweepSearcher::Grid, Some(5)));
     insta::assert_snapshot!([grid(ParameterDomain::integer(1, 4)), grid(ParameterDomain::integer(1, 1 << 20))].join("\n"), @r"
-    trials is 5; the grid has 4 combinations, and all of them are tried; leave trials out, or give another searcher
-    the grid has 1048576 combinations, and a sweep has at most 10000 trials; give fewer values, or another searcher
+    trials is 5; the grid has 4 combinations, and all of them are tried; leave trials out, or use another searcher
+    the grid has 1048576 combinations, and a sweep has at most 10000 trials; give fewer values, or use another searcher
     ");
     let twice = lr().with("--lr", ParameterDomain::choice([1]));
     insta::assert_snapshot!(wrong(twice, &|_| {}), @"parameter --lr is given twice; give it once");

@@ -97,7 +97,7 @@ pub(crate) fn has_bytes(dtype: DType) -> bool {
 /// Returns Candle's type for a tensor type of a safetensors file, if this module supports it.
 pub(crate) fn dtype_in_file(dtype: InFile) -> Option<DType> {
     match dtype {
-        // A byte that is 0 or 1.
+        // Such an element is a byte that is 0 or 1.
         InFile::BOOL => Some(DType::U8),
         dtype => IN_FILE.iter().find(|(_, in_file)| *in_file == dtype).map(|(dtype, _)| *dtype),
     }

@@ -11,10 +11,10 @@ pub(crate) trait TensorElement: WithDType + kernels::Element {
     /// Returns `data` as a flat buffer.
     fn flat(data: Vec<Self>) -> Flat;
 
-    /// Returns the elements of a flat buffer of this dtype.
+    /// Returns the elements of a flat buffer, if it has this dtype.
     fn of_flat(flat: &Flat) -> Option<&[Self]>;
 
-    /// Returns the elements of a flat buffer of this dtype, mutably.
+    /// Returns the elements of a flat buffer mutably, if it has this dtype.
     fn of_flat_mut(flat: &mut Flat) -> Option<&mut Vec<Self>>;
 
     /// Returns `data` as Candle's storage.

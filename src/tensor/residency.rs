@@ -24,7 +24,7 @@ fn absent() -> CpuStorage {
 /// built here.
 #[cfg(feature = "cuda")]
 fn absent_on_cuda(device: &CudaDevice) -> Result<CudaStorage> {
-    // One byte, because not every driver can allocate zero bytes.
+    // One byte is allocated, because not every driver can allocate zero bytes.
     let slice = candle_core::cuda_backend::CudaStorageSlice::F6E2M3(device.alloc_zeros::<u8>(1)?);
     Ok(CudaStorage { slice, device: device.clone() })
 }

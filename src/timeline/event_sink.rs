@@ -162,7 +162,7 @@ impl EventSink {
         }
     }
 
-    /// Writes the events in memory to the file. If that fails, recording ends, but not the training.
+    /// Writes the events in memory to the file. If that fails, recording ends, but training continues.
     pub fn flush(&self) {
         let mut lines = lock(&self.lines);
         let mut memory = lock(&self.memory);

@@ -24,8 +24,8 @@ impl JobTimeline {
     /// Starts the timeline now.
     ///
     /// # Errors
-    /// [`MonitorError::Timeline`]: the file's folder does not exist or is not writable, or the file is a folder or not
-    /// an earlier timeline. Also fails if another job writes to the same file.
+    /// [`MonitorError::Timeline`]: the file's folder does not exist or is not writable, the file is a folder, or the
+    /// file exists and is not an earlier timeline. Also fails if another job writes to the same file.
     pub fn begin(file: &Path) -> Result<Self> {
         let wrong = |e: std::io::Error| match e.kind() {
             std::io::ErrorKind::NotFound => {

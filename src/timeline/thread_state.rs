@@ -111,7 +111,7 @@ pub(crate) fn about(of: impl FnOnce() -> String) -> SubjectGuard {
 }
 
 /// A guard that restores the previous subject when dropped.
-#[must_use = "ends when it is dropped"]
+#[must_use = "the previous subject returns when the guard is dropped"]
 pub(crate) struct SubjectGuard(Option<Option<Arc<str>>>);
 
 impl Drop for SubjectGuard {
@@ -128,7 +128,7 @@ pub(crate) fn enter(recorder: Option<&TimelineRecorder>) -> EngineThreadGuard {
 }
 
 /// A guard that restores the thread's previous context when dropped.
-#[must_use = "ends when it is dropped"]
+#[must_use = "the previous context returns when the guard is dropped"]
 pub(crate) struct EngineThreadGuard(Option<ThreadContext>);
 
 impl EngineThreadGuard {
@@ -162,7 +162,7 @@ pub(crate) fn sections() -> SectionsGuard {
 }
 
 /// A guard that ends a level of sections.
-#[must_use = "ends when it is dropped"]
+#[must_use = "the level of sections ends when its guard is dropped"]
 pub(crate) struct SectionsGuard(bool);
 
 impl Drop for SectionsGuard {

@@ -38,7 +38,7 @@ pub(super) fn check_earlier(file: &Path) -> std::io::Result<()> {
     only_earlier(file, b"{\"displayTimeUnit\":\"ms\",\"otherData\":{\"dropped_events\":", "timeline")
 }
 
-/// Combines the lines of `parts` into `file`, which appears when it is complete. Times are counted from `zero`.
+/// Combines the lines of `parts` into `file`, which appears only when it is complete. Times are counted from `zero`.
 pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<TraceSummary> {
     let wrong = |e: std::io::Error| cannot_write(file, &e);
     let parts: Vec<Option<Mmap>> = parts.iter().map(|part| map(part)).collect::<Result<_, _>>().map_err(wrong)?;
@@ -52,7 +52,7 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Tra
                 events.push((start, std::cmp::Reverse(end), rank, lane, rest));
             }
             Some(EventLine::Dropped(count)) => dropped += count,
-            // An incomplete line of a process that was killed while writing.
+            // This is an incomplete line of a process that was killed while writing.
             None => {}
         }
     }

@@ -330,7 +330,7 @@ impl RankCore {
     }
 }
 
-/// A flag that is raised until the guard is dropped.
+/// A guard for a raised flag, which is lowered when the guard is dropped.
 struct FlagGuard<'a>(&'a AtomicBool);
 
 impl<'a> FlagGuard<'a> {
@@ -346,7 +346,7 @@ impl Drop for FlagGuard<'_> {
     }
 }
 
-/// A thread id that is replaced until the guard is dropped.
+/// A guard for a replaced thread id, which is restored when the guard is dropped.
 struct ThreadIdGuard<'a>(&'a Mutex<Option<ThreadId>>, Option<ThreadId>);
 
 impl<'a> ThreadIdGuard<'a> {

@@ -67,7 +67,7 @@ impl ModelBuffers {
         }
         let own = match comm.rank() {
             0 => self.bytes_of(&self.list)?,
-            // Room for rank 0's values: no rank reads these zeros.
+            // These zeros are room for rank 0's values; no rank reads them.
             _ => vec![0; self.list.iter().map(ModelBuffer::size).sum()],
         };
         let all = comm.gather_bytes(own).wait()?;

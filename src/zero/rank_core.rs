@@ -82,7 +82,7 @@ pub(crate) struct RankCore {
     /// The files of offloaded state.
     pub(super) offload: Option<Arc<OffloadStore>>,
     pub(super) params: Vec<Param>,
-    /// Names of the units, the root (an empty name) first.
+    /// The names of the units, the root (an empty name) first.
     pub(super) units: Vec<String>,
     /// The position of each unit relative to leaves.
     pub(super) leaves: Vec<LeafPosition>,
@@ -160,7 +160,7 @@ pub(crate) struct RankCoreParts {
 /// A model's parameters and units, and this rank's share of them.
 pub(crate) struct RegisteredModel {
     pub params: Vec<Param>,
-    /// Names of the units, the root (an empty name) first.
+    /// The names of the units, the root (an empty name) first.
     pub units: Vec<String>,
     pub leaves: LeafUnits,
     /// The parameters that each unit uses, including those of other units.

@@ -82,7 +82,7 @@ fn without_an_optimizer_an_engine_evaluates_and_does_not_train() {
             let trained = engine.forward(linear_loss)?;
             assert_eq!(bits(&loss), bits(&trained));
             insta::allow_duplicates! {
-                insta::assert_snapshot!(engine.backward(&trained).unwrap_err(), @r#"the configuration has no optimizer section, so the engine can only run eval; add for example "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}"#);
+                insta::assert_snapshot!(engine.backward(&trained).unwrap_err(), @r#"the configuration has no optimizer section, so the engine can only run eval; add, for example, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}"#);
             }
             assert_eq!(engine.memory_report().row(MemoryKind::Moments).bytes.peak, 0);
             Ok(())

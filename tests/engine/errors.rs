@@ -414,7 +414,7 @@ fn a_tensor_that_is_computed_while_the_model_is_built_is_refused_at_every_stage(
                 Ok((layer, derived))
             };
             let error = Engine::initialize(build, plain(stage)).map(drop).unwrap_err();
-            insta::allow_duplicates! { insta::assert_snapshot!(error, @"the model computes with a parameter while the model is built (the last parameter taken is a.bias): the result would keep the initial values forever while the parameter is trained; compute the result in the forward pass (views such as t() and reshape may be taken immediately)"); }
+            insta::allow_duplicates! { insta::assert_snapshot!(error, @"the model computes with a parameter while the model is being built (the last parameter taken is a.bias): the result would keep the initial values forever while the parameter is trained; compute the result in the forward pass (views such as t() and reshape may be taken immediately)"); }
         }
     }
 }

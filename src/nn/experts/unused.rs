@@ -5,9 +5,9 @@ use crate::graph::{Grad, InputGradSink, OpInputs, copied};
 use candle_core::{DType, Result, Shape, Tensor};
 
 /// Returns `y` as the result of an operation that delivers gradients of zeros to the tensors of experts that no row
-/// chose. Candle's operations of the other experts leave these tensors out of the graph; the optimizer must treat them
-/// like an expert of a fused tensor, which has a gradient of zeros. If there are no rows at all, `others` (the input
-/// and the adapter) are left out too.
+/// chose. The operations of the other experts leave these tensors out of the graph, but the optimizer must treat them
+/// like an unused expert in a fused tensor, whose gradient is zeros. If there are no rows at all, `others` (the input
+/// and the adapter) are left out of the graph too.
 pub(super) fn with_zero_gradients<'a>(
     y: Tensor,
     parameters: impl Iterator<Item = &'a ExpertTensors>,

@@ -102,7 +102,7 @@ pub(in crate::nn) fn differentiated(
     (y.detach(), tensors.iter().map(|t| grads.get(t).cloned()).collect())
 }
 
-/// Returns the largest difference divided by the largest number.
+/// Returns the largest difference between the elements of two tensors, divided by the largest magnitude in `want`.
 pub(in crate::nn) fn distance(found: &Tensor, want: &Tensor) -> f64 {
     let flat = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
     let (found, want) = (flat(found), flat(want));

@@ -127,8 +127,8 @@ impl GpuLossHead {
         Ok(tensor_of(all, (self.all, width)))
     }
 
-    /// Returns the losses of the rows that count, multiplied by `sign`, and the gradients of the sum of the losses,
-    /// each multiplied by its scale. `h` contains only these rows.
+    /// Returns the losses of the rows that count, multiplied by `sign`, and the gradients of the sum of these losses,
+    /// in which each loss is multiplied by its `scale`. `h` contains only these rows.
     fn run(
         &self,
         op: &'static str,
@@ -286,7 +286,7 @@ mod tests {
                 let values = (0..rows * columns).map(|i| ((i * 37 + columns) % 101) as f32 / 50.0 - 1.0);
                 Tensor::from_iter(values, &gpu).unwrap().reshape((rows, columns)).unwrap().to_dtype(dtype).unwrap()
             };
-            // These are three chunks.
+            // These rows form three chunks.
             let (rows, classes, width) = (150, 37, 8);
             let weight = if layout == WeightLayout::OutIn { numbers(classes, width) } else { numbers(width, classes) };
             let vars = [numbers(rows, width), weight].map(|t| Var::from_tensor(&t).unwrap());

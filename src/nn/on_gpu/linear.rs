@@ -1,4 +1,5 @@
-//! Linear layers: products by Candle (cuBLAS), the epilogue in one pass, gradients accumulated in place.
+//! Linear layers. Candle (cuBLAS) computes the products, the epilogue takes one pass, and gradients are accumulated in
+//! place.
 
 use super::supported_device;
 use crate::cuda::column_sums::PartialColumnSums;

@@ -50,7 +50,7 @@ pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptio
     Ok(Some(y))
 }
 
-/// Returns a result that kernels have already computed.
+/// Returns the result of a computation that is repeated with operands that the kernels supported the first time.
 fn there(y: Option<Tensor>) -> Result<Tensor> {
     match y {
         Some(y) => Ok(y),

@@ -82,7 +82,7 @@ fn sums_over_rows_and_columns_do_not_depend_on_where_slices_end() {
     let whole = sums(&[]);
     let row: f64 = grad[700..1400].iter().map(|g| f64::from(*g) * f64::from(*g) + 1e-30).sum();
     assert_eq!(whole[1], row);
-    // The second matrix's column 5.
+    // This is the sum of column 5 of the second matrix.
     let column: f64 = (3..6).map(|row| f64::from(grad[row * 700 + 5]).powi(2) + 1e-30).sum();
     assert_eq!(whole[6 + 700 + 5], column);
     for cuts in [&[1, 2, 699, 700, 701][..], &[2099, 2100, 2101], &[300, 300, 1500, 4199]] {

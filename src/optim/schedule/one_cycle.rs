@@ -55,7 +55,7 @@ fn phase(config: &OneCycleConfig, it: f64) -> OneCyclePhase {
     };
     OneCyclePhase::Cycle(match stairs {
         0 => height,
-        // Computed from the number of steps, because `height` may be slightly below the edge of a stair.
+        // The stair is computed from the number of steps, because `height` may be slightly below the stair's edge.
         stairs => (steps * stairs as f64 / size).floor() / stairs as f64,
     })
 }

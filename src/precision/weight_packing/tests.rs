@@ -80,7 +80,7 @@ fn double_quantized_scales_give_the_values_that_bitsandbytes_recorded() {
     let recorded = &fixture()["nested"];
     let count = recorded["count"].as_u64().unwrap() as usize;
     let packing = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
-    // One block of scales, and a partial one.
+    // The scales fill one block and a part of another.
     let (codes, nested) = (bytes_of(&recorded["codes_of_second"]), bytes_of(&recorded["absmax_codes"]));
     let offsets = floats(&recorded["offsets"]);
     let own = packed(packing, FlatRef::F32(&made_by_rule(count)));

@@ -88,8 +88,8 @@ fn a_kill_at_any_byte_leaves_a_record_that_is_read_and_continued() {
             assert_eq!(run.summary().problem, None);
         }
     }
-    // An incomplete line, and a restart. The events are complete: with a long command line, they are longer than
-    // the metrics.
+    // The metrics end with an incomplete line, and the job restarts. The events are complete: with a long command line,
+    // they are longer than the metrics.
     std::fs::write(folder.join(METRICS), &metrics[..metrics.len() - 3]).unwrap();
     std::fs::write(folder.join(EVENTS), &events).unwrap();
     let mut writer = open(dir.path(), "x", JOB_A, 1);
@@ -186,7 +186,7 @@ fn a_list_of_runs_reads_two_small_files_of_each() {
     let runs = folder.runs().unwrap();
     assert_eq!(lines::cost::take(), (40, bytes));
     assert!(runs.iter().all(|run| run.run.as_ref().unwrap().summary().steps == 500));
-    // A summary that covers only a part: the rest is read.
+    // If the summary covers only a part of a file, the rest is read.
     let of_first = runs[0].run.as_ref().unwrap().folder().to_owned();
     let mut line = OpenOptions::new().append(true).open(of_first.join(METRICS)).unwrap();
     line.write_all(b"{\"step\":501,\"time\":1,\"loss\":0.001}\n").unwrap();
@@ -194,7 +194,7 @@ fn a_list_of_runs_reads_two_small_files_of_each() {
     assert_eq!((run.summary().steps, run.summary().best_loss.unwrap().step), (501, 501));
     let (files, read) = lines::cost::take();
     assert!(files == 3 && read < bytes / 20 + 100, "{files} files, {read} bytes");
-    // A summary that belongs to other contents: everything is read.
+    // If the summary belongs to other contents, everything is read.
     std::fs::write(of_first.join(METRICS), "{\"step\":7,\"loss\":1}\n").unwrap();
     assert_eq!(RecordedRun::open(&of_first).unwrap().summary().steps, 7);
 }

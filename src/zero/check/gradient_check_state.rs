@@ -14,13 +14,13 @@ thread_local! {
     static PASSES_TOGETHER: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Returns the number of steps that this thread has taken so far, counting only those that all ranks take together
-/// while a model runs.
+/// Returns how many steps this thread has taken so far that all ranks take together while a model runs, such as the
+/// gathering of a unit.
 pub(crate) fn collective_steps() -> u64 {
     PASSES_TOGETHER.get()
 }
 
-/// Counts one more step.
+/// Counts one more step that all ranks take together.
 pub(in crate::zero) fn count_collective_step() {
     PASSES_TOGETHER.set(PASSES_TOGETHER.get() + 1);
 }

@@ -26,8 +26,7 @@ impl RankCore {
         self.look_at(|param| param.unit == unit)
     }
 
-    /// Checks the parameters of several units, in ascending order, in the same way, and those of the units between
-    /// them.
+    /// Checks the parameters of `units`, which are in ascending order, and of the units between them in the same way.
     pub(in crate::zero) fn look_for_writes_in_any(&self, units: &[UnitId]) -> Result<()> {
         let range = units.first().copied().zip(units.last().copied());
         self.look_at(|param| range.is_some_and(|(first, last)| (first..=last).contains(&param.unit)))

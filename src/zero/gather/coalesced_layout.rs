@@ -81,7 +81,7 @@ impl CoalescedLayout {
     /// collective.
     pub fn new(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Self {
         let cuts: Vec<ShardCut> = params.iter().map(|p| all[*p].cut()).collect();
-        debug_assert!(cuts.windows(2).all(|pair| pair[0].expert == pair[1].expert), "parameters on the same ranks");
+        debug_assert!(cuts.windows(2).all(|pair| pair[0].expert == pair[1].expert), "all must be on the same ranks");
         let mesh = cuts.first().map_or(mesh, |cut| mesh.of(*cut));
         let (offsets, chunk) = chunk_offsets(&cuts, mesh, wire.alignment());
         Self { params, offsets, chunk, mesh, weights: WeightFormat::Model }

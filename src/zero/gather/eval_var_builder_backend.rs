@@ -51,7 +51,7 @@ impl EvalVarBuilderBackend {
         let core = &self.0.core;
         let tensor = match self.0.by_name.get(name) {
             Some(id) => core.params()[*id].tensor.detach(),
-            // A variable, which layers expect for buffers.
+            // A buffer's tensor is a variable, as layers expect.
             None => match core.buffers().list().iter().find(|buffer| buffer.name == name) {
                 Some(buffer) => buffer.tensor.clone(),
                 None => return Err(ParamError::NotTheModel { name: name.into() }.into()),

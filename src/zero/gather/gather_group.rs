@@ -17,7 +17,8 @@ use crate::zero::step_executor::StepExecutor;
 use crate::zero::transfer::device_copy::CopyKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
 
-/// Parameters that are gathered and released together, by one all-gather for each large one and one for all small ones.
+/// Parameters that are gathered and released together, by one all-gather for each large one and one for all small ones
+/// of the same weight format on the same ranks.
 pub(super) struct GatherGroup {
     pub params: Vec<ParamId>,
     pub layouts: Vec<CoalescedLayout>,

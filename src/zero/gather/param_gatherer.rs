@@ -42,8 +42,8 @@ pub(crate) struct ParamGatherer<R: StepExecutor> {
     outermost: Vec<UnitId>,
     /// Whether ranks may use different parameters of each unit: true for leaves, or for all units.
     ranks_differ: Vec<bool>,
-    /// The units whose backward pass has begun, until the backward pass of another unit begins; only those whose
-    /// parameters ranks may use differently.
+    /// The units whose backward pass has begun, until the backward pass of another unit begins. Only units of which
+    /// ranks may use different parameters are listed.
     spent: Vec<UnitId>,
     persistent: GatherGroup,
     /// Whether each parameter is persistent.
@@ -58,7 +58,7 @@ pub(crate) struct ParamGatherer<R: StepExecutor> {
     in_flight: usize,
     /// The maximum number of elements of pending gathers for units to be gathered ahead of use.
     ahead: usize,
-    /// Whether packed shares are unpacked in place. Packed units are then not gathered ahead, because they are local.
+    /// Whether packed shards are unpacked in place. Packed units are then not gathered ahead, because they are local.
     unpacks_in_place: bool,
     /// Whether units of this micro step will run again in the backward pass.
     recomputes: bool,

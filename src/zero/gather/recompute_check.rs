@@ -29,7 +29,8 @@ impl OutputDigest {
             ValuesDigest::Bits(with_view(output, |values| digest(values.as_bytes()))?)
         } else {
             let values = output.detach().to_dtype(DType::F32)?;
-            // Row by row: a single sum of all values would run on only one of the GPU's many processors.
+            // The sum is computed row by row, because a single sum of all values would run on only one of the GPU's
+            // many processors.
             let sum = |values: Tensor| match values.rank() {
                 0 => Ok(values),
                 _ => values.sum(D::Minus1)?.sum_all(),

@@ -60,7 +60,7 @@ pub struct RoutedUnits {
 /// ```
 ///
 /// # Errors
-/// The first error of `build`.
+/// The first error of `build`; a `count` that cannot be divided among the ranks that share the units.
 pub fn routed_units<T>(
     vb: VarBuilder<'_>,
     count: usize,
@@ -107,8 +107,8 @@ impl RoutedUnits {
         &self.link
     }
 
-    /// Determines which units are used, given the units that this rank's input `chose`. Collective if parameters are
-    /// sharded among ranks.
+    /// Determines which units are used, given the units that this rank's input `chose`. This is a collective operation
+    /// if parameters are sharded among ranks.
     pub(crate) fn agree(&self, chose: impl Iterator<Item = usize>) -> candle_core::Result<RoutedPass> {
         let whole = || Ok(RoutedPass::whole(self.count));
         let Some(core) = self.link.core().filter(|core| core.shards_params()) else { return whole() };

@@ -13,7 +13,7 @@ use std::ops::Range;
 #[derive(Debug, Clone)]
 pub(crate) struct RowExchange {
     link: EngineLink,
-    /// A hash of the layer's name, by which ranks that run different layers are noticed.
+    /// A hash of the layer's name, which reveals ranks that run different layers.
     layer: u64,
     /// The experts of the layer that this rank holds.
     experts: Range<usize>,
@@ -77,11 +77,11 @@ impl RowExchange {
     }
 
     /// Sends each rank the number of rows that it will receive from this one, and returns the number of rows that come
-    /// from each rank. A row has `choices` experts and at most `width` elements in a message. Collective among all
-    /// ranks of the job, so that a rank that does not run the layer is noticed, whatever it does instead.
+    /// from each rank. A row has `choices` experts and at most `width` elements in a message. All ranks of the job call
+    /// this method together, so that a rank that does not run the layer is detected, whatever it does instead.
     ///
     /// # Errors
-    /// A failed collective; impossible numbers.
+    /// A failed collective; a rank that runs a different layer; impossible numbers of rows.
     pub fn counts(&self, sent: &[usize], (choices, width): (usize, usize)) -> candle_core::Result<Vec<usize>> {
         self.with_ranks(|comm, group| {
             let mut own = vec![choices as f64, width as f64];

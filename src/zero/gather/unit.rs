@@ -144,8 +144,8 @@ impl<M> Unit<M> {
     /// Makes this unit a leaf: it is gathered together with all units inside it. Use it for modules of which ranks run
     /// different parts, such as the experts of a mixture. All ranks must run the leaf itself. Parameters that a rank's
     /// run does not use get a gradient of zeros. [`EngineBuilder::leaf_units`](crate::EngineBuilder::leaf_units) and
-    /// `zero_optimization.leaf_module` do the same. Call this while the model is being built; without an engine, it has
-    /// no effect.
+    /// `zero_optimization.leaf_module` do the same. Call this method while the model is being built; without an engine,
+    /// it has no effect.
     ///
     /// The gradients of a leaf are held until the backward pass ends. At stage 3, the values that a rank has not used
     /// are held too, unless the leaf recomputes ([`checkpointed`](Self::checkpointed)).
@@ -402,7 +402,7 @@ impl UnitContext {
         Ok(y)
     }
 
-    /// Ends the unit's backward pass in the profile when its input has its gradient.
+    /// Ends the unit's backward pass in the profile when the unit's input has its gradient.
     fn profile_input(&self, x: &Tensor) {
         let unit = self.unit;
         if let (true, Some(node)) = (spans::is_recording(), node_of(x)) {

@@ -50,9 +50,9 @@ pub(crate) struct ReducePlan {
     pub hold: bool,
     /// Whether buckets are transferred while the backward pass runs.
     pub overlap: bool,
-    /// The factor before the reduction.
+    /// The factor by which gradients are multiplied before the reduction.
     pub(super) before: f32,
-    /// The factor after the reduction.
+    /// The factor by which sums are multiplied after the reduction.
     after: f32,
     /// The dtype to which gradients and their sums are rounded before a transfer.
     pub dtype: DType,
@@ -299,7 +299,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         let _span = timeline::span(timeline::EventCategory::Reduce, "accumulate").of(|| core.names(params));
         let ReducePlan { scatter, after, accumulate, .. } = self.plan;
         let mesh = core.mesh_of(params);
-        // The pieces that this rank keeps, and their offsets in the received buffer.
+        // These are the pieces that this rank keeps, and then their offsets in the received buffer.
         let pieces = match core.placement().optim.is_sharded() {
             true => mesh.pieces_of(mesh.shard_of(core.rank_among(params))),
             false => 0..mesh.world_size(),

@@ -42,7 +42,7 @@ impl RankCore {
         };
         for (id, param) in self.params.iter().enumerate() {
             let weights = match self.own_words(id)? {
-                // Copied unchanged, because packing unpacked values again may give different codes.
+                // The words are copied unchanged, because packing unpacked values again may give different codes.
                 Some(words) => words,
                 None => self.own_values(ParamStateKind::Weights, id, self.owned(id))?,
             };

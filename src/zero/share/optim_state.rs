@@ -33,7 +33,7 @@ pub(crate) struct OptimState<R: ShareStorage> {
     scales: Option<TrackedBuffer<R::Buffer>>,
 }
 
-/// Elements `range` of a sub-group's state that are in memory.
+/// Some elements of a sub-group's state, which are in memory.
 pub(in crate::zero) enum OptimStateView<'a> {
     Floats(FlatMut<'a>),
     Codes { map: &'static DynamicMap, codes: &'a mut [u8], scales: &'a mut [f32] },
@@ -97,7 +97,7 @@ impl<R: ShareStorage<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
         OptimStateView::Codes { map, codes, scales }
     }
 
-    /// Passes the numbers of elements `range` to `take`, in a form from which [`write`](Self::write) restores the
+    /// Passes the values of elements `range` to `take`, in a form from which [`write`](Self::write) restores the
     /// state. The elements must be part of one parameter and begin at a block boundary.
     pub(in crate::zero) fn read(
         &mut self,
@@ -139,7 +139,7 @@ impl<R: ShareStorage<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
         Ok(())
     }
 
-    /// Sets elements `range`, which must be part of one parameter and begin at a block boundary, to numbers.
+    /// Sets elements `range` to `values`. The elements must be part of one parameter and begin at a block boundary.
     pub(in crate::zero) fn write(
         &mut self,
         range: Range<usize>,

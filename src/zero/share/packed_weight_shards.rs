@@ -12,8 +12,7 @@ pub(in crate::zero) fn word_count(packing: WeightPacking, elements: usize) -> us
     packing.packed_len(elements).div_ceil(size_of::<f32>())
 }
 
-/// Returns the words of a shard of `shard_len` elements that begins with `values`, or no words if the values are only
-/// counted.
+/// Returns the words of a shard of `shard_len` elements that begins with `values`, or no words if `values` is empty.
 pub(in crate::zero) fn pack(packing: WeightPacking, values: FlatRef<'_>, shard_len: usize) -> Flat {
     if values.is_empty() {
         return Flat::zeros(DType::F32, 0);

@@ -17,7 +17,7 @@ impl RankCore {
     pub fn own_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
         let owned = self.held(state, param);
         if self.params[param].packing().is_some() {
-            // Unpacked in one call: separate calls would each read all words again.
+            // The values are unpacked in one call, because each of several calls would read all words again.
             return self.own_values(state, param, owned);
         }
         let mut own = Flat::with_capacity(DType::F32, owned.len());

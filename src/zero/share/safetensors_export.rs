@@ -53,7 +53,7 @@ impl RankCore {
     /// space.
     ///
     /// # Errors
-    /// The errors that the export would return.
+    /// A path that cannot be written, an existing file that the export may not replace, or too little free space.
     pub fn check_export(&self, model: &[ModelParameter], path: &Path, dtype: DType) -> Result<()> {
         let failed = |source| crate::Error::Io { action: "write", path: path.to_owned(), source };
         let header = header(model, self.buffers.list(), dtype);
