@@ -132,7 +132,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_name = "N")]
     patience: Option<u64>,
 
-    /// Checkpoint folder; a checkpoint is saved at the end, and on SIGTERM or SIGINT, which end the training
+    /// Checkpoint folder; a checkpoint is saved at the end, and on SIGTERM, SIGINT or SIGHUP, which end the training
     #[arg(long, value_name = "DIR")]
     pub(super) save: Option<PathBuf>,
 
