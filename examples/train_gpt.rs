@@ -98,7 +98,7 @@ struct Args {
     /// File for the trained weights
     #[arg(long, value_name = "FILE.safetensors")]
     export: Option<PathBuf>,
-    /// Folder for checkpoints; one is saved at the end, and on SIGTERM or SIGINT, which end training
+    /// Folder for checkpoints; one is saved at the end, and on SIGTERM, SIGINT or SIGHUP, which end training
     #[arg(long, value_name = "DIR")]
     save: Option<PathBuf>,
     /// Also save a checkpoint every N optimizer steps, while training continues
@@ -555,8 +555,8 @@ fn check_context(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs optimizer steps up to number `args.steps`, each reported by rank 0. With --save, SIGTERM and SIGINT end
-/// training after a checkpoint.
+/// Runs optimizer steps up to number `args.steps`, each reported by rank 0. With --save, SIGTERM, SIGINT and SIGHUP
+/// end training after a checkpoint.
 fn train<A: Architecture>(
     engine: &mut Trainer<A>,
     loader: &mut Loader,

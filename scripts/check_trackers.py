@@ -1,8 +1,9 @@
 """Reads Weights & Biases runs and TensorBoard's hyperparameters with their own readers: check_trackers.py ZERORUN [TRAIN_GPT]
 
-ZERORUN is the launcher, and TRAIN_GPT the built example, or its source, which the launcher builds (default). Trains a tiny model with two ranks, kills the job while it trains, reads what it has left, resumes it from its
-checkpoint, and reads everything again. Every value must equal that of the record of the run, and each step must be there once. Needs the
-packages wandb and tensorboard; uses no network.
+ZERORUN is the launcher, and TRAIN_GPT the built example, or its source, which the launcher builds (default). Trains a tiny model
+with two ranks, kills the job while it trains, reads what the job has left behind, resumes the job from its checkpoint, and reads
+everything again. Every value must equal that in the record of the run, and each step must occur exactly once. Needs the packages
+wandb and tensorboard; uses no network.
 """
 
 import json

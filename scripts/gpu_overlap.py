@@ -6,7 +6,7 @@ backward pass.
                    [--gpu]
     gpu_overlap.py --trace FILE        reads a trace written by zerorun --timeline
 
---gpu says that the script is a program that has been built with the feature cuda.
+--gpu means that the script is a program that was built with the feature cuda.
 The configurations are stage 2, stage 3, and stage 2 with the optimizer on the host. The first three steps are ignored. The duration of
 the backward pass is the time that the GPU spends on it or, without a GPU, that the training thread spends on it, excluding waits.
 PASS means that gradient transfers (reduce_scatter, all_reduce, and copies to the host) overlap with the backward pass for at least

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """make_model.py SIZE FOLDER TOKENIZER_FOLDER: writes a model folder in Hugging Face format with random weights in bf16.
 
-SIZE is llama-3.2-1b, llama-2-7b, olmoe-1b-7b or qwen3-30b-a3b, or the path of a config.json of a Llama. The tokenizer files are copied. All weights come from one
-block of normally distributed random numbers (standard deviation 0.02), which is read from a different offset for each tensor; norms
-are 1. Only the standard library is needed.
+SIZE is llama-3.2-1b, llama-2-7b, olmoe-1b-7b or qwen3-30b-a3b, or the path of a Llama's config.json. The tokenizer files are
+copied. All weights come from one block of normally distributed random numbers (standard deviation 0.02), which is read from a
+different offset for each tensor; norms are 1. Only the standard library is needed.
 """
 import array, json, os, random, shutil, struct, sys
 

@@ -7,9 +7,10 @@ Starts a small fine-tuning job with two ranks and --dashboard, and `zerorun dash
 that the page shows the curve of the running job growing, saves and stops on request, refuses to act without the token, compares two
 runs, shows a rank that was killed, works after the job has ended, runs nothing that names, log lines, samples or settings contain, and requests
 nothing from other hosts. Then it watches a sweep and the loads of a mixture's experts (dashboard_views.py). --screenshots writes pictures
-of the page, about made-up runs, into a folder.
+of the page with made-up runs into a folder.
 
-Needs Debian's packages chromium and chromium-driver, which --install installs if it may; without them, prints why and exits with 77.
+Needs Debian's packages chromium and chromium-driver, which --install installs if it runs as root; without them, the script prints
+the reason and exits with 77.
 """
 import argparse
 import contextlib

@@ -3,7 +3,7 @@
 #
 #   tools/mock_cuda/build.sh TOOLKIT FOLDER
 #
-# TOOLKIT has NVIDIA's headers in include/ (scripts/fetch_cuda.sh). Needs g++ and Python 3. After that, with
+# TOOLKIT contains NVIDIA's headers in include/ (scripts/fetch_cuda.sh). Needs g++ and Python 3. After that, with
 #   CUDA_HOME=FOLDER PATH=FOLDER/bin:$PATH LD_LIBRARY_PATH=FOLDER/lib64 CUDA_COMPUTE_CAP=90
 # `cargo test --features cuda` builds and runs without a GPU. Use a separate target folder.
 set -euo pipefail

@@ -8,7 +8,7 @@ use clap_complete::Shell;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// Print completions for a shell: options, commands and their values.
+/// Print completions for a shell: commands, options and the options' values.
 ///
 /// Exit code: 0 if the completions are printed, 2 if standard output could not be written or the command line is wrong.
 #[derive(Debug, Parser)]

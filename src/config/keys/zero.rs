@@ -20,7 +20,7 @@ const ZERO: &[super::ConfigKey] = keys! {
     "overlap_comm": Bool, "null", H, "Communicate while the model computes; null: only at stage 3.";
     "contiguous_gradients": Bool, "true", none("buckets are always contiguous"), "Copy gradients to one buffer as they are produced.";
     "reduce_scatter": Bool, "true", H, "Reduce gradients to their owners; false: to all ranks, each of which keeps its part.";
-    "sub_group_size": COUNT, "1000000000", H, "Elements of a rank's shard updated in each part of an optimizer step.";
+    "sub_group_size": COUNT, "1000000000", H, "Number of elements of a rank's share that are updated in each part of an optimizer step.";
     "stage3_prefetch_bucket_size" | "prefetch_bucket_size": COUNT, "50000000", H, "Elements gathered in advance; 0 disables prefetching.";
     "stage3_param_persistence_threshold" | "param_persistence_threshold": COUNT, "100000", H, "Parameters with fewer elements stay gathered.";
     "stage3_model_persistence_threshold" | "model_persistence_threshold": COUNT, "9223372036854775807", H, "Cap on the total number of elements of the parameters that stay gathered.";

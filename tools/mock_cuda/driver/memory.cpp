@@ -101,8 +101,8 @@ size_t mapped_bytes(Pointer start, const Allocation &a) {
     return round_up(start + memory().offset() + a.bytes, PAGE) - first_page(start);
 }
 
-// Makes pages permanently inaccessible. Mapped again, they merge with the reserved pages around them. A process has
-// room for 65530 mappings, and pages that are only protected would remain separate mappings.
+// Makes pages permanently inaccessible. When they are mapped again, they merge with the reserved pages around them. A
+// process can have 65530 mappings, and pages that are only protected would remain separate mappings.
 void close_for_ever(void *pages, size_t bytes) {
     void *closed = mmap(pages, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     if (closed == MAP_FAILED) die("cannot close %zu bytes: %s", bytes, strerror(errno));

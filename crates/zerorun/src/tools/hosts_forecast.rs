@@ -21,7 +21,7 @@ pub(super) struct ForecastArguments {
 
     /// Network of each host: rate in each direction (bit, kbit, Mbit or Gbit, as in tc, or MB/s or GB/s of data),
     /// one-way latency (us, ms or s), and the share of the host's processors that network traffic occupies, such as
-    /// 25Gbit,50us,10% [default: 10Gbit,50us,0%]
+    /// 25Gbit,50us,10% [default: 10Gbit,50us,0%; with --pipeline, messages take no time]
     #[arg(long, value_name = "RATE,LATENCY[,BUSY]", requires = "spread")]
     network: Option<Network>,
 

@@ -83,8 +83,8 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_name = "E")]
     epochs: Option<f64>,
 
-    /// Peak learning rate [default: for adapters 2e-4 at a width of 4096, proportionally more for narrower models, up
-    /// to 1e-3; 2e-5 with --full; with --dpo, a tenth of these values]
+    /// Peak learning rate [default: for adapters 2e-4 at a hidden size of 4096, proportionally more for a smaller one,
+    /// up to 1e-3, and less for a larger one; with --dpo, a tenth of that; 2e-5 with --full]
     #[arg(long, value_name = "RATE")]
     lr: Option<f64>,
 
@@ -132,7 +132,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_name = "N")]
     patience: Option<u64>,
 
-    /// Checkpoint folder; a checkpoint is saved at the end, and on SIGTERM or SIGINT, which end the training
+    /// Checkpoint folder; a checkpoint is saved at the end, and on SIGTERM, SIGINT or SIGHUP, which end the training
     #[arg(long, value_name = "DIR")]
     pub(super) save: Option<PathBuf>,
 

@@ -24,15 +24,16 @@ use verify_rows::{VerifyDtype, VerifyRow};
 
 /// Train a small GPT at stages 0, 1, 2 and 3, and at stage 3 with offload to host memory and to files, in f32, bf16 and
 /// fp16, with accumulation and clipping. Compares the bits of every loss and every parameter after every step with
-/// those of stage 0. Also trains the model in pipelines of all ranks, and compares these runs with a run on one rank
-/// that accumulates the gradients of the same samples.
+/// those of stage 0. With 2 to 7 ranks, also trains the model in pipelines of all ranks, and compares these runs with a
+/// run on one rank that accumulates the gradients of the same samples.
 ///
 /// With a SCRIPT, runs its first step (or a few steps if the first is not decisive), compares every trained parameter's
 /// gradient with the change in the loss when that parameter is moved slightly up and down, and prints a table. The
 /// script then ends.
 ///
-/// Exit code: 0 if all bits are the same or, with a SCRIPT, all gradients are right; 1 if something differs, a rank
-/// failed, or standard output could not be written; 2 if the command line is wrong or the folder does not exist.
+/// Exit code: 0 if all bits are the same or, with a SCRIPT, no gradient is wrong; 1 if something differs, the gradients
+/// could not be checked, a rank failed, or standard output could not be written; 2 if the command line is wrong or the
+/// folder does not exist.
 #[derive(Debug, Parser)]
 #[command(name = "verify", bin_name = "zerorun verify")]
 struct VerifyArguments {
