@@ -453,7 +453,7 @@ fn note_compression(config: &Config, comm: &dyn Communicator) {
 /// accessed.
 fn choose_access(offload: &OffloadStore, comm: &dyn Communicator) -> Result<()> {
     offload.check_space(comm)?;
-    let access = offload.choose_access(comm.size());
+    let access = offload.choose_access(comm.ranks_here().len());
     if comm.rank() == 0 {
         emit(&format!("offload: files are read and written {access}"));
     }

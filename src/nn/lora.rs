@@ -95,7 +95,7 @@ impl LoraOperands<'_> {
         let (rank, inputs) = self.a.dims2()?;
         let outputs = self.b.dim(0)?;
         let fits = inputs == sizes.inputs && self.b.dims() == [sizes.outputs, rank] && rank > 0;
-        if !fits || self.magnitude.is_some_and(|m| m.dims() != [outputs]) {
+        if !fits {
             bail!(
                 "{NAME}: the adapter's matrices have shapes {:?} and {:?}; a weight of {} inputs and {} outputs needs \
                  [r, {}] and [{}, r]",
@@ -107,7 +107,12 @@ impl LoraOperands<'_> {
                 sizes.outputs
             )
         }
-        Ok(())
+        match self.magnitude.map(Tensor::dims) {
+            Some(found) if found != [outputs] => {
+                bail!("{NAME}: the magnitude has shape {found:?}; a weight of {outputs} outputs needs [{outputs}]")
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -194,4 +194,9 @@ fn matrices_that_do_not_fit_the_weight_are_refused() {
     let text = run(PLAIN, &t).unwrap_err().to_string();
     let text = crate::error::without_backtrace(&text);
     insta::assert_snapshot!(text, @"linear (adapter): the adapter's matrices have shapes [3, 8] and [7, 3]; a weight of 9 inputs and 7 outputs needs [r, 9] and [7, r]");
+    let dora = Case { dora: true, ..PLAIN };
+    let mut t = operands(dora);
+    t[6] = tensor(&[6], 1, DType::F32);
+    let text = run(dora, &t).unwrap_err().to_string();
+    insta::assert_snapshot!(crate::error::without_backtrace(&text), @"linear (adapter): the magnitude has shape [6]; a weight of 7 outputs needs [7]");
 }

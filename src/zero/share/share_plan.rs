@@ -105,8 +105,8 @@ impl SharePlan {
         self.placement.params.is_sharded() && (shares || weights.packing().is_some())
     }
 
-    /// Returns whether packed shares are unpacked directly from their storage. This is the case without files if a
-    /// shard is a whole parameter, because copying the shares early would not speed anything up.
+    /// Returns whether packed shards are unpacked directly from their storage. This is the case without files if a
+    /// shard is a whole parameter, because copying the shards early would not speed anything up.
     pub fn unpacks_in_place(&self) -> bool {
         self.mesh.shards() == 1 && !self.has_files()
     }

@@ -55,11 +55,12 @@ impl TokenizerFiles {
                         path: vocabulary.clone(),
                         reason: "it is not UTF-8".into(),
                     })?;
-                    let tokenizer = word_piece(&lines, &config).to_string().into_bytes();
                     let mut config = config;
                     for (name, text) in WORD_PIECE {
-                        config.entry(name).or_insert(text.into());
+                        let named = special.get(name).cloned();
+                        config.entry(name).or_insert_with(|| named.unwrap_or_else(|| text.into()));
                     }
+                    let tokenizer = word_piece(&lines, &config).to_string().into_bytes();
                     Ok(Self { path: vocabulary, tokenizer, config, special })
                 }
                 None => Self::of_gpt2(path, config, special),

@@ -29,7 +29,7 @@ impl ConfigDiagnostic {
     }
 }
 
-/// Renders each problem, in colour if standard output is a terminal and `NO_COLOR` is not set.
+/// Renders each problem, in colour if standard output is a terminal and `NO_COLOR` is not set or is empty.
 pub(super) fn render_all(file: &str, text: &str, diagnostics: &[ConfigDiagnostic]) -> String {
     let renderer = if colours() { Renderer::styled() } else { Renderer::plain() };
     let lines = LineIndex::of(text);

@@ -152,7 +152,7 @@ impl Coordinator {
                 }
                 AttemptOutcome::Failed(failure) if restart < self.policy.max_restarts => {
                     restart += 1;
-                    soon = if began.elapsed() < restarts::EARLY_FAILURE { soon + 1 } else { 1 };
+                    soon = if began.elapsed() < restarts::EARLY_FAILURE { soon + 1 } else { 0 };
                     note = Some(format!("{}; restart {restart} of {}", failure.text, self.policy.max_restarts));
                     pause = restarts::pause_after(soon);
                     continue;
