@@ -175,7 +175,7 @@ struct OverRanks {
     rss_peak_bytes: Option<u64>,
 }
 
-/// The engine, of the complete model or of a pipeline that divides its layers among ranks.
+/// The engine of the complete model, or of a pipeline that divides the model's layers among ranks.
 enum Trainer<A: Architecture> {
     Whole(Box<Engine<LanguageModel<A>>>),
     Pipeline(Box<PipelineEngine<DecoderBatch>>),
@@ -307,7 +307,7 @@ enum Ended {
     Trained,
     /// The run has paused at the step in `CANDLE_ZERO_STOP_AT`, which is saved.
     Paused,
-    /// A signal asked the run to end. The last step is saved.
+    /// A signal, or the user on the dashboard, asked the run to end. The last step is saved.
     Stopped,
 }
 
@@ -404,7 +404,7 @@ fn run_engine<A: Architecture>(
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
     if let Some(dir) = &args.save {
-        // Checked here rather than after hours of training.
+        // The folder is checked here rather than after hours of training.
         on_either!(&mut *engine, engine => engine.check_save_dir(dir))?;
     }
     if let (true, Some(dir)) = (args.resume, &args.save)
@@ -485,8 +485,8 @@ fn too_large<A: Architecture<Config: DecoderSizes>>(
     let gib = |bytes: f64| bytes / f64::from(1 << 30);
     (needs > left).then(|| {
         format!(
-            "the training state needs {:.1} GiB of memory and {:.1} GiB are available; use a smaller model, more \
-             sharding or offload (zerorun estimate)",
+            "the training state needs {:.1} GiB of memory, but only {:.1} GiB are available; use a smaller model, \
+             more sharding or offload (zerorun estimate)",
             gib(needs),
             gib(left)
         )

@@ -28,7 +28,7 @@ use twox_hash::XxHash3_64;
 
 /// A checkpoint all of whose files exist on some host.
 pub(super) struct LocatedCheckpoint {
-    /// The checkpoint's folder on this host, if it has one.
+    /// The checkpoint's folder on this host. It exists only if this host has a part of the checkpoint.
     pub path: PathBuf,
     pub manifest: Manifest,
     pub hosts: RanksByFolder,

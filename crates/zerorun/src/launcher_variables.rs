@@ -131,7 +131,8 @@ impl LauncherVariables<'_> {
         super::ranks_per_host::ranks(text.trim()).map(Some).map_err(refused)
     }
 
-    /// Returns this host's index and the number of hosts, `--nnodes`. If that is `auto`, the launcher gives the number.
+    /// Returns this host's index and the number of hosts. `given` is `--node_rank`. `nodes` is `--nnodes`, or `None`
+    /// for `auto`; the other launcher's variables then give the number.
     ///
     /// # Errors
     /// Fails if one of them is unknown or invalid, or if the launcher has started a different number of processes.

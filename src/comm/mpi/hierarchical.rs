@@ -67,7 +67,7 @@ impl HierarchicalCollectives {
         self.0.bytes()
     }
 
-    /// Runs one of the collectives below, until everything that this rank sends in it has been sent.
+    /// Runs one of the collectives below, and waits until everything that this rank sends in it has been sent.
     pub(in crate::comm) fn run<T>(&mut self, collective: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let result = collective(self);
         self.0.end(result)
@@ -78,7 +78,7 @@ impl HierarchicalCollectives {
         self.0.begin(CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
         assert!(
             input.len().is_multiple_of(self.0.size()),
-            "{} elements in {} equal chunks",
+            "{} elements cannot form {} equal chunks",
             input.len(),
             self.0.size()
         );

@@ -120,7 +120,8 @@ fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, pol
     )
 }
 
-/// Prints the cause of the last failure and why there is no restart. Returns the launcher's exit code.
+/// Prints the cause of the last failure and, if the policy allows restarts, why there is none. Returns the launcher's
+/// exit code.
 fn give_up(failure: &RunFailure, policy: &RestartPolicy) -> u8 {
     eprint(&failure.report);
     match (failure.asked, policy.max_restarts) {
@@ -137,7 +138,7 @@ fn stopped_by(signal: Signal) -> u8 {
     RankExitStatus::Signal(number).exit_code()
 }
 
-/// Waits for the pause. A signal that asks the launcher to end interrupts the wait and is returned.
+/// Waits until the pause is over. A signal that asks the launcher to end interrupts the wait and is returned.
 fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
     let until = Instant::now() + pause;
     loop {

@@ -68,7 +68,7 @@ pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
     }
     if !is_rust(typed) {
         if metadata.permissions().mode() & 0o111 == 0 {
-            return Err(not_startable("its name does not end in .rs and it is not executable"));
+            return Err(not_startable("its name does not end in .rs, and it is not executable"));
         }
         return Ok(ScriptTarget::Program { path: std::path::absolute(typed).map_err(read)? });
     }

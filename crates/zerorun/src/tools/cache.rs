@@ -154,7 +154,7 @@ fn size(folder: &Path) -> io::Result<u64> {
     let mut bytes = 0;
     while let Some(path) = open.pop() {
         let found = match std::fs::symlink_metadata(&path) {
-            // Removed in the meantime, for example by cargo.
+            // The entry has been removed in the meantime, for example by cargo.
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             found => found?,
         };

@@ -167,8 +167,7 @@ impl DeployArguments {
             ("@CORES@", cores),
             ("@MEMORY@", format!("{}Gi", self.memory)),
             ("@SLURM_MEMORY@", format!("{}G", self.memory)),
-            // JSON is also valid YAML. User input is filled in last because it may itself contain
-            // placeholders.
+            // JSON is also valid YAML. The program's words are filled in last because they may contain placeholders.
             ("@LAUNCHER@", shell(&launcher)),
             ("@COMMAND@", json!(command).to_string()),
             ("@MPIRUN@", json!(mpirun).to_string()),

@@ -60,7 +60,7 @@ impl ReportArguments {
 const KERNEL_INSTRUCTION_SETS: [&str; 8] =
     ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"];
 
-/// The bytes of model state per parameter: weights, gradient and two moments in f32; or with bf16 or fp16, weights and
+/// The bytes of model state per parameter: weights, gradient and two moments in f32; or, with bf16 or fp16, weights and
 /// gradient in 2 bytes each, two moments, and master weights.
 const STATE_BYTES_PER_PARAMETER: u64 = 16;
 

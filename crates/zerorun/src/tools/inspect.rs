@@ -107,7 +107,10 @@ fn list(listing: &CheckpointListing) -> String {
         let _ = writeln!(text, "  {tag:24}{what}{mark}");
     }
     for tag in &listing.unfinished {
-        let _ = writeln!(text, "  {tag:24}being saved, or left by an interrupted save: the next save removes it");
+        let _ = writeln!(
+            text,
+            "  {tag:24}being saved, or left by an interrupted save; in that case, the next save removes it"
+        );
     }
     if let Err(error) = &listing.latest {
         let _ = writeln!(text, "  {error}");

@@ -128,7 +128,7 @@ impl SizedPreset {
         }
     }
 
-    /// Returns the layers that ranks of a pipeline divide.
+    /// Returns the layers that the ranks of a pipeline divide among themselves.
     pub(super) fn layers(&self) -> Result<PipelineModule<DecoderBatch>> {
         match self {
             Self::Gpt(_, config) => decoder_pipeline(config),

@@ -30,7 +30,7 @@ enum TrainingEnd {
     /// The result is written, or the run has ended where it was meant to: at a planned step, or when the user stopped it
     /// on the dashboard.
     AsPlanned,
-    /// A signal ended it.
+    /// A signal ended the training.
     Interrupted,
 }
 

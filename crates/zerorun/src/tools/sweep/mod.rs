@@ -152,7 +152,7 @@ struct ReadySweep {
     _lock: FolderLock,
 }
 
-/// Begins the sweep of a file and flags, or continues it.
+/// Begins the sweep that a file and flags define, or continues it.
 fn begin(flags: &SweepFlags) -> Result<ReadySweep> {
     let (origin, table) = flags.definition()?;
     let definition = SweepDefinition::new(&origin, &table)?;

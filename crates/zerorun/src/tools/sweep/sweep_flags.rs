@@ -60,7 +60,7 @@ pub(super) struct SweepFlags {
     #[arg(long, value_name = "N")]
     eta: Option<u64>,
 
-    /// With median and pbt: the number of steps between comparisons
+    /// With median or pbt: the number of steps between comparisons
     #[arg(long, value_name = "N")]
     every: Option<u64>,
 

@@ -20,7 +20,7 @@ pub(super) enum VerifyRow {
     Pipeline(&'static str),
 }
 
-/// The rows of data-parallel ranks. All others are compared with the first one.
+/// The rows of data-parallel ranks. The first one is the reference for the others.
 const DATA_PARALLEL: [VerifyRow; 6] = [
     VerifyRow::Stage(0),
     VerifyRow::Stage(1),

@@ -85,7 +85,7 @@ pub(super) struct ScalingArguments {
     #[arg(long)]
     json: bool,
 
-    /// Start as a rank of such a job
+    /// Start as a rank of the measured job in this folder
     #[arg(long = "rank_of", value_name = "FOLDER", hide = true)]
     rank_of: Option<PathBuf>,
 }

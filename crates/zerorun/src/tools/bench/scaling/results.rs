@@ -44,7 +44,7 @@ pub(super) struct MeasuredRow {
     pub(super) step_ms: f64,
     pub(super) steps_per_s: f64,
     pub(super) tokens_per_s: f64,
-    /// The speed per rank, as a fraction of that of the smallest number of ranks.
+    /// The speed per rank, as a fraction of the speed per rank with the smallest number of ranks.
     pub(super) efficiency: f64,
     /// The bytes that a rank sends per step, on average.
     pub(super) sent_bytes: f64,

@@ -67,7 +67,7 @@ impl ShownTrial {
         }
     }
 
-    /// Adds a result that the sweep has not received, so that the trial is known without the sweep.
+    /// Adds the result that the sweep has not received yet, if there is one, to the trial's own results.
     pub(super) fn settle(mut self, steps: u64) -> Self {
         if let (Some(result), TrialState::Running { to }) = (self.pending.take(), self.state.clone()) {
             self.end(to, result, steps);
