@@ -170,7 +170,7 @@ impl NcclComm {
     /// # Errors
     /// Same as for [`all_gather`](Self::all_gather).
     pub fn reduce_scatter(&self, sums: NcclSumMode, input: DeviceFlat) -> Result<PendingNcclCollective> {
-        assert!(input.len().is_multiple_of(self.size()), "{} elements cannot form {} equal chunks", input.len(), self.size());
+        assert!(input.len().is_multiple_of(self.size()), "{} elements in {} equal chunks", input.len(), self.size());
         let (count, dtype) = (input.len() / self.size(), input.dtype());
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
         let op = "a reduce-scatter";
