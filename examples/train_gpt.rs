@@ -276,7 +276,8 @@ fn next(loader: &mut Loader) -> candle_zero::Result<TokenBatch> {
 }
 
 fn main() -> ExitCode {
-    // Not `fn main() -> anyhow::Result<()>`, which prints a backtrace after the message if RUST_BACKTRACE is set.
+    // This is not `fn main() -> anyhow::Result<()>`, because that would print a backtrace after the message if
+    // RUST_BACKTRACE is set.
     let args = Args::parse();
     let result = match args.arch {
         Arch::Gpt2 => gpt_config(&args).and_then(|c| run::<GptLayers>(&args, &c, [c.vocab, c.n_embd], gpt_sizes(&c))),
@@ -285,7 +286,7 @@ fn main() -> ExitCode {
         }
     };
     match result {
-        // A job that the user stops on the dashboard has not failed; otherwise it would be restarted.
+        // A job that the user stops on the dashboard does not count as failed, because it would then be restarted.
         Ok(Ended::Stopped) if is_by_signal() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => {
@@ -437,8 +438,8 @@ fn run_engine<A: Architecture>(
     if let Some(path) = &args.export {
         on_either!(&mut *engine, engine => engine.export_safetensors(path))?;
     }
-    // Every rank generates, because at stage 3 a forward pass gathers parameters from all ranks. All ranks draw the same
-    // tokens.
+    // Every rank generates, because, at stage 3, a forward pass gathers parameters from all ranks. All ranks draw the
+    // same tokens.
     if let (Trainer::Whole(engine), 1..) = (&mut *engine, sample) {
         let begin = prompt.len();
         let tokens = generate(engine, prompt, sample, seed)?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-/// Errors of communication between ranks. Cloneable, because every later collective fails with the first error.
+/// Errors of communication between ranks. They can be cloned, because every later collective fails with the first one.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {

@@ -70,8 +70,8 @@ impl<T> Pending<T> {
     /// Waits for the result.
     ///
     /// # Errors
-    /// [`CommError`](crate::error::CommError) if a peer died, gave up, left, fell silent or diverged, or the time limit
-    /// was exceeded.
+    /// Fails with a [`CommError`](crate::error::CommError) if a peer died, gave up, left, fell silent or diverged, or
+    /// the time limit was exceeded.
     pub fn wait(self) -> Result<T> {
         match self.0 {
             PendingState::Ready(value) => Ok(value),

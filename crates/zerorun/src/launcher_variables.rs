@@ -42,7 +42,7 @@ pub(crate) fn of_process(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
-/// A host's index, as given by its launcher.
+/// A host's index and, if known, the number of hosts, as given by the launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NodeNumber {
     /// This host's index.
@@ -69,7 +69,7 @@ impl LauncherVariables<'_> {
         self.get(name).map(read).transpose()
     }
 
-    /// Returns this host's index if a launcher gives it.
+    /// Returns this host's index and, if known, the number of hosts, if a launcher gives the index.
     ///
     /// # Errors
     /// Fails if a value is not a number.

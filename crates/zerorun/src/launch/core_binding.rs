@@ -92,7 +92,7 @@ pub(super) fn bind(command: &mut Command, cores: &[usize]) {
     let mut set = CpuSet::new();
     cores.iter().for_each(|core| set.set(*core));
     let in_child = move || sched_setaffinity(None, &set).map_err(io::Error::from);
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes one system call; it
+    // SAFETY: between fork and exec, only async-signal-safe calls are allowed. The closure makes one system call; it
     // does not allocate, lock or panic.
     unsafe {
         command.pre_exec(in_child);

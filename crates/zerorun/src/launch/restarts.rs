@@ -38,7 +38,7 @@ struct FailedRun {
     after: Duration,
 }
 
-/// The next start.
+/// The next start of the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct NextStart {
     /// The number of the restart, 1 for the first.
@@ -149,7 +149,8 @@ fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
             // No rank is running to which such an event could apply.
             Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage) => {}
             Err(RecvTimeoutError::Timeout) => return None,
-            // This cannot happen (see `RankProcesses::supervise`); if it did, the pause would still be right.
+            // This cannot happen (see `RankProcesses::supervise`); if it did, sleeping until the end of the pause would
+            // be right.
             Err(RecvTimeoutError::Disconnected) => {
                 std::thread::sleep(left);
                 return None;

@@ -89,7 +89,8 @@ pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
     Ok(ScriptTarget::Single(SingleFileScript { typed: typed.to_path_buf(), path, parts }))
 }
 
-/// Returns whether a shell would look a name up in `PATH`. A Rust file is never looked up there.
+/// Returns whether a name is looked up in `PATH`, as a shell does for a name without a slash. A Rust file is never
+/// looked up there.
 fn is_bare(typed: &Path) -> bool {
     let bare = typed.components().count() == 1 && typed.file_name().is_some_and(|name| name == typed.as_os_str());
     bare && !is_rust(typed)

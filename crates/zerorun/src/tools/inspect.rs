@@ -16,8 +16,8 @@ use std::process::ExitCode;
 
 /// Show the checkpoints in a folder, and whether the selected one is complete.
 ///
-/// Exit code: 0 if it is complete, 1 if it is damaged or standard output could not be written, 2 if there is none or
-/// the command line is wrong.
+/// Exit code: 0 if the checkpoint is complete, 1 if it is damaged or standard output could not be written, 2 if there
+/// is no checkpoint or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "inspect", bin_name = "zerorun inspect")]
 struct InspectArguments {

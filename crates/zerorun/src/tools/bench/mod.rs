@@ -206,7 +206,7 @@ pub(super) fn size(text: &str) -> Result<u64, String> {
         return Err(wrong());
     }
     let bytes = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
-    // Files are limited to 2^63 bytes.
+    // Files are smaller than 2^63 bytes.
     bytes.filter(|bytes| *bytes < 1 << 63).ok_or_else(|| "no disk is this large".to_string())
 }
 

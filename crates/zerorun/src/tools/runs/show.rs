@@ -1,4 +1,4 @@
-//! `zerorun runs show`.
+//! `zerorun runs show`: describes a run.
 
 use super::listing::{partly_damaged, steps};
 use super::output::{FolderFlag, RunsOutput};

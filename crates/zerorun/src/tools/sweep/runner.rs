@@ -16,7 +16,7 @@ use std::process::{Child, ExitCode};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-/// The interval between checks of which trials have ended.
+/// The interval at which the runner checks which trials have ended.
 const TICK: Duration = Duration::from_millis(50);
 
 /// A job in progress.

@@ -47,7 +47,7 @@ fn estimated(definition: &SweepDefinition, template: &CommandTemplate) -> Option
 }
 
 /// Returns the parameters that `zerorun finetune` trains and holds, and a configuration. Instead of an adapter, which
-/// is small, the norms count as trained.
+/// is small, the one-dimensional parameters count as trained.
 fn of_finetune(template: &CommandTemplate) -> Option<(Shapes, Value)> {
     let places =
         TrialPlaces { folder: "trial".into(), ds_config: "ds_config.json".into(), record: None, is_branch: false };

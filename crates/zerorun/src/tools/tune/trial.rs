@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// The interval between checks of whether a run has ended.
+/// The interval at which the tool checks whether a run has ended.
 const TICK: Duration = Duration::from_millis(20);
 /// The time between a run's SIGTERM and its SIGKILL.
 const SIGKILL_DELAY: Duration = Duration::from_secs(5);

@@ -37,7 +37,7 @@ pub(super) struct MeasuredRow {
     pub(super) scaling: ScalingKind,
     pub(super) stage: u8,
     pub(super) ranks: usize,
-    /// The number of sequences per step, of all ranks.
+    /// The number of sequences per step, over all ranks.
     pub(super) batch: usize,
     /// The number of micro batches per rank and step.
     pub(super) accumulation: usize,
@@ -65,7 +65,7 @@ pub(super) struct ScalingSetting {
     pub(super) cores_per_rank: Option<usize>,
 }
 
-/// Returns the rows. The first point of each curve is the one that the others are compared with.
+/// Returns the rows. The other points of a curve are compared with its first point.
 pub(super) fn rows(points: &[(ScalingPoint, ScalingSpeed)], setting: &ScalingSetting) -> Vec<MeasuredRow> {
     let curves = points.chunk_by(|(a, _), (b, _)| a.kind == b.kind && a.job.stage == b.job.stage);
     let of_curve = |curve: &[(ScalingPoint, ScalingSpeed)]| {

@@ -157,7 +157,7 @@ impl BestSoFar {
         Self { goal, begun: BTreeMap::new(), steps: 0, best: None, improvements: Vec::new() }
     }
 
-    /// Adds an event of the journal.
+    /// Adds an event from the journal.
     pub(super) fn add(&mut self, event: &JournalEvent) {
         match event {
             JournalEvent::Start(job) => _ = self.begun.insert(job.trial, job.from),
