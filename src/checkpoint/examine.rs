@@ -36,8 +36,8 @@ pub struct CheckpointExamination {
 /// Splits `dir` into the folder of checkpoints and a tag; `dir` may itself be the folder of a tag.
 ///
 /// # Errors
-/// [`Error::Io`] if `dir` cannot be read; [`CheckpointError::Unusable`] if `dir` is the folder of one tag and `tag`
-/// names another.
+/// Fails with [`Error::Io`] if `dir` cannot be read, or with [`CheckpointError::Unusable`] if `dir` is the folder of
+/// one tag and `tag` names another.
 #[doc(hidden)]
 pub fn split_tag(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<String>)> {
     let dir = dir.canonicalize().map_err(|source| Error::Io { action: "read", path: dir.to_owned(), source })?;

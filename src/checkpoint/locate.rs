@@ -61,8 +61,8 @@ pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
 /// if no host has any. Collective.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] on all ranks, with the hosts and files, if no complete one exists. Also fails if a
-/// collective fails.
+/// Fails on all ranks, with a [`CheckpointError::Unusable`] that names the hosts and files, if no complete one exists.
+/// Also fails if a collective fails.
 pub(super) fn locate(
     comm: &dyn Communicator,
     dir: &Path,

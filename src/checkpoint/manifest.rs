@@ -19,8 +19,8 @@ pub(super) const FORMAT: &str = "candle-zero checkpoint";
 
 /// The format version that is written. Version 1 had no buffers, blocks, frozen parameters, predecessors, learning
 /// rates set by the user, or rounding seed; its readers reject unknown fields. Version 3 is written only
-/// for a pipeline of several ranks and for islands, version 4 only with factored states, and version 5 only with experts that
-/// are divided among ranks.
+/// for a pipeline of several ranks and for islands, version 4 only with factored states, and version 5 only with
+/// experts that are divided among ranks.
 pub(super) const VERSION: u32 = 2;
 pub(super) const PIPELINE_VERSION: u32 = 3;
 /// The version of a checkpoint with factored states.

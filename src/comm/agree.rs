@@ -38,7 +38,8 @@ pub fn rank_pointed_at(message: &str) -> Option<usize> {
 /// `elsewhere` creates the error, given the job-wide number of the first such rank.
 ///
 /// # Errors
-/// [`CollectiveFailure::InStep`] on all ranks if one failed; [`CollectiveFailure::OutOfStep`] if the collective failed.
+/// Fails with [`CollectiveFailure::InStep`] on all ranks if one has no value, or with [`CollectiveFailure::OutOfStep`]
+/// if the collective failed.
 pub(crate) fn agree<T>(
     comm: &dyn Communicator,
     own: Result<T>,

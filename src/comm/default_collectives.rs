@@ -148,7 +148,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
 /// Returns the messages of all `size` ranks if there are `size` of them and each is as long as that of this `rank`.
 ///
 /// # Errors
-/// [`CommError::Other`] if the communicator has lost a message, or another rank is in a different call.
+/// Fails with [`CommError::Other`] if the communicator has lost a message, or another rank is in a different call.
 pub(super) fn of_equal_length(all: Vec<Vec<u8>>, size: usize, rank: usize) -> Result<Vec<Vec<u8>>, CommError> {
     if all.len() != size {
         let found = all.len();

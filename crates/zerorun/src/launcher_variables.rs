@@ -11,8 +11,8 @@
 //! | PALS | `PALS_RANKID` | |
 //! | PMIx | `PMIX_RANK` | |
 //!
-//! The first row whose variable for this host's index is set takes effect. Inside a Slurm job, the values of `mpirun` are
-//! the right ones, so its rows precede Slurm's.
+//! The first row whose variable for this host's index is set takes effect. Inside a Slurm job, the values of `mpirun`
+//! are the right ones, so its rows precede Slurm's.
 
 use crate::error::{HostsError, RankEnvError, Result};
 use crate::launch::nodes::DEFAULT_PORT;

@@ -77,8 +77,8 @@ pub(super) fn pause_after(soon: usize) -> Duration {
     INITIAL_BACKOFF.saturating_mul(2u32.saturating_pow(doublings)).min(MAX_BACKOFF)
 }
 
-/// Runs the job, whose ranks communicate over `backend`, restarts it according to the policy, and returns the launcher's
-/// exit code. Must be called on the main thread.
+/// Runs the job, whose ranks communicate over `backend`, restarts it according to the policy, and returns the
+/// launcher's exit code. Must be called on the main thread.
 pub(crate) fn run(backend: CommBackend, mut job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
     let (_, events) = signals::listen()?;
     let mut failed = Vec::new();

@@ -74,8 +74,8 @@ struct DeployArguments {
     #[arg(long, value_name = "NAME", value_parser = name)]
     secret: Option<String>,
 
-    /// Maximum number of restarts after a failure; for Kubernetes, also the maximum number of restarts of all pods, used
-    /// when zerorun cannot continue without a lost pod
+    /// Maximum number of restarts after a failure; for Kubernetes, also the maximum number of restarts of all pods,
+    /// used when zerorun cannot continue without a lost pod
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
     max_restarts: u32,
 

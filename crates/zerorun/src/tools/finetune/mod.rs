@@ -1,7 +1,8 @@
 //! `zerorun finetune`: fine-tunes a model on data files.
 //!
-//! The initial process checks everything once and tokenizes the data. The ranks that it starts do the training (`rank`), on
-//! this host or on several. They are started from the same executable with the same arguments and `--as_rank=MODEL`.
+//! The initial process checks everything once and tokenizes the data. The ranks that it starts do the training
+//! (`rank`), on this host or on several. They are started from the same executable with the same arguments and
+//! `--as_rank=MODEL`.
 
 mod flags;
 mod foreign_flags;
@@ -226,8 +227,8 @@ fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize>
     names.iter().find_map(|name| variable(name)?.trim().parse().ok().filter(|processes| *processes > 1))
 }
 
-/// Checks everything that can be wrong before a rank is started, tokenizes the data, and, on the first host, reports the
-/// findings. `ranks` contains the total number of ranks and the maximum number of ranks on a host.
+/// Checks everything that can be wrong before a rank is started, tokenizes the data, and, on the first host, reports
+/// the findings. `ranks` contains the total number of ranks and the maximum number of ranks on a host.
 fn prepare(options: Options, ranks: (usize, usize), reports: bool) -> Result<()> {
     let mut progress = FileProgress::default();
     let prepared = PreparedRun::new(options, &mut |at| progress.report(at));

@@ -27,8 +27,8 @@ pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
 
 /// How training without errors ended.
 enum TrainingEnd {
-    /// The result is written, or the run has ended where it was meant to: at a planned step, or when the user stopped it
-    /// on the dashboard.
+    /// The result is written, or the run has ended where it was meant to: at a planned step, or when the user stopped
+    /// it on the dashboard.
     AsPlanned,
     /// A signal ended the training.
     Interrupted,
@@ -212,8 +212,8 @@ fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
     if run.resumed().is_some() { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }
 }
 
-/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message reports this and
-/// the log ends.
+/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message reports this
+/// and the log ends.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
         eprint(&format!("{error}: training continues, but no more metrics are written"));

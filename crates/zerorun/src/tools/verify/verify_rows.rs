@@ -118,8 +118,8 @@ impl VerifyRow {
     }
 }
 
-/// Returns the configuration of a row, whose files are written to `folder`. The number of samples per step is the same in
-/// all rows.
+/// Returns the configuration of a row, whose files are written to `folder`. The number of samples per step is the same
+/// in all rows.
 pub(super) fn config(row: VerifyRow, precision: VerifyDtype, ranks: usize, folder: &Path) -> Value {
     // Buckets and sub-groups are far smaller than the model, so that several of each are in use.
     let mut zero = json!({

@@ -45,8 +45,8 @@ impl ShownTrial {
         replayed.sweep.trials().iter().filter_map(shown).collect()
     }
 
-    /// Adds an event to trials that are known only from single lines of the journal. `steps` is the number of steps of a
-    /// complete trial.
+    /// Adds an event to trials that are known only from single lines of the journal. `steps` is the number of steps of
+    /// a complete trial.
     pub(super) fn add(trials: &mut BTreeMap<usize, Self>, event: &JournalEvent, steps: u64) {
         let number = match event {
             JournalEvent::Begin { .. } | JournalEvent::Take { .. } => return,
