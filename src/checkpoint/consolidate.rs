@@ -132,8 +132,8 @@ impl ConsolidatedDtype {
 ///
 /// # Errors
 /// Fails with [`CheckpointError::Unusable`] for a folder that is not empty, settings that do not match the checkpoint,
-/// a damaged checkpoint, or a value that the precision cannot represent; fails with [`Error::Io`] if files cannot be
-/// written. In all these cases, `out` is unchanged.
+/// a damaged checkpoint, or a value that the precision cannot represent; fails with [`Error::Io`] or [`Error::Output`]
+/// if files cannot be written. In all these cases, `out` is unchanged.
 pub fn consolidate(
     checkpoint: &Checkpoint,
     out: impl AsRef<Path>,

@@ -135,7 +135,7 @@ fn in_package(path: &Path) -> Option<PackageTarget> {
         let manifest: Option<toml::Table> = text.parse().ok();
         let package = manifest.as_ref().and_then(|manifest| manifest.get("package")?.as_table());
         if manifest.is_some() && package.is_none() {
-            continue; // A workspace without a root package.
+            continue; // This is a workspace without a root package.
         }
         let (kind, name) = named_target(manifest.as_ref(), dir, path).or_else(|| usual_target(package, dir, path))?;
         return Some(PackageTarget { manifest_dir: dir.to_path_buf(), kind, name });

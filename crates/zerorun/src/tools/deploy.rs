@@ -133,7 +133,7 @@ impl DeployArguments {
             launcher.extend(["--max_restarts".into(), self.max_restarts.to_string()]);
         }
         let words = [vec!["--".to_string()], self.command.clone()].concat();
-        // JobSet's name for its first pod.
+        // This is JobSet's name for its first pod.
         let first = ["--master_addr".to_string(), format!("{name}-host-0-0.{name}")];
         let command = [launcher.clone(), first.to_vec(), words.clone()].concat();
         let total = (u32::from(*nodes) * u32::from(*ranks)).to_string();

@@ -17,8 +17,8 @@ use std::process::ExitCode;
 
 /// Describe this machine for training: processor, memory, disk, GPU, MPI library, and the features of this build.
 ///
-/// Exit code: 0 if the report is printed, 1 if standard output could not be written, 2 if DIR is not a folder or the
-/// command line is wrong.
+/// Exit code: 0 if the report is printed, 1 if standard output could not be written, 2 if DIR is not a folder in which
+/// a file can be written, CANDLE_ZERO_SIMD is invalid, or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "report", bin_name = "zerorun report")]
 struct ReportArguments {

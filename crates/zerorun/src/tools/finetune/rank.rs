@@ -102,7 +102,7 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
     Ok(TrainingEnd::AsPlanned)
 }
 
-/// Returns whether a signal has asked this rank to end, and not the dashboard.
+/// Returns whether a signal, rather than the dashboard, has asked this rank to end.
 fn is_by_signal() -> bool {
     !matches!(asked_to_stop(), Ok(false))
 }
