@@ -178,7 +178,8 @@ impl CpuCommunicator {
         Ok(group)
     }
 
-    /// Returns groups in ascending order, if each rank is in exactly one of them; otherwise the problem.
+    /// Returns the groups in ascending order if each rank is in exactly one of them, and otherwise, as an error, the
+    /// problem.
     fn division(&self, groups: &[Vec<usize>]) -> Result<Vec<Vec<usize>>, String> {
         let mut seen = vec![false; self.size];
         for member in groups.iter().flatten() {

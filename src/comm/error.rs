@@ -155,7 +155,7 @@ pub enum CommError {
     Diverged {
         /// This rank.
         rank: usize,
-        /// The collective that it issued.
+        /// The collective that this rank issued.
         here: String,
         /// The other rank.
         peer: usize,

@@ -29,7 +29,7 @@ const NCCL_MODE: &str = "CANDLE_ZERO_NCCL";
 /// The variable that, if 1, keeps NCCL from accessing other threads' memory directly: CUDA's memory pools, which hold
 /// the tensors, are not accessible to other GPUs.
 const P2P_DIRECT_DISABLE: &str = "NCCL_P2P_DIRECT_DISABLE";
-/// How long an NCCL error is held back until it is known which rank failed.
+/// The maximum time for which an NCCL error is held back until it is known which rank failed.
 const FAILED_RANK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// This rank's GPU among those of all ranks.

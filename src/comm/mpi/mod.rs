@@ -108,7 +108,7 @@ impl MpiRank {
             }
         })?;
         let region = match env.shm_fd {
-            // The memory that zerorun has created for the ranks that it starts on this host.
+            // This is the memory that zerorun has created for the ranks that it starts on this host.
             Some(fd) => Arc::new(SharedMemoryRegion::inherit(fd, hosts.local_ranks().len())?),
             None => topology::share_region(&link, &hosts, env.rank)?,
         };
