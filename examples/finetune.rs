@@ -38,7 +38,7 @@ fn main() -> anyhow::Result<()> {
         ds_config: args.ds_config,
         ..Options::new(args.model, args.out)
     };
-    // Tokenizes the data once for all ranks, and checks all inputs.
+    // This tokenizes the data once for all ranks, and checks all inputs.
     let prepared = PreparedRun::new(options, &mut |_| ())?;
     let comm = comm::from_env(&RankEnv::from_env()?)?;
     let mut run = FineTune::start(prepared, comm)?;

@@ -175,7 +175,7 @@ struct OverRanks {
     rss_peak_bytes: Option<u64>,
 }
 
-/// The engine, of the complete model or of a pipeline that divides its layers among ranks.
+/// The engine of the complete model, or of a pipeline that divides the model's layers among ranks.
 enum Trainer<A: Architecture> {
     Whole(Box<Engine<LanguageModel<A>>>),
     Pipeline(Box<PipelineEngine<DecoderBatch>>),
@@ -276,7 +276,8 @@ fn next(loader: &mut Loader) -> candle_zero::Result<TokenBatch> {
 }
 
 fn main() -> ExitCode {
-    // Not `fn main() -> anyhow::Result<()>`, which prints a backtrace after the message if RUST_BACKTRACE is set.
+    // This is not `fn main() -> anyhow::Result<()>`, because that would print a backtrace after the message if
+    // RUST_BACKTRACE is set.
     let args = Args::parse();
     let result = match args.arch {
         Arch::Gpt2 => gpt_config(&args).and_then(|c| run::<GptLayers>(&args, &c, [c.vocab, c.n_embd], gpt_sizes(&c))),
@@ -285,7 +286,7 @@ fn main() -> ExitCode {
         }
     };
     match result {
-        // A job that the user stops on the dashboard has not failed; otherwise it would be restarted.
+        // A job that the user stops on the dashboard does not count as failed, because it would then be restarted.
         Ok(Ended::Stopped) if is_by_signal() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => {
@@ -307,7 +308,7 @@ enum Ended {
     Trained,
     /// The run has paused at the step in `CANDLE_ZERO_STOP_AT`, which is saved.
     Paused,
-    /// A signal asked the run to end. The last step is saved.
+    /// A signal, or the user on the dashboard, asked the run to end. The last step is saved.
     Stopped,
 }
 
@@ -404,7 +405,7 @@ fn run_engine<A: Architecture>(
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
     if let Some(dir) = &args.save {
-        // Checked here rather than after hours of training.
+        // The folder is checked here rather than after hours of training.
         on_either!(&mut *engine, engine => engine.check_save_dir(dir))?;
     }
     if let (true, Some(dir)) = (args.resume, &args.save)
@@ -426,7 +427,10 @@ fn run_engine<A: Architecture>(
                 _ if is_by_signal() => "by a signal",
                 _ => "on request",
             };
-            say(format!("stopped {why}: step {steps} is saved, and --resume continues from there"))?;
+            match steps {
+                0 => say(format!("stopped {why} before the first step was complete: nothing is lost"))?,
+                _ => say(format!("stopped {why}: step {steps} is saved, and --resume continues from there"))?,
+            }
         }
         return Ok(ended);
     }
@@ -437,8 +441,8 @@ fn run_engine<A: Architecture>(
     if let Some(path) = &args.export {
         on_either!(&mut *engine, engine => engine.export_safetensors(path))?;
     }
-    // Every rank generates, because at stage 3 a forward pass gathers parameters from all ranks. All ranks draw the same
-    // tokens.
+    // Every rank generates, because, at stage 3, a forward pass gathers parameters from all ranks. All ranks draw the
+    // same tokens.
     if let (Trainer::Whole(engine), 1..) = (&mut *engine, sample) {
         let begin = prompt.len();
         let tokens = generate(engine, prompt, sample, seed)?;
@@ -485,8 +489,8 @@ fn too_large<A: Architecture<Config: DecoderSizes>>(
     let gib = |bytes: f64| bytes / f64::from(1 << 30);
     (needs > left).then(|| {
         format!(
-            "the training state needs {:.1} GiB of memory and {:.1} GiB are available; use a smaller model, more \
-             sharding or offload (zerorun estimate)",
+            "the training state needs {:.1} GiB of memory, but only {:.1} GiB are available; use a smaller model, \
+             more sharding or offload (zerorun estimate)",
             gib(needs),
             gib(left)
         )

@@ -3,7 +3,8 @@
 //!     zerorun --num_ranks 2 examples/train_pipeline.rs --ds_config ds_configs/pipeline.json --steps 100
 //!
 //! The section `pipeline` of the configuration determines how the blocks are divided. Every rank reads the data of its
-//! pipeline: the first stage uses the inputs, and the last stage uses the targets. At the end, the model continues a text.
+//! pipeline: the first stage uses the inputs, and the last stage uses the targets. At the end, the model continues a
+//! text.
 
 use candle_zero::Engine;
 use candle_zero::checkpoint::LoadOptions;

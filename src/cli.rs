@@ -25,7 +25,7 @@ use std::path::PathBuf;
 /// ```
 #[cfg(feature = "cli")]
 #[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
-// Otherwise, clap shows this struct's documentation as that of the script that flattens it.
+// Without these settings, clap shows this struct's documentation as that of the script that flattens it.
 #[command(about = None, long_about = None)]
 pub struct DsArgs {
     /// DeepSpeed JSON configuration.
@@ -42,7 +42,8 @@ pub struct DsArgs {
 /// # Errors
 /// Fails if the argument is missing, has no file, or is given twice.
 pub fn ds_config_from_args() -> Result<PathBuf> {
-    // Set by the launcher. The program is in the launcher's cache, so its path differs from what the user typed.
+    // The launcher sets this variable. The program is in the launcher's cache, so its path differs from what the user
+    // typed.
     let script = std::env::var_os(crate::comm::rank_env::SCRIPT).filter(|script| !script.is_empty());
     find_ds_config(std::env::args_os(), script.map(|script| format!("zerorun {}", script.to_string_lossy())))
 }

@@ -1,8 +1,8 @@
 //! The buffers of a checkpoint: one safetensors file, written by rank 0, with a checksum of the complete file in the
 //! manifest.
 //!
-//! Every rank has the same buffers, unless the engine uses `BufferSync::None`; in that case, rank 0's values are saved. In a
-//! pipeline, each rank has those of its stages, and rank 0 saves the buffers of all ranks of its pipeline. Buffers
+//! Every rank has the same buffers, unless the engine uses `BufferSync::None`; in that case, rank 0's values are saved.
+//! In a pipeline, each rank has those of its stages, and rank 0 saves the buffers of all ranks of its pipeline. Buffers
 //! change in a forward pass, so a background save writes the values from the time at which it began.
 
 use super::folder::not_written;
@@ -114,8 +114,8 @@ fn buffers_in(bytes: &[u8], wrong: impl Fn(String) -> Error) -> Result<Vec<Saved
 /// `elsewhere` contains the names of the buffers that other ranks of a pipeline have.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] if a buffer has a different shape, or values that its type in the model cannot hold,
-/// or, with `strict`, if the model or the checkpoint lacks a buffer that the other has.
+/// Fails with [`CheckpointError::Unusable`] if a buffer has a different shape, or values that its type in the model
+/// cannot hold, or, with `strict`, if the model or the checkpoint lacks a buffer that the other has.
 pub(super) fn wanted(
     buffers: &[ModelBuffer],
     elsewhere: Option<&BTreeSet<String>>,

@@ -61,7 +61,7 @@ impl ConsolidateSettings {
     /// Checks that the settings fit `checkpoint`.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] if no valid `config.json` can be written with the given `n_head`.
+    /// Fails with [`CheckpointError::Unusable`] if no valid `config.json` can be written with the given `n_head`.
     pub fn check(&self, checkpoint: &Checkpoint) -> Result<()> {
         match (self.n_head, self.describe(checkpoint).config) {
             (Some(n_head), Err(why)) => {
@@ -131,9 +131,9 @@ impl ConsolidatedDtype {
 /// absent or empty. `tell` is called with the number of bytes written so far.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] for a folder that is not empty, settings that do not match the checkpoint, a damaged
-/// checkpoint, or a value that the precision cannot represent; [`Error::Io`] if files cannot be written. In all these
-/// cases, `out` is unchanged.
+/// Fails with [`CheckpointError::Unusable`] for a folder that is not empty, settings that do not match the checkpoint,
+/// a damaged checkpoint, or a value that the precision cannot represent; fails with [`Error::Io`] or [`Error::Output`]
+/// if files cannot be written. In all these cases, `out` is unchanged.
 pub fn consolidate(
     checkpoint: &Checkpoint,
     out: impl AsRef<Path>,

@@ -13,7 +13,8 @@ use std::path::{Path, PathBuf};
 pub struct CheckpointListing {
     /// The folder.
     pub dir: PathBuf,
-    /// The content of `latest`, if there is such a file.
+    /// The tag that `latest` names or, if there is no such file, that of the first checkpoint of a run that died before
+    /// it could write the file; `None` if there is neither.
     pub latest: Result<Option<String>>,
     /// Every tag with its manifest, sorted by steps; those that cannot be read are last.
     pub tags: Vec<(String, Result<Manifest>)>,
@@ -35,8 +36,8 @@ pub struct CheckpointExamination {
 /// Splits `dir` into the folder of checkpoints and a tag; `dir` may itself be the folder of a tag.
 ///
 /// # Errors
-/// [`Error::Io`] if `dir` cannot be read; [`CheckpointError::Unusable`] if `dir` is the folder of one tag and `tag`
-/// names another.
+/// Fails with [`Error::Io`] if `dir` cannot be read, or with [`CheckpointError::Unusable`] if `dir` is the folder of
+/// one tag and `tag` names another.
 #[doc(hidden)]
 pub fn split_tag(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<String>)> {
     let dir = dir.canonicalize().map_err(|source| Error::Io { action: "read", path: dir.to_owned(), source })?;
@@ -63,7 +64,7 @@ pub fn list_checkpoints(dir: &Path) -> CheckpointListing {
     CheckpointListing { dir: dir.to_owned(), latest: folder::latest(dir), tags, unfinished: folder::unfinished(dir) }
 }
 
-/// Returns the checkpoint that `latest` in the folder `dir` names, and its manifest; `None` if there is no `latest`.
+/// Returns the checkpoint in the folder `dir` that a run resumes from, and its manifest; `None` if there is none.
 #[doc(hidden)]
 pub fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
     let Some(tag) = folder::latest(dir)? else { return Ok(None) };

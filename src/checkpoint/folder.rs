@@ -123,7 +123,7 @@ fn clear(dir: &Path) -> IoResult<()> {
 /// Removes what dead jobs have left in `dir`, as the next save would. A run that has nothing left to save calls this.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] if something cannot be removed.
+/// Fails with [`CheckpointError::Unusable`] if something cannot be removed.
 pub(super) fn remove_leftovers(dir: &Path) -> Result<()> {
     clear(dir).map_err(|e| not_written(dir, &e))
 }
@@ -447,7 +447,8 @@ fn list_checkpoints(dir: &Path) -> String {
 /// Returns an error if `dir`, which has no `latest`, contains checkpoints: it is unknown which one is meant.
 pub(super) fn without_latest(dir: &Path) -> Result<()> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    // Checkpoints that have lost their manifest count too: a run that should resume must not silently start from scratch.
+    // Checkpoints that have lost their manifest count too: a run that should resume must not silently start from
+    // scratch.
     let mut folders = entries.filter(|e| !e.file_name().to_string_lossy().starts_with('.')).map(|e| e.path());
     if !folders.any(|path| is_tag(&path)) {
         return Ok(());

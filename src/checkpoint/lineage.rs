@@ -44,8 +44,8 @@ impl LockedFolders {
     /// Creates `dir` if it does not exist, and locks it for this process.
     ///
     /// # Errors
-    /// [`CheckpointError::Busy`] if another job saves there; [`CheckpointError::Unusable`] if it is a file, its
-    /// `latest` belongs to another program, or it cannot be written to.
+    /// Fails with [`CheckpointError::Busy`] if another job saves there, or with [`CheckpointError::Unusable`] if `dir`
+    /// is a file, its `latest` belongs to another program, or it cannot be written to.
     pub fn lock(&mut self, dir: &Path) -> Result<()> {
         if dir.exists() && !dir.is_dir() {
             let problem = "it is a file, but checkpoints are saved to a folder; give another path".into();

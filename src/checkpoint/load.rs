@@ -82,8 +82,8 @@ impl Checkpoint {
     /// checkpoint.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`], which names the file, if a file is missing, damaged or not readable, or if
-    /// `tag` is `None` and the folder has checkpoints but no `latest`.
+    /// Fails with a [`CheckpointError::Unusable`] that names the file if a file is missing, damaged or not readable, or
+    /// if `tag` is `None` and the folder has checkpoints but no `latest`.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
         let dir = dir.as_ref();
         let tag = match tag {
@@ -151,7 +151,7 @@ impl Checkpoint {
     /// Returns elements `range` of parameter `param` in state `state`, in f32. Both are indices in the manifest.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] if the bytes do not match their checksum.
+    /// Fails with [`CheckpointError::Unusable`] if the bytes do not match their checksum.
     ///
     /// # Panics
     /// Panics if the manifest has no such state, parameter or element.
@@ -169,7 +169,7 @@ impl Checkpoint {
     /// Reads every byte and compares it with its checksum. `tell` is called with the number of bytes read so far.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] with the first damaged file, and the position in it.
+    /// Fails with a [`CheckpointError::Unusable`] that names the first damaged file and the position in it.
     pub fn verify(&self, mut tell: impl FnMut(u64)) -> Result<()> {
         let mut done = 0;
         for file in self.files.values() {

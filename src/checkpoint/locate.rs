@@ -28,7 +28,7 @@ use twox_hash::XxHash3_64;
 
 /// A checkpoint all of whose files exist on some host.
 pub(super) struct LocatedCheckpoint {
-    /// The checkpoint's folder on this host, if it has one.
+    /// The checkpoint's folder on this host. It exists only if this host has a part of the checkpoint.
     pub path: PathBuf,
     pub manifest: Manifest,
     pub hosts: RanksByFolder,
@@ -61,8 +61,8 @@ pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
 /// if no host has any. Collective.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] on all ranks, with the hosts and files, if no complete one exists. Also fails if a
-/// collective fails.
+/// Fails on all ranks, with a [`CheckpointError::Unusable`] that names the hosts and files, if no complete one exists.
+/// Also fails if a collective fails.
 pub(super) fn locate(
     comm: &dyn Communicator,
     dir: &Path,

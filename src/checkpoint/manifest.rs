@@ -19,8 +19,8 @@ pub(super) const FORMAT: &str = "candle-zero checkpoint";
 
 /// The format version that is written. Version 1 had no buffers, blocks, frozen parameters, predecessors, learning
 /// rates set by the user, or rounding seed; its readers reject unknown fields. Version 3 is written only
-/// for a pipeline of several ranks and for islands, version 4 only with factored states, and version 5 only with experts that
-/// are divided among ranks.
+/// for a pipeline of several ranks and for islands, version 4 only with factored states, and version 5 only with
+/// experts that are divided among ranks.
 pub(super) const VERSION: u32 = 2;
 pub(super) const PIPELINE_VERSION: u32 = 3;
 /// The version of a checkpoint with factored states.
@@ -42,7 +42,7 @@ pub struct Manifest {
     /// The tag.
     pub tag: String,
     /// Whether the user chose the tag. Automatic tags are named `global_stepN`, and
-    /// [`SaveOptions::keep`](crate::checkpoint::SaveOptions::keep) removes them.
+    /// [`SaveOptions::keep`](crate::checkpoint::SaveOptions::keep) limits their number.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_named: bool,
     /// The checkpoint in the same folder that the run had saved or loaded before this one.
@@ -194,7 +194,7 @@ pub struct BufferFile {
 }
 
 impl FileEntry {
-    /// Returns advice for the case in which the file is missing.
+    /// Returns the message for the case in which the file is missing, with advice.
     pub(super) fn missing(&self) -> String {
         match &self.host {
             None => "the file is missing; load another tag".into(),
@@ -319,20 +319,27 @@ impl Manifest {
         let ranks = self.files.len();
         say(
             self.world_size > 0 && ranks == self.world_size,
-            format!("{} of {}", counted(ranks, "file"), counted(self.world_size, "rank")),
+            format!("it lists {} for {}", counted(ranks, "file"), counted(self.world_size, "rank")),
         )?;
         let along = self.pipeline_ranks;
         say(
             along > 0 && self.world_size.is_multiple_of(along),
-            format!("{} along a pipeline, of {}", counted(along, "rank"), counted(self.world_size, "rank")),
+            format!(
+                "it has {} along a pipeline but {} in total",
+                counted(along, "rank"),
+                counted(self.world_size, "rank")
+            ),
         )?;
         let stray = self.parameters.iter().find(|p| p.pipeline_rank >= along);
-        say(stray.is_none(), format!("position {} in a pipeline of {along}", stray.map_or(0, |p| p.pipeline_rank)))?;
+        say(
+            stray.is_none(),
+            format!("it has a parameter at position {} in a pipeline of {along}", stray.map_or(0, |p| p.pipeline_rank)),
+        )?;
         let pieces = self.world_size / along;
         let is_possible = |[position, size]: &[usize; 2]| position < size && pieces.is_multiple_of(*size);
         let stray = self.parameters.iter().find_map(|p| p.expert.filter(|expert| !is_possible(expert)));
         if let Some([position, size]) = stray {
-            return Err(format!("an expert at position {position} of {size} on {}", counted(pieces, "rank")));
+            return Err(format!("it has an expert at position {position} of {size} on {}", counted(pieces, "rank")));
         }
         // Counters must have room to increase, and must be exact in f64.
         let counters = [self.global_steps, self.skipped_steps, self.global_samples, self.optimizer_steps];

@@ -84,8 +84,8 @@ impl RankFileWriter {
         let header = RankFileHeader::new(layout, names, states, rank);
         let path = folder.join(&header.name);
         let file = File::create_new(&path)?;
-        // Detects a disk that is too small before anything is written. If the file system cannot reserve space, the
-        // lack of space is detected later.
+        // Reserving space detects a disk that is too small before anything is written. If the file system cannot
+        // reserve space, the lack of space is detected later.
         let reserved = fallocate(&file, FallocateFlags::empty(), 0, header.bytes as u64 + header.data);
         if let Err(error @ (Errno::NOSPC | Errno::DQUOT)) = reserved {
             return Err(error.into());

@@ -15,8 +15,8 @@
 //!
 //! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on the stage.
 //!
-//! In a pipeline, the files of the ranks at its first position come first, then those of the second, ... A file has only
-//! the parameters of its position, each divided among the files of that position.
+//! In a pipeline, the files of the ranks at its first position come first, then those of the second, ... A file has
+//! only the parameters of its position, each divided among the files of that position.
 //!
 //! With expert parallelism, the parameters of an expert are in the files of the ranks that hold the expert.
 

@@ -5,7 +5,7 @@ use super::shm::region::SharedMemoryRegion;
 use crate::error::{CommError, without_backtrace};
 use std::sync::{Arc, OnceLock};
 
-/// Notifies the other ranks, once, that this rank gives up. Shared by the training thread and the comm thread.
+/// Notifies the other ranks, once, that this rank gives up. It is shared by the training thread and the comm thread.
 pub(super) struct AbortSignal {
     region: Arc<SharedMemoryRegion>,
     rank: usize,

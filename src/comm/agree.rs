@@ -38,7 +38,8 @@ pub fn rank_pointed_at(message: &str) -> Option<usize> {
 /// `elsewhere` creates the error, given the job-wide number of the first such rank.
 ///
 /// # Errors
-/// [`CollectiveFailure::InStep`] on all ranks if one failed; [`CollectiveFailure::OutOfStep`] if the collective failed.
+/// Fails with [`CollectiveFailure::InStep`] on all ranks if one has no value, or with [`CollectiveFailure::OutOfStep`]
+/// if the collective failed.
 pub(crate) fn agree<T>(
     comm: &dyn Communicator,
     own: Result<T>,
@@ -54,7 +55,7 @@ pub(crate) fn agree<T>(
 /// Collective: returns the first rank whose `text` differs from that of rank 0. Texts are compared by hash.
 ///
 /// # Errors
-/// The collective failed.
+/// Fails if the collective fails.
 pub(crate) fn first_to_differ(comm: &dyn Communicator, text: &str) -> Result<Option<usize>> {
     let all = gather_u64(comm, &[fnv1a(text.as_bytes())])?;
     Ok(all.iter().position(|other| *other != all[0]))
@@ -63,7 +64,7 @@ pub(crate) fn first_to_differ(comm: &dyn Communicator, text: &str) -> Result<Opt
 /// Collective: returns the `text` of rank 0. Texts may differ in length.
 ///
 /// # Errors
-/// A collective failed.
+/// Fails if a collective fails.
 pub(crate) fn text_of_rank_0(comm: &dyn Communicator, text: &str) -> Result<String> {
     Ok(texts(comm, if comm.rank() == 0 { text } else { "" })?.swap_remove(0))
 }
@@ -71,7 +72,7 @@ pub(crate) fn text_of_rank_0(comm: &dyn Communicator, text: &str) -> Result<Stri
 /// Collective: returns the `text` of every rank, in rank order. Texts may differ in length.
 ///
 /// # Errors
-/// A collective failed.
+/// Fails if a collective fails.
 pub(crate) fn texts(comm: &dyn Communicator, text: &str) -> Result<Vec<String>> {
     let all = byte_strings(comm, text.as_bytes().to_vec())?;
     Ok(all.iter().map(|bytes| String::from_utf8_lossy(bytes).into()).collect())
@@ -80,7 +81,7 @@ pub(crate) fn texts(comm: &dyn Communicator, text: &str) -> Result<Vec<String>> 
 /// Collective: returns the `bytes` of every rank, in rank order. They may differ in length.
 ///
 /// # Errors
-/// A collective failed.
+/// Fails if a collective fails.
 pub(crate) fn byte_strings(comm: &dyn Communicator, mut bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
     let lengths = gather_u64(comm, &[bytes.len() as u64])?;
     let longest = lengths.iter().map(|length| length[0]).max().unwrap_or(0);
@@ -93,7 +94,7 @@ pub(crate) fn byte_strings(comm: &dyn Communicator, mut bytes: Vec<u8>) -> Resul
 /// Collective: returns the number of ranks on each host, in the order of the hosts.
 ///
 /// # Errors
-/// The collective failed.
+/// Fails if the collective fails.
 #[doc(hidden)]
 pub fn ranks_per_host(comm: &dyn Communicator) -> Result<Vec<usize>> {
     let firsts = gather_u64(comm, &[comm.ranks_here().start as u64])?;
@@ -103,7 +104,7 @@ pub fn ranks_per_host(comm: &dyn Communicator) -> Result<Vec<usize>> {
 /// Collective: returns the `bytes` of every rank, in rank order. All ranks pass the same number of bytes.
 ///
 /// # Errors
-/// The collective failed.
+/// Fails if the collective fails.
 pub(crate) fn gather(comm: &dyn Communicator, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
     Ok(of_equal_length(comm.gather_bytes(bytes).wait()?, comm.size(), comm.rank())?)
 }
@@ -111,7 +112,7 @@ pub(crate) fn gather(comm: &dyn Communicator, bytes: Vec<u8>) -> Result<Vec<Vec<
 /// Collective: returns the `numbers` of every rank, in rank order. All ranks pass lists of the same length.
 ///
 /// # Errors
-/// The collective failed.
+/// Fails if the collective fails.
 pub(crate) fn gather_u64(comm: &dyn Communicator, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
     let bytes = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
     let all = gather(comm, bytes)?;

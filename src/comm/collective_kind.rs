@@ -12,7 +12,7 @@ pub enum CollectiveKind {
     ReduceScatter = 2,
     /// The parts of all ranks, concatenated on every rank.
     AllGather = 3,
-    /// A few numbers from every rank: votes, norms, metrics. Counted in 8-byte elements.
+    /// A few numbers from every rank: votes, norms, metrics. An element is 8 bytes long.
     Control = 4,
     /// A wait until all ranks have arrived.
     Barrier = 5,

@@ -164,7 +164,7 @@ impl CollectiveLauncher {
     /// Starts the comm thread, called `name`, for collectives of `backend`.
     ///
     /// # Errors
-    /// The system cannot start a thread.
+    /// Fails if the system cannot start a thread.
     pub(super) fn start(
         name: String,
         backend: CollectiveBackend,
@@ -270,7 +270,8 @@ mod tests {
     use super::super::shm::region::SharedMemoryRegion;
     use super::*;
 
-    /// Returns how often the thread of this process with that name has gone to sleep. There must be only one.
+    /// Returns how often the thread of this process with that name has gone to sleep. There must be only one such
+    /// thread.
     fn sleeps(name: &str) -> u64 {
         let status = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("status")).ok();
         let all = std::fs::read_dir("/proc/self/task").unwrap().flatten().filter_map(status);

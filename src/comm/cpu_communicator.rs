@@ -47,7 +47,7 @@ impl CpuCommunicator {
     /// Joins the job of `region` as `rank`. A wait of more than `timeout` for a peer is an error.
     ///
     /// # Errors
-    /// The rank is already taken, or a thread cannot be started.
+    /// Fails if the rank is already taken, or a thread cannot be started.
     pub(crate) fn new(region: Arc<SharedMemoryRegion>, rank: usize, timeout: Duration) -> Result<Self> {
         Self::of_job(RankPresence::enter(region, rank, timeout, None)?)
     }
@@ -55,7 +55,7 @@ impl CpuCommunicator {
     /// Joins the job as `rank`, with the other ranks of this host in `region` and those of other hosts over `mpi`.
     ///
     /// # Errors
-    /// The errors of [`CpuCommunicator::new`].
+    /// Fails for the same reasons as [`CpuCommunicator::new`].
     pub(super) fn across_hosts(
         region: Arc<SharedMemoryRegion>,
         rank: usize,
@@ -178,7 +178,8 @@ impl CpuCommunicator {
         Ok(group)
     }
 
-    /// Returns groups in ascending order, if each rank is in exactly one of them; otherwise the problem.
+    /// Returns the groups in ascending order if each rank is in exactly one of them, and otherwise, as an error, the
+    /// problem.
     fn division(&self, groups: &[Vec<usize>]) -> Result<Vec<Vec<usize>>, String> {
         let mut seen = vec![false; self.size];
         for member in groups.iter().flatten() {

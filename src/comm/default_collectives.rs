@@ -54,8 +54,8 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
     /// Implements `Communicator::reduce_to_groups_as`. As in [`all_reduce`](Self::all_reduce), the receiver encodes.
     pub fn reduce_to_groups(self, wire: WireFormat, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
         let (world, rank) = (self.size, self.rank);
-        assert!(world.is_multiple_of(ranks), "{world} ranks in groups of {ranks}");
-        assert!(input.len().is_multiple_of(world), "{} elements in {world} equal chunks", input.len());
+        assert!(world.is_multiple_of(ranks), "{world} ranks cannot form groups of {ranks}");
+        assert!(input.len().is_multiple_of(world), "{} elements cannot form {world} equal chunks", input.len());
         let (owners, chunk) = (StridedRanks::across(rank, ranks, world), input.len() / world);
         let call = CollectiveFingerprint::new(0, CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
         let arriving = self.exchange(call, encoded(WireFormat::Exact, input.as_ref()));
@@ -70,7 +70,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
     /// Implements `Communicator::reduce_scatter_as`.
     pub fn reduce_scatter(self, wire: WireFormat, mut input: Flat, tag: u64) -> Pending<Flat> {
         let (world, own) = (self.size, self.rank);
-        assert!(input.len().is_multiple_of(world), "{} elements in {world} equal chunks", input.len());
+        assert!(input.len().is_multiple_of(world), "{} elements cannot form {world} equal chunks", input.len());
         let chunk = input.len() / world;
         let call = CollectiveFingerprint::new(0, CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
         // Each chunk has its own blocks.
@@ -148,7 +148,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
 /// Returns the messages of all `size` ranks if there are `size` of them and each is as long as that of this `rank`.
 ///
 /// # Errors
-/// [`CommError::Other`]: the communicator has lost a message, or another rank is in a different call.
+/// Fails with [`CommError::Other`] if the communicator has lost a message, or another rank is in a different call.
 pub(super) fn of_equal_length(all: Vec<Vec<u8>>, size: usize, rank: usize) -> Result<Vec<Vec<u8>>, CommError> {
     if all.len() != size {
         let found = all.len();

@@ -23,7 +23,7 @@ thread_local! {
     static CURRENT_CALL: Cell<usize> = const { Cell::new(0) };
 }
 
-/// A guard that keeps the current call set until it is dropped. It belongs to its thread.
+/// A guard that keeps the current call set until it is dropped, on the thread that created it.
 pub(crate) struct EngineCallGuard {
     before: usize,
     on_this_thread: PhantomData<*const ()>,

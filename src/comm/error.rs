@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-/// Errors of communication between ranks. Cloneable, because every later collective fails with the first error.
+/// Errors of communication between ranks. They can be cloned, because every later collective fails with the first one.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
@@ -117,7 +117,7 @@ pub enum CommError {
     },
     /// A peer's process shows no sign of life.
     #[error(
-        "rank {peer} has not responded for {seconds} s while rank {rank} waited in {op}; it was stopped or its \
+        "rank {peer} has not responded for {seconds} s while rank {rank} waited in {op}; it was stopped, or its \
          machine is overloaded"
     )]
     HeartbeatLost {
@@ -155,7 +155,7 @@ pub enum CommError {
     Diverged {
         /// This rank.
         rank: usize,
-        /// The collective that it issued.
+        /// The collective that this rank issued.
         here: String,
         /// The other rank.
         peer: usize,

@@ -29,7 +29,7 @@ const NCCL_MODE: &str = "CANDLE_ZERO_NCCL";
 /// The variable that, if 1, keeps NCCL from accessing other threads' memory directly: CUDA's memory pools, which hold
 /// the tensors, are not accessible to other GPUs.
 const P2P_DIRECT_DISABLE: &str = "NCCL_P2P_DIRECT_DISABLE";
-/// How long an NCCL error is held back until it is known which rank failed.
+/// The maximum time for which an NCCL error is held back until it is known which rank failed.
 const FAILED_RANK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// This rank's GPU among those of all ranks.
@@ -94,7 +94,7 @@ impl GpuCollectives {
     /// cannot be used. A rank whose share is not on a GPU has no `device`.
     ///
     /// # Errors
-    /// A variable has an invalid value, NCCL failed, or a rank has failed.
+    /// Fails if a variable has an invalid value, NCCL fails, or a rank has failed.
     pub fn join(
         comm: &Arc<dyn Communicator>,
         device: Option<&CudaDevice>,
@@ -172,7 +172,7 @@ impl GpuCollectives {
     /// unchanged or as integers; a format that applies only between hosts is handled by the communicator instead.
     ///
     /// # Errors
-    /// NCCL failed, or a rank has failed.
+    /// Fails if NCCL fails or a rank has failed.
     pub fn launch(
         &self,
         kind: CollectiveKind,
@@ -183,7 +183,7 @@ impl GpuCollectives {
         let (sums, codes) = match wire {
             WireFormat::Exact => (self.sums, None),
             WireFormat::Blocks(ints) => (NcclSumMode::Coded(ints), Some(ints)),
-            WireFormat::BetweenHosts(_) => unreachable!("{wire:?} is the communicator's"),
+            WireFormat::BetweenHosts(_) => unreachable!("the communicator handles {wire:?}"),
         };
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed) + 1;
         let mine = CollectiveFingerprint::new(sequence, kind, wire, buffer.dtype(), buffer.len(), tag);
@@ -226,7 +226,7 @@ impl PendingGpuCollective {
     /// Waits for the result.
     ///
     /// # Errors
-    /// Ranks have launched different collectives, a rank has failed (the error names it), or NCCL failed.
+    /// Fails if ranks have launched different collectives, a rank has failed (the error names it), or NCCL fails.
     pub fn wait(self) -> Result<DeviceFlat> {
         let Self { nccl, comm, mine, all, launched, shown: (kind, bytes, carried) } = self;
         let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&carried);

@@ -23,8 +23,9 @@ use std::time::Duration;
 /// engines share its collectives, their counters, and the first error, which ends the job for all of them.
 ///
 /// # Errors
-/// The memory is not this job's; another process has the same rank; under an MPI launcher, no MPI library is found or
-/// MPI fails; with torchrun's variables, ranks do not connect within [`RankEnv::timeout`] or disagree about the job.
+/// Fails if the memory is not this job's, or another process has the same rank. Under an MPI launcher, also fails if no
+/// MPI library is found or MPI fails; with torchrun's variables, also fails if ranks do not connect within
+/// [`RankEnv::timeout`] or disagree about the job.
 pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
         _ if env.world_size > 1 && env.mpi => Ok(Arc::new(JobCommunicator::new(joined_by_mpi(env)?))),

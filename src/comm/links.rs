@@ -86,7 +86,7 @@ impl PointToPointLinks {
             _ = link.jobs.send(Box::new(move |_| drop(done)));
         }
         drop(done);
-        // Ends when all jobs above have run or been dropped.
+        // This wait ends when all jobs above have run or been dropped.
         _ = waiting.recv();
     }
 

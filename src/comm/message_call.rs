@@ -31,7 +31,7 @@ impl MessageCall {
     /// Checks that `words`, sent by `peer`, describe the message that `rank` expects.
     ///
     /// # Errors
-    /// [`CommError::Diverged`].
+    /// Fails with [`CommError::Diverged`] if the words describe a different message.
     pub(super) fn check(&self, rank: usize, peer: usize, words: [u64; Self::WORDS]) -> Result<(), CommError> {
         let [theirs @ .., call] = words;
         let theirs = CollectiveFingerprint::from_words(theirs);

@@ -238,7 +238,8 @@ pub trait Communicator: Send + Sync {
         by_default(self).reduce_to_groups(wire, ranks, input, tag)
     }
 
-    /// Gathers the values of all ranks on every rank, in rank order. Intended for a few numbers: votes, norms, metrics.
+    /// Gathers the values of all ranks on every rank, in rank order. This is meant for a few numbers: votes, norms,
+    /// metrics.
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
         by_default(self).gather_f64(&values)
     }
@@ -277,6 +278,10 @@ pub trait Communicator: Send + Sync {
     ///
     /// # Errors
     /// If the ranks' counts do not match, the ranks have diverged, which is an error.
+    ///
+    /// # Panics
+    /// Panics if `sent` or `received` does not have one number for each rank, if the numbers in `sent` do not add up to
+    /// the length of `input`, or if this rank's own parts in `sent` and `received` differ.
     fn all_to_all(&self, input: Flat, sent: &[usize], received: &[usize], tag: u64) -> Pending<Flat> {
         all_to_all(self, input, sent, received, tag)
     }
@@ -293,8 +298,8 @@ pub trait Communicator: Send + Sync {
     /// groups returns the same communicator.
     ///
     /// # Errors
-    /// The groups are not a partition of the ranks, other ranks pass different groups, or the job was divided into
-    /// groups in too many ways. The default implementation returns an error, because groups cannot be built on
+    /// Fails if the groups are not a partition of the ranks, other ranks pass different groups, or the job was divided
+    /// into groups in too many ways. The default implementation returns an error, because groups cannot be built on
     /// collectives of all ranks.
     fn group(&self, groups: &[Vec<usize>]) -> Result<Arc<dyn Communicator>> {
         _ = groups;

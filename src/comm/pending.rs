@@ -39,7 +39,7 @@ impl<T> Pending<T> {
         Self(PendingState::Launched { wait: Box::new(wait), is_available: None })
     }
 
-    /// Returns a result for which `wait` waits, but not for long once `is_available` is true.
+    /// Returns a result for which `wait` waits. Once `is_available` is true, `wait` returns soon.
     pub(super) fn observed(is_available: Arc<AtomicBool>, wait: impl FnOnce() -> Result<T> + Send + 'static) -> Self {
         Self(PendingState::Launched { wait: Box::new(wait), is_available: Some(is_available) })
     }
@@ -70,8 +70,8 @@ impl<T> Pending<T> {
     /// Waits for the result.
     ///
     /// # Errors
-    /// [`CommError`](crate::error::CommError): a peer died, gave up, left, fell silent or diverged, or the time limit
-    /// was exceeded.
+    /// Fails with a [`CommError`](crate::error::CommError) if a peer died, gave up, left, fell silent or diverged, or
+    /// the time limit was exceeded.
     pub fn wait(self) -> Result<T> {
         match self.0 {
             PendingState::Ready(value) => Ok(value),

@@ -213,8 +213,8 @@ fn a_manifest_that_lies_is_refused() {
     for scale in [0.0, -1.0] {
         lie(&["its loss scale"], &|m| m["scaler"] = scaler(scale));
     }
-    lie(&["files of 3 ranks"], &|m| m["world_size"] = json!(3));
-    lie(&["files of 0 ranks"], &|m| m["world_size"] = json!(0));
+    lie(&["files for 3 ranks"], &|m| m["world_size"] = json!(3));
+    lie(&["files for 0 ranks"], &|m| m["world_size"] = json!(0));
     lie(&["states"], &|m| m["states"] = json!([]));
     lie(&["unknown field"], &|m| m["more"] = json!(1));
     lie(&["format"], &|m| m["format"] = json!("another"));

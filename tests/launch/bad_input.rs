@@ -70,8 +70,8 @@ fn comparable(errors: &str) -> String {
         Some((text, time)) if line.starts_with("zerorun: rank ") && time.ends_with(" s") => {
             format!("{text} after T s\n")
         }
-        _ => match line.split_once(" of memory and ").zip(line.split_once(" GiB are available")) {
-            Some(((needed, _), (_, advice))) => format!("{needed} of memory and M GiB are available{advice}\n"),
+        _ => match line.split_once(" of memory, but only ").zip(line.split_once(" GiB are available")) {
+            Some(((needed, _), (_, advice))) => format!("{needed} of memory, but only M GiB are available{advice}\n"),
             None => format!("{line}\n"),
         },
     };
@@ -444,7 +444,7 @@ fn programs_that_cannot_be_started() {
         format!("{}{}", comparable(&stderr(&output)), output.status)
     };
     insta::assert_snapshot!(mistake(&["--num_ranks", "2", "ok.json", "--ds_config", "ok.json"]), @r#"
-    zerorun: cannot start ok.json: its name does not end in .rs and it is not executable; give a Rust file (.rs) or an executable
+    zerorun: cannot start ok.json: its name does not end in .rs, and it is not executable; give a Rust file (.rs) or an executable
     exit status: 2
     "#);
     insta::assert_snapshot!(mistake(&["--ds_config", "ok.json", "train_gpt.rs"]), @r#"

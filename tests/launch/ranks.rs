@@ -239,7 +239,7 @@ fn wrong_things_to_start_are_refused_with_exit_code_2() {
     insta::assert_snapshot!(refusal(&["missing.rs"]), @"zerorun: cannot start missing.rs: there is no such file; give a Rust file (.rs) or an executable");
     insta::assert_snapshot!(refusal(&["chek", "x.json"]), @"zerorun: cannot start chek: there is no such file here and no program with that name on the PATH; did you mean the command `zerorun check`?");
     insta::assert_snapshot!(refusal(&["train"]), @"zerorun: cannot start train: there is no such file here and no program with that name on the PATH; did you mean train.rs?");
-    insta::assert_snapshot!(refusal(&["data.json"]), @"zerorun: cannot start data.json: its name does not end in .rs and it is not executable; give a Rust file (.rs) or an executable");
+    insta::assert_snapshot!(refusal(&["data.json"]), @"zerorun: cannot start data.json: its name does not end in .rs, and it is not executable; give a Rust file (.rs) or an executable");
     insta::assert_snapshot!(refusal(&["."]), @"zerorun: cannot start .: it is a folder; give a Rust file (.rs) or an executable");
     insta::assert_snapshot!(refusal(&["open.rs"]), @"zerorun: open.rs:1: the frontmatter that begins here is not closed; close it with a line `---`");
     insta::assert_snapshot!(refusal(&["--num_ranks", "none", "train.rs"]), @r#"

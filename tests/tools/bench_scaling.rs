@@ -124,7 +124,7 @@ fn mistakes_are_named_before_anything_is_measured() {
     insta::assert_snapshot!(refused(&["--model", "huge"]), @r#"zerorun: there is no model preset "huge"; the presets are nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-nano, llama-mini, tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b"#);
     insta::assert_snapshot!(refused(&["--seq_len", "17"]), @"zerorun: cannot measure: --seq_len is 17; it must be 1 to 16, the context of the model (see --ctx)");
     insta::assert_snapshot!(refused(&["--n_kv_head", "2"]), @"zerorun: model configuration: n_kv_head is 2, but must be absent: a GPT-2 has none");
-    insta::assert_snapshot!(refused(&["--ranks", "7,11,13,1021"]), @"zerorun: cannot measure: strong scaling needs a batch that is a multiple of all numbers of ranks; that of [7, 11, 13, 1021] would have more than 1024 micro batches per rank, so give other numbers, or only --scaling weak");
+    insta::assert_snapshot!(refused(&["--ranks", "7,11,13,1021"]), @"zerorun: cannot measure: strong scaling needs a batch that is a multiple of all numbers of ranks; the smallest one for [7, 11, 13, 1021] would have more than 1024 micro batches per rank; give other numbers, or only --scaling weak");
     insta::assert_snapshot!(refused(&["--svg", "notes.svg"]), @"zerorun: cannot write notes.svg: a file with that name exists, but is not a picture of `zerorun bench scaling`, so it is not replaced; give another name, or remove it");
     insta::assert_snapshot!(refused(&["--svg", "no/such/folder.svg"]), @"zerorun: cannot write to no/such/folder.svg: there is no folder no/such; give another path");
     assert_eq!(std::fs::read_to_string(folder.path().join("notes.svg")).unwrap(), "<svg/>");

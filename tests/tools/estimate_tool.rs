@@ -43,7 +43,7 @@ fn a_model_is_estimated_in_words_and_as_json() {
     ] {
         assert!(text.contains(line), "{line}: {text}");
     }
-    assert!(text.contains("on this machine 2 ranks need at most "), "{text}");
+    assert!(text.contains("on this machine, 2 ranks need at most "), "{text}");
 
     let output = estimate(&[&args[..], &["--json", "--deepspeed", "--gpu"]].concat());
     let all: Value = serde_json::from_str(&stdout(&output)).unwrap();
@@ -276,7 +276,7 @@ fn a_pipeline_is_estimated_rank_by_rank() {
     - data on its way to the model, and a checkpoint while it is written
     - the program itself: its code, its threads, and memory that the allocator keeps
     assumed:
-    - for the waiting time: stages take times in proportion to their parameters without embeddings, and forward passes, gradients of inputs and gradients of weights all take the same time
+    - for the waiting time: a stage takes a time in proportion to its parameters without embeddings, and forward passes, gradients of inputs and gradients of weights all take the same time
     ");
     let output = estimate(&[&args[..], &["-n", "4", "--frozen", "*.mlp.*", "--json"]].concat());
     let all: Value = serde_json::from_str(&stdout(&output)).unwrap();

@@ -291,7 +291,7 @@ fn trials_that_fail_are_recorded_and_too_many_end_the_sweep() {
     let output = folder.run(&["fails.toml", "--steps", "2", "--max_failures", "2", "--out", "ended"]);
     assert_eq!(output.status.code(), Some(1));
     let said = stderr(&output);
-    insta::assert_snapshot!(said.lines().last().unwrap(), @"zerorun: 3 trials have failed, and max_failures is 2; the last one failed with: error: the data of step 1 are missing; correct the command and begin again with another --out, or continue with a larger --max_failures");
+    insta::assert_snapshot!(said.lines().last().unwrap(), @"zerorun: the number of failed trials is 3, and max_failures is 2; the last one failed with: error: the data of step 1 are missing; correct the command and begin again with another --out, or continue with a larger --max_failures");
     assert_eq!(folder.shown("ended")["failures"], 3);
     // With a larger limit, the sweep continues.
     folder.finished(&["resume", "ended", "--max_failures", "9"]);

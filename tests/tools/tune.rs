@@ -219,7 +219,7 @@ fn early_stopping_counts_runs_since_the_first_that_went_well() {
     let args = ["--stages", "1,2,0", "--micro_batches", "1,4"];
     let output = folder.tune_script(&args);
     assert!(output.status.success(), "{}", stderr(&output));
-    assert!(stderr(&output).contains("2 experiments without a gain"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("experiments without a gain: 2"), "{}", stderr(&output));
     // After that, the other keys of the best experiment are not searched.
     assert_eq!(folder.runs(), 5, "{}", stdout(&output));
 }

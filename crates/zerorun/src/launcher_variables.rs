@@ -11,8 +11,8 @@
 //! | PALS | `PALS_RANKID` | |
 //! | PMIx | `PMIX_RANK` | |
 //!
-//! The first row whose variable for this host's index is set takes effect. Inside a Slurm job, the values of `mpirun` are
-//! the right ones, so its rows precede Slurm's.
+//! The first row whose variable for this host's index is set takes effect. Inside a Slurm job, the values of `mpirun`
+//! are the right ones, so its rows precede Slurm's.
 
 use crate::error::{HostsError, RankEnvError, Result};
 use crate::launch::nodes::DEFAULT_PORT;
@@ -42,7 +42,7 @@ pub(crate) fn of_process(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
-/// A host's index, as given by its launcher.
+/// A host's index and, if known, the number of hosts, as given by the launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NodeNumber {
     /// This host's index.
@@ -69,7 +69,7 @@ impl LauncherVariables<'_> {
         self.get(name).map(read).transpose()
     }
 
-    /// Returns this host's index if a launcher gives it.
+    /// Returns this host's index and, if known, the number of hosts, if a launcher gives the index.
     ///
     /// # Errors
     /// Fails if a value is not a number.
@@ -131,7 +131,8 @@ impl LauncherVariables<'_> {
         super::ranks_per_host::ranks(text.trim()).map(Some).map_err(refused)
     }
 
-    /// Returns this host's index and the number of hosts, `--nnodes`. If that is `auto`, the launcher gives the number.
+    /// Returns this host's index and the number of hosts. `given` is `--node_rank`. `nodes` is `--nnodes`, or `None`
+    /// for `auto`; the other launcher's variables then give the number.
     ///
     /// # Errors
     /// Fails if one of them is unknown or invalid, or if the launcher has started a different number of processes.

@@ -1,6 +1,6 @@
 //! The `zerorun` command: starts a training script as N ranks on one or several hosts, or runs a tool.
 //!
-//! If the first word of the command line names a tool, `tools` runs it. Otherwise `args` parses the command line (with
+//! If the first word of the command line names a tool, `tools` runs it. Otherwise, `args` parses the command line (with
 //! `host_flags`, which `zerorun finetune` uses too), `launcher_variables` adds the variables of another launcher, and
 //! `launch` starts the script. `dashboard` serves the page in the browser, for a job or as a tool.
 

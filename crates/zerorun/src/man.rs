@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 /// Print the manual page of a command, or of zerorun itself, in roff.
 ///
-/// Exit code: 0 if it is printed, 2 if standard output could not be written or the command line is wrong.
+/// Exit code: 0 if the page is printed, 2 if standard output could not be written or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "man", bin_name = "zerorun man", after_help = EXAMPLES)]
 struct ManArguments {

@@ -41,7 +41,7 @@ fn gpus() -> usize {
     }
 }
 
-/// Counts the devices in a list. Devices after a negative number do not count.
+/// Counts the devices in a list, up to the first empty entry or negative number.
 fn visible(devices: &str) -> usize {
     devices.split(',').map(str::trim).take_while(|device| !device.is_empty() && !device.starts_with('-')).count()
 }

@@ -1,8 +1,8 @@
 //! Reads checkpoints that DeepSpeed wrote at ZeRO stages 1, 2 and 3.
 //!
-//! These checkpoints are Python pickles in zip archives, one per rank. A pickle is a program; this module reads it as
-//! data, never runs it, and needs no Python. Only the requested parts are read from the archives, by their position, so
-//! that a checkpoint can be larger than memory.
+//! These checkpoints are Python pickles in zip archives: an optimizer file for each rank, and a model file. A pickle is
+//! a program; this module reads it as data, never runs it, and needs no Python. Only the requested parts are read from
+//! the archives, by their position, so that a checkpoint can be larger than memory.
 //!
 //! ```no_run
 //! use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};

@@ -71,7 +71,7 @@ impl Pickle {
     }
 
     pub fn node(&self, id: PickleNodeId) -> &PickleNode {
-        // Indices are created only by `PickleMachine::node`.
+        // Indices are created only by `PickleMachine::push`.
         &self.nodes[id]
     }
 }
@@ -276,7 +276,7 @@ impl PickleMachine<'_> {
         let target = self.top()?;
         match &mut self.nodes[target] {
             PickleNode::List(list) => list.extend_from_slice(items),
-            // A list subclass: its items are not needed here.
+            // This is an object of a list subclass, whose items are not needed here.
             PickleNode::Object { .. } => {}
             _ => return Err("items are appended to a value that is not a list".into()),
         }

@@ -426,7 +426,7 @@ fn a_buffer_that_cannot_be_read_is_told_by_name_and_the_others_are_imported() {
 
 #[test]
 fn a_damaged_buffer_is_an_error_that_names_the_file() {
-    // Elements that the storage does not contain.
+    // The storage does not contain all elements.
     let (_folder, checkpoint) = small(3).open_saved_with(|model, file| {
         let short = file.tensor_of("FloatStorage", vec![0; 4], &[2]);
         model.push((text("module"), dict([("mean", short)])));
@@ -446,7 +446,7 @@ fn a_damaged_buffer_is_an_error_that_names_the_file() {
     });
     let problem = checkpoint.unwrap_err().to_string();
     assert!(problem.contains("have 20200 bytes, but all stored data has 200"), "{problem}");
-    // Bytes that do not match their checksum.
+    // A byte is changed, so the data does not match its checksum.
     let (folder, checkpoint) = with_buffers(2, &[]);
     drop(checkpoint);
     let path = folder.path().join("mp_rank_00_model_states.pt");

@@ -193,7 +193,7 @@ fn read_entry(zip: &mut ZipArchive<BufReader<File>>, name: &str, limit: u64) -> 
         return Err(format!("{name} has {} bytes; at most {limit} are read", entry.size()));
     }
     let mut bytes = vec![];
-    // Requests one byte more than the limit, so that the end, where the checksum is compared, is always reached.
+    // One byte more than the limit is requested, so that the end, where the checksum is compared, is always reached.
     entry.take(limit + 1).read_to_end(&mut bytes).map_err(|e| format!("{name}: {e}"))?;
     Ok(bytes)
 }

@@ -33,7 +33,7 @@ pub(super) struct ObjectBucket {
 /// Checks that `url` is a valid address and that its settings are right, as [`ObjectBucket::open`] does.
 ///
 /// # Errors
-/// [`CheckpointError::Store`] with the problem.
+/// Fails with a [`CheckpointError::Store`] that describes the problem.
 pub(crate) fn check(url: &str) -> Result<()> {
     ObjectBucket::open(url).map(drop)
 }
@@ -84,7 +84,8 @@ impl ObjectBucket {
     /// created.
     ///
     /// # Errors
-    /// [`CheckpointError::Store`] for an invalid address, wrong settings, or a folder that cannot be created.
+    /// Fails with [`CheckpointError::Store`] for an invalid address, wrong settings, or a folder that cannot be
+    /// created.
     pub fn open(url: &str) -> Result<Self> {
         let form = || {
             wrong(url, "it is not the address of an object store; give s3://BUCKET/PREFIX, or file:///FOLDER".into())

@@ -1,4 +1,5 @@
-//! Uploads checkpoints to a store in memory and downloads them; some transfers are interrupted, some objects damaged.
+//! Uploads checkpoints to a store in memory and downloads them; some transfers are interrupted, and some objects are
+//! damaged.
 
 use super::bucket::{ObjectBucket, objects, run};
 use super::download::{bring, choose};

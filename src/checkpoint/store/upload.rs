@@ -147,7 +147,7 @@ impl UploadWorker {
         if self.sending.is_latest {
             self.bucket.put(&[LATEST], tag.as_bytes().to_vec()).await?;
         }
-        // Remove the leftovers of an earlier checkpoint of this name.
+        // The leftovers of an earlier checkpoint of this name are removed.
         let is_of_it = |object: &String| object == MANIFEST || objects(manifest).any(|(own, _)| own == *object);
         for object in there.keys().filter(|object| !is_of_it(object)) {
             self.bucket.remove(&[tag, object]).await;

@@ -79,9 +79,9 @@ pub(super) fn gather(inter_host: &mut InterHostExchange, whole: &mut [u8], exact
 }
 
 /// Fills `whole` with the parts of the ranks that have the same position as this one in groups of `ranks` consecutive
-/// ranks. This rank's part is already in its place. Each host has the same number of ranks, and complete groups. Each
-/// part goes to every other host once: to the rank with the same local number, which shares it with the ranks at its
-/// position in the other groups of that host.
+/// ranks. This rank's part is already in its place. Each host must have the same number of ranks, and complete groups.
+/// Each part goes to every other host once: to the rank with the same local number, which shares it with the ranks at
+/// its position in the other groups of that host.
 pub(super) fn gather_across(inter_host: &mut InterHostExchange, whole: &mut [u8], ranks: usize) -> Result<()> {
     let (hosts, here) = (inter_host.hosts.clone(), inter_host.hosts.local_ranks());
     let (groups, part) = (here.len() / ranks, whole.len() / (inter_host.size() / ranks));

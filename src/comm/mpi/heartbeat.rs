@@ -97,7 +97,7 @@ impl HostHeartbeat {
     pub(super) fn stop(self, link: &Arc<MpiLink>) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.thread().unpark();
-        // The thread's panic has already been printed.
+        // If the thread panicked, the panic has already been printed.
         let Ok(others) = self.thread.join() else { return };
         let end = Instant::now() + FINAL_BEATS_TIMEOUT;
         let sent: Vec<_> =
@@ -125,7 +125,7 @@ impl WatchedHost {
         Ok(self.silent)
     }
 
-    /// Receives a beat, if one has arrived.
+    /// Receives a beat if one has arrived, and returns whether one has.
     fn receive_beat(&mut self, link: &Arc<MpiLink>) -> Result<bool, CommError> {
         let Some(coming) = &mut self.coming else { return Ok(false) };
         if !coming.is_done()? {

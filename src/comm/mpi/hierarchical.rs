@@ -41,7 +41,7 @@ pub(super) fn sum_of(
     if let WireFormat::BetweenHosts(_) = wire {
         return (wire.inside(), algorithm(hosts, wire, dtype.size_in_bytes(), chunk));
     }
-    // The wire format that a world of this size has on one machine.
+    // This is the wire format that a world of this size has on one machine.
     let (wire, _) = piece_of(hosts.world_size(), wire, dtype);
     (wire, algorithm(hosts, wire, dtype.size_in_bytes(), chunk))
 }
@@ -67,7 +67,7 @@ impl HierarchicalCollectives {
         self.0.bytes()
     }
 
-    /// Runs one of the collectives below, until everything that this rank sends in it has been sent.
+    /// Runs one of the collectives below, and waits until everything that this rank sends in it has been sent.
     pub(in crate::comm) fn run<T>(&mut self, collective: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let result = collective(self);
         self.0.end(result)
@@ -78,7 +78,7 @@ impl HierarchicalCollectives {
         self.0.begin(CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
         assert!(
             input.len().is_multiple_of(self.0.size()),
-            "{} elements in {} equal chunks",
+            "{} elements cannot form {} equal chunks",
             input.len(),
             self.0.size()
         );
@@ -192,7 +192,7 @@ impl HierarchicalCollectives {
 
     pub(in crate::comm) fn barrier(&mut self) -> Result<()> {
         self.0.begin(CollectiveKind::Barrier, WireFormat::Exact, DType::U8, 0, 0);
-        // One byte from each rank: once a rank has received all of them, all ranks have arrived.
+        // Each rank sends one byte: once a rank has received all of them, all ranks have arrived.
         let mut bytes = vec![0; self.0.size()];
         gather(&mut self.0, &mut bytes, 1)
     }

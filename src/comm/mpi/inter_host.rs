@@ -184,7 +184,7 @@ impl InterHostExchange {
         Ok(())
     }
 
-    /// Waits for a message from a rank of another host.
+    /// Waits for a message to or from a rank of another host.
     pub(super) fn finish(&mut self, peer: usize, transfer: MpiTransfer) -> Result<Vec<u8>> {
         let peer = self.link.in_job(peer);
         self.wait.finish(peer, transfer, self.local.spin_limits(), &|| self.op())

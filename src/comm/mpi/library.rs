@@ -49,7 +49,7 @@ pub(super) struct MpiLibrary {
     version: Symbol<LibraryVersionFn>,
     pub(super) abort: Symbol<AbortFn>,
     pub(super) finalize: Symbol<FinalizeFn>,
-    // Never unloaded: the library has its own threads and handlers.
+    // The library is never unloaded, because it has its own threads and handlers.
     _loaded: std::mem::ManuallyDrop<Loaded>,
 }
 
@@ -58,8 +58,8 @@ impl MpiLibrary {
     /// then next to the `mpirun` that started this process or that is on the PATH.
     ///
     /// # Errors
-    /// No library is found (the error lists all places), none that is found can be loaded, or the one that is loaded
-    /// lacks a required function.
+    /// Fails if no library is found (the error lists all places), none that is found can be loaded, or the one that is
+    /// loaded lacks a required function.
     pub(super) fn find() -> Result<Self, CommError> {
         if let Some(path) = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
             let path = PathBuf::from(path);
@@ -139,7 +139,7 @@ impl MpiLibrary {
     /// Initializes MPI, with errors as return values, and returns this process's rank and the number of ranks.
     ///
     /// # Errors
-    /// MPI failed, the library is not the launcher's, or it grants too low a thread level.
+    /// Fails if MPI fails, the library is not the launcher's, or it grants too low a thread level.
     pub(super) fn init(&self) -> Result<(usize, usize), CommError> {
         let name = self.name();
         if under_open_mpi() && !under_zerorun() && !name.contains("Open MPI") {

@@ -66,10 +66,10 @@ pub(super) struct MpiLink {
 }
 
 impl MpiLink {
-    /// Finds and initializes MPI. Called once per process.
+    /// Finds and initializes MPI. This function is called once per process.
     ///
     /// # Errors
-    /// The errors of [`MpiLibrary::find`] and [`MpiLibrary::init`].
+    /// Returns the errors of [`MpiLibrary::find`] and [`MpiLibrary::init`].
     pub(super) fn start() -> Result<Self, CommError> {
         let library = MpiLibrary::find()?;
         let (rank, size) = library.init()?;
@@ -230,7 +230,7 @@ impl MpiTransfer {
     /// # Panics
     /// Panics if the transfer is not complete.
     pub(super) fn into_bytes(self) -> Vec<u8> {
-        assert!(self.requests.is_empty(), "a message is taken when it has arrived");
+        assert!(self.requests.is_empty(), "the bytes of a message are taken only when its transfer is complete");
         // SAFETY: the memory comes from a box, and MPI is done with it.
         unsafe { Box::from_raw(self.memory) }.into_vec()
     }

@@ -22,7 +22,7 @@ impl MpiRank {
     /// together. All ranks must call this at the same time, while no collective is in progress.
     ///
     /// # Errors
-    /// MPI failed, or a rank has given up.
+    /// Fails if MPI fails, or a rank has given up.
     pub(in crate::comm) fn send_around(&self, bytes: usize) -> Result<()> {
         let (lanes, lane) = (self.hosts.lanes(), self.link.rank() - self.hosts.local_ranks().start);
         if lane >= lanes {
@@ -46,10 +46,10 @@ impl MpiRank {
     }
 
     /// Returns, on the first host's first rank, the latency of a message of a few bytes to the second host's first
-    /// rank: half of the median round trip. Returns `None` on all other ranks.
+    /// rank: half of the median round trip. Returns `None` on all other ranks. There must be several hosts.
     ///
     /// # Errors
-    /// The errors of [`MpiRank::send_around`].
+    /// Fails for the same reasons as [`MpiRank::send_around`].
     pub(in crate::comm) fn one_way(&self) -> Result<Option<Duration>> {
         let (rank, hosts) = (self.link.rank(), self.hosts.host_ranks());
         let (first, second) = (hosts[0].start, hosts[1].start);

@@ -58,7 +58,7 @@ use topology::HostTopology;
 /// Returns the library that would be used here: its file and its version text.
 ///
 /// # Errors
-/// No library is found, it cannot be loaded, or it lacks a required function.
+/// Fails if no library is found, it cannot be loaded, or it lacks a required function.
 #[doc(hidden)]
 pub fn found_library() -> std::result::Result<String, CommError> {
     Ok(library::MpiLibrary::find()?.name())
@@ -79,11 +79,12 @@ pub(super) struct MpiRank {
 static JOINED_RANK: OnceLock<MpiRank> = OnceLock::new();
 
 impl MpiRank {
-    /// Initializes MPI, connects to the other ranks, and returns this rank and the memory of this host's ranks. Called
-    /// once per process.
+    /// Initializes MPI, connects to the other ranks, and returns this rank and the memory of this host's ranks. This
+    /// function is called once per process.
     ///
     /// # Errors
-    /// No library is found, it is not the launcher's, a host's ranks are not consecutive, or MPI or the system failed.
+    /// Fails if no library is found, it is not the launcher's, a host's ranks are not consecutive, hosts run different
+    /// programs, or MPI or the system fails.
     pub(super) fn enter(env: &RankEnv) -> Result<(Self, Arc<SharedMemoryRegion>)> {
         let link = MpiLink::start()?;
         if (link.rank(), link.size()) != (env.rank, env.world_size) {
@@ -107,7 +108,7 @@ impl MpiRank {
             }
         })?;
         let region = match env.shm_fd {
-            // The memory that zerorun has created for the ranks that it starts on this host.
+            // This is the memory that zerorun has created for the ranks that it starts on this host.
             Some(fd) => Arc::new(SharedMemoryRegion::inherit(fd, hosts.local_ranks().len())?),
             None => topology::share_region(&link, &hosts, env.rank)?,
         };

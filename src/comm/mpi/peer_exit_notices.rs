@@ -72,7 +72,7 @@ impl PeerExitNotices {
     /// Begins to listen to every rank of other hosts.
     ///
     /// # Errors
-    /// MPI failed.
+    /// Fails if MPI fails.
     pub(super) fn listen(
         link: Arc<MpiLink>,
         hosts: &HostTopology,
@@ -112,7 +112,7 @@ impl PeerExitNotices {
     /// Returns the first rank of another host that is known to have failed, with its reason.
     ///
     /// # Errors
-    /// MPI failed.
+    /// Fails if MPI fails.
     pub(super) fn failure(&self) -> Result<Option<(usize, String)>, CommError> {
         let mut state = lock(&self.state);
         for (peer, mut transfer) in std::mem::take(&mut state.awaited) {
@@ -144,7 +144,7 @@ impl PeerExitNotices {
     /// Returns whether all ranks of other hosts have sent their notice, and that of this rank has been sent to them.
     ///
     /// # Errors
-    /// MPI failed.
+    /// Fails if MPI fails.
     pub(super) fn all_told(&self) -> Result<bool, CommError> {
         self.failure()?;
         let mut state = lock(&self.state);

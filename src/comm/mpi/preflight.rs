@@ -22,7 +22,7 @@ struct HostPreflight {
 /// warns about clocks that differ greatly from its own.
 ///
 /// # Errors
-/// MPI failed, or programs differ.
+/// Fails if MPI fails, or programs differ.
 pub(super) fn check(link: &MpiLink, hosts: &HostTopology) -> Result<(), CommError> {
     if hosts.host_ranks().len() < 2 {
         return Ok(());

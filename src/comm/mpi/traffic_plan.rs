@@ -88,7 +88,8 @@ impl UniformHosts {
                 let PeakHostTraffic { into, out } = chain_bytes(hosts.host_ranks(), size, chunk);
                 let block = block_elements(hosts, wire, chunk).min(chunk);
                 let (count, ranks) = (hosts.host_ranks().len(), hosts.local_ranks().len());
-                // The bytes of the first block on its way through the hosts in between, and of the last block's sums.
+                // These are the bytes of the first block on its way through the hosts in between, and of the last
+                // block's sums.
                 let behind = (count - 2) * size_of::<f32>() * world * block + (world - ranks) * block * size;
                 let messages = chunk.div_ceil(block.max(1)).max(1);
                 InterHostTransfer { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: count, behind }

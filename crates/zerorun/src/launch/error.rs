@@ -86,7 +86,8 @@ pub enum LaunchError {
     /// A tool that starts ranks was itself started several times.
     #[error(
         "mpirun or srun has started {processes} processes of `zerorun {tool}`, each of which would be a separate job; \
-         start it once, without them: `zerorun {tool} -n {processes} ...` starts that many ranks on this host"
+         start the command once, without mpirun or srun: `zerorun {tool} -n {processes} ...` starts that many ranks \
+         on this host"
     )]
     ToolInRanks {
         /// The tool's name.

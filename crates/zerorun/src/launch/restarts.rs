@@ -38,7 +38,7 @@ struct FailedRun {
     after: Duration,
 }
 
-/// The next start.
+/// The next start of the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct NextStart {
     /// The number of the restart, 1 for the first.
@@ -77,8 +77,8 @@ pub(super) fn pause_after(soon: usize) -> Duration {
     INITIAL_BACKOFF.saturating_mul(2u32.saturating_pow(doublings)).min(MAX_BACKOFF)
 }
 
-/// Runs the job, whose ranks communicate over `backend`, restarts it according to the policy, and returns the launcher's
-/// exit code. Must be called on the main thread.
+/// Runs the job, whose ranks communicate over `backend`, restarts it according to the policy, and returns the
+/// launcher's exit code. Must be called on the main thread.
 pub(crate) fn run(backend: CommBackend, mut job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
     let (_, events) = signals::listen()?;
     let mut failed = Vec::new();
@@ -120,7 +120,8 @@ fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, pol
     )
 }
 
-/// Prints the cause of the last failure and why there is no restart. Returns the launcher's exit code.
+/// Prints the cause of the last failure and, if the policy allows restarts, why there is none. Returns the launcher's
+/// exit code.
 fn give_up(failure: &RunFailure, policy: &RestartPolicy) -> u8 {
     eprint(&failure.report);
     match (failure.asked, policy.max_restarts) {
@@ -137,7 +138,7 @@ fn stopped_by(signal: Signal) -> u8 {
     RankExitStatus::Signal(number).exit_code()
 }
 
-/// Waits for the pause. A signal that asks the launcher to end interrupts the wait and is returned.
+/// Waits until the pause is over. A signal that asks the launcher to end interrupts the wait and is returned.
 fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
     let until = Instant::now() + pause;
     loop {
@@ -148,7 +149,8 @@ fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
             // No rank is running to which such an event could apply.
             Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage) => {}
             Err(RecvTimeoutError::Timeout) => return None,
-            // This cannot happen (see `RankProcesses::supervise`); if it did, the pause would still be right.
+            // This cannot happen (see `RankProcesses::supervise`); if it did, sleeping until the end of the pause would
+            // be right.
             Err(RecvTimeoutError::Disconnected) => {
                 std::thread::sleep(left);
                 return None;

@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// The name and the place of the record of a run.
+/// The name of a run, the folder of its record, and the dashboard of its job.
 #[derive(Debug, Clone, Default, Args)]
 pub(crate) struct RunFlags {
     /// Keep a record of the run under this name, for `zerorun runs` [also: $CANDLE_ZERO_RUN]

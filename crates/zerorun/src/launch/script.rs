@@ -68,7 +68,7 @@ pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
     }
     if !is_rust(typed) {
         if metadata.permissions().mode() & 0o111 == 0 {
-            return Err(not_startable("its name does not end in .rs and it is not executable"));
+            return Err(not_startable("its name does not end in .rs, and it is not executable"));
         }
         return Ok(ScriptTarget::Program { path: std::path::absolute(typed).map_err(read)? });
     }
@@ -89,7 +89,8 @@ pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
     Ok(ScriptTarget::Single(SingleFileScript { typed: typed.to_path_buf(), path, parts }))
 }
 
-/// Returns whether a shell would look a name up in `PATH`. A Rust file is never looked up there.
+/// Returns whether a name is looked up in `PATH`, as a shell does for a name without a slash. A Rust file is never
+/// looked up there.
 fn is_bare(typed: &Path) -> bool {
     let bare = typed.components().count() == 1 && typed.file_name().is_some_and(|name| name == typed.as_os_str());
     bare && !is_rust(typed)
@@ -134,7 +135,7 @@ fn in_package(path: &Path) -> Option<PackageTarget> {
         let manifest: Option<toml::Table> = text.parse().ok();
         let package = manifest.as_ref().and_then(|manifest| manifest.get("package")?.as_table());
         if manifest.is_some() && package.is_none() {
-            continue; // A workspace without a root package.
+            continue; // This is a workspace without a root package.
         }
         let (kind, name) = named_target(manifest.as_ref(), dir, path).or_else(|| usual_target(package, dir, path))?;
         return Some(PackageTarget { manifest_dir: dir.to_path_buf(), kind, name });

@@ -191,7 +191,7 @@ impl SingleFileScript {
         let profile = self.table_in(&mut manifest, "profile")?;
         let release = self.table_in(profile, "release")?;
         if !release.contains_key("debug") {
-            // Backtraces show lines of the script. Those of the libraries would almost double the time of their build.
+            // Backtraces show lines of the script. Line tables of the libraries would almost double their build time.
             release.insert("debug".to_string(), Value::from("line-tables-only"));
             let packages = self.table_in(release, "package")?;
             let others = self.table_in(packages, "*")?;

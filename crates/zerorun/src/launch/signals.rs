@@ -80,15 +80,15 @@ pub(crate) fn name(number: i32) -> String {
 
 /// Makes the kernel send `signal` to the child when the launcher dies, however it dies.
 ///
-/// The kernel watches the *thread* that starts the child, so it must be the main thread.
+/// The kernel watches the *thread* that starts the child, so that thread must be the main thread.
 pub(crate) fn die_with_parent(command: &mut Command, signal: Signal) {
     let parent = getpid();
     let in_child = move || {
         set_parent_process_death_signal(Some(signal))?;
-        // The launcher may have died between fork and the call above. In this case no signal will ever arrive.
+        // The launcher may have died between fork and the call above. In this case, no signal will ever arrive.
         if getppid() == Some(parent) { Ok(()) } else { Err(io::Error::from(rustix::io::Errno::SRCH)) }
     };
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes two system calls
+    // SAFETY: between fork and exec, only async-signal-safe calls are allowed. The closure makes two system calls
     // (prctl, getppid); it does not allocate, lock or panic.
     unsafe {
         command.pre_exec(in_child);

@@ -2,7 +2,7 @@
 
 use candle_zero::monitor::Progress;
 
-/// Progress over bytes, shown in MiB from the first report on.
+/// A progress line that counts MiB. It appears with the first report.
 #[derive(Default)]
 pub(super) struct ByteProgress(Option<(Progress, u64)>);
 

@@ -145,8 +145,8 @@ fn remove(path: &Path) -> Result<(), Error> {
     }
 }
 
-/// Returns the number of bytes that a folder takes up on disk, or 0 if it does not exist. A file with several hard links
-/// counts once.
+/// Returns the number of bytes that a folder takes up on disk, or 0 if it does not exist. A file with several hard
+/// links counts once.
 fn size(folder: &Path) -> io::Result<u64> {
     use std::os::unix::fs::MetadataExt as _;
     let mut seen = std::collections::HashSet::new();
@@ -154,7 +154,7 @@ fn size(folder: &Path) -> io::Result<u64> {
     let mut bytes = 0;
     while let Some(path) = open.pop() {
         let found = match std::fs::symlink_metadata(&path) {
-            // Removed in the meantime, for example by cargo.
+            // The entry has been removed in the meantime, for example by cargo.
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             found => found?,
         };

@@ -10,8 +10,8 @@ use std::io::{self, BufRead as _, Read as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Predict the labels of texts with a model from `zerorun finetune --task classify`, or another encoder or language model
-/// for sequence classification.
+/// Predict the labels of texts with a model from `zerorun finetune --task classify`, or another encoder or language
+/// model for sequence classification.
 ///
 /// Prints one line per text: its label, the label's probability, and the text. Without TEXT, each line of standard
 /// input is a text.

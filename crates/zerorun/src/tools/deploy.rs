@@ -133,7 +133,7 @@ impl DeployArguments {
             launcher.extend(["--max_restarts".into(), self.max_restarts.to_string()]);
         }
         let words = [vec!["--".to_string()], self.command.clone()].concat();
-        // JobSet's name for its first pod.
+        // This is JobSet's name for its first pod.
         let first = ["--master_addr".to_string(), format!("{name}-host-0-0.{name}")];
         let command = [launcher.clone(), first.to_vec(), words.clone()].concat();
         let total = (u32::from(*nodes) * u32::from(*ranks)).to_string();
@@ -167,14 +167,26 @@ impl DeployArguments {
             ("@CORES@", cores),
             ("@MEMORY@", format!("{}Gi", self.memory)),
             ("@SLURM_MEMORY@", format!("{}G", self.memory)),
-            // JSON is also valid YAML. User input is filled in last because it may itself contain
-            // placeholders.
+            // JSON is also valid YAML.
             ("@LAUNCHER@", shell(&launcher)),
             ("@COMMAND@", json!(command).to_string()),
             ("@MPIRUN@", json!(mpirun).to_string()),
             ("@WORDS@", shell(&words)),
         ];
-        Ok(filled.iter().fold(text.to_string(), |text, (word, value)| text.replace(word, value)))
+        Ok(replaced(text, &filled))
+    }
+}
+
+/// Replaces the placeholders of a template. Values are not searched for placeholders.
+fn replaced(template: &str, filled: &[(&str, String)]) -> String {
+    let mut text = String::new();
+    let mut rest = template;
+    loop {
+        let found = filled.iter().filter_map(|entry| Some((rest.find(entry.0)?, entry)));
+        let Some((at, (word, value))) = found.min_by_key(|(at, _)| *at) else { return text + rest };
+        text += &rest[..at];
+        text += value;
+        rest = &rest[at + word.len()..];
     }
 }
 
@@ -209,6 +221,11 @@ mod tests {
         insta::assert_snapshot!(text.lines().last().unwrap(), @r#"exec srun --cpus-per-task=4 zerorun --nnodes 2 --num_ranks 4 --master_addr "$first" -- train --prompt 'it'\''s'"#);
         let text = filled_in("deploy mpijob --nodes 2 -n 4 train --steps 3");
         assert!(text.contains(r#"command: ["mpirun","-n","8","train","--steps","3"]"#), "{text}");
+        // Words that look like placeholders are kept.
+        let text = filled_in("deploy slurm --nodes 2 train @WORDS@ @CORES@ @NAME");
+        assert!(text.lines().last().unwrap().ends_with(" -- train @WORDS@ @CORES@ @NAME"), "{text}");
+        let text = filled_in("deploy mpijob --nodes 2 --image a@CORES@ train @IMAGE@");
+        assert!(text.contains("image: a@CORES@") && text.contains(r#""train","@IMAGE@"]"#), "{text}");
     }
 
     #[test]

@@ -17,8 +17,8 @@ use std::process::ExitCode;
 
 /// Describe this machine for training: processor, memory, disk, GPU, MPI library, and the features of this build.
 ///
-/// Exit code: 0 if the report is printed, 1 if standard output could not be written, 2 if DIR is not a folder or the
-/// command line is wrong.
+/// Exit code: 0 if the report is printed, 1 if standard output could not be written, 2 if DIR is not a folder in which
+/// a file can be written, CANDLE_ZERO_SIMD is invalid, or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "report", bin_name = "zerorun report")]
 struct ReportArguments {
@@ -60,7 +60,7 @@ impl ReportArguments {
 const KERNEL_INSTRUCTION_SETS: [&str; 8] =
     ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"];
 
-/// The bytes of model state per parameter: weights, gradient and two moments in f32; or with bf16 or fp16, weights and
+/// The bytes of model state per parameter: weights, gradient and two moments in f32; or, with bf16 or fp16, weights and
 /// gradient in 2 bytes each, two moments, and master weights.
 const STATE_BYTES_PER_PARAMETER: u64 = 16;
 

@@ -1,4 +1,4 @@
-//! `zerorun estimate`: computes the bytes of a training run before it runs.
+//! `zerorun estimate`: computes the memory and the traffic of a training run before it starts.
 
 use super::gpu_capacity::GpuCapacity;
 use super::hosts_forecast::{self, ForecastArguments, MultiHostForecast};
@@ -254,7 +254,7 @@ impl HostMemoryNeed {
             None => format!("that is too little: {} more is needed", binary(need - has)),
         };
         let mut verdicts = vec![format!(
-            "on this machine {who} at most {} of memory, and {} is available: {}",
+            "on this machine, {who} at most {} of memory, and {} is available: {}",
             binary(self.host),
             binary(self.available),
             short(self.host, self.available)

@@ -162,7 +162,7 @@ impl GenerateArguments {
         }
     }
 
-    /// Returns the prompts of the command line.
+    /// Returns the prompts given on the command line.
     fn given(&self, generator: &Generator<'_>) -> Result<Vec<Vec<u32>>> {
         if let Some(path) = &self.messages {
             return Ok(vec![generator.of_conversation(&messages(path)?)?]);

@@ -11,8 +11,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Convert a DeepSpeed checkpoint (ZeRO stages 1 to 3: weights, Adam's moments, counters) into a candle-zero checkpoint.
-/// No pickle is executed.
+/// Convert a DeepSpeed checkpoint (ZeRO stages 1 to 3: weights, Adam's moments, counters) into a candle-zero
+/// checkpoint. No pickle is executed.
 ///
 /// Exit code: 0 if everything is written, 1 if the checkpoint is damaged or a file or standard output cannot be
 /// written, 2 if there is no checkpoint or the command line is wrong. OUT gets no new checkpoint unless all of its

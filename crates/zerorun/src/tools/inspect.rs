@@ -16,8 +16,8 @@ use std::process::ExitCode;
 
 /// Show the checkpoints in a folder, and whether the selected one is complete.
 ///
-/// Exit code: 0 if it is complete, 1 if it is damaged or standard output could not be written, 2 if there is none or
-/// the command line is wrong.
+/// Exit code: 0 if the checkpoint is complete, 1 if it is damaged or standard output could not be written, 2 if there
+/// is no checkpoint or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "inspect", bin_name = "zerorun inspect")]
 struct InspectArguments {
@@ -107,7 +107,10 @@ fn list(listing: &CheckpointListing) -> String {
         let _ = writeln!(text, "  {tag:24}{what}{mark}");
     }
     for tag in &listing.unfinished {
-        let _ = writeln!(text, "  {tag:24}being saved, or left by an interrupted save: the next save removes it");
+        let _ = writeln!(
+            text,
+            "  {tag:24}being saved, or left by an interrupted save; in that case, the next save removes it"
+        );
     }
     if let Err(error) = &listing.latest {
         let _ = writeln!(text, "  {error}");

@@ -2,10 +2,10 @@
 //! tool.
 //!
 //! Each tool has a file or folder named after it (`check` has `check_config`, and `report` has `environment_report`).
-//! `config_diagnostic` belongs to `check`, `hosts_forecast`, `pipeline_report` and `gpu_capacity` to `estimate`,
-//! `model_size_flags` to `estimate`, `tune` and `bench`, `own_ranks` to `verify` and `bench`, `sample_flags` to `data`
-//! and `finetune`, `config_path`, `run_log`, `script_words` and `trial_setup` to `sweep` and `tune`, `resolve_model` to
-//! all tools that accept a model, and `byte_progress` to all tools that show their progress through files. A script
+//! `config_diagnostic` belongs to `check`; `hosts_forecast`, `pipeline_report` and `gpu_capacity` to `estimate`;
+//! `model_size_flags` to `estimate`, `tune` and `bench`; `own_ranks` to `verify` and `bench`; `sample_flags` to `data`
+//! and `finetune`; `config_path`, `run_log`, `script_words` and `trial_setup` to `sweep` and `tune`; `resolve_model` to
+//! all tools that accept a model; and `byte_progress` to all tools that show their progress through files. A script
 //! with the same name as a tool is started as `./NAME`.
 
 mod bench;

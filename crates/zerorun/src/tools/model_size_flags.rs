@@ -1,4 +1,5 @@
-//! The flags for the size of a model: a preset, and changes to it. The names are those of `train_gpt`.
+//! The flags for the size of a model: a preset, and changes to it. The flags have the same names as those of
+//! `train_gpt`.
 
 use crate::error::{ModelError, Result};
 use candle_zero::estimate::Shapes;
@@ -117,7 +118,7 @@ impl SizedPreset {
         }
     }
 
-    /// Returns the parameters.
+    /// Returns the names and shapes of the parameters.
     pub(super) fn shapes(&self) -> Result<Shapes> {
         match self {
             Self::Gpt(name, config) => Shapes::of(name, |vb| Gpt::new(config, vb)),
@@ -128,7 +129,7 @@ impl SizedPreset {
         }
     }
 
-    /// Returns the layers that ranks of a pipeline divide.
+    /// Returns the layers that the ranks of a pipeline divide among themselves.
     pub(super) fn layers(&self) -> Result<PipelineModule<DecoderBatch>> {
         match self {
             Self::Gpt(_, config) => decoder_pipeline(config),

@@ -46,7 +46,7 @@ impl OwnJobStop {
     }
 }
 
-/// Starts one job after the other.
+/// Starts jobs, one after another.
 pub(super) struct OwnRanks {
     program: PathBuf,
     events: Receiver<LauncherEvent>,
@@ -57,7 +57,7 @@ impl OwnRanks {
     /// Prepares to start jobs.
     ///
     /// # Errors
-    /// This executable cannot be found, or signals cannot be handled.
+    /// Fails if this executable cannot be found, or signals cannot be handled.
     pub(super) fn new() -> Result<Self, Error> {
         let (_, events) = signals::listen()?;
         let program = std::env::current_exe()

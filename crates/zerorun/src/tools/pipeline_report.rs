@@ -29,8 +29,8 @@ const NOT_INCLUDED: [&str; 3] = [
     "the program itself: its code, its threads, and memory that the allocator keeps",
 ];
 
-const ASSUMED: &str = "for the waiting time: stages take times in proportion to their parameters without embeddings, and \
-                       forward passes, gradients of inputs and gradients of weights all take the same time";
+const ASSUMED: &str = "for the waiting time: a stage takes a time in proportion to its parameters without embeddings, \
+                       and forward passes, gradients of inputs and gradients of weights all take the same time";
 
 impl PipelineReport {
     /// Returns the report on `estimate`. An activation of one micro batch has `elements` elements.
@@ -54,7 +54,8 @@ impl PipelineReport {
         self.network.map_or(0.0, |network| network.latency_s() + self.activation as f64 / network.bytes_per_s())
     }
 
-    /// Returns the seconds of a step if it was measured on one rank, and the share of it in which ranks wait on average.
+    /// Returns the predicted seconds of a step, if a step was measured on one rank, and the share of a step in which
+    /// ranks wait on average.
     fn step(&self) -> Result<(Option<f64>, f64)> {
         match &self.measured {
             Some(measured) => {

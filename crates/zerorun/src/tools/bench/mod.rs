@@ -206,7 +206,7 @@ pub(super) fn size(text: &str) -> Result<u64, String> {
         return Err(wrong());
     }
     let bytes = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
-    // Files are limited to 2^63 bytes.
+    // Files are smaller than 2^63 bytes.
     bytes.filter(|bytes| *bytes < 1 << 63).ok_or_else(|| "no disk is this large".to_string())
 }
 
@@ -223,7 +223,7 @@ fn block_size(text: &str) -> Result<usize, String> {
         .ok_or_else(|| "give 4KiB to 16MiB, a multiple of 4KiB".to_string())
 }
 
-/// Formats the results as text.
+/// The results of `zerorun bench disk`, shown as text.
 struct DiskBenchTable<'a>(&'a DiskBenchReport);
 
 /// Formats a speed, such as `1.23 GB/s`.
@@ -280,7 +280,8 @@ impl fmt::Display for DiskBenchTable<'_> {
         writeln!(f, "{both:40}{:>12}{:>12.2}{speedup:>9.2} times as fast", "", overlapped.seconds)?;
         writeln!(
             f,
-            "\nThe plain loop uses one thread, blocks of 1 MiB and no update. The engine reads and writes {}.",
+            "\nThe plain loop uses one thread and blocks of 1 MiB, and computes no update. The engine reads and writes \
+             {}.",
             step.access
         )?;
         if let Some(best) = sweep.first() {
@@ -311,7 +312,7 @@ mod tests {
         let words = std::iter::once("bench").chain(words.split_whitespace()).map(OsString::from);
         match BenchArguments::try_parse_from(words).map_err(CommandLineError)?.what {
             BenchCommand::Disk(disk) => Ok(disk),
-            BenchCommand::Network(_) | BenchCommand::Scaling(_) => panic!("a disk was asked for"),
+            BenchCommand::Network(_) | BenchCommand::Scaling(_) => panic!("the command is not `bench disk`"),
         }
     }
 
@@ -485,7 +486,7 @@ mod tests {
         engine, no flag                                            20.00
         engine, pipeline_read, pipeline_write                      11.00     1.82 times as fast
 
-        The plain loop uses one thread, blocks of 1 MiB and no update. The engine reads and writes without the page cache.
+        The plain loop uses one thread and blocks of 1 MiB, and computes no update. The engine reads and writes without the page cache.
 
         step with both flags                      read+write     seconds
         blocks of 1024 KiB, 8 at a time            3.11 GB/s        9.00

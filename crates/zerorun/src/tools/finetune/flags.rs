@@ -234,7 +234,7 @@ fn beta(text: &str) -> std::result::Result<f64, String> {
 }
 
 impl FinetuneFlags {
-    /// Returns the conflict between flags, if any.
+    /// Checks that the flags do not conflict. The error describes the conflict.
     pub(super) fn check(&self) -> std::result::Result<(), String> {
         if self.full && self.dpo.is_some() {
             return Err("--dpo needs adapters: the model without them is the reference; leave out --full".into());

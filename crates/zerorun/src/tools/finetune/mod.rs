@@ -1,7 +1,8 @@
 //! `zerorun finetune`: fine-tunes a model on data files.
 //!
-//! The initial process checks everything once and tokenizes the data. The ranks that it starts do the training (`rank`), on
-//! this host or on several. They are started from the same executable with the same arguments and `--as_rank=MODEL`.
+//! The initial process checks everything once and tokenizes the data. The ranks that it starts do the training
+//! (`rank`), on this host or on several. They are started from the same executable with the same arguments and
+//! `--as_rank=MODEL`.
 
 mod flags;
 mod foreign_flags;
@@ -55,7 +56,7 @@ const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved fi
 /// The result is an adapter in PEFT format or, with --full, a model folder.
 ///
 /// With --task classify, an encoder (BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ELECTRA, ModernBERT) or a language model
-/// learns to predict the labels of texts (columns text and label). All weights are trained and the result is a model
+/// learns to predict the labels of texts (columns text and label). All weights are trained, and the result is a model
 /// folder; with --lora or --qlora, the result is an adapter that includes the classifier.
 #[derive(Debug, Parser)]
 #[command(name = "finetune", bin_name = "zerorun finetune", after_help = EXAMPLES)]
@@ -182,7 +183,7 @@ impl FinetuneArguments {
         let mut as_rank = OsString::from("--as_rank=");
         as_rank.push(model);
         let mut words = without_host_flags(words, &FinetuneArguments::command(), "ranks");
-        // It is inserted directly after the name of the tool, because at the end it could follow a `--`.
+        // The flag is inserted directly after the name of the tool, because at the end it could follow a `--`.
         words.insert(1, as_rank);
         let program = std::env::current_exe()
             .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
@@ -226,8 +227,8 @@ fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize>
     names.iter().find_map(|name| variable(name)?.trim().parse().ok().filter(|processes| *processes > 1))
 }
 
-/// Checks everything that can be wrong before a rank is started, tokenizes the data, and, on the first host, reports the
-/// findings. `ranks` contains the total number of ranks and the maximum number of ranks on a host.
+/// Checks everything that can be wrong before a rank is started, tokenizes the data, and, on the first host, reports
+/// the findings. `ranks` contains the total number of ranks and the maximum number of ranks on a host.
 fn prepare(options: Options, ranks: (usize, usize), reports: bool) -> Result<()> {
     let mut progress = FileProgress::default();
     let prepared = PreparedRun::new(options, &mut |at| progress.report(at));
@@ -264,6 +265,6 @@ mod tests {
         assert_eq!(of("OMPI_COMM_WORLD_SIZE", "4"), Some(4));
         assert_eq!((of("PMI_SIZE", "1"), of("SLURM_NTASKS", "8"), of("PMI_SIZE", "x")), (None, None, None));
         let error = LaunchError::ToolInRanks { tool: "finetune", processes: of("PMI_SIZE", "2").unwrap() };
-        insta::assert_snapshot!(error, @"mpirun or srun has started 2 processes of `zerorun finetune`, each of which would be a separate job; start it once, without them: `zerorun finetune -n 2 ...` starts that many ranks on this host");
+        insta::assert_snapshot!(error, @"mpirun or srun has started 2 processes of `zerorun finetune`, each of which would be a separate job; start the command once, without mpirun or srun: `zerorun finetune -n 2 ...` starts that many ranks on this host");
     }
 }

@@ -27,10 +27,10 @@ pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
 
 /// How training without errors ended.
 enum TrainingEnd {
-    /// The result is written, or the run has ended where it was meant to: at a planned step, or when the user stopped it
-    /// on the dashboard.
+    /// The result is written, or the run has ended where it was meant to: at a planned step, or when the user stopped
+    /// it on the dashboard.
     AsPlanned,
-    /// A signal ended it.
+    /// A signal ended the training.
     Interrupted,
 }
 
@@ -102,7 +102,7 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
     Ok(TrainingEnd::AsPlanned)
 }
 
-/// Returns whether a signal has asked this rank to end, and not the dashboard.
+/// Returns whether a signal, rather than the dashboard, has asked this rank to end.
 fn is_by_signal() -> bool {
     !matches!(asked_to_stop(), Ok(false))
 }
@@ -110,7 +110,7 @@ fn is_by_signal() -> bool {
 /// Ends the run early, and reports what is saved and what is lost. `why` follows the word "stopped" in the message.
 fn stop(run: FineTune, flags: &FinetuneFlags, first: bool, why: &str) -> Result<()> {
     let (steps, made, total) = (run.steps(), run.steps_made(), run.total_steps());
-    if flags.save.is_some() {
+    if flags.save.is_some() && steps > 0 {
         if first {
             print(format!("stopped {why}: step {steps} of {total} is saved, and --resume continues from there"));
         }
@@ -212,8 +212,8 @@ fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
     if run.resumed().is_some() { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }
 }
 
-/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message reports this and
-/// the log ends.
+/// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message reports this
+/// and the log ends.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
         eprint(&format!("{error}: training continues, but no more metrics are written"));

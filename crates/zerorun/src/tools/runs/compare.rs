@@ -1,4 +1,4 @@
-//! `zerorun runs compare`.
+//! `zerorun runs compare`: shows how runs differ.
 
 use super::listing::{partly_damaged, steps};
 use super::output::{FolderFlag, RunsOutput};

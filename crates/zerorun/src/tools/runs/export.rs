@@ -1,4 +1,4 @@
-//! `zerorun runs export`.
+//! `zerorun runs export`: prints the metrics of a run.
 
 use super::output::{FolderFlag, RunsOutput};
 use crate::error::{Result, RunError};

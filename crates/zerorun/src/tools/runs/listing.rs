@@ -1,4 +1,4 @@
-//! `zerorun runs list`.
+//! `zerorun runs list`: prints a table of runs.
 
 use super::filter::{self, RunFilter};
 use super::output::{FolderFlag, RunsOutput};

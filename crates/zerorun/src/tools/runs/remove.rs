@@ -1,4 +1,4 @@
-//! `zerorun runs rm`.
+//! `zerorun runs rm`: removes the records of runs.
 
 use super::output::FolderFlag;
 use super::table::plain;

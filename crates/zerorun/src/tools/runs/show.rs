@@ -1,4 +1,4 @@
-//! `zerorun runs show`.
+//! `zerorun runs show`: describes a run.
 
 use super::listing::{partly_damaged, steps};
 use super::output::{FolderFlag, RunsOutput};
@@ -126,7 +126,7 @@ fn shown(
     text
 }
 
-/// Writes the newest lines of a file.
+/// Writes a heading and the newest `most` lines, unless there are no lines.
 fn section(
     text: &mut String,
     name: &str,

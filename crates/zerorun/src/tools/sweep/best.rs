@@ -1,7 +1,8 @@
 //! The best configuration of a sweep, as files that can be run without the sweep.
 //!
-//! `run.sh` trains it from its first step. If population-based training has created the best trial as a branch, the
-//! first steps were trained with other parameters, so the script has one command for each set of parameters.
+//! `run.sh` trains with this configuration from the first step. If population-based training has created the best trial
+//! as a branch, the first steps were trained with other parameters, so the script has one command for each set of
+//! parameters.
 
 use super::report::object;
 use super::trial_command::TrialPlaces;
@@ -18,7 +19,7 @@ use std::path::{Path, PathBuf};
 /// A part of the training of the best trial.
 struct BestPart<'a> {
     trial: &'a SweepTrial,
-    /// The step after which it ends.
+    /// The step after which this part ends.
     to: u64,
 }
 
@@ -65,7 +66,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
 const OUT: &str = "@OUT@";
 const HERE: &str = "@HERE@";
 
-/// Returns the parts of the training of a trial, the first one first.
+/// Returns the parts of the training of a trial, in order.
 fn parts_of<'a>(sweep: &'a Sweep, trial: &'a SweepTrial, steps: u64) -> Vec<BestPart<'a>> {
     let mut parts = vec![BestPart { trial, to: steps }];
     while let Some(branch) = parts.last().and_then(|part| part.trial.branch) {

@@ -105,7 +105,7 @@ impl DefinitionKeys<'_> {
         }
     }
 
-    /// Returns a key of the section of a scheduler.
+    /// Returns the value of a key in the section of a scheduler.
     fn of_section<'a>(&'a self, section: &str, key: &str) -> Option<&'a Value> {
         self.table.get(section)?.get(key)
     }

@@ -62,8 +62,8 @@ pub enum SweepToolError {
     },
     /// Too many trials have failed.
     #[error(
-        "{failures} trials have failed, and max_failures is {most}; the last one failed with: {last}; correct the command \
-         and begin again with another --out, or continue with a larger --max_failures"
+        "the number of failed trials is {failures}, and max_failures is {most}; the last one failed with: {last}; \
+         correct the command and begin again with another --out, or continue with a larger --max_failures"
     )]
     TooManyFailures {
         /// The number of failed trials.

@@ -182,8 +182,8 @@ impl Journal {
         Ok((replayed, complete))
     }
 
-    /// Passes every complete line of the journal at `path` from byte `from` on to `each`; a line that is too long is
-    /// passed as an empty one. Returns the position after the last complete line. A missing journal has no lines.
+    /// Passes every complete line of the journal at `path`, starting at byte `from`, to `each`; a line that is too long
+    /// is passed as an empty one. Returns the position after the last complete line. A missing journal has no lines.
     pub(super) fn lines_from(path: &Path, from: u64, each: &mut dyn FnMut(&[u8])) -> std::io::Result<u64> {
         let mut file = match files::open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(from),
@@ -273,7 +273,7 @@ mod tests {
         let bytes = std::fs::read(&path).unwrap();
         let best = whole.best().unwrap().number;
         assert_eq!((best, whole.failures()), (1, 1));
-        // A prime number, so that lines are cut at all positions.
+        // 43 is a prime number, so lines are cut at all positions.
         for cut in (0..bytes.len()).step_by(43) {
             std::fs::write(&path, &bytes[..cut]).unwrap();
             let again = run(&path, result);

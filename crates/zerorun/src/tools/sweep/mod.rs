@@ -71,12 +71,12 @@ A sweep file:
 /// Search for the best settings of a training run. Trains many trials with different settings, and trains the promising
 /// ones further. FILE is a sweep file in TOML; flags take precedence over it.
 ///
-/// The command is `finetune` or a script with its arguments. A script must accept --ds_config FILE, --steps N, --save DIR
-/// and --resume, as examples/train_gpt.rs does. The parameters are flags of the command, and keys of the configuration,
-/// given by their paths.
+/// The command is `finetune` or a script with its arguments. A script must accept --ds_config FILE, --steps N, --save
+/// DIR and --resume, as examples/train_gpt.rs does. The parameters are flags of the command, and keys of the
+/// configuration, given by their paths.
 ///
-/// The same command, or `zerorun sweep resume`, continues a sweep that was stopped or killed. docs/tools/sweep.md describes
-/// the searchers and schedulers.
+/// The same command, or `zerorun sweep resume`, continues a sweep that was stopped or killed. docs/tools/sweep.md
+/// describes the searchers and schedulers.
 ///
 /// Exit code: 0 if the best configuration is written; 1 if too many trials have failed, none has a result, or the metric
 /// is missing; 2 if the sweep or the command line is wrong; 128 + n if signal n has ended the sweep.
@@ -152,7 +152,7 @@ struct ReadySweep {
     _lock: FolderLock,
 }
 
-/// Begins the sweep of a file and flags, or continues it.
+/// Begins the sweep that a file and flags define, or continues it.
 fn begin(flags: &SweepFlags) -> Result<ReadySweep> {
     let (origin, table) = flags.definition()?;
     let definition = SweepDefinition::new(&origin, &table)?;

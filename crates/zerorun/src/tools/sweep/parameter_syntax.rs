@@ -92,7 +92,7 @@ pub(super) fn parameter_of_flag(text: &str) -> Result<(String, Value), String> {
     Ok((name.to_owned(), Value::Object(table)))
 }
 
-/// Returns a number or a boolean if the word is one, and otherwise the word.
+/// Returns the number, boolean, null or quoted string that the word is in JSON, and otherwise the word as text.
 fn value_of_word(word: &str) -> Value {
     let read = serde_json::from_str(word).ok().filter(|value: &Value| !value.is_array() && !value.is_object());
     read.unwrap_or_else(|| word.into())

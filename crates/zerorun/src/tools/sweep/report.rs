@@ -69,7 +69,7 @@ impl SweepDisplay {
         self.line(&text);
     }
 
-    /// Draws the table if one is due. `reached` returns the step of a running trial.
+    /// Draws the table if it is due. `reached` returns the step of a running trial.
     pub(super) fn refresh(&mut self, sweep: &Sweep, reached: impl Fn(usize) -> Option<u64>) {
         if !self.is_terminal || self.refreshed.is_some_and(|at| at.elapsed() < REFRESH_INTERVAL) {
             return;

@@ -16,7 +16,7 @@ use std::process::{Child, ExitCode};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-/// The interval between checks of which trials have ended.
+/// The interval at which the runner checks which trials have ended.
 const TICK: Duration = Duration::from_millis(50);
 
 /// A job in progress.
@@ -24,21 +24,21 @@ const TICK: Duration = Duration::from_millis(50);
 struct RunningJob {
     job: SweepJob,
     process: JobProcess,
-    /// The number of times that it was killed since its newest checkpoint.
+    /// The number of times that the job was killed since its newest checkpoint.
     kills: u32,
-    /// The step of the newest checkpoint when it was last started.
+    /// The step of the newest checkpoint when the job was last started or killed.
     saved: u64,
 }
 
 /// The process of a job.
 #[derive(Debug)]
 enum JobProcess {
-    /// It is to be started as soon as no process of an earlier session of the sweep trains the trial.
+    /// The process is to be started as soon as no process of an earlier session of the sweep trains the trial.
     Due {
         was_busy: bool,
     },
     Started(Child),
-    /// Its result is known.
+    /// The result of the job is known.
     Ended,
 }
 

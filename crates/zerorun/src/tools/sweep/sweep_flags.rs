@@ -60,7 +60,7 @@ pub(super) struct SweepFlags {
     #[arg(long, value_name = "N")]
     eta: Option<u64>,
 
-    /// With median and pbt: the number of steps between comparisons
+    /// With median or pbt: the number of steps between comparisons
     #[arg(long, value_name = "N")]
     every: Option<u64>,
 
@@ -92,8 +92,8 @@ pub(super) struct SweepFlags {
     #[arg(long, value_name = "SIZE")]
     memory: Option<String>,
 
-    /// Order in which results count: steps, so that the same sweep always makes the same decisions, or finish, so that no
-    /// trial waits for another [default: steps]
+    /// Order in which results count: steps, so that the same sweep always makes the same decisions, or finish, so that
+    /// no trial waits for another [default: steps]
     #[arg(long, value_name = "ORDER")]
     order: Option<String>,
 
@@ -118,7 +118,8 @@ impl SweepFlags {
         }
     }
 
-    /// Reads the sweep file, if there is one, and adds the flags. Returns where the definition comes from, and its keys.
+    /// Reads the sweep file, if there is one, and adds the flags. Returns where the definition comes from, and its
+    /// keys.
     pub(super) fn definition(&self) -> Result<(String, Map<String, Value>)> {
         let origin = self.file.as_ref().map_or("the command line".to_owned(), |file| file.display().to_string());
         let mut table = self.file.as_deref().map_or_else(|| Ok(Map::new()), read)?;

@@ -315,7 +315,7 @@ impl CommandTemplate {
         Some(config)
     }
 
-    /// Returns the words after `zerorun` of a trial's command line.
+    /// Returns the words after `zerorun` in a trial's command line.
     pub(super) fn words_of(&self, parameters: &TrialParameters, places: &TrialPlaces) -> Vec<OsString> {
         let ranks = self.ranks.to_string();
         let record = places.record.iter().flat_map(|(folder, name)| -> [OsString; 4] {

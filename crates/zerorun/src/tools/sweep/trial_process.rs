@@ -45,11 +45,11 @@ pub(super) struct TrialStarter {
 /// How a job ended.
 #[derive(Debug)]
 pub(super) enum JobEnd {
-    /// It reached its last step, or the trial has failed.
+    /// The job reached its last step, or the trial has failed.
     Result(JobResult),
-    /// A signal ended it before its last step. The value is the name of the signal.
+    /// A signal ended the job before its last step. The value is the name of the signal.
     Killed(String),
-    /// It reached its last step, but did not record the metric. The values are the names that it recorded.
+    /// The job reached its last step, but did not record the metric. The values are the names that it recorded.
     NoMetric(Vec<String>),
 }
 
@@ -101,8 +101,7 @@ impl TrialStarter {
         copy().map_err(|source| Error::Io { action: "copy a checkpoint to", path: own.clone(), source })
     }
 
-    /// Starts a job. Returns `None` if a process of an earlier session of the sweep still trains this
-    /// trial.
+    /// Starts a job. Returns `None` if a process of an earlier session of the sweep still trains this trial.
     pub(super) fn start(&self, trial: &SweepTrial, job: &SweepJob) -> Result<Option<Child>> {
         let places = self.places(trial);
         let Some(lock) = lock(&places.folder.join("running"))? else { return Ok(None) };

@@ -27,8 +27,8 @@ pub(super) fn trials_at_a_time(definition: &SweepDefinition, template: &CommandT
     by_cores.min(by_memory).max(1)
 }
 
-/// Returns the estimated bytes of a trial's model state, without activations, if the model is known: one of candle-zero's
-/// that a script names, or one in safetensors files.
+/// Returns the estimated bytes of a trial's model state, without activations, if the model is known: one of
+/// candle-zero's that a script names, or one in safetensors files.
 fn estimated(definition: &SweepDefinition, template: &CommandTemplate) -> Option<u64> {
     let steps = Some(definition.settings.steps);
     let (shapes, config, hidden_size) = match template.script() {
@@ -47,7 +47,7 @@ fn estimated(definition: &SweepDefinition, template: &CommandTemplate) -> Option
 }
 
 /// Returns the parameters that `zerorun finetune` trains and holds, and a configuration. Instead of an adapter, which
-/// is small, the norms count as trained.
+/// is small, the one-dimensional parameters count as trained.
 fn of_finetune(template: &CommandTemplate) -> Option<(Shapes, Value)> {
     let places =
         TrialPlaces { folder: "trial".into(), ds_config: "ds_config.json".into(), record: None, is_branch: false };

@@ -259,7 +259,7 @@ impl TuneSearch {
         self.rows.sort_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome));
     }
 
-    /// Runs the candidates close to the fastest again, alternately, so that a temporary disturbance of the machine affects
+    /// Runs the candidates close to the fastest again, in turn, so that a temporary disturbance of the machine affects
     /// them equally.
     fn repeat_the_fastest(&mut self) -> Result<()> {
         self.sort();
@@ -328,7 +328,7 @@ impl TuneSearch {
                     without_gain = if self.best() == before { without_gain + 1 } else { 0 };
                 }
                 if self.settings.early_stopping.is_some_and(|most| without_gain >= most) {
-                    eprint(&format!("zerorun: {without_gain} experiments without a gain: the search ends here"));
+                    eprint(&format!("zerorun: the search ends here; experiments without a gain: {without_gain}"));
                     return Ok(false);
                 }
                 if outcome.is_too_large() {

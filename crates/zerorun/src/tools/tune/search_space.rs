@@ -40,8 +40,8 @@ const OLD_KEYS: [(&str, &str); 2] =
 const BUCKET_SIZES: [u64; 3] = [50_000_000, 500_000_000, 1_000_000_000];
 
 impl SearchSpace {
-    /// Creates the space. `config` is the `original` loaded for `run`; `stages` and `micro_batches` are those of the
-    /// command line.
+    /// Creates the space. `config` is the `original` loaded for `run`; `stages` and `micro_batches` are those given on
+    /// the command line.
     pub(super) fn new(
         original: &Value,
         (config, run): (&Config, RunValues),
@@ -159,7 +159,7 @@ impl SearchSpace {
         all
     }
 
-    /// Returns the values to try for the `key`-th key of the best candidate, or `None` after the last key.
+    /// Returns the variants of the best candidate that differ in the key with index `key`; `None` after the last key.
     pub(super) fn variations(&self, best: &TuneCandidate, key: usize) -> Option<Vec<TuneCandidate>> {
         let switch = || vec![json!(true), json!(false)];
         let buckets = || BUCKET_SIZES.iter().map(|elements| json!(elements)).collect();

@@ -188,7 +188,7 @@ impl AutotuningSection<'_> {
         let unused = INEFFECTIVE_KEYS.iter().filter(|(key, _)| is_set(key));
         let known = || EFFECTIVE_KEYS.into_iter().chain(INEFFECTIVE_KEYS.map(|(key, _)| key));
         let given = self.0.as_object().into_iter().flatten().map(|(key, _)| key);
-        // A name with this prefix is a comment.
+        // A name with the prefix `_` is a comment.
         let unknown = given.filter(|key| !key.starts_with('_') && known().all(|name| name != key.as_str()));
         let advice = |key: &String| {
             let alike = |name: &&'static str| strsim::normalized_damerau_levenshtein(name, key);

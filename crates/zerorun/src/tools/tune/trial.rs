@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// The interval between checks of whether a run has ended.
+/// The interval at which the tool checks whether a run has ended.
 const TICK: Duration = Duration::from_millis(20);
 /// The time between a run's SIGTERM and its SIGKILL.
 const SIGKILL_DELAY: Duration = Duration::from_secs(5);
@@ -168,8 +168,8 @@ fn quiet(config: &Value) -> Value {
 
 /// Returns the outcome of a run that ended with an error.
 fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
-    // The launcher and shells report this code for a process killed by SIGKILL. In this case it was usually the kernel
-    // that killed it, for lack of memory.
+    // The launcher and shells report this code for a process killed by SIGKILL. In this case, the kernel has usually
+    // killed the process for lack of memory.
     const EXIT_KILLED: i32 = 128 + 9;
     let said = reason.to_lowercase();
     match status.code() == Some(EXIT_KILLED) || said.contains("memory") || said.contains("alloc") {

@@ -85,7 +85,7 @@ impl TrialRecord {
         Ok(Self { path, lines, _lock: lock })
     }
 
-    /// Returns the recorded outcome of an experiment if it succeeded. Otherwise the experiment is run again: it may
+    /// Returns the recorded outcome of an experiment if it succeeded. Otherwise, the experiment is run again: it may
     /// have needed more time, more memory or a correction.
     pub(super) fn find(&self, id: &str) -> Option<TrialOutcome> {
         let mut finished = self.lines.iter().filter(|line| line.outcome.is_well());

@@ -62,7 +62,7 @@ struct VerifyArguments {
     #[arg(long)]
     json: bool,
 
-    /// Start as a rank of such a job
+    /// Start as a rank of the compared job in this folder
     #[arg(long = "rank_of", value_name = "FOLDER", hide = true)]
     rank_of: Option<PathBuf>,
 }

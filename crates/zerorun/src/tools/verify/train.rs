@@ -91,7 +91,7 @@ fn in_pipeline(folder: &Path, steps: u32) -> Result<()> {
     log.write(&file(folder, engine.position().0))
 }
 
-/// Returns the loader of the data's part `position` of `parts` parts.
+/// Returns the loader of part `position` of the data, which is divided into `parts` parts.
 fn loader(config: &Config, (position, parts): (usize, usize), device: &Device) -> Result<Loader> {
     let shape = BatchShape::new(&config.batch, parts, position);
     let order = SampleOrder::Shuffled { seed: config.seed };

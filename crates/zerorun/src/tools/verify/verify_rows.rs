@@ -20,7 +20,7 @@ pub(super) enum VerifyRow {
     Pipeline(&'static str),
 }
 
-/// The rows of data-parallel ranks. All others are compared with the first one.
+/// The rows of data-parallel ranks. The first one is the reference for the others.
 const DATA_PARALLEL: [VerifyRow; 6] = [
     VerifyRow::Stage(0),
     VerifyRow::Stage(1),
@@ -118,8 +118,8 @@ impl VerifyRow {
     }
 }
 
-/// Returns the configuration of a row, whose files are written to `folder`. The number of samples per step is the same in
-/// all rows.
+/// Returns the configuration of a row, whose files are written to `folder`. The number of samples per step is the same
+/// in all rows.
 pub(super) fn config(row: VerifyRow, precision: VerifyDtype, ranks: usize, folder: &Path) -> Value {
     // Buckets and sub-groups are far smaller than the model, so that several of each are in use.
     let mut zero = json!({

@@ -33,8 +33,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Measure how the speed of training grows with the number of ranks on this host: with the same batch per rank (weak
-/// scaling), and with the same batch in total (strong scaling), at each stage. Trains a model with random weights on the
-/// embedded corpus. Each rank is bound to the same number of cores in all jobs, if there are enough.
+/// scaling), and with the same batch in total (strong scaling), at each stage. Trains a model with random weights on
+/// the embedded corpus. Each rank is bound to the same number of cores in all jobs, if there are enough.
 ///
 /// Exit code: 0 if everything was measured; 1 if a rank failed or standard output could not be written; 2 if the
 /// command line is wrong or the picture cannot be written.
@@ -85,7 +85,7 @@ pub(super) struct ScalingArguments {
     #[arg(long)]
     json: bool,
 
-    /// Start as a rank of such a job
+    /// Start as a rank of the measured job in this folder
     #[arg(long = "rank_of", value_name = "FOLDER", hide = true)]
     rank_of: Option<PathBuf>,
 }

@@ -35,7 +35,7 @@ pub(super) struct ScalingJob {
     pub(super) accumulation: usize,
 }
 
-/// A row of the table: a job as a point of a curve.
+/// A row of the table: a job as a point on a curve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ScalingPoint {
     pub(super) kind: ScalingKind,
@@ -75,9 +75,9 @@ pub(super) fn points(kinds: &[ScalingKind], stages: &[u8], ranks: &[usize]) -> R
             (ScalingKind::Strong, Some(multiple)) => Some(multiple),
             (ScalingKind::Strong, None) => {
                 let text = format!(
-                    "strong scaling needs a batch that is a multiple of all numbers of ranks; that of {ranks:?} would \
-                     have more than {MAX_ACCUMULATION} micro batches per rank, so give other numbers, or only \
-                     --scaling weak"
+                    "strong scaling needs a batch that is a multiple of all numbers of ranks; the smallest one for \
+                     {ranks:?} would have more than {MAX_ACCUMULATION} micro batches per rank; give other numbers, or \
+                     only --scaling weak"
                 );
                 return Err(text);
             }
@@ -157,6 +157,6 @@ mod tests {
         let ranks = [7, 11, 13, 17, 19, 1021];
         assert!(points(&[ScalingKind::Weak], &[0], &ranks).is_ok());
         let error = points(&[ScalingKind::Strong], &[0], &ranks).unwrap_err();
-        insta::assert_snapshot!(error, @"strong scaling needs a batch that is a multiple of all numbers of ranks; that of [7, 11, 13, 17, 19, 1021] would have more than 1024 micro batches per rank, so give other numbers, or only --scaling weak");
+        insta::assert_snapshot!(error, @"strong scaling needs a batch that is a multiple of all numbers of ranks; the smallest one for [7, 11, 13, 17, 19, 1021] would have more than 1024 micro batches per rank; give other numbers, or only --scaling weak");
     }
 }

@@ -37,14 +37,14 @@ pub(super) struct MeasuredRow {
     pub(super) scaling: ScalingKind,
     pub(super) stage: u8,
     pub(super) ranks: usize,
-    /// The number of sequences per step, of all ranks.
+    /// The number of sequences per step, over all ranks.
     pub(super) batch: usize,
     /// The number of micro batches per rank and step.
     pub(super) accumulation: usize,
     pub(super) step_ms: f64,
     pub(super) steps_per_s: f64,
     pub(super) tokens_per_s: f64,
-    /// The speed per rank, as a fraction of that of the smallest number of ranks.
+    /// The speed per rank, as a fraction of the speed per rank with the smallest number of ranks.
     pub(super) efficiency: f64,
     /// The bytes that a rank sends per step, on average.
     pub(super) sent_bytes: f64,
@@ -65,7 +65,7 @@ pub(super) struct ScalingSetting {
     pub(super) cores_per_rank: Option<usize>,
 }
 
-/// Returns the rows. The first point of each curve is the one that the others are compared with.
+/// Returns the rows. The other points of a curve are compared with its first point.
 pub(super) fn rows(points: &[(ScalingPoint, ScalingSpeed)], setting: &ScalingSetting) -> Vec<MeasuredRow> {
     let curves = points.chunk_by(|(a, _), (b, _)| a.kind == b.kind && a.job.stage == b.job.stage);
     let of_curve = |curve: &[(ScalingPoint, ScalingSpeed)]| {

@@ -16,7 +16,7 @@ pub(super) struct ChartPanel {
     pub(super) series: Vec<ChartSeries>,
 }
 
-/// A line of a chart.
+/// A line in a chart.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct ChartSeries {
     pub(super) name: String,
@@ -40,7 +40,7 @@ const NAME_DISTANCE: f64 = 14.0;
 const DASHES: [&str; 4] = ["none", "8 4", "2 4", "10 4 2 4"];
 const COLORS: [&str; 4] = ["#1b3a6b", "#a8410a", "#2f7d4f", "#8257a5"];
 
-/// Draws panels in rows of `columns`, below a heading.
+/// Draws panels in rows of `columns`, below a heading. `begin` is the beginning of the `<svg>` tag.
 pub(super) fn draw(begin: &str, heading: &str, panels: &[ChartPanel], columns: usize) -> String {
     let rows = panels.len().div_ceil(columns);
     let (width, height) = (WIDTH * columns as f64, HEADING + HEIGHT * rows as f64);
@@ -186,7 +186,7 @@ fn with_separators(value: f64, step: f64) -> String {
     out + rest
 }
 
-/// Returns a text with the characters of markup replaced.
+/// Returns a text in which the characters that have a meaning in markup are escaped.
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -6,8 +6,9 @@
 //! ```
 //!
 //! A reading is kept, so that each line of a journal is read once, however often the page asks. If a line is damaged or
-//! does not fit the others, it is named, and only the contents of later lines are shown: which trials run, and their
-//! results. The parameters of trials that begin later are then unknown, because the journal does not contain them.
+//! does not fit the others, the page names the line, and later lines give only what they contain themselves: which
+//! trials run, and their results. The parameters of trials that begin later are then unknown, because the journal does
+//! not contain them.
 
 mod trials;
 

@@ -45,8 +45,8 @@ impl ShownTrial {
         replayed.sweep.trials().iter().filter_map(shown).collect()
     }
 
-    /// Adds an event to trials that are known only from single lines of the journal. `steps` is the number of steps of a
-    /// complete trial.
+    /// Adds an event to trials that are known only from single lines of the journal. `steps` is the number of steps of
+    /// a complete trial.
     pub(super) fn add(trials: &mut BTreeMap<usize, Self>, event: &JournalEvent, steps: u64) {
         let number = match event {
             JournalEvent::Begin { .. } | JournalEvent::Take { .. } => return,
@@ -67,7 +67,7 @@ impl ShownTrial {
         }
     }
 
-    /// Adds a result that the sweep has not received, so that the trial is known without the sweep.
+    /// Adds the result that the sweep has not received yet, if there is one, to the trial's own results.
     pub(super) fn settle(mut self, steps: u64) -> Self {
         if let (Some(result), TrialState::Running { to }) = (self.pending.take(), self.state.clone()) {
             self.end(to, result, steps);
@@ -157,7 +157,7 @@ impl BestSoFar {
         Self { goal, begun: BTreeMap::new(), steps: 0, best: None, improvements: Vec::new() }
     }
 
-    /// Adds an event of the journal.
+    /// Adds an event from the journal.
     pub(super) fn add(&mut self, event: &JournalEvent) {
         match event {
             JournalEvent::Start(job) => _ = self.begun.insert(job.trial, job.from),
