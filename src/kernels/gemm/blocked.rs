@@ -6,6 +6,11 @@
 //! slow to read. If `a` has few rows, packed columns are not kept: a task packs a small piece of `b`, multiplies all
 //! rows by it and continues with the next piece. `b` is then read once, and nothing of its size is written.
 //!
+//! Packing columns whose elements are adjacent along the inner dimension transposes them, which takes a considerable
+//! part of the time unless `a` has many rows. If the words of such columns can be read in place, the operands of a
+//! product with few rows are exchanged: the transposed result is the product of the transposed operands, and only the
+//! rows of `a` are packed.
+//!
 //! If `a` must be packed, the first tasks pack it, once for all threads. The other tasks wait until this is done. Tasks
 //! start in order, so the tasks that they wait for are already running.
 //!
@@ -24,6 +29,7 @@ use super::tile_epilogue::{TilePosition, finish};
 use super::unpacked;
 use crate::kernels::element::Element;
 use crate::kernels::parallel;
+use crate::kernels::vector::{MAX_LANES, SimdVector};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -74,6 +80,8 @@ pub(super) struct GemmPlan<'a, E, C> {
     layout: OperandLayout,
     /// Whether there are so few rows that packed columns of `b` are not kept.
     few: bool,
+    /// Whether the operands are exchanged ([`are_exchanged`]).
+    exchanged: bool,
     blocks: EvenSplit,
     /// The spans, in blocks.
     pub(super) spans: EvenSplit,
@@ -88,21 +96,24 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         a: Matrix<'a, E>,
         b: Matrix<'a, E>,
     ) -> Self {
-        let (rows, cols, inner) = (a.rows(), b.cols(), a.cols());
-        let a = GemmOperand {
+        let inner = a.cols();
+        let rows_of_a = GemmOperand {
             data: a.as_ptr(),
-            outer: rows,
+            outer: a.rows(),
             inner,
             outer_stride: a.row_stride(),
             inner_stride: a.col_stride(),
         };
-        let b = GemmOperand {
+        let columns_of_b = GemmOperand {
             data: b.as_ptr(),
-            outer: cols,
+            outer: b.cols(),
             inner,
             outer_stride: b.col_stride(),
             inner_stride: b.row_stride(),
         };
+        let exchanged = are_exchanged::<W, E>(&rows_of_a, &columns_of_b);
+        let (a, b) = if exchanged { (columns_of_b, rows_of_a) } else { (rows_of_a, columns_of_b) };
+        let rows = a.outer;
         let layout = match () {
             () if a.is_words::<W>() => OperandLayout::InPlace,
             () if a.inner_stride == 1 => OperandLayout::Rows,
@@ -114,7 +125,7 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         let span_steps = (blocks.most() * spans.most()).max(1);
         let most_rows = if layout == OperandLayout::InPlace { rows } else { (WORDS_OF_A / span_steps).max(MIN_ROWS) };
         let regions = EvenSplit::new(rows, most_rows, W::LANES.max(W::ROWS));
-        Self { sink, a, b, layout, few, blocks, spans, regions, span_steps }
+        Self { sink, a, b, layout, few, exchanged, blocks, spans, regions, span_steps }
     }
 
     /// Returns the number of multiplications.
@@ -122,7 +133,7 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         self.a.outer * self.b.outer * self.a.inner
     }
 
-    /// Returns the number of columns of the result.
+    /// Returns the number of columns of `b`.
     pub(super) fn cols(&self) -> usize {
         self.b.outer
     }
@@ -158,6 +169,7 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
             b: self.b,
             layout: self.layout,
             few: self.few,
+            exchanged: self.exchanged,
             rows: self.regions.piece(region),
             blocks: self.blocks,
             span: self.spans.piece(span),
@@ -166,6 +178,44 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
             sums: (self.spans.count > 1).then_some(SharedPointer(sums)),
             packed: AtomicUsize::new(0),
         }
+    }
+}
+
+/// Returns whether a product is computed as the transpose of the product of the transposed operands: if this saves
+/// packing columns of `b`, there are so few rows of `a` that packing the columns would take long, and these rows fill
+/// most lanes of their vectors.
+fn are_exchanged<W: ElementArithmetic<E>, E: Element>(a: &GemmOperand<E>, b: &GemmOperand<E>) -> bool {
+    let idle = a.outer.next_multiple_of(W::LANES) - a.outer;
+    b.is_words::<W>() && b.outer >= MIN_ROWS && a.outer > FEW_ROWS && a.outer <= 2 * W::COLS && idle <= W::LANES * 3 / 8
+}
+
+/// Transposes a strip of sums: `rows` rows of `cols` columns, a multiple of a vector's lanes, which start `stride` apart.
+/// Each row of the result has as many elements as a vector has lanes, of which the first `rows` are sums.
+///
+/// # Safety
+/// The processor must have the vectors' instructions; `rows` is at most the number of lanes, and all elements exist.
+unsafe fn transpose<V: SimdVector>(
+    (sums, stride): (*const f32, usize),
+    (rows, cols): (usize, usize),
+    turned: *mut f32,
+) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        V::with(
+            #[inline(always)]
+            || {
+                for col in (0..cols).step_by(V::LANES) {
+                    let mut vectors = [V::zero(); MAX_LANES];
+                    for (row, vector) in vectors.iter_mut().enumerate().take(rows) {
+                        *vector = V::load(sums.add(row * stride + col));
+                    }
+                    V::transpose(&mut vectors);
+                    for (i, vector) in vectors.iter().enumerate().take(V::LANES) {
+                        vector.store(turned.add((col + i) * V::LANES));
+                    }
+                }
+            },
+        )
     }
 }
 
@@ -202,6 +252,7 @@ pub(super) struct GemmPart<'a, E, C> {
     b: GemmOperand<E>,
     layout: OperandLayout,
     few: bool,
+    exchanged: bool,
     rows: Range<usize>,
     /// All blocks of steps. `span` selects those of this part.
     blocks: EvenSplit,
@@ -263,7 +314,13 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         with_words(width * self.steps().len(), |packed_b| {
             self.pack_b::<W>(cols.start, panels, packed_b);
             self.wait_for_a(packs);
-            with_words(W::ROWS * width, |strip| self.compute::<W>(rows, cols, panels, packed_b, strip));
+            if self.exchanged {
+                with_words(2 * W::LANES * width, |strips| {
+                    self.compute_exchanged::<W>(rows, cols, panels, packed_b, strips);
+                });
+            } else {
+                with_words(W::ROWS * width, |strip| self.compute::<W>(rows, cols, panels, packed_b, strip));
+            }
         });
     }
 
@@ -393,6 +450,62 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                 }
             }
             row += n_rows;
+        }
+    }
+
+    /// Does the same as [`GemmPart::compute`] for exchanged operands, in strips of as many rows as a vector has lanes.
+    /// `strips` has room for the sums of a strip, and for their transpose.
+    fn compute_exchanged<W: ElementArithmetic<E> + Microkernels>(
+        &self,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        panels: ColumnPanels,
+        packed_b: *const f32,
+        strips: *mut f32,
+    ) {
+        let steps = self.steps();
+        let width = panels.vectors() * W::LANES;
+        let turned = strips.wrapping_add(W::LANES * width);
+        for first in rows.clone().step_by(W::LANES) {
+            let count = W::LANES.min(rows.end - first);
+            let (sums, stride) = match &self.sums {
+                Some(sums) => {
+                    let stride = self.b.outer.next_multiple_of(W::LANES);
+                    (sums.at(first * stride + cols.start), stride)
+                }
+                None => (strips, width),
+            };
+            for block in self.span.clone() {
+                let block_steps = self.blocks.piece(block);
+                let step = block_steps.start - steps.start;
+                let start = if block > 0 { AccumulatorInit::Add } else { AccumulatorInit::Zero };
+                let mut row = 0;
+                while row < count {
+                    let n_rows = microkernel::rows::<W>(count - row);
+                    let a = self.words_of_a::<W>(first + row, step);
+                    for (vector, vectors) in (0..panels.count()).map(|panel| panels.get(panel)) {
+                        let b = packed_b.wrapping_add((vector * steps.len() + vectors * step) * W::LANES);
+                        let sums = sums.wrapping_add(row * stride + vector * W::LANES);
+                        // SAFETY: the processor has the instructions; the operands exist or are packed; the kernel reads
+                        // `n_rows` rows and `vectors` vectors of them for the block's steps; the sums have room for
+                        // these rows and vectors, and only this task accesses them.
+                        unsafe {
+                            microkernel::select::<W>(n_rows, vectors)(block_steps.len(), a, b, sums, stride, start);
+                        }
+                    }
+                    row += n_rows;
+                }
+            }
+            if self.span.end == self.blocks.count {
+                let col = self.rows.start + first;
+                let place = TilePosition { row: cols.start, rows: cols.len(), col, cols: count };
+                // SAFETY: the processor has the instructions; both strips have full vectors, and only this task accesses
+                // them and these elements of the result.
+                unsafe {
+                    transpose::<W::V>((sums, stride), (count, width), turned);
+                    finish::<W::V, C>(self.sink, place, turned, W::LANES);
+                }
+            }
         }
     }
 

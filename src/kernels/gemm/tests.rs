@@ -86,7 +86,7 @@ fn reference<E: Element>(a: Matrix<'_, E>, b: Matrix<'_, E>) -> Vec<f64> {
     out
 }
 
-const SHAPES: [(usize, usize, usize); 17] = [
+const SHAPES: [(usize, usize, usize); 19] = [
     (1, 1, 1),
     (1, 300, 7),
     (3, 5, 2),
@@ -101,6 +101,8 @@ const SHAPES: [(usize, usize, usize); 17] = [
     (20, 40, 2049),
     (20, 9, 2300),
     (8, 48, 9001),
+    (32, 70, 2100),
+    (46, 67, 600),
     (0, 3, 4),
     (3, 0, 4),
     (5, 7, 0),
@@ -244,7 +246,8 @@ fn what_a_thread_keeps_for_the_next_product_is_bounded() {
 
 fn check_epilogues<E: Element>() {
     for method in SimdMethod::available::<E>() {
-        for (m, n, k) in [(5, 70, 33), (13, 48, 1200), (9, 17, 40)].into_iter().skip(if cfg!(miri) { 2 } else { 0 }) {
+        let shapes = [(5, 70, 33), (13, 48, 1200), (32, 66, 40), (46, 65, 36), (9, 17, 40)];
+        for (m, n, k) in shapes.into_iter().skip(if cfg!(miri) { 4 } else { 0 }) {
             for case in (0..64usize).step_by(if cfg!(miri) { 63 } else { 1 }) {
                 let flag = |bit: usize| case >> bit & 1 > 0;
                 let activations = [Activation::GeluTanh, Activation::Silu, Activation::Gelu, Activation::ReluSquared];
@@ -305,7 +308,7 @@ fn the_epilogue_is_applied_to_the_sums_in_f32() {
 
 fn check_rows<E: Element>() {
     for method in SimdMethod::available::<E>() {
-        for (n, k) in [(1, 700), (5, 40), (64, 64), (256, 768), (300, 1025)] {
+        for (n, k) in [(1, 700), (5, 40), (64, 64), (70, 4200), (256, 768), (300, 1026)] {
             let a = numbers::<E>(200 * k, 3);
             for transposed in [false, true] {
                 let b = Stored::<E>::new(k, n, 0, transposed, 4);
@@ -316,7 +319,7 @@ fn check_rows<E: Element>() {
                     wide(&c)
                 };
                 let all = product(200);
-                for rows in [1, 2, 3, 4, 5, 16, 17, 65, 129] {
+                for rows in [1, 2, 3, 4, 5, 16, 17, 24, 31, 32, 48, 65, 90, 96, 129] {
                     assert!(product(rows) == all[..rows * n], "{method:?}: {rows} rows, {n} columns, inner {k}");
                 }
             }
