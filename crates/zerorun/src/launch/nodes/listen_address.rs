@@ -111,7 +111,8 @@ fn is_elsewhere(error: &std::io::Error) -> bool {
         || error.raw_os_error() == Some(rustix::io::Errno::AFNOSUPPORT.raw_os_error())
 }
 
-/// Returns whether the user asks for a loopback address.
+/// Returns whether a name that resolves to loopback addresses is meant to: it is an IP address, or one of localhost's
+/// names.
 fn means_loopback(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     let first = name.split('.').next().unwrap_or_default();
