@@ -72,8 +72,10 @@ impl EmbeddingRowUses {
     }
 }
 
-/// Adds the rows of `dy`, of `width` elements, to the table's gradient. They are summed in f32 in the order of their
-/// positions and rounded once. Other rows are not touched.
+/// Adds the rows of `dy`, of `width` elements, to the rows of the table's gradient that their ids select.
+///
+/// Rows of `dy` with the same id are summed in f32, in the order of their positions; the sum is added to the row of the
+/// gradient and rounded once. Other rows of the gradient are not touched.
 pub(crate) fn add_rows(
     device: &CudaDevice,
     uses: &EmbeddingRowUses,

@@ -146,7 +146,7 @@ pub(super) fn check_same_on_all_ranks(
     })
 }
 
-/// Returns a configuration without the keys in which islands that are separate jobs may differ: the address at which
+/// Returns a configuration without the key in which islands that are separate jobs may differ: the address at which
 /// they reach the server.
 fn of_any_island(config: &Config) -> Config {
     let mut config = config.clone();

@@ -135,7 +135,7 @@ fn gated_slopes<E: Element>(
     }
 }
 
-/// Computes y = x factor, in f32.
+/// Computes y = x * factor in f32.
 pub fn scaled<E: Element>(x: &[E], factor: f64, y: &mut [E]) {
     let factor = factor as f32;
     map(
