@@ -45,14 +45,14 @@ pub(crate) fn look_up(
     })
 }
 
-/// The rows of a gradient that belong to each row of the table.
+/// The rows of the result's gradient that belong to each row of the table.
 #[derive(Debug)]
 pub(crate) struct EmbeddingRowUses {
     /// The used rows of the table. The positions of `ids[r]` start at index `starts[r]` of `positions`.
     ids: Vec<u32>,
     starts: Vec<u32>,
     positions: Vec<u32>,
-    /// The number of rows of the gradient.
+    /// The number of rows of the result's gradient.
     count: usize,
 }
 
