@@ -16,8 +16,8 @@ pub enum CheckpointError {
     },
     /// Another job saves into the same folder.
     #[error(
-        "cannot save checkpoints to {}: a running job already saves there{}; give each job its own folder, or stop the \
-         other one",
+        "cannot save checkpoints to {}: a running job is already saving there{}; give each job its own folder, or stop \
+         the other one",
         path.display(),
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))
     )]

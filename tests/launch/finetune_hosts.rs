@@ -21,7 +21,7 @@ fn finetune(command: &mut Command, out: &Path, more: &[&str]) {
     command.arg("--out").arg(out).args(more);
 }
 
-/// Returns the result's files, without the model card, which contains the time.
+/// Returns the result's files, without the model card.
 fn files(out: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = std::fs::read_dir(out).unwrap().map(|entry| entry.unwrap());
     let name = |entry: &std::fs::DirEntry| entry.file_name().into_string().unwrap();

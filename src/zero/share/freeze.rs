@@ -21,7 +21,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 impl RankCore {
-    /// Collective: trains exactly the parameters that `trained` selects from now on. Those that were not trained
+    /// Collective: from now on, trains exactly the parameters that `trained` selects. Those that were not trained
     /// before get fresh optimizer states. `updates` is the number of weight updates so far. No gradients may exist at
     /// this point.
     ///
