@@ -128,7 +128,7 @@ fn together(dirs: &[TempDir]) -> TempDir {
     all
 }
 
-/// Returns all states of a checkpoint in a folder that all hosts see, by name.
+/// Returns all states of a checkpoint in a folder that all hosts share, by name.
 fn states(dir: &Path, tag: &str) -> Vec<(String, Vec<u32>)> {
     let checkpoint = Checkpoint::open(dir, Some(tag)).unwrap().unwrap();
     checkpoint.verify(|_| {}).unwrap();

@@ -89,7 +89,7 @@ impl RankCore {
         Ok(values)
     }
 
-    /// Collective: returns an error on all ranks if they want to train different parameters.
+    /// Collective: returns an error on all ranks if they would train different parameters.
     pub fn agree_on_trained(&self, trained: &[bool]) -> Result<(), CollectiveFailure> {
         let bytes: Vec<u8> = trained.iter().map(|trained| u8::from(*trained)).collect();
         let all = gather_u64(self.comm(), &[fnv1a(&bytes)])?;
