@@ -159,7 +159,7 @@ fn a_run_resumes_with_another_number_of_stages_and_without_a_pipeline() {
             let dir = folder.path().join(format!("saves-{name}"));
             Some(CheckpointOptions { dir, every: Some(1), keep: None, resume: true })
         };
-        // Each process ends without a result after the first two steps, which are saved.
+        // The first run of each pair ends without a result after two steps, which are saved.
         for (from, to) in [(2, 4), (4, 2), (2, 1), (1, 2)] {
             let name = format!("{name}-{from}-{to}");
             let run = Options { saving: saving(&name), ..in_pipeline(&whole, from, &name) };
