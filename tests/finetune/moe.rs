@@ -194,7 +194,7 @@ struct Training {
     world: usize,
     stage: u8,
     recompute: bool,
-    /// What the limit of gpt-oss' activation is multiplied by.
+    /// The factor by which the limit of gpt-oss' activation is multiplied.
     limit: f32,
 }
 
