@@ -5,8 +5,8 @@
 //!
 //! Items are floating point operations; bytes are the minimum that must be moved. `mini` is a batch of 2048 tokens (8
 //! samples of 256) of width 384; `gpt2` is a batch of 512 tokens (one sample) of width 768. A backward pass starts from
-//! a gradient of ones. The inputs are looked up in small tables, so the pass ends by summing the gradients of each table
-//! row.
+//! a gradient of ones. The inputs are looked up in small tables, so the pass ends by summing the gradients of each
+//! table row.
 #![allow(clippy::unwrap_used)]
 
 mod keep_memory;

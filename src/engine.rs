@@ -277,11 +277,11 @@ impl<M> Engine<M> {
     /// with `check_grad_overflow`).
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a preceding backward pass; [`EngineError::NonFiniteGradient`] in f32;
-    /// [`EngineError::LossScaleAtMinimum`] or [`EngineError::StaticLossScaleTooLarge`] in fp16;
-    /// [`EngineError::NoGradient`] in the first step; [`EngineError::WrongGradient`] while gradients are checked; a
-    /// failed collective. Also the error of a failed background save: in that case, the step has been completed, and
-    /// the engine can continue.
+    /// [`EngineError::OutOfOrder`] without a preceding backward pass or inside `no_sync`;
+    /// [`EngineError::NonFiniteGradient`] in f32; [`EngineError::LossScaleAtMinimum`] or
+    /// [`EngineError::StaticLossScaleTooLarge`] in fp16; [`EngineError::NoGradient`] in the first step;
+    /// [`EngineError::WrongGradient`] while gradients are checked; a failed collective. Also the error of a failed
+    /// background save: in that case, the step has been completed, and the engine can continue.
     pub fn step(&mut self) -> Result<()> {
         self.check_order("step", &[MicroStepPhase::Backwarded, MicroStepPhase::Held])?;
         if self.accumulation.in_no_sync {
@@ -531,8 +531,8 @@ impl<M> Engine<M> {
         error
     }
 
-    /// Uses [`attempt`](Self::attempt) to run a `call` that may change the model's state, after finishing a delayed
-    /// update, unless a backward pass still needs the weights from before the update.
+    /// Runs a `call` that may change the model's state, through [`attempt`](Self::attempt). A delayed update is
+    /// finished first, unless a backward pass still needs the weights from before the update.
     fn settled<T, E: Into<CollectiveFailure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
         if self.phase != MicroStepPhase::Forwarded {
             self.attempt(|engine| engine.core.settle())?;

@@ -356,7 +356,7 @@ impl MemoryReport {
         self.rows.iter().find(|r| r.kind == kind).expect("a report has a row for this kind")
     }
 
-    /// Returns the peak bytes of the kinds that the formula covers.
+    /// Returns the sum of the peak bytes of the kinds that the formula covers.
     pub fn model_state_peak(&self) -> usize {
         self.rows.iter().filter(|r| r.formula.is_some()).map(|r| r.bytes.peak).sum()
     }
@@ -414,7 +414,7 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
     /// time.
     ///
     /// # Errors
-    /// An allocation that fails.
+    /// The allocation or the copy fails.
     pub fn moved_to(self, ledger: &MemoryLedger, place: &B::Place) -> crate::error::Result<Self> {
         if B::is_device(place) == B::is_device(&self.flat.place()) {
             return Ok(self);
@@ -431,7 +431,7 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
         Ok(TrackedBuffer { flat: change(self.flat)?, held: self.held })
     }
 
-    /// Converts the same memory into another type of buffer.
+    /// Converts the buffer into another type that uses the same memory.
     pub fn map<C>(self, change: impl FnOnce(B) -> C) -> TrackedBuffer<C> {
         TrackedBuffer { flat: change(self.flat), held: self.held }
     }

@@ -213,7 +213,8 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                             let row = report.row(kind);
                             let expected = row.formula.unwrap() + row.padding;
                             if kind == MemoryKind::Gradients && (stage == 1 || !is_in_files(kind, what)) {
-                                // Gradients are complete at stage 1, and buffers in memory need no padding for files.
+                                // The formula with its padding does not apply: gradients are complete at stage 1, and
+                                // buffers in memory need no padding for files.
                                 assert_eq!(row.bytes.held, 0, "{told}");
                             } else if is_in_files(kind, what) {
                                 assert_eq!(row.file.held as f64, expected, "{}: {told}", kind.name());
@@ -295,7 +296,7 @@ impl Wide {
 }
 
 /// The maximum number of bytes that a thread keeps for the operands of Candle's products: a buffer of the size of a
-/// second-level cache, which the gemm crate keeps on each thread after the first product if its instructions need it.
+/// second-level cache, which the gemm crate keeps on each thread after the first product if its kernel needs one.
 const PACKING: isize = 8 << 20;
 
 /// Computes products as a model does, without an engine.
@@ -477,7 +478,7 @@ fn an_evaluation_needs_the_memory_of_a_plain_forward_without_variables() {
             let training = peak_of(|| engine.forward(|m| m.forward(&x)).unwrap());
             assert!(training > 2 * CHAIN as isize * ACTIVATION, "{what}: {training}");
             let eval = peak_of(|| engine.eval(|m| m.forward(&x)).unwrap());
-            // Candle keeps three results of each layer that is outside units, or of each layer in one unit.
+            // Candle keeps three results of each layer that is outside units, or of each layer in one unit at a time.
             let kept = 3 * ACTIVATION * per_unit.unwrap_or(CHAIN) as isize;
             assert!(eval <= without_variables + kept + slack, "{what}: {eval}, {without_variables}");
             engine.build_for_eval(|vb| Chain::new(per_unit, &vb)).unwrap();

@@ -54,8 +54,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Returns a lock with which one test runs at a time, because counts are for the whole process. Ranks compute on their
-/// own threads, because a pool thread would allocate its buffers in whichever step it first gets work.
+/// Returns a lock that lets only one test run at a time, because counts are for the whole process. Ranks compute on
+/// their own threads, because a pool thread would allocate its buffers in whichever step it first gets work.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     // Later tests find the pool already initialized.

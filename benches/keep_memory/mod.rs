@@ -3,12 +3,13 @@
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Makes freed memory stay in the process, as in ranks started by `zerorun` (see `crates/zerorun/src/launch/ranks.rs`).
+/// The environment variable, and its value, with which freed memory stays in the process, as in ranks started by
+/// `zerorun` (see `crates/zerorun/src/launch/ranks.rs`).
 const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 
-/// Restarts this program with a rank's settings for the C library and the variables in `more`, unless the settings are
-/// already present. The C library reads them before main.
+/// Restarts this program with a rank's settings for the C library and the variables in `more`, unless `GLIBC_TUNABLES`
+/// is already set. The C library reads these settings before `main` runs.
 pub fn start_as_a_rank(more: &[(&str, &str)]) {
     let (name, value) = KEEP_MEMORY;
     if std::env::var_os(name).is_none() {

@@ -14,10 +14,10 @@ pub enum CheckpointError {
         /// The problem, the allowed values, and how to fix it.
         problem: String,
     },
-    /// Another job saves into the same folder.
+    /// Another job is saving into the same folder.
     #[error(
-        "cannot save checkpoints to {}: a running job already saves there{}; give each job its own folder, or stop the \
-         other one",
+        "cannot save checkpoints to {}: a running job is already saving there{}; give each job its own folder, or stop \
+         the other one",
         path.display(),
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))
     )]

@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The ranks of a host take turns sending. A fetched file has the length of the original, with holes for the parts that
-//! no rank needs. Everything is checked: a block is compared with its checksum before it is sent, and again when the
-//! receiver reads it.
+//! no rank of the receiving host needs. Everything is checked: a block is compared with its checksum before it is sent,
+//! and again when the receiver reads it.
 
 use super::folder::{FETCHED_PREFIX, not_written};
 use super::locate::{LocatedCheckpoint, files};

@@ -61,7 +61,7 @@ pub(super) fn saving(dir: &Path, tag: &str) -> PathBuf {
     dir.join(format!("{SAVING_PREFIX}{tag}"))
 }
 
-/// Returns an error for a tag that is not the name of a folder in `dir`.
+/// Returns an error for a tag that cannot be the name of a folder in `dir`.
 pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
     let mut parts = Path::new(tag).components();
     let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
@@ -70,8 +70,8 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
         return Ok(());
     }
     let problem = format!(
-        "the tag {tag:?} is not the name of a folder in it; give a name without slashes, leading dots and surrounding \
-         spaces, of at most {MAX_TAG_BYTES} bytes, such as global_step100"
+        "the tag {tag:?} cannot be the name of a folder in it; give a name without slashes, leading dots or \
+         surrounding spaces, of at most {MAX_TAG_BYTES} bytes, such as global_step100"
     );
     Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }
@@ -209,8 +209,8 @@ fn report_left_in_place(path: &Path) {
     static REPORTED_FOLDERS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
     if lock(&REPORTED_FOLDERS).insert(path.to_owned()) {
         warn(&format!(
-            "warning: {} is kept: another save may be writing it, which cannot be determined on this file system \
-             without locks; if none is in progress, remove it",
+            "warning: {} is kept: another save may be writing it, which cannot be determined, because this \
+             file system does not support locks; if none is in progress, remove it",
             path.display()
         ));
     }
@@ -322,7 +322,7 @@ fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
     if !to.exists() {
         std::fs::rename(&from, &to)?;
     } else if renameat_with(CWD, &from, CWD, &to, RenameFlags::EXCHANGE).is_ok() {
-        // At every moment, one of the two complete checkpoints existed.
+        // At every moment, one of the two complete checkpoints had this name.
         sync_folder(dir)?;
         std::fs::remove_dir_all(&from)?;
     } else {
@@ -407,7 +407,7 @@ pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
         sync_folder(dir)?;
         old.iter().try_for_each(|tag| std::fs::remove_dir_all(saving(dir, tag)))
     };
-    remove().map_err(|source| Error::Io { action: "remove old checkpoints of", path: dir.to_owned(), source })
+    remove().map_err(|source| Error::Io { action: "remove old checkpoints from", path: dir.to_owned(), source })
 }
 
 /// Returns the tag that `latest` names or, if there is no such file, the tag of the first checkpoint of a run that died

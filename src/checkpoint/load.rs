@@ -444,7 +444,7 @@ fn go_on_rounding(core: &RankCore, checkpoint: &Checkpoint) {
     }
 }
 
-/// Restores each trained parameter's own update count.
+/// Restores, for each trained parameter, the number of weight updates before its own first one.
 pub(crate) fn set_counts(core: &RankCore, manifest: &Manifest) {
     let saved: BTreeMap<&str, u64> = manifest.parameters.iter().map(|p| (p.name.as_str(), p.updates_before)).collect();
     for param in core.params().iter().filter(|param| param.is_trained()) {

@@ -211,8 +211,8 @@ impl RankFileReader {
         Ok(&self.block)
     }
 
-    /// Reads bytes of the file from `at` on: the complete header, which [`open`](Self::open) has checked, or one
-    /// complete block, which is checked here.
+    /// Reads bytes of the file from `at` on: all within the header, which [`open`](Self::open) has checked, or all
+    /// within the data, whose blocks are checked here.
     pub fn read_at(&mut self, at: u64, bytes: &mut [u8]) -> Result<()> {
         let Some(at_data) = at.checked_sub(self.data_start) else {
             let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: self.path.clone(), problem });

@@ -14,8 +14,8 @@
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces in which a buffer is
 //! sent. Stages 0 to 3 therefore give the same bits.
 //!
-//! Elements are sent unchanged or as small integers with a scale per block, everywhere or only between hosts:
-//! see [`WireFormat`].
+//! Elements are sent unchanged, as small integers with a scale per block (everywhere or only between hosts), or,
+//! between hosts, as bf16 or f16: see [`WireFormat`].
 
 mod abort_signal;
 #[doc(hidden)]
@@ -257,7 +257,7 @@ pub trait Communicator: Send + Sync {
     ///
     /// # Errors
     /// The default implementation returns an error, because messages cannot be built on collectives: a custom
-    /// communicator must implement them for pipelines, experts and sequences that are divided among ranks.
+    /// communicator must implement them for pipelines, and for experts that are divided among ranks.
     fn send(&self, to: usize, data: Flat, tag: u64) -> Pending<()> {
         _ = (to, data, tag);
         Pending::from_fn(|| Err(not_implemented("send").into()))

@@ -44,7 +44,7 @@ impl<T> Pending<T> {
         Self(PendingState::Launched { wait: Box::new(wait), is_available: Some(is_available) })
     }
 
-    /// Returns whether the result is known to be available. If this returns false, it may be available nevertheless.
+    /// Returns whether the result is known to be available. If not, it may be available nevertheless.
     pub(crate) fn is_available(&self) -> bool {
         match &self.0 {
             PendingState::Ready(_) => true,

@@ -306,8 +306,8 @@ impl EnvironmentVariables<'_> {
         Ok(None)
     }
 
-    /// Returns a rank's index on its host, and `most`, which is an upper bound for a launcher that does not provide the
-    /// number of ranks there.
+    /// Returns a rank's index on its host, and `most`: the number of ranks there, or an upper bound if the launcher
+    /// does not provide it.
     fn local_among(&self, name: &'static str, most: RankVariable) -> Result<Option<(RankVariable, RankVariable)>> {
         Ok(self.number(name)?.map(|local_rank| (local_rank, most)))
     }

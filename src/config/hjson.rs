@@ -435,7 +435,7 @@ fn scalar(word: &str) -> std::result::Result<Option<JsonValue>, BadNumber> {
         return Ok(Some(JsonValue::Int(i)));
     }
     match word.parse::<f64>() {
-        Ok(x) if !x.is_finite() => Err(("a number below 1.8e308", format!("`{}`", shown(word)))),
+        Ok(x) if !x.is_finite() => Err(("a number between -1.8e308 and 1.8e308", format!("`{}`", shown(word)))),
         Ok(_) if word.trim_start_matches('-').bytes().all(|c| c.is_ascii_digit()) => {
             Ok(Some(JsonValue::Long(word.into())))
         }

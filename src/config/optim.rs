@@ -291,7 +291,7 @@ fn muon(walk: &mut ConfigWalk<'_>) -> MuonConfig {
     }
 }
 
-/// Reads the parameters of Adam or AdamW; AdamW is `always_decoupled`.
+/// Reads the parameters of Adam or AdamW. `always_decoupled` is true for AdamW.
 fn adam(walk: &mut ConfigWalk<'_>, always_decoupled: bool) -> AdamConfig {
     let adam_w_mode = walk.bool(&of("adam_w_mode"));
     let decoupled = always_decoupled || adam_w_mode;

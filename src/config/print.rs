@@ -126,13 +126,13 @@ impl Config {
         }
     }
 
-    /// Prints `activation_checkpointing`. `every_unit` decides, whatever the section's other keys request.
+    /// Writes `activation_checkpointing` to `tree`. `every_unit` decides, whatever the section's other keys request.
     fn checkpointing_json(&self, tree: &mut Map<String, Value>) {
         set(tree, "activation_checkpointing.every_unit", json!(self.activation_checkpointing));
         set(tree, "activation_checkpointing.cpu_checkpointing", json!(self.cpu_checkpointing));
     }
 
-    /// Prints the offload sections. A recorded section that has no effect at this stage stays unchanged.
+    /// Writes the offload sections to `tree`. A recorded section that has no effect at this stage stays unchanged.
     fn offload_json(&self, tree: &mut Map<String, Value>) {
         let zero = &self.zero;
         let optimizer = zero.offload_optimizer.as_ref().map(|offload| {

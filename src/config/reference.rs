@@ -12,7 +12,7 @@ Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --releas
 A configuration is a DeepSpeed JSON file (0.19.8), read as Hjson: comments (`#`, `//`, `/* */`), unquoted keys and
 strings, line breaks instead of commas and a file without its outer braces are allowed.
 In any section, an unknown key is an error that shows its line, its column and the nearest known key. At the top level, a key
-that starts with `_`, `//` or `comment` is a comment. All sections accept 1 for true; sections marked *strict* also accept
+that starts with `_`, `//` or `comment` is a comment. All sections accept 1 for true; sections marked *lenient* also accept
 `\"true\"` for true and `\"3\"` for 3. `\"auto\"` is replaced by a value from the run (`RunValues`: micro batch,
 accumulation, lr and warm-up, which are 1, 1, 5e-5 and one step unless the script sets them, and the number of steps of the
 schedule), by a batch size derived from the other batch keys, or by the default; the value is printed once.
@@ -20,7 +20,7 @@ schedule), by a batch size derived from the other batch keys, or by the default;
 | status | meaning |
 | --- | --- |
 | honoured | has the same effect as in DeepSpeed, or is specific to candle-zero |
-| noted | a value other than the default is accepted, has no effect, and is noted once |
+| noted | a value other than the default is accepted and noted once; it has no effect, or only the one stated |
 | refused | a value other than the default is an error, because ignoring it would change training |
 | removed | its presence is an error, as in DeepSpeed 0.19.8 |
 | removed unless off | the same, but `enabled` false is accepted and noted once |
@@ -34,7 +34,7 @@ fn reference_markdown() -> String {
     // Writing to a String cannot fail.
     let _ = writeln!(
         text,
-        "\n{} keys are honoured, {} have no effect (the reason is given with the key or with its section), {} are \
+        "\n{} keys are honoured, {} are noted (the reason is given with the key or with its section), {} are \
          refused, {} are removed and {} are translated.",
         of("honoured"),
         of("noted"),
@@ -75,7 +75,7 @@ fn heading(text: &mut String, section: &ConfigSection) {
     let _ = write!(text, "\n## {name}{of}\n");
     let mut facts = Vec::new();
     if section.strict {
-        facts.push("Strict.".to_string());
+        facts.push("Lenient.".to_string());
     }
     if !section.checked {
         facts.push("The section's contents are not checked, because they cannot change training.".to_string());
@@ -119,7 +119,7 @@ fn status(status: KeyStatus) -> (&'static str, Option<String>) {
         KeyStatus::AsEveryUnit(why) => ("noted", Some(format!("treated as every_unit; {why}"))),
         KeyStatus::NoEffect(why) => ("noted", Some(why.into())),
         KeyStatus::Refused(why) => ("refused", Some(why.into())),
-        KeyStatus::RefusedAbove1(why) => ("refused", Some(format!("above 1: {why}"))),
+        KeyStatus::RefusedAbove1(why) => ("refused", Some(format!("a number above 1, because {why}"))),
         KeyStatus::Removed(why) => ("removed", Some(why.into())),
         KeyStatus::RemovedUnlessOff(why) => ("removed unless off", Some(why.into())),
         KeyStatus::Moved(to) => ("translated", Some(format!("to {to}"))),

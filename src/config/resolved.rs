@@ -283,8 +283,8 @@ impl Config {
         }
     }
 
-    /// Returns the configuration of one island of a job on `hosts` hosts, as if the job had only the ranks of that
-    /// island, and the number of islands.
+    /// Returns two values for a job on `hosts` hosts: the configuration of one island, as if the job had only the ranks
+    /// of that island, and the number of islands.
     pub(crate) fn of_island(&self, hosts: usize) -> (Self, usize) {
         let mut config = self.clone();
         let islands = self.local_steps.as_ref().map_or(1, |local_steps| local_steps.islands.unwrap_or(hosts.max(1)));
@@ -681,7 +681,7 @@ pub enum SchedulerConfig {
         warmup_num_steps: u64,
         /// The shape of the warm-up. Default log.
         warmup_type: WarmupType,
-        /// The exponent of the share of steps that are left, to which the rate after the warm-up is proportional.
+        /// After the warm-up, the rate is proportional to the share of steps that are left, raised to this power.
         /// Default 1: linear decay.
         decay_power: f64,
     },

@@ -5,8 +5,9 @@ use serde_json::{Map, Value, json};
 
 /// Returns a JSON Schema (draft 2020-12) of the configuration: every key with its type, bounds, default and meaning.
 ///
-/// The schema describes plain forms and `"auto"`. Files may contain more than it describes: strict sections also accept
-/// `"3"` for 3 and `"true"` for true. Rules between keys are not part of the schema; `zerorun check` checks them all.
+/// The schema describes plain forms and `"auto"`. Files may contain more than it describes: sections that
+/// docs/config.md marks as lenient also accept `"3"` for 3 and `"true"` for true. Rules between keys are not part of
+/// the schema; `zerorun check` checks them all.
 pub fn json_schema() -> Value {
     let mut root = object(section(""));
     let defs = sections().skip(1).map(|section| (name(section), definition(section))).collect::<Map<_, _>>();

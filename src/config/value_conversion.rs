@@ -11,8 +11,8 @@ pub(crate) type ValueMismatch = (ConfigRule, String);
 
 /// Returns the value in its plain form (`5e8` as 500000000), or the reason why it does not fit.
 ///
-/// All sections accept 0 and 1 for a boolean. Strict sections also accept pydantic's lax forms, such as `"3"` for an
-/// integer, and `"true"` and `"on"` for a boolean.
+/// All sections accept 0 and 1 for a boolean. With `strict`, pydantic's lax forms are also accepted, such as `"3"` for
+/// an integer, and `"true"` and `"on"` for a boolean.
 pub(crate) fn convert(node: &JsonNode, key: &ConfigKey, strict: bool) -> Result<Value, ValueMismatch> {
     if node.value == JsonValue::Null && key.default == "null" {
         return Ok(Value::Null);

@@ -21,7 +21,7 @@ pub(crate) struct ConfigWalk<'a> {
     pub params: HashMap<String, &'a [JsonEntry]>,
     /// The batch keys whose value is `"auto"`.
     pub autos: Vec<String>,
-    /// The run's values for any other `"auto"`.
+    /// The run's values for keys that are `"auto"`.
     pub run: RunValues,
     pub problems: Vec<ConfigProblem>,
     pub notes: Vec<ConfigNote>,

@@ -41,7 +41,10 @@ pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
 /// `parts` are queries, keys and values with dense rows, or one array with all three side by side in each row.
 ///
 /// # Errors
-/// Returns an error if the driver reports one, or if the parts have different formats or too few elements.
+/// Returns an error if the driver reports one, or if the parts have different formats.
+///
+/// # Panics
+/// May panic if a part has too few elements.
 pub(crate) fn forward<const N: usize>(
     device: &CudaDevice,
     of: (&AttentionShape, &AttentionRule<'_>),
@@ -58,7 +61,10 @@ pub(crate) fn forward<const N: usize>(
 /// `out` and `lse` are the results of the forward pass, and `dout` is the gradient of `out`.
 ///
 /// # Errors
-/// Returns an error if the driver reports one, or if the parts have different formats or too few elements.
+/// Returns an error if the driver reports one, or if the parts have different formats.
+///
+/// # Panics
+/// May panic if a part has too few elements.
 pub(crate) fn backward<const N: usize>(
     device: &CudaDevice,
     of: (&AttentionShape, &AttentionRule<'_>),

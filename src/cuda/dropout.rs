@@ -31,8 +31,8 @@ pub(crate) fn dropout(
         let counters = ((offset % GROUP + count as u64).div_ceil(GROUP) * COUNTERS) as usize;
         let function = KERNELS.function(device, &format!("dropout_{}", suffix(x.dtype())))?;
         let arguments = arguments![counters, count, x, y, scale, bound, seed, offset];
-        // SAFETY: the kernel takes a count and that many elements of two arrays, a bound of 32 bits, and two words of
-        // 64 bits.
+        // SAFETY: the kernel takes the number of counters, the number of elements, that many elements of two arrays, a
+        // scale, a bound of 32 bits, and two words of 64 bits.
         unsafe { function.run(over(counters), arguments) }
     })
 }

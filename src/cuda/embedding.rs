@@ -45,14 +45,14 @@ pub(crate) fn look_up(
     })
 }
 
-/// The rows of a gradient that belong to each row of the table.
+/// The rows of the result's gradient that belong to each row of the table.
 #[derive(Debug)]
 pub(crate) struct EmbeddingRowUses {
     /// The used rows of the table. The positions of `ids[r]` start at index `starts[r]` of `positions`.
     ids: Vec<u32>,
     starts: Vec<u32>,
     positions: Vec<u32>,
-    /// The number of rows of the gradient.
+    /// The number of rows of the result's gradient.
     count: usize,
 }
 
@@ -72,8 +72,10 @@ impl EmbeddingRowUses {
     }
 }
 
-/// Adds the rows of `dy`, of `width` elements, to the table's gradient. They are summed in f32 in the order of their
-/// positions and rounded once. Other rows are not touched.
+/// Adds the rows of `dy`, of `width` elements, to the rows of the table's gradient that their ids select.
+///
+/// Rows of `dy` with the same id are summed in f32, in the order of their positions; the sum is added to the row of the
+/// gradient and rounded once. Other rows of the gradient are not touched.
 pub(crate) fn add_rows(
     device: &CudaDevice,
     uses: &EmbeddingRowUses,

@@ -264,7 +264,7 @@ fn attentions(bench: &KernelBench) {
     println!("      cuBLAS's product of {side} x {side}, bf16: {of_products:.1} TFLOPS");
     let show = |name: String, operations: f64, seconds: f64| {
         let speed = operations / seconds / 1e12;
-        println!("-     {name}: {speed:.1} TFLOPS, {:.0} % of a product", 100.0 * speed / of_products);
+        println!("-     {name}: {speed:.1} TFLOPS, {:.0} % of a product's speed", 100.0 * speed / of_products);
     };
     for head in [64, 128] {
         let h = AttentionShape { batch, time, heads, kv_heads: heads, head };

@@ -76,7 +76,7 @@ pub struct Loader {
     vocab: usize,
     device: Device,
     position: u64,
-    /// The index of the first sample at position 0.
+    /// The global index of the sample at which position 0 starts.
     first: u64,
 }
 

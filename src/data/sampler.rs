@@ -38,7 +38,8 @@ impl Sampler {
     /// Panics if `ctx` is 0.
     pub fn new(order: SampleOrder, data: &TokenData, ctx: usize) -> Result<Self> {
         assert!(ctx > 0, "a sample has at least one token");
-        // A sample is ctx inputs and one more target. The modulus of the sequential order must not be 0 either.
+        // A sample takes ctx + 1 tokens: the last target is one token after the last input. The modulus of the
+        // sequential order must not be 0 either.
         let needed = ctx + 1 + usize::from(order == SampleOrder::Sequential);
         if data.len() < needed {
             return Err(DataError::TooShort { data: data.name().into(), tokens: data.len(), ctx, needed }.into());

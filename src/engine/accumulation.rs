@@ -171,8 +171,8 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Returns whether there are gradients of a micro step that no step has ended, even if a forward pass has run
-    /// since.
+    /// Returns whether there are gradients of a micro step that `step` has not ended yet, even if a forward pass has
+    /// run since.
     pub(super) fn has_gradients_of_micro_step(&self) -> bool {
         self.accumulation.holds || matches!(self.phase, MicroStepPhase::Backwarded | MicroStepPhase::Held)
     }

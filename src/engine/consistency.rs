@@ -46,7 +46,7 @@ impl EngineFingerprint {
     }
 
     /// Returns the properties that all islands must have in common, each with a name. `config` is a hash of the
-    /// configuration without the keys in which islands may differ.
+    /// configuration without the key in which islands may differ.
     fn of_islands(&self, config: u64) -> Vec<(String, u64)> {
         let Self { parameters, elements, model, weights, simd, rounding, inits, buffers, .. } = *self;
         let named = [
@@ -146,7 +146,7 @@ pub(super) fn check_same_on_all_ranks(
     })
 }
 
-/// Returns a configuration without the keys in which islands that are separate jobs may differ: the address at which
+/// Returns a configuration without the key in which islands that are separate jobs may differ: the address at which
 /// they reach the server.
 fn of_any_island(config: &Config) -> Config {
     let mut config = config.clone();

@@ -431,7 +431,7 @@ pub enum EngineError {
     #[error(
         "the GPU of rank {rank} has no memory left; it holds this model's state ({held}), and activations, gradients \
          in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that \
-         recompute, or shard parameters (zero_optimization.stage 3)"
+         recompute, or, below stage 3, shard parameters (zero_optimization.stage 3)"
     )]
     DeviceMemory {
         /// This rank.

@@ -352,8 +352,8 @@ impl<M> Engine<M> {
         self.check.phase = CheckPhase::Measured(outputs, compared, factor);
     }
 
-    /// Collective: compares the measurements of all ranks. `overflow` states whether a gradient is not finite, so
-    /// that nothing can be compared in this step.
+    /// Collective: compares the measurements of all ranks. If `overflow` is set, a gradient is not finite, and nothing
+    /// can be compared in this step.
     pub(super) fn judge_gradients(&mut self, overflow: bool) -> Result<()> {
         if overflow && matches!(self.check.phase, CheckPhase::Measured(..)) && self.check.tries < MAX_NONFINITE_STEPS {
             self.check.phase = CheckPhase::Armed;

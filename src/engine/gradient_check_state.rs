@@ -45,7 +45,7 @@ pub(super) struct FiniteDifferenceChecker {
     pub(super) phase: CheckPhase,
     /// Whether every parameter is checked separately.
     pub(super) of_each: bool,
-    /// The file to which the report is written as soon as there is one. The run then ends.
+    /// The file to which the report is written after each compared step. The run ends when the check is over.
     pub(super) ends_run: Option<PathBuf>,
     pub(super) tries: u32,
     /// The number of directions checked so far.

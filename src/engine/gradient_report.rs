@@ -69,7 +69,7 @@ pub enum GradientCheckVerdict {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct GradientRow {
-    /// The name of the parameter, or of the group that was perturbed together.
+    /// The name of the parameter, or of the group of parameters that were perturbed together.
     pub name: String,
     /// The change in the loss along the direction, according to the gradient that the backward pass computed. If
     /// several directions were checked, this and the following fields are those of the direction with the largest

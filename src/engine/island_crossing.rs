@@ -49,7 +49,8 @@ impl IslandRanks {
     /// to request from the server.
     ///
     /// # Errors
-    /// The ranks cannot be divided into that many islands of equal size, or hosts have different numbers of ranks.
+    /// The ranks cannot be divided into that many islands of equal size, or, if the configuration states no number of
+    /// islands, the hosts have different numbers of ranks.
     pub fn new(config: &LocalStepsConfig, job: &Arc<dyn Communicator>, slot: Option<usize>) -> Result<Self> {
         if let (Some(address), Some(slots)) = (&config.server, config.islands) {
             let server = ServerCrossing { address: address.clone(), slots, asked: slot, link: OnceLock::new() };
@@ -74,7 +75,7 @@ impl IslandRanks {
         }
     }
 
-    /// Returns the ranks at this rank's position on all islands, and all ranks, unless there is a server.
+    /// Returns the ranks at this rank's position on all islands, and all ranks of the job; `None` if there is a server.
     pub fn across(&self) -> Option<(&dyn Communicator, &Arc<dyn Communicator>)> {
         match &self.crossing {
             IslandCrossing::Communicator { across, job } => Some((&**across, job)),

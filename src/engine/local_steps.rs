@@ -43,8 +43,8 @@ impl<M> Engine<M> {
         Err(EngineError::LocalSteps { why }.into())
     }
 
-    /// Returns the number of this rank's island and the number of islands, if the ranks take local steps. With an
-    /// island server, these are the slot and the number of slots.
+    /// Returns the index of this rank's island, counted from 0, and the number of islands, if the ranks take local
+    /// steps. With an island server, these are the slot and the number of slots.
     pub fn island(&self) -> Option<(usize, usize)> {
         self.islands.as_ref().map(|islands| (islands.ranks.number(), islands.ranks.count()))
     }

@@ -383,7 +383,7 @@ impl<'a> Rehearsal<'a> {
     }
 
     /// Runs the routed units that `params` belong to, as if the inputs of all ranks together chose all of them. In a
-    /// forward pass (`agrees`), ranks agree on the chosen ones. If experts are divided among ranks, all ranks first
+    /// forward pass (`agrees`), ranks agree on the chosen units. If experts are divided among ranks, all ranks first
     /// exchange the numbers of rows that travel. The rows themselves are not counted.
     fn run_routed<'p>(
         &self,

@@ -31,9 +31,9 @@ impl From<IslandWire> for ChangeFormat {
 }
 
 impl ChangeFormat {
-    /// Returns the number of bytes of `elements` elements, or `None` if no memory holds so many.
+    /// Returns the number of bytes of `elements` elements, or `None` if no memory could hold that many.
     pub fn encoded_len(self, elements: u64) -> Option<u64> {
-        /// More elements than any memory holds.
+        /// More elements than any memory could hold.
         const MOST: u64 = 1 << 48;
         let elements = usize::try_from(elements).ok().filter(|elements| *elements as u64 <= MOST)?;
         Some(match self {

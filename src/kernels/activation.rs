@@ -60,7 +60,7 @@ pub fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
     }
 }
 
-/// Computes dx = dy f'(x).
+/// Computes dx = dy * f'(x).
 pub fn backward<E: Element>(function: Activation, x: &[E], dy: &[E], dx: &mut [E]) {
     with_function!(function, (_value, slope) => map2(
         x,
@@ -71,7 +71,7 @@ pub fn backward<E: Element>(function: Activation, x: &[E], dy: &[E], dx: &mut [E
     ));
 }
 
-/// Computes y = f(gate) up, as in SwiGLU and GeGLU (Shazeer 2020).
+/// Computes y = f(gate) * up, as in SwiGLU and GeGLU (Shazeer 2020).
 pub fn gated<E: Element>(function: Activation, gate: &[E], up: &[E], y: &mut [E]) {
     with_function!(function, (value, _slope) => map2(
         gate,
@@ -82,7 +82,7 @@ pub fn gated<E: Element>(function: Activation, gate: &[E], up: &[E], y: &mut [E]
     ));
 }
 
-/// Computes dgate = dy up f'(gate) and dup = dy f(gate).
+/// Computes dgate = dy * up * f'(gate) and dup = dy * f(gate).
 pub fn gated_backward<E: Element>(function: Activation, inputs: [&[E]; 2], dy: &[E], dgate: &mut [E], dup: &mut [E]) {
     with_function!(function, (value, slope) => gated_slopes_in_tasks(inputs, dy, [dgate, dup], (value, slope)));
 }
@@ -135,7 +135,7 @@ fn gated_slopes<E: Element>(
     }
 }
 
-/// Computes y = x factor, in f32.
+/// Computes y = x * factor in f32.
 pub fn scaled<E: Element>(x: &[E], factor: f64, y: &mut [E]) {
     let factor = factor as f32;
     map(

@@ -13,7 +13,7 @@ const TASK: usize = 16 * 1024;
 pub(crate) const IGNORED: u32 = u32::MAX;
 
 /// Computes the losses `-log softmax(row)[target]` of dense rows of `classes` logits. If there is a `cap`, logits are
-/// first replaced by cap tanh(logit / cap).
+/// first replaced by cap * tanh(logit / cap).
 pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], cap: Option<f32>, losses: &mut [f32]) {
     check(logits.len(), classes, targets, losses.len());
     let rows = rows_per_task(classes);

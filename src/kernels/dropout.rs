@@ -30,7 +30,7 @@ const ROUNDS: usize = 10;
 pub fn dropout<E: Element>(x: &[E], p: f32, seed: u64, offset: u64, y: &mut [E]) {
     assert_eq!(x.len(), y.len(), "the slice lengths of dropout differ");
     assert!((0.0..1.0).contains(&p), "the dropout probability {p} is not in [0, 1)");
-    // An element is dropped if its random word is below p 2^32.
+    // An element is dropped if its random word is below p * 2^32.
     let (bound, scale) = ((f64::from(p) * 4_294_967_296.0) as u32, 1.0 / (1.0 - p));
     for_each_part(x.len().div_ceil(CHUNK), ParallelChunks::new(y, CHUNK), |i, y| {
         let x = &x[i * CHUNK..][..y.len()];

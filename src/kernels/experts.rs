@@ -34,8 +34,8 @@ impl RowSlots<'_> {
 }
 
 /// Sums each row's slots, and writes the sum to `out` or, with `accumulate`, adds it to `out`. The slots of `y`,
-/// multiplied by `weights` (one number per slot, or none), are added in the row's order, starting from 0, in f32. A
-/// row's sum is rounded once.
+/// multiplied by `weights` (one number per slot) if they are given, are added in the row's order, starting from 0, in
+/// f32. A row's sum is rounded once.
 pub fn sum_slots<E: Element>(
     rows: RowSlots<'_>,
     y: &[E],
@@ -75,8 +75,8 @@ pub fn sum_slots<E: Element>(
     });
 }
 
-/// Computes the gradients of [`sum_slots`] from that of its result, `dout`: `dy[slot] = weight dout[row]`, and
-/// `dweights[slot] = y[slot] dout[row]`, summed over the columns. `row_of` is the row of each slot.
+/// Computes the gradients of [`sum_slots`] from that of its result, `dout`: `dy[slot] = weights[slot] * dout[row]`,
+/// and `dweights[slot]` is the sum of `y[slot] * dout[row]` over the columns. `row_of` is the row of each slot.
 pub fn sum_slots_backward<E: Element>(
     row_of: &[u32],
     (y, dout): (&[E], &[E]),

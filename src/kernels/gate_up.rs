@@ -17,12 +17,12 @@ fn rows_per_task(width: usize) -> usize {
 pub enum ExpertGate {
     /// silu(gate) * up.
     Silu,
-    /// (up + 1) * gate * sigmoid(alpha gate), after clamping the gate from above at `limit` and `up` to within `limit`
-    /// of 0.
+    /// (up + 1) * gate * sigmoid(alpha * gate), after clamping the gate from above at `limit` and `up` to within
+    /// `limit` of 0.
     Clamped { alpha: f32, limit: f32 },
 }
 
-/// The places of gate and up in a row of both.
+/// The positions of gate and up in a row that contains both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GateUpOrder {
     /// The gate is the first half of the row, and up is the second.
@@ -72,7 +72,7 @@ fn at_least(x: f32, limit: f32) -> f32 {
     if x < limit { limit } else { x }
 }
 
-/// Computes the activation of rows of `2 width` elements of gate and up. Each result is rounded once.
+/// Computes the activation of each row of `x`, whose `2 * width` elements are gate and up. Each result is rounded once.
 pub fn gated<E: Element>(gate: ExpertGate, order: GateUpOrder, x: &[E], width: usize, y: &mut [E]) {
     assert_eq!(x.len(), 2 * y.len(), "gate and up must have twice as many elements as the result");
     let per_task = rows_per_task(width);

@@ -57,13 +57,13 @@ pub(super) fn widen_bf16(src: &[u16], dst: &mut [f32]) {
     dst.iter_mut().zip(src).for_each(|(d, s)| *d = f32_from_bf16(*s));
 }
 
-/// Rounds to the nearest bf16, inside a loop.
+/// Rounds to the nearest bf16, inside a [`SimdLoop`](super::simd::SimdLoop).
 #[inline(always)]
 pub(super) fn narrow_bf16(src: &[f32], dst: &mut [u16]) {
     dst.iter_mut().zip(src).for_each(|(d, s)| *d = bf16_from_f32(*s));
 }
 
-/// Converts f16 to f32, inside a loop whose level must be the level of this process.
+/// Converts f16 to f32, inside a [`SimdLoop`](super::simd::SimdLoop) that must run at the level of this process.
 #[inline(always)]
 pub(super) fn widen_f16(src: &[u16], dst: &mut [f32]) {
     match level() {

@@ -102,7 +102,8 @@ impl InstructionSet {
 /// Returns the level of every kernel of this process. The environment is read once.
 ///
 /// # Errors
-/// Returns an error if `CANDLE_ZERO_SIMD` does not name a level, or names one that this CPU lacks.
+/// Returns an error if `CANDLE_ZERO_SIMD` is set to anything other than `auto` or a level that this CPU has. An empty
+/// value counts as `auto`.
 pub fn checked_level() -> Result<InstructionSet, KernelError> {
     static LEVEL: OnceLock<Result<InstructionSet, KernelError>> = OnceLock::new();
     LEVEL.get_or_init(|| InstructionSet::wanted(std::env::var_os(SIMD))).clone()

@@ -134,7 +134,7 @@ pub fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Returns x sigmoid(x).
+/// Returns x * sigmoid(x).
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
     gated_by_odds(x, silu_odds(x))

@@ -117,6 +117,9 @@ pub struct RankMesh {
 
 impl RankMesh {
     /// Arranges all ranks along the data axis.
+    ///
+    /// # Panics
+    /// Panics if `world_size` is 0.
     pub fn data(world_size: usize) -> Self {
         assert!(world_size > 0, "a job has at least one rank");
         let mut lengths = [1; 6];
@@ -193,6 +196,9 @@ impl RankMesh {
     }
 
     /// Returns the rank that has coordinate `to` along `axis`, and the other coordinates of `rank`.
+    ///
+    /// # Panics
+    /// Panics if `to` is not less than the length of the axis.
     pub fn moved(self, rank: usize, axis: MeshAxis, to: usize) -> usize {
         assert!(to < self.len(axis), "there is no coordinate {to} among {} along the {axis} axis", self.len(axis));
         let stride = self.stride(axis);

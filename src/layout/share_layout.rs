@@ -27,7 +27,8 @@ pub struct SharePosition {
     pub share: usize,
     /// The number of elements that it occupies in its sub-group.
     pub room: usize,
-    /// Whether it begins a new sub-group, which ends the open sub-groups of all classes.
+    /// Whether it is the first share whose weights are in a file. It then begins a new sub-group, and the open
+    /// sub-groups of all classes end.
     pub begins: bool,
     /// Whether it is the last share of its sub-group.
     pub closes: bool,

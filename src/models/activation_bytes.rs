@@ -2,7 +2,7 @@
 
 use super::{BlockMlp, DecoderConfig, QueryKeyNorms};
 
-/// A forward and a backward pass of a decoder whose activations are counted.
+/// A forward and a backward pass of a decoder, for which the activations are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ActivationPass {
     /// The number of tokens in the micro batch, padding included.

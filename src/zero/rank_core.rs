@@ -299,7 +299,8 @@ impl RankCore {
         }
     }
 
-    /// Returns the communicator of the ranks that save one checkpoint: of all stages of a pipeline, or of an island.
+    /// Returns the communicator of the ranks that save a checkpoint together: those of all stages of a pipeline, or
+    /// those of an island.
     pub fn job(&self) -> &dyn Communicator {
         self.pipeline.as_ref().map_or(&*self.comm, |position| &*position.job)
     }

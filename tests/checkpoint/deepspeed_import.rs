@@ -1,5 +1,5 @@
 //! Checkpoints written by DeepSpeed 0.19.8, read and compared bit for bit with the values that DeepSpeed itself merged
-//! and those that it held in memory; and damaged ones, whose errors name the file.
+//! and those that it held in memory; and damaged checkpoints, whose errors must name the damaged file.
 
 use crate::support::processes::repository;
 use crate::support::skips::skipped_in_part;

@@ -160,7 +160,7 @@ fn a_damaged_file_is_named_and_nothing_is_touched() {
         std::fs::write(dir.join("latest"), "three").unwrap();
     });
     for tag in ["../two", "/etc", "", "two/../one", "\u{0}"] {
-        damaged(whole.path(), tag, &["is not the name of a folder"], |dir| {
+        damaged(whole.path(), tag, &["cannot be the name of a folder"], |dir| {
             std::fs::write(dir.join("latest"), tag).unwrap()
         });
     }

@@ -251,7 +251,7 @@ fn the_second_job_that_saves_into_a_folder_is_told_and_one_that_only_loads_is_no
         let error = engine.save_checkpoint(dir.path(), Some("mine"), Value::Null).unwrap_err().to_string();
         let error = error.replace(dir.path().to_str().unwrap(), "DIR");
         let error = error.replace(&format!("process {}", other.0.id()), "process PID");
-        insta::assert_snapshot!(error, @"cannot save checkpoints to DIR: a running job already saves there (process PID); give each job its own folder, or stop the other one");
+        insta::assert_snapshot!(error, @"cannot save checkpoints to DIR: a running job is already saving there (process PID); give each job its own folder, or stop the other one");
         Ok(())
     });
     other.end();

@@ -128,7 +128,7 @@ fn together(dirs: &[TempDir]) -> TempDir {
     all
 }
 
-/// Returns all states of a checkpoint in a folder that all hosts see, by name.
+/// Returns all states of a checkpoint in a folder that all hosts share, by name.
 fn states(dir: &Path, tag: &str) -> Vec<(String, Vec<u32>)> {
     let checkpoint = Checkpoint::open(dir, Some(tag)).unwrap().unwrap();
     checkpoint.verify(|_| {}).unwrap();
@@ -188,7 +188,7 @@ fn every_placement_of_ranks_loads_what_another_has_saved() {
     let expected = states(together(&dirs).path(), "two");
     let (a, b, new) = (dirs[0].path(), dirs[1].path(), folder());
     let missing = new.path().join("not there yet");
-    // The folder of each host, and whether parts are sent between hosts.
+    // The number of ranks on each host, the stage, the folder of each host, and whether parts are sent between hosts.
     let placements: [(&[usize], u8, &[&Path], bool); 7] = [
         (&[2, 2], 3, &[a, b], false),
         // Each rank needs all weights.

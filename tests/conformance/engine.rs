@@ -1,5 +1,5 @@
-//! Recorded behaviour of DeepSpeed's engine besides its traces: reduction of gradients, counters, exact values at stage
-//! 3, and which configurations train with which optimizer.
+//! Recorded behaviour of DeepSpeed's engine, apart from its training runs (`training.rs`): reduction of gradients,
+//! counters, exact values at stage 3, and which configurations train with which optimizer.
 
 use crate::support::processes::{as_program, stdout};
 use crate::support::recorded::is_left_out;

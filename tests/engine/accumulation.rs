@@ -33,7 +33,7 @@ fn pass(engine: &mut Engine<Tiny>, sample: usize) -> candle_zero::Result<()> {
     engine.backward(&loss)
 }
 
-/// Returns the norm of the last step and the loss of a sample, in bits.
+/// Returns the norm of the last step and the loss of a sample, as bits.
 fn state(engine: &mut Engine<Tiny>) -> candle_zero::Result<[u64; 2]> {
     let (ids, targets) = batch(99);
     let loss = engine.eval(|model| model.loss(&ids, &targets))?.to_scalar::<f32>()?;
@@ -277,8 +277,8 @@ fn the_batch_size_of_a_running_engine_changes_the_accumulation_at_its_boundary()
         };
         accumulate(&mut engine, 3)?;
         assert_eq!((engine.global_steps(), engine.global_samples()), (1, 12));
-        // Four micro steps come after three: DeepSpeed's rule, the remainder of the count of all micro steps, would
-        // end this accumulation too early.
+        // Four micro steps come after three. DeepSpeed would end this accumulation too early, because there, an
+        // accumulation ends when the count of all micro steps is divisible by the number of micro steps per update.
         engine.set_train_batch_size(16)?;
         accumulate(&mut engine, 4)?;
         assert_eq!((engine.global_steps(), engine.global_samples()), (2, 28));

@@ -45,7 +45,7 @@ fn calls_out_of_order_are_refused_and_change_nothing() {
     insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of calls in a micro step is forward, backward, step");
     engine.forward(linear_loss).unwrap();
     insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of calls in a micro step is forward, backward, step");
-    // A second forward pass is allowed; then only its loss counts.
+    // A second forward pass is allowed; here, only its loss is used.
     let loss = engine.forward(linear_loss).unwrap();
     engine.backward(&loss).unwrap();
     insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called twice on one loss; the order of calls in a micro step is forward, backward, step");

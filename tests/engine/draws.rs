@@ -104,7 +104,7 @@ fn the_first_forward_of_every_micro_step_draws_what_it_always_drew() {
     }
 }
 
-/// The mask of 64 elements on two ranks in four micro steps, recorded from a version in which all forward passes of a
+/// The masks of 64 elements on two ranks in four micro steps, recorded from a version in which all forward passes of a
 /// micro step drew the same masks.
 const RECORDED: [[u64; 4]; 2] = [
     [17099315733248842395, 9484908114270979124, 2232646871490022952, 8751769305986403341],

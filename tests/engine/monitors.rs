@@ -192,7 +192,7 @@ fn collectives_are_printed_as_they_come_and_in_a_table_at_the_end() {
 
 // ---- printed lines ---------------------------------------------------------------------------------------------
 
-/// Runs `zerorun -n RANKS train_gpt` with a small model and `more` in its configuration.
+/// Returns the command `zerorun OPTIONS train_gpt ARGS` with a small model and `more` in its configuration.
 fn train_gpt(dir: &Path, options: &[&str], more: Value, args: &[&str]) -> Command {
     let mut config = json!({
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,

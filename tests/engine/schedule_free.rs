@@ -29,7 +29,7 @@ enum EvaluationAfter {
 
 type Losses = Vec<u32>;
 
-/// Trains, calls `at` at each of these points, and returns the losses of rank 0 and the exported file.
+/// Trains, calls `at` at each point of [`EvaluationAfter`], and returns the losses of rank 0 and the exported file.
 fn train(
     world: usize,
     config: &Value,

@@ -32,7 +32,7 @@ fn start(builder: EngineBuilder, config: &Value) -> Result<Engine<Tensor>> {
     builder.device(Device::Cpu).initialize(param, config.clone())
 }
 
-/// Takes one optimizer step with its gradient.
+/// Takes one optimizer step with that step's gradient.
 fn train(engine: &mut Engine<Tensor>) -> Result<()> {
     let x = Tensor::new(gradient(engine.global_steps() as usize), &Device::Cpu)?;
     let loss = engine.forward(|param| x.mul(param)?.sum_all())?;

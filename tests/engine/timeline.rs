@@ -16,7 +16,7 @@ fn folder() -> tempfile::TempDir {
 /// The start and the end, in microseconds.
 type Time = (f64, f64);
 
-/// A trace in the required format.
+/// A trace in Perfetto's format.
 struct Trace {
     /// The time, rank, lane and content of each event.
     events: Vec<(Time, u64, String, Value)>,

@@ -185,7 +185,7 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
         at(tensors, "layers.0.self_attn.q_proj.lora_B.weight", 0, 1e38);
     });
     let said = place.refused();
-    insta::assert_snapshot!(said[0], @"zerorun: model.layers.0.self_attn.q_proj.weight with the adapter DIR/adapter has the value inf: the adapter's values or its lora_alpha are too large; train it again with a lower learning rate, or correct its adapter_config.json");
+    insta::assert_snapshot!(said[0], @"zerorun: model.layers.0.self_attn.q_proj.weight with the adapter DIR/adapter has the value inf: the adapter's values are too large, or its lora_alpha is; train it again with a lower learning rate, or correct its adapter_config.json");
     assert!(said[1].contains("layers.0.self_attn.q_proj.weight with the adapter"), "{}", said[1]);
     assert!(said[2].contains("logits are not finite"), "{}", said[2]);
     // The error follows the warning about a single-step run.

@@ -364,7 +364,7 @@ proptest! {
     ) {
         let desk = Desk::new();
         let roles = ["user", "assistant", "system"];
-        // Content that begins with a line end shares a token with the header.
+        // Each content begins with a letter, because a line end at its beginning would share a token with the header.
         let turns: Vec<_> = turns.iter().map(|(role, parts)| (roles[*role], format!("A{}", parts.concat()))).collect();
         let said = turns.iter().filter(|(role, _)| *role == "assistant");
         let expected: String = said.map(|(_, content)| format!("{content}<|im_end|>")).collect();

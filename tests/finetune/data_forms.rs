@@ -135,7 +135,7 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
     let history = r#"{"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]]}"#;
     holds(&generate(history), &["user\na<|im_end|>", "⟦b<|im_end|>⟧", "⟦d<|im_end|>⟧"]);
     holds(&generate(&format!("{{{chat}, \"history\": [[\"a\", \"b\"]]}}")), &["refused", "it has history"]);
-    // A key that states how good a record is.
+    // Each of these records has a key that states how good it is.
     holds(&generate(&format!("{{{chat}, \"score\": 0.1}}")), &["1 record (line 1) has a score, which is ignored"]);
     let scored = r#"{"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 2.0, "score_rejected": 8}"#;
     holds(&made(CHATML, scored, TrainingTask::Prefer, ""), &["has a better score for the rejected answer"]);
@@ -261,7 +261,7 @@ fn calls_of_tools_are_learned_in_each_form_or_the_record_is_refused() {
         r#"{{"messages": [{ask}, {{"role": "assistant", "content": "", "tool_calls": [{{"type": "function", "function": {{"name": "fly", "arguments": "up"}}}}]}}]}}"#
     );
     holds(&made(TOOLS, &text, TrainingTask::Generate, ""), &["calls a tool with arguments that are not a JSON object"]);
-    // An answer with a call that the template does not render.
+    // The answer contains a call that the template does not render.
     let text =
         format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": "Yes.", {calls}}}], "tools": {tools}}}"#);
     holds(

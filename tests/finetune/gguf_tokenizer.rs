@@ -55,7 +55,7 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
         (vec![digits, bytes(true)], Json::Null),
         (vec![split("{1,3}"), bytes(false)], Json::Null),
         (vec![split(""), bytes(false)], Json::Null),
-        // As in Qwen's tokenizer.
+        // Qwen's tokenizer has these steps.
         (vec![split(""), bytes(false)], json!({"type": "NFC"})),
     ];
     for (steps, normalizer) in cuts {

@@ -92,8 +92,8 @@ fn compare(run: &Run, record: &Value, what: &str) {
     assert!(worst <= LOSS && worst_norm <= NORM, "{what}: loss {worst:.1e}, norm {worst_norm:.1e}");
 }
 
-/// Returns the largest difference between an adapter's tensors and those in a PEFT file. The names of the tensors must
-/// be the same.
+/// Returns the largest difference between an adapter's tensors and those in a PEFT file. The adapter must have all
+/// tensors of the file.
 fn adapter_differs_by(adapter: &Adapter, peft: &Path) -> f32 {
     let file = candle_core::safetensors::load(peft, &Device::Cpu).unwrap();
     let mut worst = 0f32;

@@ -194,7 +194,7 @@ struct Training {
     world: usize,
     stage: u8,
     recompute: bool,
-    /// What the limit of gpt-oss' activation is multiplied by.
+    /// The factor by which the limit of gpt-oss' activation is multiplied.
     limit: f32,
 }
 
@@ -267,9 +267,9 @@ fn follow(name: &str, kind: &str) {
         let worst = |run: &Run| norms.iter().zip(&run.norms).fold(0f64, |most, (a, b)| most.max((b / a - 1.0).abs()));
         let mut worst_norm = worst(first);
         if worst_norm > NORM && name == "gpt_oss" {
-            // At the limit of gpt-oss' activation, its derivative jumps. If a number was rounded to the other side of the
-            // limit than in the recorded run, the neighboring limits in f32 tell, because with one of them, the number is
-            // on the recorded side.
+            // At the limit of gpt-oss' activation, its derivative jumps. If rounding put a number on a different side
+            // of the limit than in the recorded run, the number is on the recorded side of one of the two neighbouring
+            // limits in f32, so runs with these limits are compared, too.
             let neighbors = [1.0 - f32::EPSILON / 2.0, 1.0 + f32::EPSILON];
             let moved = neighbors
                 .map(|limit| worst(&train(name, run, &batches, Training { world, stage: 0, recompute: false, limit })));

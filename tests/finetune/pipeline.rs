@@ -159,7 +159,7 @@ fn a_run_resumes_with_another_number_of_stages_and_without_a_pipeline() {
             let dir = folder.path().join(format!("saves-{name}"));
             Some(CheckpointOptions { dir, every: Some(1), keep: None, resume: true })
         };
-        // Each process ends without a result after the first two steps, which are saved.
+        // The first run of each pair ends without a result after two steps, which are saved.
         for (from, to) in [(2, 4), (4, 2), (2, 1), (1, 2)] {
             let name = format!("{name}-{from}-{to}");
             let run = Options { saving: saving(&name), ..in_pipeline(&whole, from, &name) };
@@ -231,7 +231,7 @@ fn what_cannot_be_combined_with_a_pipeline_is_refused_before_a_rank_is_started()
     insta::assert_snapshot!(refusal(&["--pipeline", "2"]), @"zerorun: --pipeline is 2, which does not divide 1 rank; give a number that does, or a different number of ranks");
     insta::assert_snapshot!(refusal(&["--pipeline", "0"]), @"zerorun: invalid value '0' for '--pipeline <RANKS|auto>': --pipeline is 0, but must be a number of ranks of at least 1, or auto: all ranks");
     insta::assert_snapshot!(refusal(&[&flag[..], &["--dpo", "beta=0.1"]].concat()), @"zerorun: --pipeline cannot be combined with --dpo, which also needs the output of the model without its adapters for each pair; leave out one of the two");
-    insta::assert_snapshot!(refusal(&[&flag[..], &["--task", "classify"]].concat()), @"zerorun: --pipeline divides the layers of language models, not those of a classifier; leave out --pipeline");
+    insta::assert_snapshot!(refusal(&[&flag[..], &["--task", "classify"]].concat()), @"zerorun: --pipeline divides the layers of language models, not those of a classifier; train it without a pipeline");
     insta::assert_snapshot!(refusal(&[&flag[..], &["--prompt", "a"]].concat()), @"zerorun: --prompt is not supported in a pipeline, whose ranks have only parts of the model; leave out --prompt or --pipeline, and use zerorun generate with the result");
     insta::assert_snapshot!(refusal(&["-n", "8", "--pipeline", "8"]), @"zerorun: cannot train in a pipeline: 8 ranks along the pipeline (pipeline.stages; auto: all ranks) need more stages than the model's 6 layers can fill; use fewer ranks or chunks");
     insta::assert_snapshot!(with_config(json!({"pipeline": {"stages": 3}})), @"zerorun: --ds_config has pipeline.stages: 3, which does not divide 2 ranks; give a number that does, or a different number of ranks");

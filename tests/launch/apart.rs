@@ -75,7 +75,7 @@ fn ranks_that_are_started_one_by_one_have_the_bits_of_zerorun() {
                 let mut command = Command::new(&train_gpt);
                 as_rank(&mut command, rank, ranks, port);
                 if local {
-                    // The variables that torchrun sets.
+                    // Torchrun sets these variables.
                     command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", ranks.to_string());
                 }
                 training(&mut command, "apart")

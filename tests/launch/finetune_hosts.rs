@@ -21,7 +21,7 @@ fn finetune(command: &mut Command, out: &Path, more: &[&str]) {
     command.arg("--out").arg(out).args(more);
 }
 
-/// Returns the result's files, without the model card, which contains the time.
+/// Returns the result's files, without the model card.
 fn files(out: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = std::fs::read_dir(out).unwrap().map(|entry| entry.unwrap());
     let name = |entry: &std::fs::DirEntry| entry.file_name().into_string().unwrap();
@@ -114,7 +114,7 @@ fn an_adapter_of_two_hosts_has_the_bytes_of_one_host_and_the_choice_has_its_reas
         }
     }
 
-    // One launcher on each host, as a job scheduler starts them.
+    // One launcher runs on each host, as if a job scheduler had started it.
     let port = free_port().to_string();
     let launchers = ["0", "1"].map(|node| {
         let mut command = hosts.on(usize::from(node == "1"), 200).unwrap();

@@ -623,7 +623,7 @@ fn messages_and_groups(comm: &dyn Communicator, n: usize) -> candle_zero::Result
     Ok(results)
 }
 
-/// Acts as the program that the next tests start on each rank.
+/// Acts as the program that other tests start on each rank.
 #[test]
 #[ignore = "started on each rank by the tests below"]
 fn as_a_rank() {
@@ -1019,7 +1019,7 @@ fn mpich_is_found_under_the_name_that_debian_gives_it() {
             let folder = tempfile::tempdir().unwrap();
             let link = |from: &Path, to: &str| std::os::unix::fs::symlink(from, folder.path().join(to)).unwrap();
             link(&library, "libmpich.so.12");
-            // The place where the library looks for its transports.
+            // This is where the library looks for its transports.
             link(&library.with_file_name("mpich"), "mpich");
             is_reported(folder.path());
             compare_under_two_launchers(folder.path());
@@ -1047,7 +1047,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
         said.lines().find_map(|line| Some(line.split_once("rank reports: ")?.1.to_string())).unwrap_or(stderr(&output))
     };
     insta::assert_snapshot!(told(in_role(without, "leaves")), @"the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried /nonexistent/libmpi.so from CANDLE_ZERO_MPI_LIBRARY (/nonexistent/libmpi.so: cannot open shared object file: No such file or directory)); install MPICH or, for mpirun only, Open MPI, add its lib folder to LD_LIBRARY_PATH, or set CANDLE_ZERO_MPI_LIBRARY to its file");
-    // A library that exists, but whose dependencies are missing.
+    // These files have the names of MPI libraries, but cannot be loaded.
     let folder = tempfile::tempdir().unwrap();
     for name in ["libmpi_abi.so.1", "libmpi.so.12", "libmpich.so.12", "libmpi.so.40"] {
         std::fs::write(folder.path().join(name), "no library").unwrap();

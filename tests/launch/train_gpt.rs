@@ -71,7 +71,7 @@ impl Run {
         self.steps.iter().map(|step| step["loss"].as_f64().unwrap()).collect()
     }
 
-    /// Returns the computed values of a step, without times and memory.
+    /// Returns the computed values of each step, without times and memory.
     fn arithmetic(&self) -> Vec<[&Value; 5]> {
         let keys = ["loss", "grad_norm", "lr", "loss_scale", "skipped"];
         self.steps.iter().map(|step| keys.map(|key| &step[key])).collect()

@@ -12,8 +12,8 @@ fn section() -> Value {
     json!({"steps": 4, "fragments": 2, "fragment_delay": 2, "fragment_alpha": 0.25})
 }
 
-/// Trains up to step `last` after loading the checkpoint in `dir`. Returns the first step after the checkpoint and the
-/// weights.
+/// Trains up to step `last` after loading the checkpoint in `dir`. Returns the first step after the checkpoint, and
+/// the weights at the end.
 fn resumed(
     comm: Arc<dyn Communicator>,
     config: Value,

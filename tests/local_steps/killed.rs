@@ -281,7 +281,7 @@ fn islands_that_are_killed_twice_and_join_twice_are_within_one_percent_of_synchr
     };
     let kill = |slot: usize| {
         let pid = std::fs::read_to_string(dir.join(format!("pid.{slot}"))).unwrap().parse().unwrap();
-        assert!(runs(pid), "island {slot} does not run");
+        assert!(runs(pid), "island {slot} is not running");
         kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     };
     let mut islands: Vec<Child> = (0..3).map(start).collect();

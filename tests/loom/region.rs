@@ -71,7 +71,7 @@ loom::thread_local! {
 /// An atomic number and the queue of the threads that sleep on it.
 pub struct Word<A> {
     value: A,
-    /// The ordering of loads in place of Acquire; `store` is the ordering of stores in place of Release.
+    /// The ordering of loads that are not relaxed; `store` is that of stores that are not relaxed.
     load: Ordering,
     store: Ordering,
     fences: bool,
@@ -190,7 +190,7 @@ pub fn wake(word: &Word32) {
     }
 }
 
-/// Sleeps until `word` differs from `seen`, or until the nap is over.
+/// Sleeps until the thread is woken, unless `word` already differs from `seen`; or until the nap is over.
 pub fn sleep_on(word: &Word32, seen: u32, _millis: u32) {
     match word.sleep {
         Sleep::Never => panic!("a thread falls asleep"),

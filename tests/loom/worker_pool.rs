@@ -125,7 +125,7 @@ impl Job {
     /// Takes parts and runs them, one after another, until none is left.
     fn work(&self) {
         // SAFETY: see `Sync`.
-        self.open.with(|open| assert!(unsafe { *open }, "a job that has returned"));
+        self.open.with(|open| assert!(unsafe { *open }, "the job has returned"));
         while let Some(part) = self.parts.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             // SAFETY: see `Sync`.
             part.with_mut(|part| unsafe { *part += self.value });
@@ -258,7 +258,7 @@ fn a_panic_in_a_part_reaches_the_caller_and_the_pool_goes_on() {
         };
         let panic = catch_unwind(AssertUnwindSafe(|| pool.run(1, &work))).expect_err("a panic");
         assert_eq!(panic.downcast_ref(), Some(&"as planted"));
-        // No thread does the other part if the one thread that worked panicked.
+        // If only one thread worked, and it panicked, no thread has done the other part.
         if next.load(Ordering::Relaxed) > 1 {
             other.assert_done();
         }

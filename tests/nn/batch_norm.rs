@@ -214,7 +214,7 @@ fn weights_in_f32_normalize_an_input_of_bf16() {
         [y, dw.to_dtype(DType::BF16).unwrap(), db.to_dtype(DType::BF16).unwrap()]
             .map(|t| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap())
     };
-    // Ones and zeros are the same numbers in both formats.
+    // The weights are ones and the biases zeros, which are the same numbers in both formats.
     assert_eq!(outcome(DType::F32), outcome(DType::BF16));
 }
 

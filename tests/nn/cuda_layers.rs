@@ -37,7 +37,7 @@ pub(super) struct Case {
     pub shapes: Vec<Vec<usize>>,
     pub layer: Function,
     pub composed: Function,
-    /// Whether 16-bit operands have an error beyond one rounding, because products on the device round their results.
+    /// Whether 16-bit results have an error beyond one rounding, because products on the device round their results.
     pub rounds_on_the_way: bool,
 }
 
@@ -226,7 +226,7 @@ fn norms_are_those_of_the_formulas_with_their_slopes() {
         ));
     }
     check(&gpu, cases);
-    // If a row has one element, only the bias (layer norm) or the sign (RMS norm) remains.
+    // If a row has one element, only the bias (layer norm), or the weight with the element's sign (RMS norm), remains.
     let [x, weight, bias] = [[3, 1], [1, 1], [1, 1]].map(|shape| tensor(&shape, 1, DType::F32));
     let on = |t: &Tensor| t.flatten_all().unwrap().to_device(&gpu).unwrap();
     let column = x.to_device(&gpu).unwrap();

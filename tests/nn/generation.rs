@@ -132,7 +132,7 @@ fn memory_is_that_of_the_tokens_and_none_beyond_the_context() {
     let bytes = |tokens: usize| 2 * 2 * tokens * 20 * 2;
     assert_eq!(session.cache_bytes(), bytes(32));
     llama.extend(&mut session, &prompt(30)).unwrap();
-    assert_eq!(session.cache_bytes(), bytes(48), "no more than the context");
+    assert_eq!(session.cache_bytes(), bytes(48), "33 tokens need three blocks of sixteen");
     llama.extend(&mut session, &prompt(10)).unwrap();
     assert_eq!((session.cache_bytes(), session.tokens().len()), (0, 43));
 }

@@ -167,7 +167,7 @@ impl Recorded {
             "scatter" => nn::scatter(&a[0], &Tensor::new(self.indexes.clone(), &Device::Cpu)?, &a[1], *dim),
             "scatter_add" => nn::scatter_add(&a[0], &Tensor::new(self.indexes.clone(), &Device::Cpu)?, &a[1], *dim),
             "matmul" => nn::matmul(&a[0].transpose(2, 3)?, &a[1].broadcast_as((2, 3, 5, 6))?),
-            other => panic!("a layer {other}"),
+            other => panic!("the layer {other} is unknown"),
         }
     }
 }

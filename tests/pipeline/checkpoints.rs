@@ -114,8 +114,9 @@ fn a_checkpoint_of_a_pipeline_continues_anywhere_and_one_of_anywhere_in_a_pipeli
 
 #[test]
 fn a_job_that_changes_its_ranks_again_and_again_has_the_bits_of_one_that_changes_only_where_it_must() {
-    // Three ranks, which repeat the same data, round the sum of their gradients, so a step at stage 3 has different
-    // bits. The other divisions all pass the same bits to stage 3, and all compute the same bits from its checkpoint.
+    // The three ranks at stage 3 repeat the same data and round the sum of their gradients, so their step has different
+    // bits from a step of one rank. All other divisions save the same bits before that step, and compute the same bits
+    // after it.
     let (four, two, three, one) =
         (Ranks::Pipeline(4, 1), Ranks::Pipeline(2, 1), Ranks::Plain(3, 3), Ranks::Plain(1, 0));
     let chunks = Ranks::Pipeline(2, 2);

@@ -32,7 +32,8 @@ fn estimated(report: &MemoryReport, engine: &MemoryReport, exact: bool) -> Vec<(
     all
 }
 
-/// Trains `model` on all ranks for two steps, and returns their memory reports in the order of the ranks.
+/// Trains `model` on all ranks for two steps, and returns their memory reports, sorted by the ranks' positions in their
+/// pipelines.
 fn trained(model: &DecoderConfig, world_size: usize, config: &Value, frozen: &'static str) -> Vec<MemoryReport> {
     let run = |comm: Arc<dyn Communicator>| -> candle_zero::Result<(usize, MemoryReport)> {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
@@ -67,8 +68,9 @@ fn the_memory_of_each_rank_is_that_of_the_engine() {
         if dtype == "bf16" {
             config["bf16"] = json!({"enabled": true});
         }
-        // The gradient of a tied weight is accumulated after the others, and the gradients of one chunk, or of a
-        // divided backward pass, are fewer than those of all the rank's layers.
+        // In the other cases, the estimate is only an upper bound: the gradient of a tied weight is accumulated after
+        // the others, and the gradients of one chunk, or of a divided backward pass, are fewer than those of all the
+        // rank's layers.
         let exact = !model.tie_word_embeddings && pipeline.get("schedule").is_none();
         let about = format!("{world_size} ranks, {config}, frozen: {frozen}");
         let prepare = |shapes: Shapes| shapes.trainable(|name, _| !name.contains(frozen));

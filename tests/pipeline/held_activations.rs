@@ -29,8 +29,8 @@ fn bytes_of_stage(stage: usize, stages: usize, layers: usize) -> [usize; 2] {
         // The head has 3 outputs. Its bias already has a gradient.
         1 => CROSSING + 4 * 3 * 4 + 3 * 4,
         2 => 0,
-        // These are the input and the output's gradient of the linear layer, and the gradients of its bias and of the
-        // norm.
+        // These are the linear layer's input, the gradient of its output, and the gradients of its bias and of the
+        // norm's two parameters.
         _ => 2 * CROSSING + 3 * WIDTH * 4,
     };
     [input + output, uniform_cuts(layers, stages).unwrap().layers_of(stage).map(deferred).sum()]

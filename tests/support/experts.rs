@@ -30,9 +30,9 @@ pub fn take_chosen() -> Vec<BTreeSet<usize>> {
 
 /// The experts that this rank's routers choose.
 enum Routes {
-    /// The routers choose among these experts, or among all if there are none.
+    /// The routers choose among these experts, or among all experts if the list is empty.
     Among(Vec<usize>),
-    /// Each row chooses the next experts in turn.
+    /// Row `i` chooses [`PER_ROW`] experts: expert `i` and those after it, modulo the number of experts.
     InTurn,
 }
 
@@ -41,7 +41,7 @@ pub fn allow(experts: impl IntoIterator<Item = usize>) {
     ROUTES.replace(Routes::Among(experts.into_iter().collect()));
 }
 
-/// Makes each row of this rank choose the next experts in turn from now on.
+/// Makes the rows of this rank choose experts by [`Routes::InTurn`] from now on.
 pub fn choose_in_turn() {
     ROUTES.replace(Routes::InTurn);
 }

@@ -144,7 +144,7 @@ pub fn descendants(pid: i32) -> Vec<i32> {
     children.into_iter().chain(further).collect()
 }
 
-/// Waits until `done` returns a value.
+/// Waits until `done` returns a value, for at most 20 seconds.
 pub fn wait_for<T>(what: &str, done: impl FnMut() -> Option<T>) -> T {
     wait_up_to(Duration::from_secs(20), what, done)
 }

@@ -513,7 +513,7 @@ fn import_writes_a_checkpoint_that_verifies_and_its_exit_code_says_what_is_wrong
         assert!(stderr(&output).contains(words), "{}", stderr(&output));
     };
     refused(import(&sample, &["--as", "taken"]), 2, "already");
-    refused(import(&sample, &["--as", "../taken"]), 2, "not the name of a folder");
+    refused(import(&sample, &["--as", "../taken"]), 2, "cannot be the name of a folder");
     refused(import(&dir.path().join("nowhere"), &[]), 2, "nowhere");
     refused(import(&sample, &["--tag", "nothing"]), 2, "nothing");
     let copy = dir.path().join("copy");

@@ -276,7 +276,7 @@ fn a_pipeline_is_estimated_rank_by_rank() {
     - data on its way to the model, and a checkpoint while it is written
     - the program itself: its code, its threads, and memory that the allocator keeps
     assumed:
-    - for the waiting time: a stage takes a time in proportion to its parameters without embeddings, and forward passes, gradients of inputs and gradients of weights all take the same time
+    - for the waiting time: a stage takes time in proportion to its parameters without embeddings, and forward passes, gradients of inputs and gradients of weights all take the same time
     ");
     let output = estimate(&[&args[..], &["-n", "4", "--frozen", "*.mlp.*", "--json"]].concat());
     let all: Value = serde_json::from_str(&stdout(&output)).unwrap();

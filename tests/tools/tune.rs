@@ -207,7 +207,7 @@ fn a_bare_zero_and_files_of_monitoring_do_not_stop_the_search() {
     assert!(text.starts_with("stage 2, micro batch 2  "), "{text}");
     assert!(text.lines().next().unwrap().ends_with(", train batch 2"), "{text}");
     assert!(text.contains("train batch 2, originally 1: the learning rate may need to change"), "{text}");
-    // Two more runs of each of the two fastest, both with a micro batch of 2.
+    // The last four are two more runs of each of the two fastest configurations, both with a micro batch of 2.
     assert_eq!(std::fs::read_to_string(folder.path("runs")).unwrap(), "1\n2\n1\n2\n2\n2\n2\n2\n");
     assert_eq!((&folder.best()["zero_optimization"]["stage"], &folder.best()["csv_monitor"]), (&json!(2), &monitor));
 }

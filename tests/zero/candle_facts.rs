@@ -23,7 +23,7 @@ fn values(t: &Tensor) -> Vec<f32> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// This is why `nn` has its own layer norm and softmax.
+/// This is why `nn` has its own layer norm, and why its models do not use `softmax_last_dim`.
 #[test]
 fn fused_ops_cut_the_graph_without_an_error() {
     let (first, second) = (var(&[4, 4]), var(&[4, 4]));
@@ -112,7 +112,7 @@ fn the_cpu_has_no_seed() {
     assert!(CPU.set_seed(1).is_err());
 }
 
-/// An identity operation whose backward pass counts its calls and passes its gradient on only on request.
+/// An identity operation whose backward pass counts its calls, and returns its gradient only if `pass` is set.
 struct Hook {
     calls: &'static AtomicUsize,
     pass: bool,

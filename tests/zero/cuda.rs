@@ -538,8 +538,8 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
     }
     if std::env::var_os(ALONE).is_none() {
         insta::assert_snapshot!(alone(name, ("MOCK_CUDA_MEMORY", 100_000)), @"
-        stage 2: the GPU of rank 0 has no memory left; it holds this model's state (parameters 8.7 KiB, moments 8.7 KiB, buckets 1.5 KiB), and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that recompute, or shard parameters (zero_optimization.stage 3)
-        stage 3: the GPU of rank 0 has no memory left; it holds this model's state (parameters 4.3 KiB, moments 8.7 KiB, gathered 8.7 KiB, buckets 1.5 KiB), and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that recompute, or shard parameters (zero_optimization.stage 3)
+        stage 2: the GPU of rank 0 has no memory left; it holds this model's state (parameters 8.7 KiB, moments 8.7 KiB, buckets 1.5 KiB), and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that recompute, or, below stage 3, shard parameters (zero_optimization.stage 3)
+        stage 3: the GPU of rank 0 has no memory left; it holds this model's state (parameters 4.3 KiB, moments 8.7 KiB, gathered 8.7 KiB, buckets 1.5 KiB), and activations, gradients in progress or other programs use the rest; use a smaller train_micro_batch_size_per_gpu or units that recompute, or, below stage 3, shard parameters (zero_optimization.stage 3)
         ");
         return;
     }

@@ -603,7 +603,7 @@ fn program(folder: &Path) -> std::process::Command {
     command
 }
 
-/// Runs the program, and kills all its processes when rank 0 has reported `kill_after` steps.
+/// Runs the program. If `kill_after` is given, kills all its processes when rank 0 has reported that many steps.
 fn run_program(folder: &Path, kill_after: Option<usize>) {
     let mut job = start(&mut program(folder));
     let launcher = i32::try_from(job.id()).unwrap();

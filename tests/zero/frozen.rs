@@ -178,7 +178,7 @@ fn a_frozen_unit_is_gathered_in_backward_only_where_something_below_it_is_traine
                 engine.step()?;
             }
             assert_eq!(engine.memory_report().row(MemoryKind::Gathered).bytes.held, 0);
-            // The maximum that was gathered at one time: two units, in elements of 4 bytes.
+            // The maximum number of bytes that were gathered at one time: those of two units.
             let peak = engine.memory_report().row(MemoryKind::Gathered).bytes.peak;
             Ok((engine.comm_report().kind(Collective::AllGather).elements / (3 * 36), peak))
         });

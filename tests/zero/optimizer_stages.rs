@@ -29,8 +29,7 @@ fn optimizers() -> [Value; 8] {
     ]
 }
 
-/// Returns the keys besides the ZeRO section. The model, the schedule and the optimizer get the same inputs at any
-/// number of ranks.
+/// Returns the configuration's keys besides the ZeRO section: those of the optimizer and its schedule, and `more`.
 fn with(optimizer: &Value, more: Value) -> Value {
     let schedule = json!({"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_min_lr": 1e-3}});
     // These optimizers determine their rate themselves.

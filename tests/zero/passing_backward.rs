@@ -24,7 +24,7 @@ fn input(sample: usize) -> Tensor {
     Tensor::from_iter(values, &Device::Cpu).unwrap().reshape((3, WIDTH)).unwrap()
 }
 
-/// Returns a layer, three units and a head that belongs to the root, all made of Candle's own operations.
+/// Returns a model with a layer, three units, and a head that belongs to the root, all made of Candle's own operations.
 fn of_candle(vb: VarBuilder<'_>) -> Result<Model> {
     of_candle_recomputing(vb, false)
 }

@@ -153,7 +153,7 @@ fn of_a_quantized_base_no_more_than_the_blocks_at_work_are_ever_unpacked() {
         let outside = (512 + 16) * 256 * 4;
         let (gathered, parameters) =
             (report.row(MemoryKind::Gathered).bytes.peak, report.row(MemoryKind::Parameters).bytes.held);
-        // One unpacked block, and on several ranks the packed words of the next one.
+        // The limit allows one unpacked block and, on several ranks, the packed words of the next one.
         let most = if world == 1 { of_block * 5 / 4 } else { of_block * 2 + outside };
         assert!(gathered <= most, "world {world}: {gathered} bytes gathered, of {most}\n{report}");
         let packed = 8 * of_block / 4 * 17 / 32;

@@ -480,7 +480,8 @@ fn training_program() {
     println!("done");
 }
 
-/// Runs the program on 2 ranks in `folder`, and kills all its processes when rank 0 has reported `kill_after` steps.
+/// Runs the program on 2 ranks in `folder`. If `kill_after` is given, kills all its processes when rank 0 has reported
+/// that many steps.
 fn run_program(folder: &Path, kill_after: Option<usize>) {
     std::fs::create_dir_all(folder.join("files")).unwrap();
     let mut command = zerorun();

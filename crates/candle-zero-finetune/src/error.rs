@@ -331,7 +331,7 @@ pub enum FinetuneError {
         path: PathBuf,
         /// The number of records that cannot be used or contain nothing to train on.
         skipped: u64,
-        /// The number of all records.
+        /// The total number of records.
         records: u64,
         /// The problem with these records.
         why: String,
@@ -393,8 +393,8 @@ pub enum FinetuneError {
     },
     /// A weight that becomes NaN or infinite when an adapter is merged into it.
     #[error(
-        "{tensor} with the adapter {} has the value {value}: the adapter's values or its lora_alpha are too large; train it \
-         again with a lower learning rate, or correct its adapter_config.json",
+        "{tensor} with the adapter {} has the value {value}: the adapter's values are too large, or its lora_alpha is; \
+         train it again with a lower learning rate, or correct its adapter_config.json",
         adapter.display()
     )]
     MergedNotFinite {

@@ -232,7 +232,8 @@ fn read_beside(
 fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
     let several = typed.hosts.hostfile.is_some() || typed.hosts.nnodes.is_some();
     (several && typed.backend == Some(CommBackend::Shm)).then(|| {
-        "--backend shm is for ranks on one host, and hosts share no memory; leave --backend out, so that the ranks use MPI"
+        "--backend shm is for ranks on one host, because hosts do not share memory; leave --backend out, so that the \
+         ranks use MPI"
             .to_string()
     })
 }

@@ -74,7 +74,8 @@ pub(crate) struct HostFlags {
     #[arg(long = BIND_ADDR, alias = "bind-addr", value_name = "ADDRESS", help_heading = HOSTS)]
     pub(crate) bind_addr: Option<String>,
 
-    /// With --max_restarts: minimum number of hosts to continue with when others fail [default: all]
+    /// With --max_restarts: minimum number of hosts to continue with when others fail [default: FEWEST of
+    /// --nnodes, otherwise all]
     #[arg(long = "min_nodes", alias = "min-nodes", value_name = "M", help_heading = HOSTS)]
     pub(crate) min_nodes: Option<usize>,
 

@@ -62,7 +62,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// If the script does not exist, suggests a tool with a similar name, because the user may have mistyped it.
+/// If the script does not exist, suggests a tool with a similar name, because the user may have mistyped the tool's
+/// name.
 fn naming_the_tool(error: Error) -> Error {
     let (path, found, mut fix) = match error.downcast() {
         Ok(LaunchError::NotStartable { path, found, fix }) => (path, found, fix),

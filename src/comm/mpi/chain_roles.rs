@@ -1,8 +1,8 @@
 //! The roles of ranks in a chain, in which partial sums go from host to host.
 //!
 //! The chunk of rank o belongs to lane o modulo the number of lanes, which is the smallest number of ranks on any host.
-//! On each host, the first ranks serve the lanes, one rank each. If all hosts have the same number of ranks, each owner
-//! serves the lane of its own chunk on its host.
+//! On each host, the first ranks serve the lanes, one rank per lane. If all hosts have the same number of ranks, each
+//! owner serves the lane of its own chunk on its host.
 
 use super::topology::HostTopology;
 

@@ -134,7 +134,7 @@ struct HostSumReduce<'a> {
     role: HostSumRole,
     /// The element at which this rank's chunk of the sum is written.
     at: usize,
-    /// The incoming encoded blocks from each other host, in order; oldest block first.
+    /// The incoming encoded blocks from each other host, oldest block first.
     coming: VecDeque<Vec<MpiTransfer>>,
     /// This host's partial sums of this rank's chunk, for blocks that are still awaited from other hosts.
     kept: VecDeque<(Range<usize>, Vec<f32>)>,

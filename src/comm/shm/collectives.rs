@@ -151,7 +151,8 @@ pub(in crate::comm) fn barrier(ex: &mut ShmExchange) -> Result<()> {
 }
 
 /// Returns the wire format of a reduction's elements, and how many elements of every peer's chunk are in one piece. If
-/// a slot has no room for a block for each peer (Int8, from 994 ranks on), the elements are sent without quantization.
+/// a slot has no room for a block for each peer (with Int8, from 994 ranks on), the elements are sent without
+/// quantization.
 pub(in crate::comm) fn piece_of(world: usize, wire: WireFormat, dtype: DType) -> (WireFormat, usize) {
     let bytes = SLOT_BYTES / (world - 1).max(1);
     let blocks = if let WireFormat::Blocks(ints) = wire { ints.whole_blocks_in(bytes) } else { 0 };

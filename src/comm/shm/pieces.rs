@@ -31,8 +31,8 @@ use super::region::{SLOT_BYTES, SharedMemoryRegion, spin_loop, yield_now};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// The number of turns of a wait before the thread sleeps. The thread spins first, for about ten microseconds. Then it
-/// yields to other threads between checks: the thread of the awaited rank may be on this core.
+/// The number of turns of a wait before the thread sleeps. The thread spins first, for at most about ten microseconds.
+/// Then it yields to other threads between checks: the thread of the awaited rank may be on this core.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SpinLimits {
     pub spins: u32,
@@ -128,7 +128,8 @@ impl PieceSlots {
         false
     }
 
-    /// Waits for the current piece of `peer` in naps. After each nap, `overdue` decides whether `peer` is to be blamed.
+    /// Waits for the current piece of `peer` in naps. Before each nap, `overdue` decides whether `peer` is to be
+    /// blamed.
     ///
     /// # Errors
     /// The piece will not arrive: its rank has failed or left, or another rank has failed.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   page 0            magic, version, world size, first failure, whether all ranks are started, failure elsewhere
-//!   2 pages per rank  control block: state, heartbeat, failure texts; published pieces and headers of each channel
+//!   2 pages per rank  control block: state, heartbeat, failure texts; published count and headers of each channel
 //!   per seat          two slots of SLOT_BYTES: the data of an even and of an odd piece
 //!   per pair, channel a mailbox: see `super::mailbox`
 //! ```
@@ -254,8 +254,8 @@ impl SharedMemoryRegion {
         Some((rank, String::from_utf8_lossy(&text).into_owned()))
     }
 
-    /// Returns whether this call is the first to claim the cause of death of `rank`: without a launcher, several ranks
-    /// may notice the death.
+    /// Claims the right to record the cause of death of `rank`, and returns whether this call is the first to do so:
+    /// without a launcher, several ranks may notice the death.
     pub(in crate::comm) fn claims_cause(&self, rank: usize) -> bool {
         self.word32(self.block(rank) + CAUSE_CLAIMED).swap(1, Ordering::AcqRel) == 0
     }

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 /// The bandwidth of one collective in gigabits per second.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Bandwidth {
-    /// The bandwidth of the operation: the bytes per second that it moves by definition.
+    /// The bandwidth of the operation: the amount of data that it moves by definition, divided by its time.
     pub algorithm: f64,
     /// The bandwidth on the busiest link of an ideal algorithm: comparable between operations and numbers of ranks.
     pub bus: f64,

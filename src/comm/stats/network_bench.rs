@@ -55,8 +55,8 @@ impl TransferMeasurement {
     }
 }
 
-/// Measures with buffers of about `bytes` bytes, on all ranks at the same time. Returns `None` if all ranks are on one
-/// host.
+/// Measures the network with buffers of about `bytes` bytes, on all ranks at the same time. Returns `None` if all ranks
+/// are on one host.
 ///
 /// # Errors
 /// A collective failed.

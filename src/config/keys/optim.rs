@@ -116,8 +116,8 @@ const LARS: &[super::ConfigKey] = keys! {
 
 const ADAFACTOR: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "null", H, "Learning rate; needs relative_step false. null: 0.001 with relative_step false.";
-    "relative_step": Bool, "null", H, "The learning rate is at most 0.01 and at most 1 / sqrt(step); no scheduler is then allowed. null: true if neither lr nor a scheduler is given.";
-    "warmup_init": Bool, "false", H, "The learning rate is at most 0.000001 x step instead of 0.01; needs relative_step.";
+    "relative_step": Bool, "null", H, "Use the smaller of 0.01 and 1 / sqrt(step) as the learning rate; no scheduler is then allowed. null: true if neither lr nor a scheduler is given.";
+    "warmup_init": Bool, "false", H, "Use 0.000001 x step in place of the 0.01 of relative_step, which this key needs.";
     "scale_parameter": Bool, "true", H, "Multiply the learning rate by the root mean square of each parameter, at least eps[1].";
     "eps": Betas, "[1e-30,0.001]", H, "Two numbers: the first is added to the squared gradient; the second is the minimum of a parameter's root mean square in scale_parameter.";
     "clip_threshold": FLOAT, "1.0", H, "Root mean square above which an update is scaled down; above 0.";

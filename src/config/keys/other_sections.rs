@@ -186,7 +186,7 @@ const COMPILE: &[super::ConfigKey] = keys! {
 
 const PIPELINE: &[super::ConfigKey] = keys! {
     "stages": AutoOr(&POSITIVE), "\"auto\"", H, "Number of ranks along the pipeline; auto: all ranks. Above 1 only for models that are given as layers (EngineBuilder::initialize_pipeline).";
-    "partition": Str, "\"best\"", H, "How layers are divided among stages. best and parameters: about the same number of parameters; uniform: the same number of layers; time: the slowest stage is as fast as possible, judging by the time that each layer takes on each rank, which is measured at the start; type:REGEX: the same number of layers in whose type name the regular expression matches, ignoring case.";
+    "partition": Str, "\"best\"", H, "How layers are divided among stages. best and parameters: about the same number of parameters; uniform: the same number of layers; time: the slowest stage is as fast as possible, judging by the time that each layer takes on each rank, which is measured at the start; type:REGEX: the same number of layers whose type name matches the regular expression, ignoring case.";
     "schedule": OneOf(&["1f1b", "interleaved", "zero_bubble", "zbv"]), "\"1f1b\"", H, "Order of forward and backward passes: 1F1B; 1F1B with several chunks of the model per rank; 1F1B with divided backward passes; divided backward passes with two chunks per rank, in the shape of a V. Specific to candle-zero.";
     "chunks": POSITIVE, "1", H, "Number of chunks of the model per rank: 1 with 1f1b, at least 2 with interleaved, 2 with zbv, any with zero_bubble. Specific to candle-zero.";
     "seed_layers": Bool, "false", refuse("initial weights are derived from the seed and the parameter's name, whichever stage holds the parameter"), "A seed per layer.";

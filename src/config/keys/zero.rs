@@ -67,7 +67,7 @@ const DEVICE: super::ConfigValueKind = OneOf(&["none", "cpu", "nvme"]);
 const NOT_SPECULATIVE: &str = "no step is taken before its gradients are checked; results are the same";
 
 const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
-    "device": DEVICE, "\"none\"", H, "Location of the parameter shards at stage 3: cpu is host memory, the default unless a GPU runs the model; nvme is one file per rank.";
+    "device": DEVICE, "\"none\"", H, "Location of the parameter shards at stage 3: cpu is host memory, where they are in any case unless a GPU runs the model; nvme is one file per rank.";
     "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` stands for the user's home folder, and a leading `~/.cache/` for `$XDG_CACHE_HOME/` if that variable is set.";
     "buffer_count": COUNT, "5", H, "With nvme: at most buffer_count x buffer_size elements are read ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs buffer_count and buffer_size to be 1 or more.";
@@ -76,7 +76,7 @@ const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
 };
 
 const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
-    "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, the default unless a GPU runs the model, and the step runs on the CPU; nvme is one file per kind of state and rank (DeepSpeed: only at stage 3).";
+    "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, where they are in any case unless a GPU runs the model, and the step runs on the CPU; nvme is one file per kind of state and rank (DeepSpeed: only at stage 3).";
     "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` stands for the user's home folder, and a leading `~/.cache/` for `$XDG_CACHE_HOME/` if that variable is set.";
     "buffer_count": COUNT, "4", H, "With nvme: the buffers of a step together hold at most this many times the elements of the largest sub-group, plus 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
     "pin_memory": Bool, "true", H, "If a GPU runs the model, gradients are copied to the host during the backward pass, and updated weights are copied back while the next ones are computed, each through two page-locked staging buffers of 4 MiB; false: through ordinary memory, which takes longer.";

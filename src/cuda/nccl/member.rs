@@ -246,7 +246,7 @@ pub(super) struct NcclLaunch<'a> {
 }
 
 impl NcclLaunch<'_> {
-    /// Ends the launch. If it has failed, it is unknown in which collectives this rank takes part, so the
+    /// Ends the launch. After a failed launch, it is unknown in which collectives this rank takes part, so the
     /// communicator ends.
     pub fn end<T>(mut self, result: Result<T>) -> Result<T> {
         if let Err(why) = &result {

@@ -8,7 +8,7 @@ use super::shape::{AttentionShape, BAND, BLOCK, LOG2_E};
 pub struct AttentionRule<'a> {
     /// The factor by which the products of queries and keys are multiplied.
     pub scale: f32,
-    /// The c in c tanh(score / c), which limits scaled scores.
+    /// The c in c * tanh(score / c), which limits scaled scores.
     pub soft_cap: Option<f32>,
     /// The window: a query sees only the keys whose distance from it is less than this number.
     pub window: Option<usize>,
@@ -20,8 +20,8 @@ pub struct AttentionRule<'a> {
     pub sinks: Option<&'a [f32]>,
 }
 
-/// The parameters of [`AttentionRule::soft_cap`] that convert a product x to a score as a base-2 exponent: outer
-/// tanh(inner x).
+/// The parameters of [`AttentionRule::soft_cap`] that convert a product x to a score as a base-2 exponent:
+/// outer * tanh(inner * x).
 #[derive(Debug, Clone, Copy)]
 pub struct SoftCap {
     /// The factor by which the product is multiplied.

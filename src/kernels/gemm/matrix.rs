@@ -102,7 +102,7 @@ impl<'a, E> MatrixMut<'a, E> {
     /// in common.
     ///
     /// # Panics
-    /// Panics if there are fewer columns.
+    /// Panics if the matrix has fewer than `col` columns.
     pub fn split_columns(self, col: usize) -> (Self, Self) {
         assert!(col <= self.cols, "there are only {} columns", self.cols);
         let second = Self { data: self.data.wrapping_add(col), cols: self.cols - col, ..self };

@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 /// Sixteen f32. Rounding to bf16 takes integer instructions.
 pub(crate) type Avx512 = Avx512Vector<false>;
 
-/// Sixteen f32 of a processor that also has AVX512_BF16.
+/// Sixteen f32, on a processor that also has AVX512_BF16.
 pub(crate) type Avx512Bf16 = Avx512Vector<true>;
 
 /// Sixteen f32.
@@ -86,7 +86,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
 
     #[inline(always)]
     unsafe fn with<R>(f: impl FnOnce() -> R) -> R {
-        // SAFETY: the caller promises the instructions.
+        // SAFETY: the caller guarantees that the processor has these instructions.
         unsafe { if BF16 { with_bf16(f) } else { with_avx512(f) } }
     }
 
@@ -262,7 +262,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
 /// Rounds the numbers to bf16, to nearest even.
 #[inline(always)]
 unsafe fn to_bf16(values: __m512) -> __m256i {
-    // SAFETY: the caller promises the instructions.
+    // SAFETY: the caller guarantees that the processor has these instructions.
     unsafe {
         let bits = _mm512_castps_si512(values);
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));

@@ -102,7 +102,8 @@ pub(crate) trait SimdVector: Copy {
     /// ties to even.
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize);
 
-    /// Adds the product of the number at `a` and the numbers of `b` to each sum, like [`SimdVector::mul_add`].
+    /// Adds to each sum the product of the number at `a` and the corresponding vector of `b`, like
+    /// [`SimdVector::mul_add`].
     #[inline(always)]
     unsafe fn add_products<const N: usize>(sums: &mut [Self; N], a: *const f32, b: &[Self; N]) {
         // SAFETY: as the caller promises.
@@ -117,7 +118,7 @@ pub(crate) trait SimdVector: Copy {
     }
 }
 
-/// Adds the product of `a` and an element of `b` to each sum, one after the other.
+/// Adds to each sum the product of `a` and the corresponding vector of `b`, one after the other.
 ///
 /// # Safety
 /// The call must be inside [`SimdVector::with`].
@@ -167,7 +168,7 @@ pub(crate) unsafe fn tanh<V: SimdVector>(x: V) -> V {
 #[inline(always)]
 unsafe fn copy_in<E: Element, const N: usize>(from: *const E, n: usize) -> [E; N] {
     let mut all = [E::default(); N];
-    // SAFETY: the caller promises `n` elements, and no more than `N` are copied.
+    // SAFETY: the caller guarantees that `n` elements exist, and no more than `N` are copied.
     unsafe { std::ptr::copy_nonoverlapping(from, all.as_mut_ptr(), n.min(N)) };
     all
 }

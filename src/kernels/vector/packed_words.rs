@@ -22,7 +22,7 @@ pub(crate) trait PackedWords {
     /// The number of elements of a word.
     const DEPTH: usize;
 
-    /// Adds the product of the word at `a` and the words of `b` to each sum.
+    /// Adds to each sum the product of the word at `a` and the corresponding vector of `b`.
     unsafe fn add_products<const N: usize>(sums: &mut [Self::V; N], a: *const f32, b: &[Self::V; N]);
 }
 

@@ -129,20 +129,20 @@ impl SimdVector for PortableVector {
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: the caller promises the numbers.
+        // SAFETY: the caller guarantees that the numbers exist.
         Self::of(unsafe { from.cast::<[f32; LANES]>().read() })
     }
 
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        // SAFETY: the caller promises room for the numbers.
+        // SAFETY: the caller guarantees room for the numbers.
         unsafe { to.cast::<[f32; LANES]>().write(self.numbers()) }
     }
 
     #[inline(always)]
     unsafe fn store_halves(self, first: *mut f32, second: *mut f32) {
         let [a, b, c, d] = self.numbers();
-        // SAFETY: the caller promises room for half of the numbers at each address.
+        // SAFETY: the caller guarantees room for half of the numbers at each address.
         unsafe {
             first.cast::<[f32; LANES / 2]>().write([a, b]);
             second.cast::<[f32; LANES / 2]>().write([c, d]);
@@ -206,7 +206,7 @@ impl SimdVector for PortableVector {
 
     #[inline(always)]
     unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self {
-        // SAFETY: the caller promises the elements.
+        // SAFETY: the caller guarantees that the elements exist.
         let all: [E; LANES] = unsafe { if n < LANES { copy_in(from, n) } else { from.cast::<[E; LANES]>().read() } };
         Self::of(all.map(get))
     }
@@ -220,7 +220,7 @@ impl SimdVector for PortableVector {
     #[inline(always)]
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize) {
         let all: [E; LANES] = self.numbers().map(put);
-        // SAFETY: the caller promises room for the elements.
+        // SAFETY: the caller guarantees room for the elements.
         unsafe { std::ptr::copy_nonoverlapping(all.as_ptr(), to, n.min(LANES)) };
     }
 }

@@ -137,7 +137,7 @@ pub(crate) struct GradientReducer<C: GradientBackend> {
     held: Vec<ArrivedGradient<C::Grad>>,
     /// Whether each parameter's gradient may be missing on some ranks. A missing gradient counts as zeros.
     optional: Vec<bool>,
-    /// The gradients of such parameters that have arrived, until the backward pass ends.
+    /// The gradients of `optional` parameters that have arrived, kept until the backward pass ends.
     waiting: BTreeMap<ParamId, ArrivedGradient<C::Grad>>,
     /// Whether each parameter's gradient has arrived in the first accumulation; `None` once that has been checked.
     seen: Option<Vec<bool>>,
@@ -177,7 +177,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         params.into_iter().for_each(|param| self.optional[param] = true);
     }
 
-    /// Takes a parameter's gradient, which is complete.
+    /// Takes a parameter's gradient, which is complete unless the parameter is optional.
     pub fn arrive(&mut self, core: &C, param: ParamId, grad: C::Grad) -> Result<()> {
         if let Some(seen) = &mut self.seen {
             seen[param] = true;

@@ -21,7 +21,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 impl RankCore {
-    /// Collective: trains exactly the parameters that `trained` selects from now on. Those that were not trained
+    /// Collective: from now on, trains exactly the parameters that `trained` selects. Those that were not trained
     /// before get fresh optimizer states. `updates` is the number of weight updates so far. No gradients may exist at
     /// this point.
     ///
@@ -89,7 +89,7 @@ impl RankCore {
         Ok(values)
     }
 
-    /// Collective: returns an error on all ranks if they want to train different parameters.
+    /// Collective: returns an error on all ranks if they would train different parameters.
     pub fn agree_on_trained(&self, trained: &[bool]) -> Result<(), CollectiveFailure> {
         let bytes: Vec<u8> = trained.iter().map(|trained| u8::from(*trained)).collect();
         let all = gather_u64(self.comm(), &[fnv1a(&bytes)])?;

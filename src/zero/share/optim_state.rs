@@ -57,7 +57,7 @@ impl<R: ShareStorage> OptimState<R> {
     /// Creates a state of `len` elements in a file that contains zeros.
     ///
     /// # Errors
-    /// Returns the errors of [`in_memory`](Self::in_memory).
+    /// Fails if the scales cannot be created.
     pub fn in_file(ledger: &MemoryLedger, format: StateFormat, extent: FileExtentOf<R>, len: usize) -> Result<Self> {
         Ok(Self { format, storage: StateStorage::File(extent), scales: Self::scales(ledger, format, len)? })
     }

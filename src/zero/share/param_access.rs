@@ -115,8 +115,8 @@ impl RankCore {
         Ok(f32_values(self.comm.all_reduce(Flat::F32(values), self.tag(&[param])).wait()?))
     }
 
-    /// Collective if parameters are sharded: while `run` runs, those of the parameters that are not yet in memory are
-    /// gathered. The inner error is that of `run`, after which ranks are still in step.
+    /// Collective if parameters are sharded: gathers those of the parameters that are not yet in memory, calls `run`,
+    /// and releases them again. The inner error is that of `run`, after which ranks are still in step.
     pub fn with_gathered<T>(
         &self,
         params: &[ParamId],

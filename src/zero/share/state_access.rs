@@ -155,7 +155,8 @@ impl RankCore {
         }
         if let Some((packing, storage)) = group.packed() {
             let (slot, words) = (&group.slots[slot], self.words(storage, &group.slots[slot])?);
-            // The values that the model computes with: complete units, from the unit in which the range begins.
+            // These are the values that the model computes with, in complete units, from the unit in which the range
+            // begins.
             let from = (range.start - slot.owned.start) / packing.unit() * packing.unit();
             let to = range.end - slot.owned.start;
             let mut values = Flat::zeros(self.dtype, to - from);

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   rank of each stage   sums of squares by parameter, loss ----> all ranks along the pipeline
-//!   all of them          sums in the order of the complete model's parameters: the sum that one rank forms
+//!   all of them          sums in the order of the complete model's parameters: the same sum as on one rank
 //! ```
 
 use super::step_requests::StepRequests;

@@ -49,7 +49,8 @@ pub(super) struct SweepSpan {
 }
 
 impl SweepSpan {
-    /// Creates a span of an entire slot, extended to an offset at which a request to a file may end.
+    /// Creates a span of an entire slot; if it is in files, the span is extended to an offset at which a request to a
+    /// file may end.
     pub fn of_slot<R: StepExecutor>(groups: &[SubGroup<R>], group: usize, slot: usize, mode: SweepMode) -> Self {
         let SubGroupPosition { at, len, .. } = groups[group].slots[slot];
         let is_in_files = !groups[group].streams(mode).is_empty();

@@ -29,7 +29,7 @@ use std::ops::Range;
 /// The number of parameters whose sums of squares share one control message.
 const SQUARES_PER_MESSAGE: usize = 4096;
 
-/// A parameter whose direction is computed from the full parameter.
+/// The sub-group and slot of a parameter whose direction is computed from the full parameter.
 #[derive(Clone, Copy)]
 struct SlotIndex {
     group: usize,
@@ -111,7 +111,7 @@ pub(super) fn update_whole<C: StepBackend>(
             (SlotIndex { group, slot }, wholewise, wholewise.cost(shape(*param)))
         }));
     }
-    // All ranks wait for the rank that works longest.
+    // Parameters of similar cost form a batch, because all ranks wait for the rank that works longest.
     items.sort_by_key(|(.., cost)| Reverse(*cost));
     let (world, rank) = (core.world_size(), core.rank());
     let span = |(item, ..): &(SlotIndex, &dyn WholeParameterOptimizer, u128), mode| {
@@ -192,7 +192,8 @@ fn rough_direction<C: StepBackend>(
     Ok(UpdateDirection { values, _held })
 }
 
-/// Collective: returns this rank's part of a finished direction. One rank has the full direction: `whole`.
+/// Collective: returns this rank's part of a finished direction. The rank that has the full direction passes it as
+/// `whole`; the others pass `None`.
 fn own_direction<C: StepBackend>(
     core: &C,
     id: usize,

@@ -64,7 +64,7 @@ pub fn input(target: &Target, seeds: &[Vec<u8>], seed: u64, case: u64) -> Vec<u8
         return unchanged.clone();
     }
     let mut data = seeds[random.below(seeds.len())].clone();
-    // One change in half of all cases, two in a quarter, and so on.
+    // Half of all cases get one change, a quarter get two, and so on.
     let changes = 1 + (random.next() | 1 << 6).trailing_zeros();
     for _ in 0..changes {
         change(&mut data, &mut random, seeds, target.words);

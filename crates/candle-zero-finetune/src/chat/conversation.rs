@@ -38,8 +38,8 @@ impl Conversation {
     /// Reads a JSON list of messages in the chat format of OpenAI or Hugging Face.
     ///
     /// # Errors
-    /// [`FinetuneError::Conversation`] if the text is not JSON, the list is empty, or an item is not an object with a
-    /// role.
+    /// [`FinetuneError::Conversation`] if the text is not a JSON list, the list is empty, or an item is not an object
+    /// with a role.
     pub fn from_json(json: &str) -> Result<Self> {
         let value: Value = serde_json::from_str(json)
             .map_err(|e| FinetuneError::Conversation { reason: format!("it is not JSON ({e})") })?;

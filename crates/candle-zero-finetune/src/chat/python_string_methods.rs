@@ -8,7 +8,8 @@ use minijinja_contrib::pycompat;
 /// The maximum number of digits of a number in a format, such as a width or a precision.
 const MAX_DIGITS: usize = 5;
 
-/// Returns whether Python's `str.isspace` holds for a character: Unicode white space, and the separators U+001C to U+001F.
+/// Returns whether Python's `str.isspace` holds for a character: Unicode white space, and the separators U+001C to
+/// U+001F.
 pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }

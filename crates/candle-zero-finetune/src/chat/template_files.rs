@@ -34,6 +34,9 @@ pub(crate) fn named_templates(folder: &Path) -> Result<BTreeMap<String, String>>
                 let both = |entry: &serde_json::Value| Some((text(entry.get("name")?)?, text(entry.get("template")?)?));
                 named.extend(several.iter().filter_map(both));
             }
+            Some(serde_json::Value::Object(several)) => {
+                named.extend(several.iter().filter_map(|(name, template)| Some((name.clone(), text(template)?))));
+            }
             one => named.extend(one.and_then(text).map(|template| (DEFAULT.to_owned(), template))),
         }
     }
@@ -62,4 +65,26 @@ pub(crate) fn additional_templates(folder: &Path) -> Result<Vec<PathBuf>> {
     found.retain(|path| path.extension().is_some_and(|extension| extension == "jinja") && path.is_file());
     found.sort();
     Ok(found)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn templates_of_a_configuration_are_found_in_all_their_forms() {
+        let both = BTreeMap::from([("default", "a"), ("tool_use", "b")].map(|(k, v)| (k.to_owned(), v.to_owned())));
+        let found = |templates: serde_json::Value| {
+            let folder = tempfile::tempdir().unwrap();
+            let config = json!({"chat_template": templates}).to_string();
+            std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+            named_templates(folder.path()).unwrap()
+        };
+        assert_eq!(found(json!({"default": "a", "tool_use": "b"})), both);
+        let list = [json!({"name": "default", "template": "a"}), json!({"name": "tool_use", "template": "b"})];
+        assert_eq!(found(json!(list)), both);
+        assert_eq!(found(json!("a")), BTreeMap::from([("default".to_owned(), "a".to_owned())]));
+    }
 }

@@ -145,7 +145,7 @@ fn none(folder: &Path) -> Error {
     FinetuneError::NoTokenizer { folder: folder.to_owned(), found: found.into() }.into()
 }
 
-/// BERT's special tokens, used if tokenizer_config.json names no others.
+/// BERT's special tokens, used if neither tokenizer_config.json nor special_tokens_map.json names others.
 const WORD_PIECE: [(&str, &str); 5] = [
     ("unk_token", "[UNK]"),
     ("sep_token", "[SEP]"),

@@ -131,7 +131,7 @@ impl Random {
         let mut tokens: Vec<String> = symbols.iter().map(char::to_string).collect();
         let mut known: BTreeSet<String> = tokens.iter().cloned().collect();
         let mut merges: Vec<[String; 2]> = vec![];
-        // Merges of adjacent characters in texts, some of which begin or end with spaces, and some random merges.
+        // Most merges join adjacent tokens of the texts, in some models also across spaces; a few join random tokens.
         let across = self.chance(35);
         let mut words: Vec<Vec<String>> =
             texts.iter().map(|text| written(text).into_iter().map(String::from).collect()).collect();

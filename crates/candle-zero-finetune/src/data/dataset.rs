@@ -53,7 +53,7 @@ struct FileSamples {
 
 impl Dataset {
     /// Reads `sources`, or maps samples from `folder` that were built from the same files, tokenizer, template and
-    /// options. If several processes need the same file at the same time, one builds it and the others wait.
+    /// options. If several processes need the samples of a file at the same time, one builds them, and the others wait.
     ///
     /// `progress` is called regularly with the progress of a file.
     ///

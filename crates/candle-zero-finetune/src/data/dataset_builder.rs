@@ -333,9 +333,9 @@ impl DatasetBuilder<'_> {
         Ok(Sample::of_spans(self.tokenizer.encode(&traced.rendered.text).map_err(error_text)?, &targets))
     }
 
-    /// Returns the sample of a text between the tokens that the tokenizer adds, followed by the token that ends it. If
-    /// the text already contains these tokens, they are not added again. Whether a token is a target depends on the
-    /// position at which it ends.
+    /// Returns the sample of a text: the text's tokens between those that the tokenizer adds, followed by `eos_token`.
+    /// Tokens that the text already has at its beginning or end are not added again. Whether a token of the text is a
+    /// target depends on the position at which the token ends.
     fn between_ends(
         &self,
         text: &str,
@@ -413,8 +413,8 @@ impl DatasetBuilder<'_> {
         Some(sample)
     }
 
-    /// Returns a number that changes whenever anything that the samples are built from changes, and the file's size in
-    /// bytes.
+    /// Returns two numbers: a fingerprint, which changes whenever anything that the samples are built from changes, and
+    /// the file's size in bytes.
     fn fingerprint(&self) -> Result<(u64, u64)> {
         let path = &self.source.path;
         let io = |source| Error::Io { action: "read", path: path.clone(), source };

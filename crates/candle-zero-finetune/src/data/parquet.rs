@@ -117,7 +117,7 @@ impl ParquetRows {
         })
     }
 
-    /// Returns the next row, or `None` at the end. Its number takes the place of a line number.
+    /// Returns the next row, or `None` at the end. The row's number takes the place of a line number.
     ///
     /// # Errors
     /// [`FinetuneError::Parquet`] for data that cannot be read, after which there are no further rows, or for a row

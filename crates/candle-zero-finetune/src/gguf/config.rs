@@ -68,8 +68,8 @@ impl GgufFile {
             "torch_dtype": "float32",
         });
         let sliding = keys.size("attention.sliding_window")?;
-        // The metadata does not contain `query_pre_attn_scalar`, which differs in the largest Gemmas. llama.cpp recognizes
-        // them by their number of blocks.
+        // The metadata does not contain `query_pre_attn_scalar`, which differs in the largest Gemmas. llama.cpp
+        // recognizes them by their number of blocks.
         let largest = match architecture {
             "gemma2" => 46,
             _ => 62,

@@ -39,8 +39,8 @@ enum LayoutChange {
     None,
     /// Rows become columns.
     Transposed,
-    /// In each head, which has this many rows, the first and the second half are interleaved: llama.cpp rotates adjacent
-    /// elements, while transformers rotates the two halves.
+    /// In each head, which has this many rows, the first and the second half are interleaved: llama.cpp rotates
+    /// adjacent elements, while transformers rotates the two halves.
     Interleaved(usize),
 }
 
@@ -78,7 +78,7 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
         let unknown = || wrong(format!("llama.cpp has no name for tensor {name} of a {kind} model"));
         let target = model.tensor(name).ok_or_else(unknown)?;
         let expert = target.place.as_ref().and_then(|place| place.expert);
-        // All experts of a projection are one tensor.
+        // The matrices of all experts for a projection are one tensor in the file.
         let known = expert.and_then(|_| entries.iter().rposition(|entry: &GgufTensor| entry.name == target.name));
         if let Some(TensorOrigin::Tensors(parts, ..)) = known.and_then(|known| sources.get_mut(known)) {
             parts.push((expert, name.as_str()));

@@ -31,7 +31,8 @@ pub(super) struct MixtureArchitecture {
     pub model_type: &'static str,
     /// The name of the model's class in transformers.
     class: &'static str,
-    /// Whether llama.cpp divides the probabilities of the chosen experts by their sum. The metadata has no key for this.
+    /// Whether llama.cpp divides the probabilities of the chosen experts by their sum. The metadata has no key for
+    /// this.
     renormalizes: bool,
 }
 

@@ -136,7 +136,7 @@ impl<'a> HubClient<'a> {
             .tls_config(self.tls.clone())
             .timeout_global(Some(IDLE_TIMEOUT))
             .build();
-        // If the first request is not answered, a second one is unlikely to be.
+        // A request without a response is not sent again, because a second one is unlikely to get a response.
         let mut answer = request.call().map_err(|e| self.unreachable(LISTING_NAME, e.to_string()))?;
         self.check_status(LISTING_NAME, answer.status().as_u16(), answer.headers())?;
         let info: Result<RepoInfo, _> = answer.body_mut().with_config().limit(MAX_LISTING_BYTES).read_json();

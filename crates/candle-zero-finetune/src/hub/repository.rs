@@ -21,7 +21,7 @@ pub enum FileSelection {
 
 /// The default revision.
 const DEFAULT_REVISION: &str = "main";
-/// The maximum length of a name and of a revision.
+/// The maximum length of a name, and of a revision, in bytes.
 const MAX_NAME_BYTES: usize = 96;
 
 impl Repository {

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 pub(super) struct HubSettings {
     /// The endpoint, without a slash at its end.
     pub endpoint: String,
-    /// The folder of repositories.
+    /// The folder that contains the repositories.
     pub cache: PathBuf,
     pub token: Option<String>,
     /// A file of certificates that are trusted instead of Mozilla's.

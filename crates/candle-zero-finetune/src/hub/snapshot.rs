@@ -81,7 +81,11 @@ impl Snapshot {
 
     /// Returns the first required file that is missing.
     pub fn missing(&self, parts: FileSelection) -> Result<Option<String>> {
-        let mut needed: Vec<String> = [CONFIG, "tokenizer.json"].map(String::from).into();
+        let mut needed: Vec<String> = vec![CONFIG.into()];
+        // A repository has a tokenizer in one of several forms. Only the first is usual.
+        if !TOKENIZERS[1..].iter().any(|files| files.iter().all(|file| self.has(file))) {
+            needed.extend(TOKENIZERS[0].iter().map(ToString::to_string));
+        }
         if parts == FileSelection::All && self.has(INDEX_OF_FOLDER) && !self.has(FILE_OF_FOLDER) {
             needed.extend(self.shards()?);
         } else if parts == FileSelection::All {
@@ -95,6 +99,9 @@ impl Snapshot {
         Ok(weight_map(&self.folder.join(INDEX_OF_FOLDER))?.into_values().collect())
     }
 }
+
+/// The files of a tokenizer, in each of the forms that can be read.
+const TOKENIZERS: [&[&str]; 3] = [&["tokenizer.json"], &["vocab.txt"], &["vocab.json", "merges.txt"]];
 
 /// Returns the names of the files other than weights that are fetched if a repository has them.
 pub(super) fn beside() -> impl Iterator<Item = &'static str> {

@@ -145,7 +145,7 @@ impl BaseModel {
         &self.config
     }
 
-    /// Returns the other parts of a model whose language model is read.
+    /// Returns the parts of the model besides its language model, or `None` if it is only a language model.
     pub(crate) fn other_parts(&self) -> Option<&OtherParts> {
         self.other_parts.as_ref()
     }

@@ -56,8 +56,8 @@ impl Classifier {
     }
 
     /// Opens the folder of a model together with that of an adapter for it, which `zerorun finetune --task classify
-    /// --lora` or PEFT (task type SEQ_CLS) writes, and reads the weights in f32. The names of the labels are those in the
-    /// adapter's `config.json`, if it has one.
+    /// --lora` or PEFT (task type SEQ_CLS) writes, and reads the weights in f32. The names of the labels are those in
+    /// the adapter's `config.json`, if it has one.
     ///
     /// # Errors
     /// Errors of [`ClassifierBase::open`], [`Adapter::read`] and [`Tokenizer::open`]; an adapter of a language model or

@@ -21,9 +21,9 @@ use std::sync::Arc;
 
 /// A published encoder or language model, and the classes that it is to distinguish. No weights are loaded yet.
 ///
-/// The files may be those of a model with any head or none: a classifier for other classes and heads for other tasks are
-/// ignored. Parameters that a classifier needs and the files lack are initialized randomly, weights with the standard
-/// deviation `initializer_range` and biases with 0. [`ClassifierBase::notes`] lists them.
+/// The files may be those of a model with any head or none: a classifier for other classes and heads for other tasks
+/// are ignored. Parameters that a classifier needs and the files lack are initialized randomly, weights with the
+/// standard deviation `initializer_range` and biases with 0. [`ClassifierBase::notes`] lists them.
 ///
 /// ```no_run
 /// use candle_zero::Engine;
@@ -49,8 +49,8 @@ pub struct ClassifierBase {
 
 impl ClassifierBase {
     /// Opens a folder with the `config.json` and the weights of an encoder or a language model, to classify texts by
-    /// `labels`, the labels of the data ([`labels_of`](crate::labels_of)). Reads only headers, and compares the weights'
-    /// names, shapes and types with the description.
+    /// `labels`, the labels of the data ([`labels_of`](crate::labels_of)). Reads only headers, and compares the
+    /// weights' names, shapes and types with the description.
     ///
     /// A classifier in the files is kept if all labels are names of its classes, or if all labels are numbers of its
     /// classes.
@@ -156,8 +156,8 @@ impl ClassifierBase {
     }
 
     /// Returns the modules that are trained completely, and saved with the adapters, if the other weights are frozen:
-    /// the classifier, and everything else that is initialized randomly. The names are the last parts of the modules'
-    /// paths, as in PEFT's `modules_to_save`.
+    /// the classifier (with the `pre_classifier` of a DistilBERT), and everything else that is initialized randomly.
+    /// The names are the last parts of the modules' paths, as in PEFT's `modules_to_save`.
     pub fn saved_modules(&self) -> Vec<String> {
         let is_random = |module: &str| self.values.random.iter().any(|name| is_in_module(name, module));
         let modules: &[(&str, bool)] = match &self.config {
@@ -260,7 +260,7 @@ fn architecture(json: &Value, model_type: &str) -> Option<String> {
     Some(format!("{}ForSequenceClassification", encoder.or_else(of_decoder)?))
 }
 
-/// Returns whether a parameter belongs to the module, whose name is the end of the module's path.
+/// Returns whether a parameter belongs to a module. `module` is the end of the module's path, or the complete path.
 pub(crate) fn is_in_module(parameter: &str, module: &str) -> bool {
     parameter
         .match_indices(module)
@@ -332,7 +332,7 @@ fn left_out(files: &WeightFiles, config: &ClassifierConfig, used: BTreeSet<&str>
                 (encoder.naming, ["embeddings.", "encoder.", "transformer.", "layers.", "final_norm."]);
             let bare = name.strip_prefix(naming.prefix()).and_then(|rest| rest.strip_prefix('.'));
             let is_pooler = bare.unwrap_or(name).starts_with("pooler.");
-            // Files of encoders whose classifier has no pooler often have one.
+            // The files of encoders whose classifier has no pooler often contain a pooler.
             match is_pooler {
                 true => naming == EncoderNaming::Bert,
                 false => bare.is_some() || roots.iter().any(|root| name.starts_with(root)),

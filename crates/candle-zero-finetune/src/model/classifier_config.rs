@@ -130,7 +130,7 @@ impl ClassifierConfig {
         }
     }
 
-    /// Limits the tables of a decoder's rotary positions to `ctx` positions.
+    /// Sets a decoder's context length, and thereby the size of its tables of rotary positions.
     pub(crate) fn set_ctx(&mut self, ctx: usize) {
         if let Self::Decoder(config) = self {
             config.decoder.ctx = ctx;

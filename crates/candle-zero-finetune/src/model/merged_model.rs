@@ -36,7 +36,7 @@ pub struct MergedModel<'a> {
     /// The names and shapes of the base's parameters.
     parameters: Vec<(String, Vec<usize>)>,
     adapter: Option<&'a Adapter>,
-    /// A callback that receives the number of bytes written and the total size of the file or files.
+    /// A callback that receives the number of tensor bytes written so far, and their total number.
     progress: Option<&'a dyn Fn(u64, u64)>,
 }
 

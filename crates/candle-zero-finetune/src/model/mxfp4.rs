@@ -1,5 +1,5 @@
-//! Experts in MXFP4 (OCP Microscaling Formats, 1.0): blocks of 32 elements of 4 bits, with a power of two as their common
-//! factor. gpt-oss is published in this format.
+//! Experts in MXFP4 (OCP Microscaling Formats, 1.0): blocks of 32 elements of 4 bits, with a power of two as their
+//! common factor. gpt-oss is published in this format.
 //!
 //! ```text
 //!   NAME_blocks  U8 [experts, out, in / 32, 16]   two elements in a byte, the first one in the low four bits

@@ -105,8 +105,8 @@ impl AdaptedValues {
         Self { packed: Some(PackedWeights { packing, dtype, rule: Box::new(rule) }), ..self }
     }
 
-    /// Returns a builder for a model without an engine; see [`BaseModel::var_builder`]. It is useful only with an
-    /// adapter: without one, the model requests tensors that do not exist.
+    /// Returns a builder for a model without an engine; see [`BaseModel::var_builder`]. The builder is useful only with
+    /// an adapter: without one, the model requests tensors that do not exist.
     pub fn var_builder(self, dtype: DType, device: &Device) -> VarBuilder<'static> {
         builder_over(Arc::new(self), dtype, device)
     }

@@ -38,13 +38,13 @@ pub struct AdapterTensor {
 /// A low-rank adapter, completely in memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Adapter {
-    /// The settings that it was trained with.
+    /// The settings that the adapter was trained with.
     pub config: LoraConfig,
-    /// The model that it was trained on, as a folder or a Hub name, if the adapter names it.
+    /// The model that the adapter was trained on, as a folder or a Hub name, if the adapter names it.
     pub base: Option<String>,
     /// The modules of a classifier's head that are trained completely, or `None` for the adapter of a language model.
     saved: Option<Vec<String>>,
-    /// The folder that it was read from.
+    /// The folder that the adapter was read from.
     path: PathBuf,
     /// The tensors by parameter name, without the prefix of the blocks.
     tensors: BTreeMap<String, AdapterTensor>,

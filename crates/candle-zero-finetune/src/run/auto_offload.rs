@@ -1,5 +1,5 @@
-//! Chooses the stage and the offload of a run without a DeepSpeed configuration and, on several hosts, how the hosts work
-//! together.
+//! Chooses the stage and the offload of a run without a DeepSpeed configuration and, on several hosts, how the hosts
+//! work together.
 
 use super::engine_config;
 use super::memory_fit::{HostNetwork, MemoryDemand, memory_of_rank};
@@ -162,8 +162,8 @@ fn divisions(blocks: usize, world: usize, hosts: usize) -> Vec<usize> {
     (hosts..=world.min(blocks)).filter(|ranks| ranks.is_multiple_of(hosts) && world.is_multiple_of(*ranks)).collect()
 }
 
-/// Chooses a pipeline if the ranks of a host cannot hold the model, but those of all hosts can with one of these numbers
-/// of ranks along the pipeline. Otherwise, chooses as [`MemoryDemand::choose`] does.
+/// Chooses a pipeline if the ranks of a host cannot hold the model, but those of all hosts can with one of these
+/// numbers of ranks along the pipeline. Otherwise, chooses as [`MemoryDemand::choose`] does.
 fn chosen(demand: &MemoryDemand<'_>, pipeline: &PipelineDemand<'_>, divisions: &[usize]) -> Result<Placed> {
     if !divisions.is_empty()
         && let Some(on_host) = demand.too_large_for_a_host()?

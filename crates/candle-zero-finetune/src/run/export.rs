@@ -105,7 +105,8 @@ fn fill(engine: &mut TrainingEngine, prepared: &PreparedRun, into: &Path) -> Res
         }
         return Ok(config.parameters().and_then(|parameters| write_adapter(&adapter, into, &parameters)));
     }
-    // This file, next to `into` in the scratch folder, holds all weights in f32. The files in `into` are written from it.
+    // This file, next to `into` in the scratch folder, holds all weights in f32. The files in `into` are written from
+    // it.
     let whole = into.with_file_name("weights.safetensors");
     let exported = export(engine, &whole)?;
     if !is_first {
@@ -145,7 +146,8 @@ fn export(engine: &mut TrainingEngine, path: &Path) -> Result<Result<()>> {
 }
 
 /// Writes a part of the result at the end of a run. If its folder is no longer writable, the result is saved in another
-/// folder, which the error names. If the last checkpoint was saved, it contains the result instead. Collective.
+/// folder, which the error names; no other folder is used if the last checkpoint was saved, because it contains the
+/// result. Collective.
 ///
 /// # Errors
 /// [`OutputError`]; a failed collective.

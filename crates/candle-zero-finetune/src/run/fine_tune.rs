@@ -230,8 +230,8 @@ impl FineTune {
         self.chosen.as_deref()
     }
 
-    /// Returns the share of a step in which the ranks of a pipeline wait on average, if messages take no time; 0 without
-    /// a pipeline.
+    /// Returns the share of a step in which the ranks of a pipeline wait on average, if messages take no time; 0
+    /// without a pipeline.
     pub fn waiting_share(&self) -> f64 {
         self.pipeline.map_or(0.0, |pipeline| pipeline.waiting)
     }

@@ -192,7 +192,7 @@ impl MemoryDemand<'_> {
         })
     }
 
-    /// Adds the reason to the choice. `first` did not fit.
+    /// Adds the reason to the choice. `first` is the fastest candidate if that one did not fit.
     fn explained(&self, mut choice: MemoryFit, first: Option<MemoryFit>) -> Result<MemoryFit> {
         let (bytes, memory) = (binary(choice.bytes), binary(self.memory));
         choice.why = format!("{}: at most {bytes} of {memory} per rank", choice.words(Some(self.folder)));

@@ -71,9 +71,9 @@ impl Objective {
         Tensor::stack(&[chosen, rejected], 0)
     }
 
-    /// Returns the loss of a batch: the sum over targets or labels, divided by `divisor`. For preferences, returns the mean
-    /// loss of the pairs, relative to `reference`, and the rewards of the pairs. A load-balancing loss is added if the
-    /// model is trained with one.
+    /// Returns the loss of a batch: the sum over targets or labels, divided by `divisor`. For preferences, returns the
+    /// mean loss of the pairs, relative to `reference`, and the rewards of the pairs. A load-balancing loss is added if
+    /// the model is trained with one.
     pub(super) fn loss(
         self,
         model: &TrainableModel,

@@ -55,8 +55,8 @@ pub enum Objective {
         /// The weight of a difference in log probability.
         beta: f64,
     },
-    /// Predicting the label of a text, with the cross entropy of the classes. The model is an encoder or a decoder. With
-    /// adapters, the head is trained completely.
+    /// Predicting the label of a text, with the cross entropy of the classes. The model is an encoder or a decoder.
+    /// With adapters, the head is trained completely.
     Classify,
 }
 
@@ -163,8 +163,8 @@ pub enum PipelineStages {
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. For classification, it is a folder
-    /// in Hugging Face's format, of an encoder or a language model.
+    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. For classification, it is a
+    /// folder in Hugging Face's format, of an encoder or a language model.
     pub model: PathBuf,
     /// The model's name in the adapter's file. Default: its folder.
     pub base_name: Option<String>,
@@ -179,9 +179,9 @@ pub struct Options {
     pub adapter: Option<PathBuf>,
     /// The objective. Default: to generate the assistant's messages.
     pub objective: Objective,
-    /// A DeepSpeed configuration. Its settings take precedence over these options, except that a different batch,
-    /// learning rate or number of ranks along the pipeline is an error. Only this configuration determines stage and
-    /// offload. Without a configuration, they are chosen from the available memory.
+    /// A DeepSpeed configuration. Its settings take precedence over these options, except that a batch, learning rate
+    /// or number of ranks along the pipeline that contradicts these options is an error. Only this configuration
+    /// determines stage and offload. Without a configuration, they are chosen from the available memory.
     pub ds_config: Option<PathBuf>,
     /// The number of ranks along a pipeline, which divides the layers of the model among ranks. 1 means no pipeline.
     /// Default: the section `pipeline` of the DeepSpeed configuration; without a configuration, a pipeline is used on
@@ -303,12 +303,12 @@ impl Options {
         self.lr.unwrap_or(usual * part)
     }
 
-    /// Returns why a pipeline cannot have this objective, if that is the case.
+    /// Returns the reason why a run with this objective cannot use a pipeline, or `None` if it can.
     pub(super) fn indivisible(&self) -> Option<&'static str> {
         match self.objective {
             Objective::Generate => None,
             Objective::Classify => {
-                Some("divides the layers of language models, not those of a classifier; leave out --pipeline")
+                Some("divides the layers of language models, not those of a classifier; train it without a pipeline")
             }
             Objective::Prefer { .. } => Some(
                 "cannot be combined with --dpo, which also needs the output of the model without its adapters for each \
@@ -519,7 +519,7 @@ mod tests {
         insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, such as beta=0.1");
         let divided = |objective| Options { objective, pipeline: Some(PipelineStages::Auto), ..with_data() };
         insta::assert_snapshot!(text(divided(Objective::Prefer { beta: 0.1 })), @"--pipeline cannot be combined with --dpo, which also needs the output of the model without its adapters for each pair; leave out one of the two");
-        insta::assert_snapshot!(text(divided(Objective::Classify)), @"--pipeline divides the layers of language models, not those of a classifier; leave out --pipeline");
+        insta::assert_snapshot!(text(divided(Objective::Classify)), @"--pipeline divides the layers of language models, not those of a classifier; train it without a pipeline");
         insta::assert_snapshot!("0".parse::<PipelineStages>().unwrap_err(), @"--pipeline is 0, but must be a number of ranks of at least 1, or auto: all ranks");
         insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a percentage of all steps, such as 3%");
         insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% besides files; give either a part of the training data or files");

@@ -66,7 +66,8 @@ pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usi
     }
 }
 
-/// Sets the number of ranks along the pipeline in a configuration whose section `pipeline` is an object, null or missing.
+/// Sets the number of ranks along the pipeline in a configuration whose section `pipeline` is an object, null or
+/// missing.
 fn set_stages(config: &mut Value, stages: usize) {
     config["pipeline"]["stages"] = json!(stages);
 }
@@ -151,8 +152,8 @@ impl PipelineShape {
 }
 
 impl PipelineDemand<'_> {
-    /// Returns the fastest division that fits, with one of these numbers of ranks along the pipeline, which are tried in
-    /// this order. The inner `Err` contains the division that needs the least memory.
+    /// Returns the fastest division that fits, with one of these numbers of ranks along the pipeline, which are tried
+    /// in this order. The inner `Err` contains the division that needs the least memory.
     pub fn choose(&self, stages: &[usize]) -> Result<std::result::Result<PipelineFit, PipelineFit>> {
         let most = (self.memory as f64 * USABLE_MEMORY) as u64;
         let mut least: Option<PipelineFit> = None;

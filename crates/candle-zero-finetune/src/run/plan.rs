@@ -100,7 +100,8 @@ impl RunPlan {
         Ok(RunIdentity::new(settings))
     }
 
-    /// Returns the settings that determine the result, by name, with fingerprints of inputs that are too large to store.
+    /// Returns the settings that determine the result, by name, with fingerprints of inputs that are too large to
+    /// store.
     pub fn settings(&self, prepared: &PreparedRun) -> BTreeMap<String, Value> {
         let options = &prepared.options;
         let mut settings = BTreeMap::new();

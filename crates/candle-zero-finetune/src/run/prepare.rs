@@ -48,8 +48,8 @@ pub struct PreparedRun {
 pub(super) enum StartModel {
     /// A language model. The description includes adapters and the row length.
     Decoder { base: Box<BaseModel>, config: DecoderConfig },
-    /// A model to be trained as a classifier. The description includes adapters and, for a decoder, the row length. With
-    /// adapters, the modules `saved` are trained completely.
+    /// A model to be trained as a classifier. The description includes adapters and, for a decoder, the row length.
+    /// With adapters, the modules `saved` are trained completely.
     Classifier { base: Box<ClassifierBase>, config: ClassifierConfig, saved: Vec<String> },
 }
 

@@ -1,5 +1,5 @@
-//! The engine of a run: of a complete model, or of a pipeline that divides the model's layers among ranks. The loop of a
-//! run is the same with both.
+//! The engine of a run: of a complete model, or of a pipeline that divides the model's layers among ranks. The loop of
+//! a run is the same with both.
 
 use super::learning_rate::LearningRates;
 use super::objective::Validation;
@@ -338,7 +338,7 @@ impl TrainingEngine {
         let (mut tokens, mut rewards_sum, mut failed_save) = (0, [0.0; 4], None);
         let (mut balance_sum, mut loads) = (None, Vec::<ExpertLoad>::new());
         let mut saved = |ended: Result<()>| match ended {
-            // The step has been completed.
+            // The checkpoint could not be saved, but the optimizer step has been completed.
             Err(error @ Error::Checkpoint(_)) => {
                 failed_save = Some(error);
                 Ok(())
@@ -464,5 +464,5 @@ fn add_loads(all: &mut Vec<ExpertLoad>, more: Vec<ExpertLoad>) {
 }
 
 /// The reason why a pipeline does not answer prompts.
-pub(super) const NO_ANSWERS: &str = "is not supported in a pipeline, whose ranks have only parts of the model; leave it \
-                                     out, and use zerorun generate with the result";
+pub(super) const NO_ANSWERS: &str = "is not supported in a pipeline, whose ranks have only parts of the model; leave \
+                                     it out, and use zerorun generate with the result";

@@ -165,7 +165,7 @@ fn a_variable_that_is_wrong_is_named() {
 fn the_backend_is_chosen_on_one_host_alone() {
     assert_eq!(typed("x.rs").unwrap().backend, CommBackend::Shm);
     assert_eq!(typed("--backend mpi x.rs").unwrap().backend, CommBackend::Mpi);
-    insta::assert_snapshot!(wrong("--backend shm --nnodes 2 x.rs"), @"zerorun: --backend shm is for ranks on one host, and hosts share no memory; leave --backend out, so that the ranks use MPI");
+    insta::assert_snapshot!(wrong("--backend shm --nnodes 2 x.rs"), @"zerorun: --backend shm is for ranks on one host, because hosts do not share memory; leave --backend out, so that the ranks use MPI");
     insta::assert_snapshot!(wrong("--backend nccl x.rs"), @r"
         zerorun: invalid value 'nccl' for '--backend <BACKEND>'
           [possible values: shm, mpi]

@@ -1,8 +1,8 @@
 //! Decides which requests are answered.
 //!
-//! A page of another site can make the browser send requests to this server. Such a site cannot read the responses unless
-//! its name resolves to this host (DNS rebinding), so only names that no other site can own are accepted as the host.
-//! POST requests need the token, which is shown only in the terminal.
+//! A page of another site can make the browser send requests to this server. Such a site cannot read the responses
+//! unless its name resolves to this host (DNS rebinding), so only names that no other site can own are accepted as the
+//! host. POST requests need the token, which is shown only in the terminal.
 
 use super::error::DashboardError;
 use super::http::{HttpRefusal, HttpRequest};

@@ -14,12 +14,13 @@ use std::time::{Duration, Instant};
 const DEFAULT_ROWS: usize = 2000;
 const MIN_ROWS: usize = 50;
 const MAX_ROWS: usize = 10_000;
-/// The maximum number of the newest events, samples, events of the launcher, and lines of the log.
+/// The maximum numbers of events, samples, events of the launcher, and lines of the log. Only the newest are returned.
 const MAX_EVENTS: usize = 1000;
 const MAX_SAMPLES: usize = 200;
 const MAX_LAUNCH: usize = 5000;
 const MAX_LOG: usize = 2000;
-/// A list of runs is reused for at least this time, and for at least this many times the time that reading it took.
+/// A list of runs is reused for `LIST_AGE`, or for `LIST_AGE_FACTOR` times as long as it took to read, whichever is
+/// longer.
 const LIST_AGE: Duration = Duration::from_secs(1);
 const LIST_AGE_FACTOR: u32 = 10;
 
@@ -50,8 +51,8 @@ pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
     Ok(answer)
 }
 
-/// Returns the runs in a folder, with `prefix` before their ids. A folder that does not exist yet has no runs: the first
-/// run creates it.
+/// Returns the runs in a folder, with `prefix` before their ids. A folder that does not exist yet has no runs: the
+/// first run creates it.
 fn runs_in(folder: &RunsFolder, prefix: &str) -> Result<Vec<Value>, Error> {
     let runs = match folder.runs() {
         Err(Error::Run(RunError::NoFolder { .. })) => Vec::new(),
@@ -74,7 +75,7 @@ pub(super) fn shown(run: &RecordedRun, id: &str) -> Value {
     shown
 }
 
-/// Returns the newest loads of the experts of a run, or why they cannot be read; null if it has recorded none.
+/// Returns the newest loads of the experts of a run, or why they cannot be read; null if the run has recorded none.
 pub(super) fn expert_loads(run: &RecordedRun) -> Value {
     match run.expert_loads() {
         Ok(loads) => json!(loads),
@@ -108,7 +109,7 @@ pub(super) fn run(request: &HttpRequest, state: &DashboardState) -> Result<Value
     let news = tail.look().map_err(|error| failed(&error))?;
     let mut info = json!(run.info());
     if let Some(info) = info.as_object_mut() {
-        // Both are in `config`, by their dotted names.
+        // Both are contained in `config`, under dotted names.
         info.remove("settings");
         info.remove("configuration");
     }
@@ -175,8 +176,8 @@ fn named<'a>(request: &'a HttpRequest, state: &DashboardState) -> Result<(&'a st
     Ok((id, opened(id, state)?))
 }
 
-/// Opens the run with this id: the name of its folder or, if it belongs to one of several sweeps, the name of the sweep,
-/// a slash and the name of its folder.
+/// Opens the run with this id: the name of its folder or, if it belongs to one of several sweeps, the name of the
+/// sweep, a slash and the name of its folder.
 pub(super) fn opened(id: &str, state: &DashboardState) -> Result<RecordedRun, HttpRefusal> {
     let unknown = || HttpRefusal::new(404, format!("there is no run {id}"));
     let folder = state.run_folder(id).ok_or_else(unknown)?;

@@ -14,7 +14,7 @@ pub(super) struct MetricsColumns {
     is_reduced: bool,
 }
 
-/// The values of one name in consecutive rows.
+/// A summary of the values that consecutive rows have under one name.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct ValueRange {
     sum: f64,

@@ -1,7 +1,7 @@
 //! Live updates: what is appended to the records of runs, as server-sent events.
 //!
-//! However fast a run is, there are at most ten events a second: rows that arrive in between become one event, and many
-//! rows become few (`columns`).
+//! However fast a run is, there are at most ten events a second: rows that arrive between two events are sent
+//! together, and many rows are reduced to a few (`columns`).
 
 use super::api::{expert_loads, opened, shown};
 use super::columns::MetricsColumns;
@@ -163,8 +163,8 @@ fn add(all: &mut Value, news: &RunNews) {
     }
 }
 
-/// Returns the new rows, preceded by the step after which the page must drop its earlier rows if the run has repeated
-/// steps.
+/// Returns the new rows. If the run has repeated steps, also returns the step after which the page must drop its
+/// earlier rows.
 fn rows(lines: &[MetricsLine]) -> (Option<u64>, Vec<MetricsRow>) {
     let (mut after, mut rows) = (None::<u64>, BTreeMap::<u64, MetricsRow>::new());
     for line in lines {

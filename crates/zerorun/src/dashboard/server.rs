@@ -125,7 +125,7 @@ impl Drop for CountedPlace<'_> {
 /// Answers a client on its own thread. If there are too many clients, the request is refused.
 fn answer_apart(client: TcpStream, state: &Arc<DashboardState>) {
     let shared = Arc::clone(state);
-    // If there is no thread, the connection is closed.
+    // If no thread can be started, the connection is closed.
     _ = std::thread::Builder::new().name("dashboard client".into()).spawn(move || {
         let place = CountedPlace::take(&shared.connections, MAX_CONNECTIONS);
         // A client that has left needs no answer.

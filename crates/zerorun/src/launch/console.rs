@@ -93,7 +93,7 @@ impl ConsoleWriter {
                             Ok(result) => break result?,
                             Err(RecvTimeoutError::Timeout) if !END_REQUESTED.load(Ordering::SeqCst) => {}
                             Err(RecvTimeoutError::Timeout) if waited < STALLED_STREAM_TIMEOUT => waited += TICK,
-                            // The thread cannot have ended first.
+                            // `Disconnected` does not occur: the thread runs as long as this writer exists.
                             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                                 *self = Self::GivenUp;
                                 return Ok(());

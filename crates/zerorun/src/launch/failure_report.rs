@@ -61,7 +61,7 @@ pub(super) struct EndedRank {
     pub(super) rank: usize,
     pub(super) ended: RankExitStatus,
     pub(super) request: StopRequest,
-    /// Whether the rank ended before any rank had failed.
+    /// Whether the rank ended before another rank or host had failed, and before a signal asked the job to end.
     pub(super) before_failure: bool,
 }
 

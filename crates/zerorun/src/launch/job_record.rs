@@ -70,7 +70,7 @@ impl WaitingLine {
 
 impl JobRecord {
     /// Begins the record of a start of the job, which has been restarted `restart` times. `first` is the number of the
-    /// first of the `here` ranks on this host, and `ranks` the number of all ranks.
+    /// first of the `here` ranks on this host, and `ranks` is the total number of ranks.
     pub(super) fn begin(run: &RunFlags, restart: u32, first: usize, [here, ranks]: [usize; 2]) -> Self {
         // The file is in memory, so nothing is left if this launcher is killed. If it cannot be created, there is no
         // log.

@@ -134,7 +134,8 @@ fn mpirun_args(
     words
 }
 
-/// Returns the GPUs that programs see. `mpirun` passes the same value to all hosts.
+/// Returns the value of `CUDA_VISIBLE_DEVICES`, which `mpirun` passes to all hosts, or `None` if ranks use the right
+/// GPUs without it.
 fn devices(world: &WorldInfo, kind: MpirunFlavor) -> Result<Option<String>, HostsError> {
     let hosts = world.hosts();
     let Some(node) = (1..hosts.len()).find(|node| hosts[*node].slots != hosts[0].slots) else {

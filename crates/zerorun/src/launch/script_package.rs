@@ -268,7 +268,7 @@ fn wants_version(manifest: &Table, name: &str) -> bool {
     manifest.get("dependencies").and_then(|all| all.get(name)).is_some_and(is_from_registry)
 }
 
-/// Returns whether a dependency is given only by its version.
+/// Returns whether a dependency comes from the default registry, under its own name.
 fn is_from_registry(dependency: &Value) -> bool {
     match dependency {
         Value::String(_) => true,

@@ -57,7 +57,8 @@ impl CacheArguments {
             for name in CACHE_SUBFOLDERS {
                 remove(&folder.join(name))?;
             }
-            return Ok(format!("{}: {} removed", folder.display(), binary(before)));
+            let after = size(folder).map_err(at("read", folder))?;
+            return Ok(format!("{}: {} removed", folder.display(), binary(before.saturating_sub(after))));
         }
         let mut scripts = scripts(folder)?;
         if self.prune {

@@ -1,4 +1,4 @@
-//! Renders the problems of a configuration: each line, with the position underlined.
+//! Renders the problems of a configuration: the line of each problem, with the position underlined.
 
 use crate::launch::console::colours;
 use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};

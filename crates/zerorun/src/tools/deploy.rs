@@ -167,8 +167,8 @@ impl DeployArguments {
             ("@CORES@", cores),
             ("@MEMORY@", format!("{}Gi", self.memory)),
             ("@SLURM_MEMORY@", format!("{}G", self.memory)),
-            // JSON is also valid YAML.
             ("@LAUNCHER@", shell(&launcher)),
+            // JSON is also valid YAML.
             ("@COMMAND@", json!(command).to_string()),
             ("@MPIRUN@", json!(mpirun).to_string()),
             ("@WORDS@", shell(&words)),

@@ -109,7 +109,7 @@ fn list(listing: &CheckpointListing) -> String {
     for tag in &listing.unfinished {
         let _ = writeln!(
             text,
-            "  {tag:24}being saved, or left by an interrupted save; in that case, the next save removes it"
+            "  {tag:24}being saved, or left by an interrupted save; in the latter case, the next save removes it"
         );
     }
     if let Err(error) = &listing.latest {

@@ -29,7 +29,7 @@ const NOT_INCLUDED: [&str; 3] = [
     "the program itself: its code, its threads, and memory that the allocator keeps",
 ];
 
-const ASSUMED: &str = "for the waiting time: a stage takes a time in proportion to its parameters without embeddings, \
+const ASSUMED: &str = "for the waiting time: a stage takes time in proportion to its parameters without embeddings, \
                        and forward passes, gradients of inputs and gradients of weights all take the same time";
 
 impl PipelineReport {

@@ -53,7 +53,7 @@ pub fn run(data: &[u8]) -> bool {
         0 => read(rest, file),
         1 => read(&with_file(manifest, rest), rest),
         _ => {
-            // A header of whole pages, followed by the original data.
+            // The file has a header of whole pages, followed by the original data.
             let header = rest.len().saturating_add(8).next_multiple_of(4096);
             let mut bytes = (header as u64 - 8).to_le_bytes().to_vec();
             bytes.extend_from_slice(rest);

@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn a_rank_lies_on_as_few_numa_nodes_as_it_can() {
         let list = |text| CoreList::parse(text).unwrap();
-        // Neighbouring cores are on different nodes, as many machines number them.
+        // Cores with consecutive numbers are on different nodes, as on many machines.
         let nodes = [list("0,2,4,6,8,10,12,14"), list("1,3,5,7,9,11,13,15")];
         let cores = list("0-7").by_node(&nodes);
         assert_eq!([0, 1].map(|rank| cores.share(rank, 2).unwrap()), [[0, 2, 4, 6], [1, 3, 5, 7]]);

@@ -231,10 +231,12 @@ pub enum HostsError {
     },
     /// The first host's name cannot be resolved.
     #[error(
-        "the name of the first host, {address}, could not be resolved within {seconds} s: {why}; set --master_addr to \
-         a name that this host can resolve, or to an IP address"
+        "--{option} {address} could not be resolved within {seconds} s: {why}; give a name that this host can resolve, \
+         or an IP address"
     )]
     UnknownAddress {
+        /// The option that gave the name.
+        option: &'static str,
         /// The name.
         address: String,
         /// The number of seconds for which the name was looked up.

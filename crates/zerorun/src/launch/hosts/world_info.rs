@@ -6,7 +6,7 @@
 //! slot    0 1 2    1 0            local  0 1 2, 1 0: the rank modulo the number of ranks on the host, as in DeepSpeed
 //! ```
 //!
-//! The launcher passes the placement of all ranks to each host in DeepSpeed's world info: the JSON object `{"a": [0, 1,
+//! DeepSpeed's launcher passes the placement of all ranks to each host in its world info: the JSON object `{"a": [0, 1,
 //! 2], "b": [0, 1]}` in URL-safe base64.
 
 use super::HostSlots;
@@ -122,7 +122,7 @@ impl WorldInfo {
 
     /// Encodes the world info.
     pub(crate) fn encode(&self) -> String {
-        // The spaces are those that Python writes, so that DeepSpeed's launcher and this one produce the same text.
+        // The spaces are those that Python writes, so that the text is the same as that of DeepSpeed's launcher.
         let host = |host: &HostSlots| format!("{}: [{}]", serde_json::json!(host.name), join(&host.slots, ", "));
         let json = format!("{{{}}}", self.hosts.iter().map(host).collect::<Vec<_>>().join(", "));
         to_base64(json.as_bytes())

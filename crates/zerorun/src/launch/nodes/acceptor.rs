@@ -186,7 +186,7 @@ mod tests {
         for first in &all[..3] {
             assert!(is_closed(first));
         }
-        // A stranger is evicted before its replacement is accepted.
+        // A stranger is evicted before its replacement is added to the list.
         let until = Instant::now() + Duration::from_secs(60);
         while !lock(&acceptor.strangers).contains_key(&(most as u64 + 2)) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(5));

@@ -43,7 +43,8 @@ pub(super) fn listen(
     patience: Duration,
 ) -> Result<ListenAddresses> {
     let name = bind_addr.unwrap_or(master_addr);
-    let addresses = resolve(name, port, patience)?;
+    let option = if bind_addr.is_some() { BIND_ADDR } else { "master_addr" };
+    let addresses = resolve((option, name), port, patience)?;
     let taken = |source: std::io::Error| HostsError::PortTaken { port, why: source.to_string() };
     let mut listeners = Vec::new();
     for address in &addresses {
@@ -55,7 +56,6 @@ pub(super) fn listen(
     }
     if listeners.is_empty() {
         let shown: Vec<String> = addresses.iter().map(|address| address.ip().to_string()).collect();
-        let option = if bind_addr.is_some() { BIND_ADDR } else { "master_addr" };
         let (address, found) = (name.to_string(), shown.join(" and "));
         return Err(HostsError::FirstIsElsewhere { option, address, found }.into());
     }
@@ -75,8 +75,8 @@ pub(super) fn listen(
     Ok(ListenAddresses { listeners, own })
 }
 
-/// Returns the addresses of a name, without duplicates.
-fn resolve(name: &str, port: u16, patience: Duration) -> Result<Vec<SocketAddr>> {
+/// Returns the addresses of the name that an option gives, without duplicates.
+fn resolve((option, name): (&'static str, &str), port: u16, patience: Duration) -> Result<Vec<SocketAddr>> {
     let (since, mut said) = (Instant::now(), false);
     loop {
         let why = match (name, port).to_socket_addrs() {
@@ -95,7 +95,8 @@ fn resolve(name: &str, port: u16, patience: Duration) -> Result<Vec<SocketAddr>>
             Err(error) => error.to_string(),
         };
         if since.elapsed() >= patience {
-            return Err(HostsError::UnknownAddress { address: name.into(), seconds: patience.as_secs(), why }.into());
+            let (address, seconds) = (name.into(), patience.as_secs());
+            return Err(HostsError::UnknownAddress { option, address, seconds, why }.into());
         }
         if since.elapsed() >= REPORT_DELAY && !said {
             said = true;
@@ -111,7 +112,8 @@ fn is_elsewhere(error: &std::io::Error) -> bool {
         || error.raw_os_error() == Some(rustix::io::Errno::AFNOSUPPORT.raw_os_error())
 }
 
-/// Returns whether the user asks for a loopback address.
+/// Returns whether a name that resolves to loopback addresses is meant to: it is an IP address, or one of localhost's
+/// names.
 fn means_loopback(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     let first = name.split('.').next().unwrap_or_default();
@@ -166,10 +168,12 @@ mod tests {
         let told = |name: &str, bind_addr| at(name, bind_addr).unwrap_err().to_string();
         insta::assert_snapshot!(told("192.0.2.1", None), @"--master_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at a different one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
         insta::assert_snapshot!(told("127.0.0.1", Some("192.0.2.1")), @"--bind_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at a different one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
-        assert!(
-            told("far.invalid", None)
-                .starts_with("the name of the first host, far.invalid, could not be resolved within 0 s: ")
-        );
+        let begins = |bind_addr, option: &str| {
+            let told = told("far.invalid", bind_addr);
+            assert!(told.starts_with(&format!("--{option} far.invalid could not be resolved within 0 s: ")), "{told}");
+        };
+        begins(None, "master_addr");
+        begins(Some("far.invalid"), "bind_addr");
     }
 
     #[test]

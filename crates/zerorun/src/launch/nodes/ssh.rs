@@ -139,8 +139,8 @@ pub(crate) fn run(
     Ok(code)
 }
 
-/// Waits for the launcher of the first host, whose exit code is the job's. Restarts those of other hosts if the job may
-/// continue with them.
+/// Waits for the launcher of the first host, whose exit code is the job's. If `again` is true, starts the launchers of
+/// other hosts again after they have failed.
 fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent>, again: bool) -> Result<u8> {
     loop {
         match events.recv_timeout(TICK) {
@@ -164,7 +164,7 @@ fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent
                 0 => None,
                 // ssh's own code for a host that it cannot reach.
                 EXIT_UNREACHABLE => Some(format!("zerorun: host {host} cannot be reached, or its launcher was killed")),
-                // After a failure of the job, the launcher of the first host ends too.
+                // After a failure of the job, the launcher of the first host also ends within this time.
                 code if since >= SHUTDOWN_TIMEOUT => Some(format!(
                     "zerorun: the launcher on host {host} ended with exit code {code}, and the others are waiting for \
                      it; see its output above"

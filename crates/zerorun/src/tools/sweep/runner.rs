@@ -33,7 +33,7 @@ struct RunningJob {
 /// The process of a job.
 #[derive(Debug)]
 enum JobProcess {
-    /// The process is to be started as soon as no process of an earlier session of the sweep trains the trial.
+    /// The process is to be started as soon as no process of an earlier session of the sweep is training the trial.
     Due {
         was_busy: bool,
     },

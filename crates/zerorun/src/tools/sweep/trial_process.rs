@@ -101,7 +101,7 @@ impl TrialStarter {
         copy().map_err(|source| Error::Io { action: "copy a checkpoint to", path: own.clone(), source })
     }
 
-    /// Starts a job. Returns `None` if a process of an earlier session of the sweep still trains this trial.
+    /// Starts a job. Returns `None` if a process of an earlier session of the sweep is still training this trial.
     pub(super) fn start(&self, trial: &SweepTrial, job: &SweepJob) -> Result<Option<Child>> {
         let places = self.places(trial);
         let Some(lock) = lock(&places.folder.join("running"))? else { return Ok(None) };
@@ -228,7 +228,7 @@ fn lock(path: &Path) -> Result<Option<File>> {
     let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Err(Errno::WOULDBLOCK) => Ok(None),
-        // If the file system has no locks, it is unknown whether another process trains the trial.
+        // If the file system has no locks, it is unknown whether another process is training the trial.
         Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOLCK | Errno::INVAL) => Ok(Some(file)),
         Err(errno) => Err(io(errno.into())),
     }

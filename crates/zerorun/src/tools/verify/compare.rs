@@ -92,7 +92,8 @@ pub(super) fn first_difference(reference: &[RankResults], other: &[RankResults])
     })
 }
 
-/// Returns the index of the first unequal element: `None` if both are equal, `Some(None)` if their lengths differ.
+/// Returns the index of the first unequal element: `None` if both are equal, `Some(None)` if their lengths differ or
+/// only one exists.
 fn first_unequal<T: PartialEq>(a: Option<&Vec<T>>, b: Option<&Vec<T>>) -> Option<Option<usize>> {
     match (a, b) {
         (Some(a), Some(b)) if a.len() == b.len() => a.iter().zip(b).position(|(a, b)| a != b).map(Some),

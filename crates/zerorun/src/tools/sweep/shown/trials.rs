@@ -18,7 +18,7 @@ pub(super) struct ShownTrial {
     branch: Option<TrialBranch>,
     /// The metric at each step at which the trial has paused or ended.
     results: Vec<(u64, f64)>,
-    /// The result of a job that has ended, but that the sweep has not received yet.
+    /// The result of a job that has ended, if the sweep has not received this result yet.
     pending: Option<JobResult>,
 }
 
