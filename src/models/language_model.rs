@@ -115,7 +115,7 @@ impl<A: Architecture> LanguageModel<A> {
     /// Returns the logits `[batch, time, vocab]`, in the parameters' dtype, for ids `[batch, time]` (u32).
     ///
     /// # Errors
-    /// More tokens in a sequence than fit into the context, or an id outside the vocabulary.
+    /// More tokens in a row than fit into the context, or an id outside the vocabulary.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         self.forward_packed(ids, None)
     }

@@ -195,8 +195,8 @@ impl PrintInterval {
         due
     }
 
-    /// Returns the time that the rest will take at the speed so far, or `None` after the first step, which is not
-    /// representative.
+    /// Returns the time that the rest will take at the speed so far, or `None` after the first step of this run, which
+    /// is not representative, and after the last step.
     fn left(&self, done: u64, total: u64, now: Instant) -> Option<Duration> {
         let made = done.checked_sub(self.before).filter(|made| *made > 1)?;
         let rest = total.checked_sub(done).filter(|rest| *rest > 0)?;

@@ -48,7 +48,7 @@ struct AngleTable {
 struct AnglesByLength {
     frequencies: FrequenciesOfLength,
     factor: PositionFactor,
-    /// The most recently used tables, the last one first.
+    /// The most recently used tables; the latest is first.
     recent: Mutex<Vec<Arc<AngleTable>>>,
 }
 

@@ -14,9 +14,9 @@ pub enum OffloadError {
         /// The problem, and how to fix it.
         problem: String,
     },
-    /// Another job offloads to the same folder.
+    /// Another job is offloading to the same folder.
     #[error(
-        "cannot offload to {}: a running job already uses it{}; give each job its own folder as nvme_path, or stop \
+        "cannot offload to {}: a running job is already using it{}; give each job its own folder as nvme_path, or stop \
          the other one",
         path.display(),
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))

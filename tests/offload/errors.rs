@@ -80,13 +80,13 @@ fn a_folder_belongs_to_one_job_at_a_time() {
     other.try_lock().unwrap();
     let text = refusal(folder.path()).replace(folder.path().to_str().unwrap(), "FOLDER");
     let text = text.replace(&format!("process {}", std::process::id()), "process PID");
-    insta::assert_snapshot!(text, @"cannot offload to FOLDER: a running job already uses it (process PID); give each job its own folder as nvme_path, or stop the other one");
+    insta::assert_snapshot!(text, @"cannot offload to FOLDER: a running job is already using it (process PID); give each job its own folder as nvme_path, or stop the other one");
     // The folder is also recognized under another name.
     let link = folder.path().with_extension("link");
     std::os::unix::fs::symlink(folder.path(), &link).unwrap();
     let text = refusal(&link);
     std::fs::remove_file(&link).unwrap();
-    assert!(text.contains("a running job already uses it"), "{text}");
+    assert!(text.contains("a running job is already using it"), "{text}");
     drop(other);
     threads::run(1, |comm| start(comm, &all_in(folder.path())).map(drop)).unwrap().remove(0).unwrap();
 }

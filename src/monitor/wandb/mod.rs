@@ -119,7 +119,8 @@ impl WandbMonitor {
 }
 
 /// Returns whether a record must be kept because it belongs to the first `samples` samples, and if so, sets `last` to
-/// its number. The rows that the program itself logs may count steps differently, so they do not end the kept records.
+/// its number. The rows that the program itself logs may count steps differently, so this function always returns true
+/// for them.
 fn is_before(record: &[u8], samples: u64, last: &mut u64) -> bool {
     let head = RecordHead::read(record, ENGINE_TAG);
     let is_kept = match head.kind {
