@@ -50,8 +50,8 @@ struct PrintInterval {
 impl Progress {
     /// Creates a display for `total` steps: a bar if standard error is a terminal (with feature `cli`), otherwise a
     /// line every `every` steps. Without `every`, a line is written about every second at first, and then less and less
-    /// often, down to one a minute. The first and the last step are always shown. Lines end with an estimate of the
-    /// remaining time.
+    /// often, down to one a minute. The first and the last step are always shown; all other lines end with an estimate
+    /// of the remaining time.
     pub fn new(total: u64, every: Option<u64>) -> Self {
         #[cfg(feature = "cli")]
         if std::io::stderr().is_terminal() {

@@ -40,8 +40,9 @@ pub struct WandbMonitor {
     config: WandbConfig,
     /// The folder of runs.
     folder: PathBuf,
-    /// The name and the id that the environment gives.
+    /// The name that the environment gives.
     name: Option<String>,
+    /// The id that the environment gives.
     id: Option<String>,
     run: Option<OpenWandbRun>,
 }

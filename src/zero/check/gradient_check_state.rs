@@ -68,7 +68,7 @@ pub(super) struct GradientCheckState {
     pub(super) seed: u64,
     /// The direction: 1 is up, -1 is down, 0 is unchanged.
     pub(super) sign: f32,
-    /// The parameters that are moved, or all of them if there is no list.
+    /// The parameters that are moved, or all trained ones if there is no list.
     pub(super) only: Option<Vec<ParamId>>,
     /// The direction of each parameter that has been moved.
     pub(super) directions: Vec<Option<PerturbationDirection>>,
