@@ -201,7 +201,8 @@ impl<A: Architecture> LanguageModel<A> {
     /// session.
     ///
     /// # Errors
-    /// No tokens, an id outside the vocabulary, or a session that another model began. The session is then unchanged.
+    /// No tokens, an id outside the vocabulary, or a session that a model of a different shape began. The session is
+    /// then unchanged.
     pub fn extend(&self, session: &mut Session, tokens: &[u32]) -> Result<Vec<f32>> {
         require_tokens(tokens)?;
         let text = [session.tokens(), tokens].concat();
