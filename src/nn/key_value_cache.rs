@@ -31,8 +31,8 @@ use std::fmt::{self, Display, Formatter};
 /// ```
 ///
 /// A cache is for evaluation: attention with a cache has no backward pass, and rejects inputs for which a graph is
-/// being recorded. The cached values have the dtype of the keys. Memory grows with the text, doubling each time up to
-/// the limit, and is allocated for multiples of 16 positions.
+/// being recorded. The cached values have the dtype of the keys. On the CPU, memory grows with the text, doubling each
+/// time up to the limit, and is allocated for multiples of 16 positions.
 #[derive(Debug, Clone)]
 pub struct KeyValueCache {
     limit: usize,

@@ -48,7 +48,7 @@ struct AngleTable {
 struct AnglesByLength {
     frequencies: FrequenciesOfLength,
     factor: PositionFactor,
-    /// The most recently used tables, the last one first.
+    /// The most recently used tables; the latest is first.
     recent: Mutex<Vec<Arc<AngleTable>>>,
 }
 
@@ -111,7 +111,8 @@ impl Rotary {
     /// Returns `x` `[batch, time, heads * head]` with the heads at position t rotated by t times each pair's frequency.
     ///
     /// # Errors
-    /// An input of a different shape, or a position that is not below `ctx`.
+    /// An input of a different shape; a position that is not below `ctx`; an error of the function given to
+    /// [`Rotary::by_length`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.forward_from(x, 0)
     }

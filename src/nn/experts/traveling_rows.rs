@@ -29,8 +29,9 @@ const MAX_EXPERTS: usize = 1 << 24;
 #[derive(Debug)]
 pub(super) struct RowRoutes {
     exchange: RowExchange,
-    /// The numbers of rows that go to each rank and come from it.
+    /// The number of rows that go to each rank.
     sent: Vec<usize>,
+    /// The number of rows that come from each rank.
     received: Vec<usize>,
     /// The rows in the order in which they are sent: rank by rank, in ascending order.
     rows: Vec<u32>,
@@ -53,8 +54,8 @@ pub(super) struct ReceivedRows {
 }
 
 impl RowRoutes {
-    /// Sends each row of `x` `[.., width]` to the ranks of its experts. This is a collective operation among the ranks
-    /// that hold the experts.
+    /// Sends each row of `x` `[.., width]` to the ranks of its experts. This is a collective operation: all ranks of
+    /// the job must call it.
     ///
     /// # Errors
     /// An input that does not match the routing; too many experts; a failed collective; invalid rows from other ranks.
