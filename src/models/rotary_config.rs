@@ -148,12 +148,13 @@ impl RotaryConfig {
             positive("llama_4_scaling_beta", growth.beta)?;
         }
         match &self.scaling {
-            RotaryScaling::LongRope(scaling)
-                if [&scaling.short, &scaling.long].iter().any(|all| all.len() != width / 2) =>
-            {
-                let found = format!("a list of length {}", scaling.short.len());
-                let allowed = format!("a list of length {}, the number of rotated pairs in a head", width / 2);
-                return Err(refused("short_factor", found, &allowed));
+            RotaryScaling::LongRope(scaling) => {
+                let lists = [("short_factor", &scaling.short), ("long_factor", &scaling.long)];
+                if let Some((key, list)) = lists.into_iter().find(|(_, list)| list.len() != width / 2) {
+                    let found = format!("a list of length {}", list.len());
+                    let allowed = format!("a list of length {}, the number of rotated pairs in a head", width / 2);
+                    return Err(refused(key, found, &allowed));
+                }
             }
             RotaryScaling::Dynamic { .. } if width == 2 => {
                 return Err(refused(

@@ -146,6 +146,9 @@ impl Rotary {
         let head = self.layout.head;
         let (batch, time, width) = match *x.dims() {
             [batch, time, width] if width > 0 && width % head == 0 && time <= most => (batch, time, width),
+            ref dims if most == usize::MAX => {
+                bail!("rotary: the input has shape {dims:?}; it must be [batch, time, heads * {head}]")
+            }
             ref dims => bail!(
                 "rotary: the input has shape {dims:?}; it must be [batch, time, heads * {head}], where time is at most \
                  {most} (the input follows {first} positions)"
