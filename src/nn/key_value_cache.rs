@@ -357,7 +357,7 @@ mod tests {
         let bound = AttentionOptions { scale: Some(0.3), soft_cap: Some(2.0), window: Some(4), bidirectional: false };
         let sinks = Tensor::new(&[0.5f32, -1.0, 2.0, 0.0], &Device::Cpu).unwrap();
         for (options, sinks) in [(AttentionOptions::default(), None), (bound, None), (bound, Some(&sinks))] {
-            let (mut host, mut device) = (KeyValueCache::new(9), KeyValueCache::new(9));
+            let (mut host, mut device) = (KeyValueCache::new(10), KeyValueCache::new(10));
             for (from, time) in [(0, 5), (5, 1), (6, 3)] {
                 let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, from, time).unwrap());
                 let (want, got) = (host.with_some_sinks([&q, &k, &v], sinks, (4, 2), &options), {
@@ -369,6 +369,11 @@ mod tests {
             }
             assert_eq!((host.len(), device.len()), (9, 9));
             assert_eq!(device.size_in_bytes(), 2 * 2 * 9 * 12 * 4);
+            // The keys have the same width, but are those of other heads.
+            let other = AttentionShape { time: 1, heads: 8, kv_heads: 4, head: 3, ..h };
+            let [host, device] =
+                [&host, &device].map(|cache| cache.check(&other, DType::F32, &[]).unwrap_err().to_string());
+            assert!(device.contains("it holds") && device == host, "{device}");
         }
     }
 }
