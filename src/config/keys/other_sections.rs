@@ -68,7 +68,7 @@ const PARALLEL_WRITE: &[super::ConfigKey] = keys! {
 const WRITER: &[super::ConfigKey] = keys! {
     "type": OneOfAnyCase(&["mock", "python", "fast"]), "\"fast\"", none(ONE_WRITER), "Writer engine.";
     "decoupled": Bool, "false", H, "Training continues while a checkpoint is written: `Engine::save_checkpoint` saves in the background.";
-    "io_buffer_size": POSITIVE, "67108864", none("the size is fixed at two buffers of 33 MiB: files are written in large pieces anyway"), "Bytes of the staging buffer.";
+    "io_buffer_size": POSITIVE, "67108864", none("the size is fixed at two buffers of 33 MiB, because files are written in large pieces anyway"), "Bytes of the staging buffer.";
     "io_buffer_double": Bool, "true", none("there are always two, so that one is filled while the other is written"), "Two staging buffers.";
     "show_statistics": Bool, "false", H, "Rank 0 prints for every checkpoint how many bytes all ranks wrote and how long it took.";
     "data_parallel": OneOf(&["replica", "socket", "machine"]), "null", none("every rank writes its own shard"), "Split writing over ranks.";
@@ -186,7 +186,7 @@ const COMPILE: &[super::ConfigKey] = keys! {
 
 const PIPELINE: &[super::ConfigKey] = keys! {
     "stages": AutoOr(&POSITIVE), "\"auto\"", H, "Number of ranks along the pipeline; auto: all ranks. Above 1 only for models that are given as layers (EngineBuilder::initialize_pipeline).";
-    "partition": Str, "\"best\"", H, "How layers are divided among stages. best and parameters: about the same number of parameters; uniform: the same number of layers; time: the slowest stage is as fast as possible, judging by the time that each layer takes on each rank, which is measured at the start; type:REGEX: the same number of layers in whose type name the regular expression matches, ignoring case.";
+    "partition": Str, "\"best\"", H, "How layers are divided among stages. best and parameters: about the same number of parameters; uniform: the same number of layers; time: the slowest stage is as fast as possible, judging by the time that each layer takes on each rank, which is measured at the start; type:REGEX: the same number of layers whose type name contains a match of the regular expression, ignoring case.";
     "schedule": OneOf(&["1f1b", "interleaved", "zero_bubble", "zbv"]), "\"1f1b\"", H, "Order of forward and backward passes: 1F1B; 1F1B with several chunks of the model per rank; 1F1B with divided backward passes; divided backward passes with two chunks per rank, in the shape of a V. Specific to candle-zero.";
     "chunks": POSITIVE, "1", H, "Number of chunks of the model per rank: 1 with 1f1b, at least 2 with interleaved, 2 with zbv, any with zero_bubble. Specific to candle-zero.";
     "seed_layers": Bool, "false", refuse("initial weights are derived from the seed and the parameter's name, whichever stage holds the parameter"), "A seed per layer.";

@@ -45,7 +45,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "data_parallel_size": POSITIVE, "null", none("every rank is data-parallel, so this size is the number of ranks"), "Data axis of the rank mesh.";
     "use_data_before_expert_parallelism": Bool, "false", none("the ranks among which experts are divided are neighbours"), "Order of ranks for mixtures of experts.";
     "disable_allgather": Bool, "false", none("it has no effect in DeepSpeed 0.19.8 either"), "Legacy switch.";
-    "dataloader_drop_last": Bool, "false", none("there is no short batch: data::Loader is endless and continues with the next pass; a custom loader decides for itself"), "Drop the incomplete last batch.";
+    "dataloader_drop_last": Bool, "false", none("there is no short batch, because data::Loader is endless and continues with the next pass; a custom loader decides for itself"), "Drop the incomplete last batch.";
     "vocabulary_size": POSITIVE, "null", H, "A size that is not a multiple of 8 is noted; the key has no other effect.";
     "memory_breakdown": Bool, "false", H, "Print memory use before and after each forward pass, and after each backward pass and step, every steps_per_print steps.";
     "dump_state": Bool, "false", H, "Print the configuration and the state of the engine at the start.";
@@ -89,7 +89,7 @@ const ANY_I64: super::ConfigValueKind = super::ConfigValueKind::IntNoBool(i64::M
 
 const FP16: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "Train in half precision with f32 master weights. Excludes bf16.";
-    "auto_cast": Bool, "false", none("the engine has no access to the inputs: the closure passed to forward creates them in Engine::dtype"), "Cast inputs to half precision.";
+    "auto_cast": Bool, "false", none("the engine has no access to the inputs; the closure passed to forward creates them in Engine::dtype"), "Cast inputs to half precision.";
     "loss_scale": NOT_NEGATIVE, "0.0", H, "0: dynamic; larger values: a static scale.";
     "initial_scale_power": INT, "16", H, "The first dynamic scale is 2 to the power of this number (0 to 127).";
     "loss_scale_window": ANY_I64, "1000", H, "Steps without overflow before the scale doubles; > 0 if dynamic.";

@@ -84,7 +84,7 @@ const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
     "delayed_update_after": COUNT, "-", H, "Specific to candle-zero; 40 if absent. Number of updates before the first delayed one: weights change fast at the beginning.";
     "pipeline_read": Bool, "false", H, "With nvme: read the next window while the step computes.";
     "pipeline_write": Bool, "false", H, "With nvme: write the finished window while the step computes.";
-    "fast_init": Bool, "false", none("states start as reserved file space: nothing is written at the start"), "Faster initial creation of states.";
+    "fast_init": Bool, "false", none("states start as reserved file space, so nothing is written at the start"), "Faster initial creation of states.";
     "ratio": SHARE, "1.0", H, "With nvme: share of the sub-groups that is offloaded; the first ones stay in memory (while the model is built, all master weights need space in the file); < 1 needs stage 3.";
     "super_offload": Bool, "false", none(NOT_SPECULATIVE), "Speculative step on the CPU.";
     "cpuadam_cores_perc": SHARE, "0.8", none(NOT_SPECULATIVE), "Share of the cores for super_offload.";
