@@ -203,7 +203,7 @@ const LOCAL_STEPS: &[super::ConfigKey] = keys! {
     "outer_lr": NOT_NEGATIVE, "0.7", H, "Learning rate of the outer optimizer, which is SGD on the mean change in the weights; above 0. With outer_momentum 0, a learning rate of 1 makes the islands' mean the new weights.";
     "outer_momentum": SHARE, "0.9", H, "Momentum of the outer optimizer, below 1; 0: no buffer.";
     "nesterov": Bool, "true", H, "Nesterov momentum.";
-    "fragments": POSITIVE, "1", H, "Number of parts of the model that are exchanged in turn, each once in `steps` steps (Streaming DiLoCo).";
+    "fragments": POSITIVE, "1", H, "Number of parts of the model that are exchanged in turn, each once in `steps` steps (Streaming DiLoCo); at most `steps`.";
     "fragment_delay": COUNT, "0", H, "Steps between the beginning of an exchange and its effect, during which training continues; below `steps`.";
     "fragment_alpha": SHARE, "null", H, "Share of an island's own weights that stays when an exchange takes effect, below 1; null: 0, or 0.5 with fragment_delay, because an island continues training during the delay, and the exchange does not contain the resulting changes.";
     "wire_dtype": OneOf(&["fp32", "bf16", "int8", "int4"]), "\"fp32\"", H, "Format in which islands send the changes in their weights.";

@@ -27,9 +27,9 @@ const ROOT: &[super::ConfigKey] = keys! {
     "bf16" | "bfloat16": Object, "{}", H, "bfloat16.";
     "data_types": Object, "{}", H, "Number formats other than the model's.";
     "gradient_clipping": NOT_NEGATIVE, "1.0", H, "Maximum global L2 norm of the gradients; 0 disables clipping.";
-    "prescale_gradients": Bool, "false", H, "Divide gradients by the number of ranks before the reduction instead of after it.";
-    "gradient_predivide_factor": NOT_NEGATIVE, "1.0", H, "Divide gradients by this factor before the reduction, and by (number of ranks / factor) after it.";
-    "gradient_allreduce_op": OneOfAnyCase(&["mean", "sum"]), "\"mean\"", H, "Average or sum over ranks.";
+    "prescale_gradients": Bool, "false", H, "Divide gradients by the number of ranks before the reduction, whatever gradient_predivide_factor is; not at stages 2 and 3 with reduce_scatter.";
+    "gradient_predivide_factor": NOT_NEGATIVE, "1.0", H, "Divide gradients by this factor (above 0) before the reduction, and by (number of ranks / factor) after it; 1: divide by the number of ranks before the reduction. Other values are not possible at stages 2 and 3 with reduce_scatter.";
+    "gradient_allreduce_op": OneOfAnyCase(&["mean", "sum"]), "\"mean\"", H, "Average or sum over ranks; sum is not possible at stage 3.";
     "communication_data_type": DTYPE, "null", H, "Format to which gradients and their sums are rounded for communication; null: the model's. Sums are computed in f32.";
     "steps_per_print": POSITIVE, "null", H, "Log every N optimizer steps; null: never.";
     "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took.";
@@ -108,7 +108,7 @@ const BF16: &[super::ConfigKey] = keys! {
 };
 
 const DATA_TYPES: &[super::ConfigKey] = keys! {
-    "grad_accum_dtype": DTYPE, "null", H, "Format in which gradients are accumulated; null: the model's.";
+    "grad_accum_dtype": DTYPE, "null", H, "Format in which gradients are accumulated; null: the model's, which is the only one allowed at stage 0.";
     "param_dtype": DTYPE, "null", H, "Must equal the format that fp16 and bf16 select.";
     "buffer_dtype": DTYPE, "null", H, "Format of the model's floating-point buffers; null: the format that the model requests, and f32 for running statistics.";
     "keep_in_fp32_modules": AutoOr(&Strings), "\"auto\"", H, "Modules whose parameters stay in f32 under fp16 or bf16, without separate master weights: complete dot-separated parts of a parameter's name (\"ln_f\", \"mlp.c_proj\"), in which * matches any characters; a name that the model does not have is an error. \"auto\": none. The norms, Linear, Conv1D and Embedding of candle_zero::nn accept such parameters; candle_nn's layers need a cast around them.";
