@@ -47,7 +47,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "disable_allgather": Bool, "false", none("it has no effect in DeepSpeed 0.19.8 either"), "Legacy switch.";
     "dataloader_drop_last": Bool, "false", none("there is no short batch, because data::Loader is endless and continues with the next pass; a custom loader decides for itself"), "Drop the incomplete last batch.";
     "vocabulary_size": POSITIVE, "null", H, "A size that is not a multiple of 8 is noted; the key has no other effect.";
-    "memory_breakdown": Bool, "false", H, "Print memory use before and after each forward pass, and after each backward pass and step, every steps_per_print steps.";
+    "memory_breakdown": Bool, "false", H, "Print memory use before and after each forward pass, and after each backward pass and step, every steps_per_print steps (null: in every step).";
     "dump_state": Bool, "false", H, "Print the configuration and the state of the engine at the start.";
     "disable_python_gc": Bool, "false", none("there is no Python"), "Disable Python's garbage collector.";
     "log_level": OneOfAnyCase(&["debug", "info", "warning", "error", "critical"]), "null", H, "Messages on standard error or to a tracing subscriber: warning omits progress and notes, error and critical also omit problems that do not stop training; null: all messages.";

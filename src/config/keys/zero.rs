@@ -15,14 +15,14 @@ const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses every file with this key; re
 
 const ZERO: &[super::ConfigKey] = keys! {
     "stage": super::ConfigValueKind::Int(0, 3), "0", H, "0: nothing is sharded; 1: optimizer states; 2: also gradients; 3: also parameters.";
-    "reduce_bucket_size": POSITIVE, "500000000", H, "Gradient elements reduced at a time.";
-    "allgather_bucket_size": COUNT, "500000000", H, "Weight elements gathered at a time; must be even at stages 0 to 2.";
+    "reduce_bucket_size": POSITIVE, "500000000", H, "Maximum number of gradient elements that are packed into one reduction; parameters of 65,536 or more elements are reduced individually.";
+    "allgather_bucket_size": COUNT, "500000000", H, "Maximum number of elements of updated weights that are packed into one gather; parameters of 65,536 or more elements are gathered individually. Must be even at stages 0 to 2.";
     "overlap_comm": Bool, "null", H, "Communicate while the model computes; null: only at stage 3.";
     "contiguous_gradients": Bool, "true", none("buckets are always contiguous"), "Copy gradients to one buffer as they are produced.";
     "reduce_scatter": Bool, "true", H, "Reduce gradients to their owners; false: to all ranks, each of which keeps its part.";
     "sub_group_size": COUNT, "1000000000", H, "Number of elements of a rank's share that are updated in each part of an optimizer step.";
-    "stage3_prefetch_bucket_size" | "prefetch_bucket_size": COUNT, "50000000", H, "Elements gathered in advance; 0 disables prefetching.";
-    "stage3_param_persistence_threshold" | "param_persistence_threshold": COUNT, "100000", H, "Parameters with fewer elements stay gathered.";
+    "stage3_prefetch_bucket_size" | "prefetch_bucket_size": COUNT, "50000000", H, "Elements gathered in advance; 0, or overlap_comm false, disables prefetching.";
+    "stage3_param_persistence_threshold" | "param_persistence_threshold": COUNT, "100000", H, "Parameters with at most this many elements stay gathered, unless they are packed.";
     "stage3_model_persistence_threshold" | "model_persistence_threshold": COUNT, "9223372036854775807", H, "Cap on the total number of elements of the parameters that stay gathered.";
     "stage3_max_live_parameters" | "max_live_parameters": COUNT, "1000000000", H, "Elements gathered at the same time before prefetching stops.";
     "stage3_max_reuse_distance" | "max_reuse_distance": COUNT, "1000000000", H, "A parameter used again within this many elements is not released.";
