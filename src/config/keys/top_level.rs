@@ -32,7 +32,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "gradient_allreduce_op": OneOfAnyCase(&["mean", "sum"]), "\"mean\"", H, "Average or sum over ranks; sum is not possible at stage 3.";
     "communication_data_type": DTYPE, "null", H, "Format to which gradients and their sums are rounded for communication; null: the model's. Sums are computed in f32.";
     "steps_per_print": POSITIVE, "null", H, "Log every N optimizer steps; null: never.";
-    "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took.";
+    "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took, every steps_per_print steps (null: in every step).";
     "gradient_check": Bool, "true", H, "The first step compares the gradient with the change in the loss when the weights move slightly, at the cost of two forward passes. Specific to candle-zero.";
     "seed": COUNT, "42", H, "Seed for the initial weights. Specific to candle-zero.";
     "activation_checkpointing": Object, "{}", S, "Recompute activations in the backward pass.";
