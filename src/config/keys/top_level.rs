@@ -27,7 +27,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "bf16" | "bfloat16": Object, "{}", H, "bfloat16.";
     "data_types": Object, "{}", H, "Number formats other than the model's.";
     "gradient_clipping": NOT_NEGATIVE, "1.0", H, "Maximum global L2 norm of the gradients; 0 disables clipping.";
-    "prescale_gradients": Bool, "false", H, "Divide gradients by the number of ranks before the reduction, whatever gradient_predivide_factor is; not at stages 2 and 3 with reduce_scatter.";
+    "prescale_gradients": Bool, "false", H, "Divide gradients by the number of ranks before the reduction, whatever gradient_predivide_factor is; not possible at stages 2 and 3 with reduce_scatter.";
     "gradient_predivide_factor": NOT_NEGATIVE, "1.0", H, "Divide gradients by this factor (above 0) before the reduction, and by (number of ranks / factor) after it; 1: divide by the number of ranks before the reduction. Other values are not possible at stages 2 and 3 with reduce_scatter.";
     "gradient_allreduce_op": OneOfAnyCase(&["mean", "sum"]), "\"mean\"", H, "Average or sum over ranks; sum is not possible at stage 3.";
     "communication_data_type": DTYPE, "null", H, "Format to which gradients and their sums are rounded for communication; null: the model's. Sums are computed in f32.";

@@ -22,7 +22,7 @@ const ZERO: &[super::ConfigKey] = keys! {
     "reduce_scatter": Bool, "true", H, "Reduce gradients to their owners; false: to all ranks, each of which keeps its part.";
     "sub_group_size": COUNT, "1000000000", H, "Number of elements of a rank's share that are updated in each part of an optimizer step.";
     "stage3_prefetch_bucket_size" | "prefetch_bucket_size": COUNT, "50000000", H, "Elements gathered in advance; 0, or overlap_comm false, disables prefetching.";
-    "stage3_param_persistence_threshold" | "param_persistence_threshold": COUNT, "100000", H, "Parameters with at most this many elements stay gathered, unless they are packed.";
+    "stage3_param_persistence_threshold" | "param_persistence_threshold": COUNT, "100000", H, "Parameters with at most this many elements stay gathered, unless they are quantized.";
     "stage3_model_persistence_threshold" | "model_persistence_threshold": COUNT, "9223372036854775807", H, "Cap on the total number of elements of the parameters that stay gathered.";
     "stage3_max_live_parameters" | "max_live_parameters": COUNT, "1000000000", H, "Elements gathered at the same time before prefetching stops.";
     "stage3_max_reuse_distance" | "max_reuse_distance": COUNT, "1000000000", H, "A parameter used again within this many elements is not released.";
@@ -78,7 +78,7 @@ const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
 const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
     "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, the default unless a GPU runs the model, and the step runs on the CPU; nvme is one file per kind of state and rank (DeepSpeed: only at stage 3).";
     "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` stands for the user's home folder, and a leading `~/.cache/` for `$XDG_CACHE_HOME/` if that variable is set.";
-    "buffer_count": COUNT, "4", H, "With nvme: the buffers of a step together hold at most this many times the elements of the largest sub-group, plus 16 MiB for each kind of state and window; at least 2 plus the optimizer's number of states (so 4 for Adam, 3 for SGD with momentum, 2 for SGD).";
+    "buffer_count": COUNT, "4", H, "With nvme: the buffers of a step together hold at most this many times the elements of the largest sub-group, plus 16 MiB for each kind of state and window; must be at least 2 plus the optimizer's number of states (so 4 for Adam, 3 for SGD with momentum, 2 for SGD).";
     "pin_memory": Bool, "true", H, "If a GPU runs the model, gradients are copied to the host during the backward pass, and updated weights are copied back while the next ones are computed, each through two page-locked staging buffers of 4 MiB; false: through ordinary memory, which takes longer.";
     "delayed_update": Bool, "-", H, "Specific to candle-zero; false if absent. If a GPU runs the model, then after the first `delayed_update_after` updates, each update runs on the CPU while the GPU computes the next step with weights that are one update old (ZeRO-Offload, section 5.2). Only with device cpu.";
     "delayed_update_after": COUNT, "-", H, "Specific to candle-zero; 40 if absent. Number of updates before the first delayed one: weights change fast at the beginning.";
