@@ -4,7 +4,7 @@
 //!   own rows --send_rows--> rows of all ranks that chose an expert of this rank --experts--> results --return_results--> sum
 //! ```
 //!
-//! A row is sent to each rank once, however many of the rank's experts it chose; there, the weighted results of these
+//! A row is sent to each rank at most once, however many of the rank's experts it chose; there, the weighted results of these
 //! experts are summed. The sums of all ranks are added in the order of the ranks, which is that of the experts. No row
 //! is dropped. Even a rank that neither sends nor receives a row takes part, with messages without elements.
 

@@ -69,7 +69,7 @@ struct DeployArguments {
     #[arg(long, default_value = "shared", value_parser = name)]
     claim: String,
 
-    /// For Kubernetes: existing Secret whose key `secret` is the hosts' shared secret [default: a new one, included in
+    /// For k8s: existing Secret whose key `secret` is the secret that the hosts share [default: a new one, included in
     /// the output]
     #[arg(long, value_name = "NAME", value_parser = name)]
     secret: Option<String>,
