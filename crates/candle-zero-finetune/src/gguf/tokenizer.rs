@@ -129,7 +129,7 @@ impl GgufFile {
                 config.insert(format!("{name}_token"), Json::from(*text));
             }
         }
-        let flag = |key: &str| match self.content.metadata.get(key) {
+        let flag = |key: &str| match self.header.metadata.get(key) {
             Some(Value::Bool(flag)) => Some(*flag),
             _ => None,
         };
@@ -147,7 +147,7 @@ impl GgufFile {
 
     /// Returns the tokenizer keys unchanged, for writing them to another file.
     pub(super) fn tokenizer_keys(&self) -> Vec<(String, GgufValue)> {
-        let own = self.content.metadata.iter().filter(|(key, _)| key.starts_with("tokenizer."));
+        let own = self.header.metadata.iter().filter(|(key, _)| key.starts_with("tokenizer."));
         let mut keys: Vec<_> = own.filter_map(|(key, value)| Some((key.clone(), written(value)?))).collect();
         keys.sort_by(|(a, _), (b, _)| a.cmp(b));
         keys
@@ -163,7 +163,7 @@ impl GgufFile {
     }
 
     fn text(&self, key: &str) -> Result<Option<&str>> {
-        match self.content.metadata.get(key) {
+        match self.header.metadata.get(key) {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
             Some(_) => Err(self.refuse(key, "not a string", "a string")),
@@ -171,7 +171,7 @@ impl GgufFile {
     }
 
     fn number(&self, key: &str) -> Result<Option<u64>> {
-        match self.content.metadata.get(key) {
+        match self.header.metadata.get(key) {
             None => Ok(None),
             Some(value) => match integer(value) {
                 Some(number) => Ok(u64::try_from(number).ok()),
@@ -181,7 +181,7 @@ impl GgufFile {
     }
 
     fn array(&self, key: &str) -> Result<Option<&[Value]>> {
-        match self.content.metadata.get(key) {
+        match self.header.metadata.get(key) {
             None => Ok(None),
             Some(Value::Array(values)) => Ok(Some(values)),
             Some(_) => Err(self.refuse(key, "not a list", "a list")),
@@ -338,7 +338,7 @@ impl<'a> GgufVocabulary<'a> {
         };
         let unknown = self.tokens.iter().find(|(_, kind)| *kind == UNKNOWN).map(|(text, _)| *text);
         let adds_space =
-            !matches!(self.gguf.content.metadata.get("tokenizer.ggml.add_space_prefix"), Some(Value::Bool(false)));
+            !matches!(self.gguf.header.metadata.get("tokenizer.ggml.add_space_prefix"), Some(Value::Bool(false)));
         let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": SPACE});
         let normalizer = match adds_space {
             true => json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, spaces]}),

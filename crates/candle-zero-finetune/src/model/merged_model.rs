@@ -165,11 +165,13 @@ impl BaseModel {
     }
 }
 
-/// Returns the layout of the weight of a projection of this name. GPT-2 uses Conv1D's layout.
+/// Returns the layout of the weight of a projection of this name. GPT-2 uses Conv1D's layout; StarCoder 2, whose MLP has
+/// the same names, does not.
 pub(crate) fn layout_of(name: &str) -> WeightLayout {
     const CONV1D_SUFFIXES: [&str; 4] =
         [".attn.c_attn.weight", ".attn.c_proj.weight", ".mlp.c_fc.weight", ".mlp.c_proj.weight"];
-    if CONV1D_SUFFIXES.iter().any(|end| name.ends_with(end)) { WeightLayout::InOut } else { WeightLayout::OutIn }
+    let is_gpt2 = name.strip_prefix("transformer.").unwrap_or(name).starts_with("h.");
+    if is_gpt2 && CONV1D_SUFFIXES.iter().any(|end| name.ends_with(end)) { WeightLayout::InOut } else { WeightLayout::OutIn }
 }
 
 /// One tensor of a [`MergedModel`].
