@@ -329,9 +329,7 @@ impl GgufArchitecture {
         match self.positions {
             PositionRule::Learned => None,
             PositionRule::LocalInWindows => full.find_map(|block| block.rotary.as_ref()),
-            PositionRule::UnscaledInWindows => {
-                full.chain(&config.blocks).find_map(|block| block.rotary.as_ref())
-            }
+            PositionRule::UnscaledInWindows => full.chain(&config.blocks).find_map(|block| block.rotary.as_ref()),
             _ => all.find_map(|block| block.rotary.as_ref()),
         }
     }
@@ -436,10 +434,8 @@ impl GgufArchitecture {
     /// Checks factors and caps.
     fn scale_problem(&self, config: &DecoderConfig) -> Option<String> {
         let mut without_key = vec![];
-        let caps = [
-            ("attn_logit_softcapping", config.attention_soft_cap),
-            ("final_logit_softcapping", config.logit_soft_cap),
-        ];
+        let caps =
+            [("attn_logit_softcapping", config.attention_soft_cap), ("final_logit_softcapping", config.logit_soft_cap)];
         let scales = [
             ("attention_multiplier", config.query_scale),
             ("embedding_multiplier", config.embedding_scale),
@@ -520,7 +516,9 @@ impl GgufArchitecture {
         }
         let is_missing = |kind: &str| Some(self.has_no_key("rope_type", format!("{kind:?}")));
         match &rotary.scaling {
-            RotaryScaling::Dynamic { .. } => Some("its rotary scaling is \"dynamic\", for which GGUF has no keys".into()),
+            RotaryScaling::Dynamic { .. } => {
+                Some("its rotary scaling is \"dynamic\", for which GGUF has no keys".into())
+            }
             RotaryScaling::Llama3(_) if !self.factors.llama3 => is_missing("llama3"),
             RotaryScaling::LongRope(_) if !self.factors.longrope => is_missing("longrope"),
             // llama.cpp always rounds the bounds of YaRN's ramp. All published files of gpt-oss ask for bounds that are

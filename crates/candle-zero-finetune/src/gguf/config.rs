@@ -46,8 +46,7 @@ impl GgufFile {
                 return Err(keys.refuse(key, format!("the width of a head ({head})")));
             }
         }
-        let Some(vocab) = self.header.tensors.get("token_embd.weight").and_then(|info| info.shape.first())
-        else {
+        let Some(vocab) = self.header.tensors.get("token_embd.weight").and_then(|info| info.shape.first()) else {
             return Err(super::weights::bad(&self.path, "it has no tensor token_embd.weight"));
         };
         let has = |name: &str| self.header.tensors.contains_key(name);

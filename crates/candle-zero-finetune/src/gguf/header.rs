@@ -98,7 +98,7 @@ fn alignment(metadata: &HashMap<String, Value>) -> Result<usize, String> {
     match number.and_then(|number| usize::try_from(number).ok()) {
         Some(0) => Err(format!("{KEY} is 0, but must be a positive number")),
         Some(number) => Ok(number),
-        None => Err(format!("{KEY} is not a whole number, but must be a positive number")),
+        None => Err(format!("{KEY} must be a positive whole number")),
     }
 }
 
@@ -229,7 +229,9 @@ impl<'a> HeaderBytes<'a> {
         let sizes = shape.iter().map(|size| usize::try_from(*size).ok()).collect::<Option<Vec<usize>>>();
         let is_small = |sizes: &Vec<usize>| sizes.iter().try_fold(1usize, |all, size| all.checked_mul(*size)).is_some();
         let Some(sizes) = sizes.filter(is_small) else {
-            return Err(format!("tensor {name} has shape {shape:?}, which has more elements than memory has addresses"));
+            return Err(format!(
+                "tensor {name} has shape {shape:?}, which has more elements than memory has addresses"
+            ));
         };
         let format = TensorFormat::of_id(self.u32(&what)?);
         Ok(TensorInfo { shape: sizes, format, offset: self.u64(&what)? })
@@ -287,7 +289,8 @@ mod tests {
         for version in VERSIONS {
             let bytes = file(version, 2, keys.len() as u64, &[keys.concat(), tensors.concat()].concat());
             let header = GgufHeader::read(&bytes).unwrap();
-            let all: Vec<String> = "abcdefghijklm".chars().map(|c| format!("{:?}", header.metadata[&*c.to_string()])).collect();
+            let all: Vec<String> =
+                "abcdefghijklm".chars().map(|c| format!("{:?}", header.metadata[&*c.to_string()])).collect();
             assert_eq!(
                 all.join(" "),
                 "U8(200) I8(-56) U16(500) I16(-500) U32(70000) I32(-70000) F32(0.5) Bool(true) String(\"Ġa\") \
@@ -310,7 +313,8 @@ mod tests {
         let of_key = |key: Vec<u8>| error(&file(3, 0, 1, &key));
         let of_tensor = |tensor: Vec<u8>| error(&file(3, 1, 0, &tensor));
         let nested = (0..5).fold(array(0, 1, &[0]), |inner, _| array(9, 1, &inner));
-        let many = [key("a", 9, &array(0, 1 << 24, &vec![0; 1 << 24])), key("b", 9, &array(0, 1 << 25, &vec![0; 1 << 25]))];
+        let many =
+            [key("a", 9, &array(0, 1 << 24, &vec![0; 1 << 24])), key("b", 9, &array(0, 1 << 25, &vec![0; 1 << 25]))];
         let all = [
             error(b"GGML1234"),
             error(b"GG"),

@@ -10,7 +10,8 @@
 //! | `config.rs`, `tokenizer.rs` | the metadata as `config.json`, `tokenizer.json` and `tokenizer_config.json` |
 //! | `mixture_keys.rs` | the metadata of mixtures of experts |
 //! | `writer.rs` | the file format |
-//! | `export.rs`, `model_keys.rs`, `tokenizer_export.rs` | a merged model, its metadata and its tokenizer as a file |
+//! | `export.rs`, `model_keys.rs` | a merged model and its metadata as a file |
+//! | `tokenizer_export.rs`, `sentence_piece_export.rs` | its tokenizer |
 
 mod architecture_keys;
 mod architectures;
@@ -20,6 +21,7 @@ mod formats;
 mod header;
 mod mixture_keys;
 mod model_keys;
+mod sentence_piece_export;
 mod tensor_names;
 mod tokenizer;
 mod tokenizer_export;

@@ -76,12 +76,8 @@ impl GgufFile {
                     self.check(name, info)?;
                 }
             }
-            let source = TensorSource {
-                names: place.names,
-                shape: shape.clone(),
-                form: place.form,
-                plus_one: place.plus_one,
-            };
+            let source =
+                TensorSource { names: place.names, shape: shape.clone(), form: place.form, plus_one: place.plus_one };
             self.places.insert(parameter.clone(), source);
         }
         let mut extra: Vec<&str> = self.header.tensors.keys().map(String::as_str).collect();
@@ -271,7 +267,8 @@ impl InitialValues for GgufFile {
     fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
         let source = self.places.get(name);
         let infos = source.and_then(|source| {
-            let infos: Option<Vec<&TensorInfo>> = source.names.iter().map(|name| self.header.tensors.get(name)).collect();
+            let infos: Option<Vec<&TensorInfo>> =
+                source.names.iter().map(|name| self.header.tensors.get(name)).collect();
             Some((source, infos?))
         });
         let Some((source, infos)) = infos else {

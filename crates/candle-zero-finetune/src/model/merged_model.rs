@@ -171,7 +171,11 @@ pub(crate) fn layout_of(name: &str) -> WeightLayout {
     const CONV1D_SUFFIXES: [&str; 4] =
         [".attn.c_attn.weight", ".attn.c_proj.weight", ".mlp.c_fc.weight", ".mlp.c_proj.weight"];
     let is_gpt2 = name.strip_prefix("transformer.").unwrap_or(name).starts_with("h.");
-    if is_gpt2 && CONV1D_SUFFIXES.iter().any(|end| name.ends_with(end)) { WeightLayout::InOut } else { WeightLayout::OutIn }
+    if is_gpt2 && CONV1D_SUFFIXES.iter().any(|end| name.ends_with(end)) {
+        WeightLayout::InOut
+    } else {
+        WeightLayout::OutIn
+    }
 }
 
 /// One tensor of a [`MergedModel`].

@@ -16,7 +16,8 @@ use std::sync::Arc;
 /// The number of elements in a block.
 pub(crate) const BLOCK: usize = 32;
 /// The values of the codes.
-pub(crate) const CODES: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+pub(crate) const CODES: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 /// The scale whose factor is 1.
 const SCALE_OF_1: i32 = 127;
 
