@@ -121,14 +121,7 @@ fn cases() -> Vec<Case> {
             &[("context_length", size(48))],
         ),
         case("ministral3", "llama", json!({"rope_parameters": yarn}), AROUND, PLAIN, &yarn_keys),
-        case(
-            "mistral3",
-            "llama",
-            inner("mistral", &json!({"tie_word_embeddings": true})),
-            TIED,
-            PLAIN,
-            &[("context_length", size(64))],
-        ),
+        case("mistral3", "llama", inner("mistral", &json!({})), AROUND, PLAIN, &[("context_length", size(64))]),
         case("qwen2", "qwen2", json!({}), AROUND, QKV_BIASES, &[("rope.freq_base", number(1e4))]),
         case(
             "qwen3",

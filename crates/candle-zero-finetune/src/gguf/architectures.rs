@@ -94,7 +94,7 @@ enum Presence {
     Always,
 }
 
-/// What llama.cpp assumes about a mixture of experts. All blocks have one.
+/// The assumptions of llama.cpp about a mixture of experts. All blocks have one.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct MixtureRule {
     /// The weights of the chosen experts. The metadata has no key for this.
@@ -615,5 +615,20 @@ mod tests {
         known.sort_unstable();
         written.sort_unstable();
         assert_eq!(written, known, "{error}");
+    }
+
+    #[test]
+    fn the_documentation_lists_all_architectures_with_their_models() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/tools/merge.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        let mut names: Vec<&str> = ARCHITECTURES.iter().map(|known| known.name).collect();
+        names.dedup();
+        for name in names {
+            let of_name = ARCHITECTURES.iter().filter(|known| known.name == name);
+            let types: Vec<String> =
+                of_name.flat_map(|known| known.model_types).map(|kind| format!("`{kind}`")).collect();
+            let row = format!("| `{name}` | {} |", types.join(", "));
+            assert!(page.lines().any(|line| line == row), "docs/tools/merge.md has no line {row}");
+        }
     }
 }
