@@ -127,7 +127,7 @@ impl std::fmt::Display for TensorFormat {
             Self::Mxfp4 => f.write_str("MXFP4"),
             Self::Other(id) => match OTHERS.iter().find(|(known, _)| known == id) {
                 Some((_, name)) => f.write_str(name),
-                None => write!(f, "format {id}"),
+                None => write!(f, "{id}"),
             },
         }
     }

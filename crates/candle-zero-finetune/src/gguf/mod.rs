@@ -3,7 +3,7 @@
 //! | file | content |
 //! |---|---|
 //! | `header.rs`, `formats.rs` | the header, and the formats of tensors |
-//! | `architectures.rs` | the architectures of llama.cpp, and what they assume about models |
+//! | `architectures.rs`, `assumptions.rs` | the architectures of llama.cpp, and what they assume about models |
 //! | `tensor_names.rs` | the tensors that contain a parameter |
 //! | `weights.rs` | weights by their Hugging Face names, dequantized as they are read |
 //! | `architecture_keys.rs` | the metadata of an architecture |
@@ -15,6 +15,7 @@
 
 mod architecture_keys;
 mod architectures;
+mod assumptions;
 mod config;
 pub(super) mod export;
 mod formats;

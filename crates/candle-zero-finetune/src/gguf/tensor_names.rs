@@ -183,3 +183,85 @@ pub(super) fn interleaved_row(row: usize, head: usize) -> usize {
     let (start, inside, half) = (row / head * head, row % head, head / 2);
     start + inside % half * 2 + inside / half
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn config(model_type: &str) -> DecoderConfig {
+        let config = json!({
+            "model_type": model_type, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": null,
+        });
+        DecoderConfig::from_hugging_face(&config).unwrap()
+    }
+
+    #[test]
+    fn every_parameter_of_a_family_has_a_place_and_no_two_have_the_same() {
+        let types =
+            ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "gemma3_text", "glm4", "starcoder2", "olmo2", "gpt_oss"];
+        for model_type in types {
+            let config = config(model_type);
+            let mut seen = std::collections::HashSet::new();
+            for (parameter, _) in config.parameters().unwrap() {
+                let place =
+                    place_of(&parameter, &config, RotaryPairs::Adjacent).unwrap_or_else(|| panic!("{parameter}"));
+                let expert = if let TensorForm::OfExpert(expert) = place.form { expert } else { 0 };
+                for name in place.names {
+                    assert!(seen.insert((name.clone(), expert)), "{model_type}: {parameter} in {name}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn experts_share_a_tensor_and_alternating_outputs_have_one_each() {
+        let place = |model_type: &str, parameter: &str, shape: &[usize]| {
+            let place = place_of(&format!("model.layers.1.{parameter}"), &config(model_type), RotaryPairs::Halves)?;
+            let stored = place.shape_in_file(shape, 6);
+            Some((place.names.join(" "), place.form, stored))
+        };
+        let of = |names: &str, form, shape: &[usize]| Some((names.to_owned(), form, shape.to_vec()));
+        let all = TensorForm::OfAllExperts { inputs: 64 };
+        for (model_type, parameter, shape, expected) in [
+            (
+                "qwen2_moe",
+                "mlp.experts.5.up_proj.weight",
+                &[3usize, 4][..],
+                of("blk.1.ffn_up_exps.weight", TensorForm::OfExpert(5), &[6, 3, 4]),
+            ),
+            (
+                "mixtral",
+                "block_sparse_moe.experts.0.w2.weight",
+                &[3, 4],
+                of("blk.1.ffn_down_exps.weight", TensorForm::OfExpert(0), &[6, 3, 4]),
+            ),
+            (
+                "qwen2_moe",
+                "mlp.shared_expert_gate.weight",
+                &[1, 4],
+                of("blk.1.ffn_gate_inp_shexp.weight", TensorForm::Vector, &[4]),
+            ),
+            (
+                "gpt_oss",
+                "mlp.experts.gate_up_proj",
+                &[6, 64, 8],
+                of("blk.1.ffn_gate_exps.weight blk.1.ffn_up_exps.weight", all, &[6, 4, 64]),
+            ),
+            (
+                "gpt_oss",
+                "mlp.experts.gate_up_proj_bias",
+                &[6, 8],
+                of("blk.1.ffn_gate_exps.bias blk.1.ffn_up_exps.bias", TensorForm::OfAllExperts { inputs: 1 }, &[6, 4]),
+            ),
+            ("qwen2_moe", "mlp.experts.x.up_proj.weight", &[3, 4], None),
+            ("qwen2_moe", "mlp.experts.1.w4.weight", &[3, 4], None),
+            ("llama", "self_attn.other.weight", &[3, 4], None),
+        ] {
+            assert_eq!(place(model_type, parameter, shape), expected, "{parameter}");
+        }
+    }
+}

@@ -223,13 +223,13 @@ impl GgufFile {
     ) -> Result<(Vec<f32>, Range<usize>)> {
         let (info, shape) = (infos[0], &source.shape);
         let elements = shape.iter().product::<usize>();
-        let mut values = Vec::with_capacity(range.len());
         let needed = match source.form {
             TensorForm::Same | TensorForm::Vector => range,
             TensorForm::OfExpert(expert) => expert * elements + range.start..expert * elements + range.end,
             TensorForm::Interleaved(head) => {
                 // The rows of a bias have one element.
                 let row = shape.get(1).copied().unwrap_or(1);
+                let mut values = Vec::with_capacity(range.len());
                 let mut at = range.start;
                 while at < range.end {
                     let (r, column) = (at / row, at % row);
@@ -254,6 +254,7 @@ impl GgufFile {
                 return Ok((values, matrices.start * of_tensor..matrices.end * of_tensor));
             }
         };
+        let mut values = Vec::with_capacity(needed.len());
         self.read(info, needed.clone(), &mut values)?;
         Ok((values, needed))
     }

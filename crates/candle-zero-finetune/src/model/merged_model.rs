@@ -379,3 +379,22 @@ impl MergedModel<'_> {
 pub(crate) fn too_large(tensor: &str, value: f32, format: &str) -> Error {
     FinetuneError::TooLarge { tensor: tensor.into(), value, format: format.to_lowercase() }.into()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_gpt2_stores_inputs_before_outputs() {
+        for (name, layout) in [
+            ("h.0.mlp.c_fc.weight", WeightLayout::InOut),
+            ("transformer.h.11.attn.c_attn.weight", WeightLayout::InOut),
+            ("transformer.h.0.ln_1.weight", WeightLayout::OutIn),
+            // StarCoder 2
+            ("model.layers.0.mlp.c_fc.weight", WeightLayout::OutIn),
+            ("model.layers.0.mlp.c_proj.weight", WeightLayout::OutIn),
+        ] {
+            assert_eq!(layout_of(name), layout, "{name}");
+        }
+    }
+}
