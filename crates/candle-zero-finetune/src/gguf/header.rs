@@ -40,7 +40,7 @@ const DEFAULT_ALIGNMENT: usize = 32;
 const MAX_DIMENSIONS: usize = 4;
 /// The maximum number of elements in all arrays of the metadata. In memory, an element takes up to 32 times as many
 /// bytes as in the file.
-const MAX_ARRAY_ELEMENTS: usize = 1 << 25;
+const MAX_ARRAY_ELEMENTS: usize = 1 << 24;
 /// The maximum depth of arrays of arrays.
 const MAX_ARRAY_DEPTH: usize = 4;
 /// The minimum number of bytes of a key and its value: a length, a type and a value of one byte.
@@ -314,7 +314,7 @@ mod tests {
         let of_tensor = |tensor: Vec<u8>| error(&file(3, 1, 0, &tensor));
         let nested = (0..5).fold(array(0, 1, &[0]), |inner, _| array(9, 1, &inner));
         let many =
-            [key("a", 9, &array(0, 1 << 24, &vec![0; 1 << 24])), key("b", 9, &array(0, 1 << 25, &vec![0; 1 << 25]))];
+            [key("a", 9, &array(0, 1 << 23, &vec![0; 1 << 23])), key("b", 9, &array(0, 1 << 24, &vec![0; 1 << 24]))];
         let all = [
             error(b"GGML1234"),
             error(b"GG"),
