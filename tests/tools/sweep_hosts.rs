@@ -155,7 +155,7 @@ fn trials_of_a_lost_host_continue_on_another_without_counting_as_failed() {
     let said = stderr(&output);
     assert!(output.status.success(), "{said}");
     let warnings: Vec<&str> = said.lines().filter(|line| line.contains("warning")).collect();
-    insta::assert_snapshot!(warnings.join("\n"), @"");
+    insta::assert_snapshot!(warnings.join("\n"), @"zerorun: warning: host beta is lost: the remote shell ended with exit code 255: rsh: beta: no route to host; no more trials are started on it, and its trials continue on other hosts from their newest checkpoints");
     cluster.assert_same("whole", "lost");
     assert_eq!(cluster.folder.shown("lost")["failures"], 0);
 }
@@ -173,14 +173,14 @@ fn a_sweep_that_loses_all_hosts_ends_and_continues_on_others() {
     let output = sweep.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     let said = stderr(&output).replace(cluster.folder.0.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(said.lines().last().unwrap(), @"");
+    insta::assert_snapshot!(said.lines().last().unwrap(), @"zerorun: all hosts are lost; the last one was alpha: the remote shell ended with exit code 255: rsh: alpha: no route to host; when hosts can be reached again, or with another --hostfile, continue the sweep with `zerorun sweep resume DIR/lost`");
     // `show` has the host on which a trial was running.
     let shown = cluster.folder.shown("lost");
     let running = shown["trials"].as_array().unwrap().iter().find(|trial| trial["state"] == "running").unwrap();
     assert_eq!(running["host"], "alpha");
     let table = cluster.folder.finished(&["show", "lost"]);
     assert!(table.contains("running on alpha"), "{table}");
-    insta::assert_snapshot!(cluster.refused(&["resume", "lost"], 2), @"");
+    insta::assert_snapshot!(cluster.refused(&["resume", "lost"], 2), @"zerorun: host alpha: the remote shell ended with exit code 255: rsh: alpha: no route to host; the host must be reachable by ssh without a password, and have zerorun and the working directory at the same paths as this host; otherwise, remove it from the hostfile");
     cluster.write("others", "beta slots=1\ngamma slots=1\n");
     cluster.finished(&["resume", "lost", "--hostfile", "others"]);
     cluster.assert_same("whole", "lost");
@@ -252,9 +252,9 @@ fn hosts_that_trials_cannot_use_are_refused_at_the_start_with_their_names() {
         with(&format!("{copied}{}", elsewhere("$DIR/copy"))),
         with(no_program),
     ];
-    insta::assert_snapshot!(said.join("\n"), @"");
+    insta::assert_snapshot!(said.join("\n"));
     std::fs::remove_file(&cluster.shell).unwrap();
-    insta::assert_snapshot!(cluster.refused(&words, 2), @"");
+    insta::assert_snapshot!(cluster.refused(&words, 2), @"zerorun: cannot reach host alpha with DIR/rsh: No such file or directory (os error 2); install it, or name another program in ZERORUN_RSH");
     // Once the host can be used, the sweep begins.
     program(cluster.folder.0.path(), "rsh", SHELL);
     cluster.finished(&words);
@@ -296,10 +296,10 @@ fn hostfiles_and_flags_that_do_not_fit_the_sweep_are_refused_before_a_folder_is_
         with(&["-n", "3"]),
         cluster.refused(&["finetune.toml", "--out", "out"], 2),
     ];
-    insta::assert_snapshot!(said.join("\n"), @"");
+    insta::assert_snapshot!(said.join("\n"));
     // A host without enough memory for a trial is not used.
     let said = cluster.refused(&["s.toml", "--out", "memory", "--hostfile", "hosts", "--memory", "4096TiB"], 2);
     let (begin, end) = said.split_once("and the host has ").unwrap();
-    insta::assert_snapshot!(begin, @"");
+    insta::assert_snapshot!(begin, @"zerorun: s.toml: no host of the hostfile has room for a trial (host alpha is not used: a trial needs 4096 TiB of memory, and the host has ");
     assert!(end.ends_with("; give other hosts, or a smaller memory"), "{end}");
 }

@@ -119,7 +119,7 @@ fn checked(host: &str, child: Child) -> Result<HostCheck> {
         Some(HostAnswer::Checked(found)) => Ok(found),
         _ => {
             let problem = format!(
-                "{}; the host must be reachable by ssh without a password, and have zerorun and the working directory at                  the same paths as this host; otherwise, remove it from the hostfile",
+                "{}; the host must be reachable by ssh without a password, and have zerorun and the working directory at the same paths as this host; otherwise, remove it from the hostfile",
                 without_answer(output.status, &String::from_utf8_lossy(&output.stderr))
             );
             Err(SweepToolError::Host { host: host.to_owned(), problem }.into())
@@ -146,12 +146,12 @@ fn problem(found: &HostCheck, probe: &HostProbe, folder: &SweepFolder, program: 
     }
     if !found.sees_lock {
         return Some(format!(
-            "it does not see the locks of this host in {at}, so two hosts could train the same trial; mount the file              system with locks that all hosts see (NFS without nolock or local_lock, Lustre with flock), or {remedy}"
+            "it does not see the locks of this host in {at}, so two hosts could train the same trial; mount the file system with locks that all hosts see (NFS without nolock or local_lock, Lustre with flock), or {remedy}"
         ));
     }
     let program = program.filter(|_| !found.has_program)?;
     Some(format!(
-        "there is no program {} there; the program must be at the same path on all hosts, for example on the file          system that they share",
+        "there is no program {} there; the program must be at the same path on all hosts, for example on the file system that they share",
         program.display()
     ))
 }

@@ -5,8 +5,7 @@
 
 use super::error::SweepToolError;
 use super::host_request::{HostAnswer, HostRequest, ON_HOST, last_line};
-use super::trial_process::{ProcessEnd, TrialProcess, TrialStart};
-use super::trial_results::JobEnd;
+use super::trial_results::{JobEnd, ProcessEnd};
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::remote_shell::{RemoteShell, as_text, not_reached};
 use crate::launch::signals::{die_with_parent, name};
@@ -43,8 +42,14 @@ impl RemoteHosts {
         Ok(self.shell.command(host, &words, &self.exports, &self.directory))
     }
 
-    /// Starts a trial on a host. `output` is the file for the output of the remote shell.
-    pub(super) fn start(&self, host: &str, request: &HostRequest, output: &Path) -> Result<TrialStart> {
+    /// Starts a trial on a host. `output` is the file for the output of the remote shell. The inner error is why the
+    /// host cannot be reached.
+    pub(super) fn start(
+        &self,
+        host: &str,
+        request: &HostRequest,
+        output: &Path,
+    ) -> Result<std::result::Result<RemoteTrial, String>> {
         let io = |action| move |source| Error::Io { action, path: output.to_owned(), source };
         let out = File::create(output).map_err(io("create"))?;
         let err = out.try_clone().map_err(io("open"))?;
@@ -56,9 +61,9 @@ impl RemoteHosts {
         Ok(match command.spawn() {
             Ok(child) => {
                 let remote = RemoteTrial { host: host.to_owned(), child, output: output.to_owned(), is_killed: false };
-                TrialStart::Started(TrialProcess::There(remote))
+                Ok(remote)
             }
-            Err(source) => TrialStart::Unreachable(not_reached(host, &command, &source).to_string()),
+            Err(source) => Err(not_reached(host, &command, &source).to_string()),
         })
     }
 }

@@ -18,7 +18,7 @@ struct TrialHost {
     is_lost: bool,
 }
 
-/// What a host has.
+/// The capacity of a host.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HostCapacity {
     /// Whether it is this host.
@@ -57,9 +57,13 @@ pub(super) fn listed(definition: &SweepDefinition, directory: &Path) -> Result<O
     let selection = HostSelection { include, exclude, num_nodes: None, num_gpus: None };
     let hosts = selection.apply(&hostfile::parse(&text, file)?)?;
     let most = hosts.iter().map(|host| host.slots.len()).max().unwrap_or(0);
+    if most == 0 {
+        return Err(HostsError::NoSlot.into());
+    }
     if most < definition.ranks {
         let problem = format!(
-            "a trial has {}, which run on one host, but no host of {} has more than {}; give a host more slots, or              lower ranks",
+            "each trial runs on one host and has {}, but no host of {} has more than {}; give a host more slots, or \
+             lower ranks",
             counted(definition.ranks, "rank"),
             file.display(),
             counted(most, "slot"),

@@ -1,7 +1,7 @@
 //! The processes of trials that this sweep has started, on this host and on others.
 
 use super::remote_trial::RemoteTrial;
-use super::trial_results::{JobEnd, TrialResults};
+use super::trial_results::{ProcessEnd, TrialResults};
 use crate::error::{Error, LaunchError, Result};
 use candle_zero::sweep::SweepJob;
 use rustix::process::{Pid, Signal, kill_process};
@@ -24,16 +24,6 @@ pub(super) enum TrialStart {
     Busy,
     /// The host cannot be reached, for this reason.
     Unreachable(String),
-}
-
-/// How the process of a job ended.
-#[derive(Debug)]
-pub(super) enum ProcessEnd {
-    Job(JobEnd),
-    /// Another process still trains the trial.
-    Busy,
-    /// The host was lost, for this reason.
-    HostLost(String),
 }
 
 impl TrialProcess {

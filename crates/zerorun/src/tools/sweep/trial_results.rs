@@ -23,6 +23,16 @@ pub(super) enum JobEnd {
     NoMetric(Vec<String>),
 }
 
+/// How the process of a job ended.
+#[derive(Debug)]
+pub(super) enum ProcessEnd {
+    Job(JobEnd),
+    /// Another process still trains the trial.
+    Busy,
+    /// The host was lost, for this reason.
+    HostLost(String),
+}
+
 /// The reader of the results of trials.
 #[derive(Debug, Clone)]
 pub(super) struct TrialResults {

@@ -100,7 +100,10 @@ impl TrialStarter {
                 words,
             };
             let output = self.results.folder.trial(job.trial).join(format!("host-{}.txt", job.to));
-            return self.hosts.start(host, &HostRequest::Train(request), &output);
+            return Ok(match self.hosts.start(host, &HostRequest::Train(request), &output)? {
+                Ok(remote) => TrialStart::Started(TrialProcess::There(remote)),
+                Err(why) => TrialStart::Unreachable(why),
+            });
         }
         let mut command = Command::new(&self.launcher);
         command.args(words).current_dir(&self.directory);
