@@ -187,3 +187,60 @@ impl TrialHosts {
         self.0[taken.host].places[taken.place].devices.as_deref()
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn definition(ranks: usize) -> SweepDefinition {
+        let table = json!({
+            "command": ["train.rs"], "metric": "loss", "steps": 9, "ranks": ranks, "parameters": {"--seed": [1, 2]},
+        });
+        SweepDefinition::new("x", table.as_object().unwrap()).unwrap()
+    }
+
+    const HERE: HostCapacity = HostCapacity { is_here: true, cores: 8, memory: 100 };
+    const OTHER: HostCapacity = HostCapacity { is_here: false, cores: 4, memory: 0 };
+
+    #[test]
+    fn slots_and_memory_give_the_places_of_a_host() {
+        let hosts = [("a", 5), ("b", 2), ("c", 1)].map(|(name, slots)| HostSlots::with_slots(name, slots));
+        let capacities = [HERE, OTHER, OTHER];
+        let (all, left_out) = TrialHosts::of(&definition(2), &hosts, &capacities, None).unwrap();
+        assert_eq!(all.place_count(), 3);
+        insta::assert_snapshot!(left_out.join("\n"), @"host c is not used: a trial has 2 ranks, and the host has 1 slot");
+        // Host a has memory for one trial, and that of host b is unknown.
+        let (some, _) = TrialHosts::of(&definition(2), &hosts, &capacities, Some(51)).unwrap();
+        assert_eq!(some.place_count(), 2);
+        // The ranks of both trials on host a have two cores each, and so have those of the trial on host b.
+        assert_eq!((all.threads(3, 2), some.threads(2, 2), all.threads(1, 2)), (2, 2, 2));
+        let refused = TrialHosts::of(&definition(2), &hosts[..1], &capacities, Some(101)).unwrap_err();
+        insta::assert_snapshot!(refused, @"x: no host of the hostfile has room for a trial (host a is not used: a trial needs 101 B of memory, and the host has 100 B); give other hosts, or a smaller memory");
+    }
+
+    #[test]
+    fn a_trial_takes_a_place_on_its_last_host_or_on_the_emptiest_one() {
+        let hosts = [("a", 2), ("b", 4)].map(|(name, slots)| HostSlots::with_slots(name, slots));
+        let (mut hosts, _) = TrialHosts::of(&definition(2), &hosts, &[HERE, OTHER], None).unwrap();
+        let taken = |hosts: &mut TrialHosts, preferred| {
+            let place = hosts.take(preferred)?;
+            Some((place, format!("{} {}", hosts.name(place).unwrap(), hosts.devices(place).unwrap())))
+        };
+        let (first, text) = taken(&mut hosts, None).unwrap();
+        assert_eq!((text.as_str(), hosts.other(first)), ("b 0,1", Some("b")));
+        let (own, text) = taken(&mut hosts, Some("a")).unwrap();
+        assert_eq!((text.as_str(), hosts.other(own)), ("a 0,1", None));
+        let (_, text) = taken(&mut hosts, Some("a")).unwrap();
+        assert_eq!(text, "b 2,3", "host a has no free place");
+        assert_eq!(taken(&mut hosts, None), None);
+        hosts.free(first);
+        assert_eq!(hosts.lose(first), Some("b"));
+        assert!(!hosts.are_lost());
+        assert_eq!(hosts.lose(first), None);
+        assert_eq!(hosts.take(Some("b")), None);
+        hosts.lose(own);
+        assert!(hosts.are_lost());
+    }
+}

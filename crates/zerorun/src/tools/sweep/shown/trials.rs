@@ -132,7 +132,7 @@ impl ShownTrial {
         match &self.state {
             TrialState::Running { to } => {
                 shown["to"] = (*to).into();
-                if let Some(host) = &self.host {
+                if let Some(host) = self.host.as_ref().filter(|_| self.pending.is_none()) {
                     shown["host"] = host.as_str().into();
                 }
             }
