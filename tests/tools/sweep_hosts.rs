@@ -224,7 +224,9 @@ fn a_sweep_that_is_stopped_saves_its_trials_on_other_hosts() {
     let output = sweep.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(128 + 15), "{}", stderr(&output));
     wait_until_gone(&processes);
-    cluster.finished(&["resume", "stopped"]);
+    // Without the hostfile, the sweep continues on this host.
+    let said = cluster.finished(&["s.toml", "--out", "stopped"]);
+    assert!(!said.contains(" runs on alpha"), "{said}");
 }
 
 #[test]
@@ -300,6 +302,6 @@ fn hostfiles_and_flags_that_do_not_fit_the_sweep_are_refused_before_a_folder_is_
     // A host without enough memory for a trial is not used.
     let said = cluster.refused(&["s.toml", "--out", "memory", "--hostfile", "hosts", "--memory", "4096TiB"], 2);
     let (begin, end) = said.split_once("and the host has ").unwrap();
-    insta::assert_snapshot!(begin, @"zerorun: s.toml: no host of the hostfile has room for a trial (host alpha is not used: a trial needs 4096 TiB of memory, and the host has ");
+    insta::assert_snapshot!(begin, @"zerorun: s.toml: no host of the hostfile has room for a trial (host alpha is not used: a trial needs 4.0 PiB of memory, ");
     assert!(end.ends_with("; give other hosts, or a smaller memory"), "{end}");
 }

@@ -99,7 +99,7 @@ pub(super) struct ReplayedSweep {
     pub(super) order: JobOrder,
     /// The results that the sweep has not received yet, by trial.
     pub(super) results: BTreeMap<usize, JobResult>,
-    /// The host on which each trial was last started, if there is a hostfile.
+    /// The host on which each trial was last started in the last session, if that had a hostfile.
     pub(super) hosts: BTreeMap<usize, String>,
     /// The number of trials at a time in the last session.
     pub(super) parallel: Option<usize>,
@@ -116,7 +116,10 @@ impl ReplayedSweep {
     /// Replays an event, or returns why it does not fit the earlier ones.
     pub(super) fn repeat(&mut self, event: JournalEvent) -> std::result::Result<(), &'static str> {
         match event {
-            JournalEvent::Begin { parallel } => self.parallel = Some(parallel),
+            JournalEvent::Begin { parallel } => {
+                self.parallel = Some(parallel);
+                self.hosts.clear();
+            }
             JournalEvent::Start(job) => {
                 if self.sweep.ask() != SweepTask::Train(job) {
                     return Err("starts a trial that this sweep would not start");

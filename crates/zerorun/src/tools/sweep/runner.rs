@@ -65,6 +65,8 @@ pub(super) struct SweepRunner {
     /// The number of trials at a time.
     pub(super) parallel: usize,
     hosts: TrialHosts,
+    /// The host that was lost last, and the reason.
+    lost: Option<(String, String)>,
     jobs: Vec<RunningJob>,
     display: SweepDisplay,
 }
@@ -77,7 +79,7 @@ impl SweepRunner {
         (parallel, hosts): (usize, TrialHosts),
     ) -> Self {
         let display = SweepDisplay::new(&definition.metric);
-        Self { definition, starter, journal, state, parallel, hosts, jobs: Vec::new(), display }
+        Self { definition, starter, journal, state, parallel, hosts, lost: None, jobs: Vec::new(), display }
     }
 
     /// Runs the sweep to its end, and writes the best configuration. Must be called on the main thread, because the
@@ -85,6 +87,7 @@ impl SweepRunner {
     pub(super) fn run(mut self) -> Result<ExitCode> {
         let (_sender, events) = listen()?;
         self.journal.add(&JournalEvent::Begin { parallel: self.parallel })?;
+        self.state.hosts.clear();
         for trial in self.state.order.running().collect::<Vec<_>>() {
             let known = self.state.results.contains_key(&trial);
             if let Some(trial) = self.state.sweep.trial(trial)
@@ -179,7 +182,17 @@ impl SweepRunner {
                 self.start_job(at)?;
             }
         }
-        Ok(())
+        let has = |is: fn(&JobProcess) -> bool| self.jobs.iter().any(|running| is(&running.process));
+        let is_stuck = has(|process| matches!(process, JobProcess::Due(_)))
+            && !has(|process| matches!(process, JobProcess::Started(..)))
+            && self.hosts.are_lost();
+        match &self.lost {
+            Some((host, why)) if is_stuck => {
+                let folder = self.starter.results.folder.path().to_owned();
+                Err(SweepToolError::NoHostLeft { host: host.clone(), why: why.clone(), folder }.into())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Starts a job, if there is a place for it.
@@ -207,7 +220,7 @@ impl SweepRunner {
                 }
                 TrialStart::Unreachable(why) => {
                     self.hosts.free(place);
-                    self.lose_host(place, why)?;
+                    self.lose_host(place, why);
                 }
             }
         }
@@ -227,20 +240,15 @@ impl SweepRunner {
         }
     }
 
-    /// Starts no more trials on the host of a place. Fails if no host is left, and no trial is running.
-    fn lose_host(&mut self, place: TakenPlace, why: String) -> Result<()> {
+    /// Starts no more trials on the host of a place.
+    fn lose_host(&mut self, place: TakenPlace, why: String) {
         if let Some(host) = self.hosts.lose(place) {
             self.display.line(&format!(
                 "warning: host {host} is lost: {why}; no more trials are started on it, and its trials continue on \
                  other hosts from their newest checkpoints"
             ));
+            self.lost = Some((host.to_owned(), why));
         }
-        let is_running = self.jobs.iter().any(|running| matches!(running.process, JobProcess::Started(..)));
-        if !self.hosts.are_lost() || is_running {
-            return Ok(());
-        }
-        let host = self.hosts.name(place).unwrap_or_default().to_owned();
-        Err(SweepToolError::NoHostLeft { host, why, folder: self.starter.results.folder.path().to_owned() }.into())
     }
 
     /// Collects the results of the jobs that have ended.
@@ -260,7 +268,7 @@ impl SweepRunner {
                 }
                 ProcessEnd::HostLost(why) => {
                     running.process = JobProcess::Due(None);
-                    self.lose_host(place, why)?;
+                    self.lose_host(place, why);
                     continue;
                 }
             };

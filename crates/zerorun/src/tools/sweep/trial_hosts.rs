@@ -214,7 +214,7 @@ mod tests {
         // Host a has memory for one trial, and that of host b is unknown.
         let (some, _) = TrialHosts::of(&definition(2), &hosts, &capacities, Some(51)).unwrap();
         assert_eq!(some.place_count(), 2);
-        // The ranks of both trials on host a have two cores each, and so have those of the trial on host b.
+        // The ranks of both trials on host a and of the trial on host b have two cores each.
         assert_eq!((all.threads(3, 2), some.threads(2, 2), all.threads(1, 2)), (2, 2, 2));
         let refused = TrialHosts::of(&definition(2), &hosts[..1], &capacities, Some(101)).unwrap_err();
         insta::assert_snapshot!(refused, @"x: no host of the hostfile has room for a trial (host a is not used: a trial needs 101 B of memory, and the host has 100 B); give other hosts, or a smaller memory");

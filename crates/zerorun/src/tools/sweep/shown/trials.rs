@@ -52,7 +52,8 @@ impl ShownTrial {
     /// a complete trial.
     pub(super) fn add(trials: &mut BTreeMap<usize, Self>, event: &JournalEvent, steps: u64) {
         let number = match event {
-            JournalEvent::Begin { .. } | JournalEvent::Take { .. } => return,
+            JournalEvent::Begin { .. } => return trials.values_mut().for_each(|trial| trial.host = None),
+            JournalEvent::Take { .. } => return,
             JournalEvent::Start(SweepJob { trial, .. })
             | JournalEvent::Place { trial, .. }
             | JournalEvent::End { trial, .. } => *trial,
