@@ -130,6 +130,21 @@ fn two_hosts_share_the_trials_and_make_the_decisions_of_one_host() {
 }
 
 #[test]
+fn a_population_on_two_hosts_equals_that_on_one_host() {
+    let cluster = Cluster::new();
+    let file = "trials = 4\nscheduler = \"pbt\"\npbt = { every = 8 }\nparallel = 2\n[parameters]\n\
+                \"optimizer.params.lr\" = { log_uniform = [1e-4, 0.1] }";
+    cluster.folder.sweep_file("pbt.toml", file);
+    cluster.folder.finished(&["pbt.toml", "--out", "whole"]);
+    cluster.write("hosts", "alpha slots=1\nbeta slots=1\n");
+    cluster.finished(&["pbt.toml", "--out", "shared", "--hostfile", "hosts"]);
+    assert!(
+        cluster.folder.shown("shared")["trials"].as_array().unwrap().iter().any(|trial| trial["branch"].is_object())
+    );
+    cluster.assert_same("whole", "shared");
+}
+
+#[test]
 fn a_trial_that_fails_on_another_host_is_recorded_with_its_error() {
     let cluster = Cluster::new();
     let file = "searcher = \"grid\"\nhostfile = \"hosts\"\n[parameters]\n\"--fail\" = [1, 9]";

@@ -33,6 +33,11 @@ pub(super) struct RemoteHosts {
 }
 
 impl RemoteHosts {
+    /// Returns whether trials may run on other hosts.
+    pub(super) fn are_used(&self) -> bool {
+        !self.launcher.as_os_str().is_empty()
+    }
+
     /// Returns the command that sends a request to a host.
     pub(super) fn command(&self, host: &str, request: &HostRequest) -> Result<Command> {
         let request = serde_json::to_string(request)

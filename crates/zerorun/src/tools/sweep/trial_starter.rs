@@ -16,6 +16,13 @@ use candle_zero::sweep::{SweepJob, SweepTrial};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// The time for which this host may not see a checkpoint that another host has written, because network file systems
+/// keep the lists of files of folders, by default for at most 60 seconds.
+const MAX_CACHE_AGE: Duration = Duration::from_secs(90);
+/// The interval at which such a checkpoint is looked for.
+const CACHE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The settings for starting trials.
 #[derive(Debug)]
@@ -60,7 +67,14 @@ impl TrialStarter {
         let at_step = |tag: &(String, Result<candle_zero::checkpoint::Manifest>)| {
             tag.1.as_ref().is_ok_and(|manifest| manifest.global_steps == branch.step)
         };
-        let Some((tag, _)) = list_checkpoints(&donor).tags.into_iter().find(at_step) else {
+        let begin = Instant::now();
+        let tag = loop {
+            match list_checkpoints(&donor).tags.into_iter().find(at_step) {
+                None if self.hosts.are_used() && begin.elapsed() < MAX_CACHE_AGE => std::thread::sleep(CACHE_INTERVAL),
+                found => break found.map(|(tag, _)| tag),
+            }
+        };
+        let Some(tag) = tag else {
             let text = format!("trial {} has no checkpoint of step {} there", branch.trial, branch.step);
             let source = std::io::Error::new(std::io::ErrorKind::NotFound, text);
             return Err(Error::Io { action: "branch from", path: donor, source });
