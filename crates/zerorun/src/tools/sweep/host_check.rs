@@ -1,8 +1,8 @@
 //! The check of the other hosts before the first trial: that they can be reached and have the folder of the sweep, and
 //! how many cores and how much memory they have.
 //!
-//! A file with random contents is written into the folder and locked. Every host must read the same contents, so that
-//! checkpoints are where the next host looks for them, and must see the lock, so that no two hosts train the same trial.
+//! A file with random contents is written into the folder and locked. Every host must read the same contents, because
+//! another host may continue its checkpoints, and must see the lock, because no two hosts may train the same trial.
 
 use super::error::SweepToolError;
 use super::folder::SweepFolder;
@@ -119,7 +119,8 @@ fn checked(host: &str, child: Child) -> Result<HostCheck> {
         Some(HostAnswer::Checked(found)) => Ok(found),
         _ => {
             let problem = format!(
-                "{}; the host must be reachable by ssh without a password, and have zerorun and the working directory at the same paths as this host; otherwise, remove it from the hostfile",
+                "{}; the host must be reachable by ssh without a password, and have zerorun and the working directory at \
+                 the same paths as this host; otherwise, remove it from the hostfile",
                 without_answer(output.status, &String::from_utf8_lossy(&output.stderr))
             );
             Err(SweepToolError::Host { host: host.to_owned(), problem }.into())
@@ -146,12 +147,14 @@ fn problem(found: &HostCheck, probe: &HostProbe, folder: &SweepFolder, program: 
     }
     if !found.sees_lock {
         return Some(format!(
-            "it does not see the locks of this host in {at}, so two hosts could train the same trial; mount the file system with locks that all hosts see (NFS without nolock or local_lock, Lustre with flock), or {remedy}"
+            "it does not see the locks of this host in {at}, so two hosts could train the same trial; mount the file \
+             system with locks that all hosts see (NFS without nolock or local_lock, Lustre with flock), or {remedy}"
         ));
     }
     let program = program.filter(|_| !found.has_program)?;
     Some(format!(
-        "there is no program {} there; the program must be at the same path on all hosts, for example on the file system that they share",
+        "there is no program {} there; the program must be at the same path on all hosts, for example on the file \
+         system that they share",
         program.display()
     ))
 }

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A sweep makes the same decisions if it receives the same results in the same order, so these lines are all that is
-//! needed to continue it. The hosts have no effect on decisions. An incomplete last line, left by a process that was killed, is removed.
+//! needed to continue it. The hosts have no effect on decisions. An incomplete last line, left by a process that was
+//! killed, is removed.
 
 use super::error::SweepToolError;
 use crate::error::{Error, Result};
