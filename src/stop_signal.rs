@@ -34,8 +34,8 @@ pub fn is_planned_stop(steps: u64) -> bool {
     planned_stop().is_ok_and(|planned| planned.is_some_and(|planned| steps >= planned))
 }
 
-/// Returns whether SIGTERM, SIGINT or SIGHUP (a closed terminal) has arrived. After the first call, the first such
-/// signal has no other effect.
+/// Returns whether SIGTERM, SIGINT or SIGHUP (a closed terminal) has arrived since the first call. From then on, the
+/// first such signal has no other effect.
 pub fn asked_to_stop() -> io::Result<bool> {
     static STOP_FLAG: Mutex<Option<Arc<AtomicBool>>> = Mutex::new(None);
     let mut asked = lock(&STOP_FLAG);

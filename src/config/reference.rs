@@ -11,19 +11,20 @@ Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --releas
 
 A configuration is a DeepSpeed JSON file (0.19.8), read as Hjson: comments (`#`, `//`, `/* */`), unquoted keys and
 strings, line breaks instead of commas and a file without its outer braces are allowed.
-In any section, an unknown key is an error that shows its line, its column and the nearest known key. At the top level, a key
-that starts with `_`, `//` or `comment` is a comment. All sections accept 1 for true; sections marked *lenient* also accept
-`\"true\"` for true and `\"3\"` for 3. `\"auto\"` is replaced by a value from the run (`RunValues`: micro batch,
-accumulation, lr and warm-up, which are 1, 1, 5e-5 and one step unless the script sets them, and the number of steps of the
-schedule), by a batch size derived from the other batch keys, or by the default; the value is printed once.
+In any section whose contents are checked, an unknown key is an error that shows its line, its column and the nearest known key.
+At the top level, a key that starts with `_`, `//` or `comment` is a comment. All sections accept 1 for true. *Lenient* marks the
+sections that DeepSpeed reads with pydantic, which converts some values; where the contents of such a section are checked, the
+same conversions apply here (`\"true\"` is accepted for true, and `\"3\"` for 3). `\"auto\"` is replaced by a value from the run
+(`RunValues`: micro batch, accumulation, lr and warm-up, which are 1, 1, 5e-5 and one step unless the script sets them, and the
+number of steps of the schedule), by a batch size derived from the other batch keys, or by the default; the value is printed once.
 
 | status | meaning |
 | --- | --- |
 | honoured | has the same effect as in DeepSpeed, or is specific to candle-zero |
-| noted | a value other than the default is accepted and noted once; it has no effect, or only the one stated |
-| refused | a value other than the default is an error, because ignoring it would change training |
+| noted | a value other than the default is accepted and noted once; it has no effect, or only the stated one |
+| refused | a value other than the default (or above the stated number) is an error, because ignoring it would change training; in a section that is switched off, it is accepted |
 | removed | its presence is an error, as in DeepSpeed 0.19.8 |
-| removed unless off | the same, but `enabled` false is accepted and noted once |
+| removed unless off | its presence is an error, but `enabled` false is accepted and noted once |
 | translated | a deprecated key, treated as its successor, and noted once |
 ";
 
@@ -119,7 +120,7 @@ fn status(status: KeyStatus) -> (&'static str, Option<String>) {
         KeyStatus::AsEveryUnit(why) => ("noted", Some(format!("treated as every_unit; {why}"))),
         KeyStatus::NoEffect(why) => ("noted", Some(why.into())),
         KeyStatus::Refused(why) => ("refused", Some(why.into())),
-        KeyStatus::RefusedAbove1(why) => ("refused", Some(format!("a number above 1, because {why}"))),
+        KeyStatus::RefusedAbove1(why) => ("refused", Some(format!("a value above 1, because {why}"))),
         KeyStatus::Removed(why) => ("removed", Some(why.into())),
         KeyStatus::RemovedUnlessOff(why) => ("removed unless off", Some(why.into())),
         KeyStatus::Moved(to) => ("translated", Some(format!("to {to}"))),

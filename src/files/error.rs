@@ -43,7 +43,7 @@ pub enum OutputError {
         /// The path of the second output.
         other: PathBuf,
     },
-    /// Another job writes to the same path.
+    /// Another job is writing to the same path.
     #[error(
         "cannot write to {}: another running job is writing there{}; wait for it, or give another path",
         path.display(),

@@ -358,7 +358,7 @@ impl DecoderConfig {
     /// Checks the rotary positions of all blocks.
     fn check_rotary(&self) -> Result<()> {
         let rules = || self.blocks.iter().map(|block| &block.rotary);
-        // Most blocks have the rule of the block before.
+        // Most blocks have the same settings as the block before them, so only changes are checked.
         let changes = rules().zip(std::iter::once(&None).chain(rules())).filter(|(rule, before)| rule != before);
         changes.filter_map(|(rule, _)| rule.as_ref()).try_for_each(|rule| rule.check(self.head_dim, self.ctx))
     }

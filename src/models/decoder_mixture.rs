@@ -36,13 +36,14 @@ struct SharedExpert {
     gate: Projection,
 }
 
-/// The names that transformers gives the parameters of all experts in memory. Adapters of experts are named after them.
+/// The names that transformers gives, in memory, to the parameters that contain all experts. Adapters of experts are
+/// named after these parameters.
 pub(super) const EXPERT_PARAMETERS: [&str; 2] = ["gate_up_proj", "down_proj"];
 /// The path, within a block, of the module with the [`EXPERT_PARAMETERS`], whatever their names in files.
 pub(super) const EXPERTS: &str = "mlp.experts";
 
 impl Mixture {
-    /// Builds the mixture of a block of `config`, whose builder is `vb`.
+    /// Builds the mixture of a block of `config`; `vb` is the block's builder.
     pub fn new(config: &DecoderConfig, vb: &VarBuilder<'_>) -> Result<Self> {
         let Some(mixture) = &config.mixture else {
             candle_core::bail!("{}: a sparse block needs the sizes of a mixture", vb.prefix())

@@ -68,7 +68,8 @@ impl EncoderEmbeddings {
         Ok(Self { words, positions, kinds: kinds.transpose()?, norm, drop, projection })
     }
 
-    /// Returns the input of the first block, `[1, tokens, hidden_size]`, for texts whose tokens have these types.
+    /// Returns the input of the first block, `[1, tokens, hidden_size]`, for `texts`. `kinds` contains the types of the
+    /// tokens; with `None`, all types are 0.
     fn forward(&self, config: &EncoderConfig, texts: &JoinedTexts, kinds: Option<&Tensor>) -> Result<Tensor> {
         let device = texts.ids.device();
         let mut x = self.words.forward(&texts.ids)?;
@@ -184,7 +185,7 @@ impl Encoder {
         Self::with_positions(config, config.ctx(), vb)
     }
 
-    /// Builds the model of a valid `config` for texts of at most `positions` tokens, if positions are rotary.
+    /// Builds the model of a valid `config`. If its positions are rotary, texts have at most `positions` tokens.
     pub(super) fn with_positions(config: &EncoderConfig, positions: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let inner = vb.pp(config.naming.prefix());
         let embeddings = EncoderEmbeddings::new(config, &inner)?;
@@ -253,7 +254,7 @@ impl Encoder {
         x.squeeze(0)
     }
 
-    /// Returns the logits `[batch, labels]`; see [`Encoder::states`].
+    /// Returns the logits `[batch, labels]`; for the arguments, see [`Encoder::states`].
     ///
     /// # Errors
     /// The errors of [`Encoder::states`].

@@ -205,7 +205,8 @@ impl EncoderConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0 or beyond the limits, a width that the heads do not divide, or a number outside its allowed range.
+    /// A size of 0 or beyond the limits, a `hidden_size` that is not a multiple of the number of heads, or a number
+    /// outside its allowed range.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("vocab_size", self.vocab_size),

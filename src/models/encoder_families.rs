@@ -124,7 +124,7 @@ fn distilbert_key(key: &'static str) -> &'static str {
 /// Returns the class names from `content`, the parsed `config.json` at `file`. The model may be of any kind.
 ///
 /// # Errors
-/// Names that are not numbered from 0.
+/// Names that are not numbered from 0, or an invalid `num_labels`.
 #[doc(hidden)]
 pub fn class_names(content: &Value, file: &Path) -> Result<Vec<String>> {
     let empty = Map::new();

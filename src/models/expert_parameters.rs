@@ -14,9 +14,9 @@ pub struct ExpertPart {
     pub adapter: Option<String>,
     /// The experts that the tensor belongs to: one, or all.
     pub experts: Range<usize>,
-    /// The number of all experts.
+    /// The total number of experts.
     pub of: usize,
-    /// The outputs of the parameter that the tensor contains.
+    /// The range of the parameter's outputs that the tensor contains.
     pub outputs: Range<usize>,
     /// The number of inputs.
     pub inputs: usize,

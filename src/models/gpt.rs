@@ -5,10 +5,10 @@ use super::{DecoderLayers, GptConfig, LanguageModel};
 /// GPT-2: learned positions, layer norms before attention and MLP, and the output projection tied to the token
 /// embedding.
 ///
-/// Parameters, in this order: wte.weight `[vocab, n_embd]`, wpe.weight `[ctx, n_embd]`, for each block N
-/// h.N.ln_1.{weight, bias}, h.N.attn.c_attn.{weight `[in, out]`, bias}, h.N.attn.c_proj.{..}, h.N.ln_2.{..},
-/// h.N.mlp.c_fc.{..} and h.N.mlp.c_proj.{..}, and finally ln_f.{weight, bias}. Each block is a unit
-/// ([`crate::zero::unit()`]).
+/// Parameters, in this order: `wte.weight` `[vocab, n_embd]` and `wpe.weight` `[ctx, n_embd]`; for each block N, with
+/// the prefix `h.N.`: `ln_1.{weight, bias}`, `attn.c_attn.{weight, bias}`, `attn.c_proj.{weight, bias}`,
+/// `ln_2.{weight, bias}`, `mlp.c_fc.{weight, bias}` and `mlp.c_proj.{weight, bias}`, where weights of projections are
+/// `[in, out]`; and finally `ln_f.{weight, bias}`. Each block is a unit ([`crate::zero::unit()`]).
 pub type Gpt = LanguageModel<GptLayers>;
 
 /// The layers of a [`Gpt`].

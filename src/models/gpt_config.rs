@@ -61,8 +61,8 @@ impl GptConfig {
     /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0 or beyond the limits, a width that the heads do not divide, an eps that is not positive and finite,
-    /// or a probability outside [0, 1).
+    /// A size of 0 or beyond the limits, a width that is not a multiple of the number of heads, an eps that is not
+    /// positive and finite, or a probability outside [0, 1).
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("n_layer", self.n_layer),

@@ -19,8 +19,9 @@ use std::path::Path;
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 impl DecoderConfig {
-    /// Reads the configuration from the `config.json` of a Hugging Face model, as transformers 5 or 4 writes it. `ctx`
-    /// is its `max_position_embeddings` (or `n_positions`), and may be lowered before a model is built.
+    /// Reads the configuration from the `config.json` of a Hugging Face model, as transformers 5 or 4 writes it. The
+    /// configuration's `ctx` is the file's `max_position_embeddings` (or `n_positions`), times the scaling factor of
+    /// dynamic frequencies if the file asks for them; `ctx` may be lowered before a model is built.
     ///
     /// Known `model_type`s: cohere, cohere2, gemma2, gemma3 (its text part), gemma3_text, glm, glm4, gpt2, gpt_oss,
     /// granite, llama (Llama 2 and 3, TinyLlama, SmolLM2), ministral, ministral3, mistral, mistral3 (its text part),
@@ -224,8 +225,8 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
     })
 }
 
-/// Returns the maximum length of an input to a model with this `max_position_embeddings`. With dynamic frequencies, the
-/// context is longer by the scaling factor.
+/// Returns the maximum length of an input to a model with this `max_position_embeddings`. With dynamic frequencies,
+/// this is `max_position_embeddings` times the scaling factor, but at most [`MAX_POSITIONS`].
 fn longest_input(ctx: usize, rules: &[BlockConfig]) -> usize {
     let factor = |rule: &BlockConfig| match rule.rotary.as_ref()?.scaling {
         RotaryScaling::Dynamic { factor, .. } => Some(factor),

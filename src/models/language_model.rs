@@ -115,7 +115,7 @@ impl<A: Architecture> LanguageModel<A> {
     /// Returns the logits `[batch, time, vocab]`, in the parameters' dtype, for ids `[batch, time]` (u32).
     ///
     /// # Errors
-    /// More tokens in a sequence than fit into the context, or an id outside the vocabulary.
+    /// More tokens in a row than fit into the context, or an id outside the vocabulary.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         self.forward_packed(ids, None)
     }
@@ -201,7 +201,8 @@ impl<A: Architecture> LanguageModel<A> {
     /// session.
     ///
     /// # Errors
-    /// No tokens, an id outside the vocabulary, or a session that another model began. The session is then unchanged.
+    /// No tokens, an id outside the vocabulary, or a session that a model of a different shape began. The session is
+    /// then unchanged.
     pub fn extend(&self, session: &mut Session, tokens: &[u32]) -> Result<Vec<f32>> {
         require_tokens(tokens)?;
         let text = [session.tokens(), tokens].concat();

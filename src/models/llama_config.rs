@@ -67,8 +67,8 @@ impl LlamaConfig {
     /// "tinyllama-1.1b", "llama-3.2-1b", "llama-3.2-3b" and "llama-2-7b" as published.
     ///
     /// Llama 3.2's published weights had their context extended from 8192 to 131072 by further training with reduced
-    /// rotary frequencies (`rope_scaling`). In the presets, rotary positions are never scaled and the context ends at
-    /// 8192. This is right for training from scratch, but wrong for those weights.
+    /// rotary frequencies (`rope_scaling`). In the presets for Llama 3.2, rotary positions are not scaled, and the
+    /// context ends at 8192. This is right for training from scratch, but wrong for those weights.
     ///
     /// # Errors
     /// An unknown name; the message lists the known ones.

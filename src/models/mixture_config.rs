@@ -108,8 +108,8 @@ impl MixtureConfig {
     }
 
     /// Returns the width of an MLP that has as many intermediate values per token as a sparse block: those of the
-    /// chosen experts and of the shared expert, and the outputs of the experts before they are added. `hidden` is the
-    /// width of the model.
+    /// chosen experts and of the shared expert, and the outputs of the experts before they are added. The outputs are
+    /// divided by 3, because a gated MLP keeps three values per unit of its width. `hidden` is the width of the model.
     pub(super) fn intermediate(&self, hidden: usize) -> usize {
         let k = self.router.experts_per_row;
         k * self.expert_width + self.shared_width.unwrap_or(0) + (k * hidden).div_ceil(3)

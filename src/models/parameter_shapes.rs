@@ -34,7 +34,7 @@ impl DecoderConfig {
     }
 }
 
-/// Returns the modules with an adapter among these parameters.
+/// Returns the paths of the modules that have an adapter, according to the names of these parameters.
 fn adapted(parameters: NamedShapes) -> Vec<String> {
     let names = parameters.into_iter().map(|(name, _)| name);
     names.filter_map(|name| Some(name.strip_suffix(".lora_A.weight")?.to_owned())).collect()
@@ -54,8 +54,8 @@ impl EncoderConfig {
         Ok(asked.names())
     }
 
-    /// Returns the paths of the projections that can have an adapter: those of the blocks, and of BERT's pooler if it
-    /// may have one.
+    /// Returns the paths of the projections that can have an adapter: those of the blocks, and of BERT's pooler if
+    /// `adapts_pooler` is set.
     ///
     /// # Errors
     /// Invalid sizes.

@@ -13,7 +13,7 @@ pub struct RotaryConfig {
     pub theta: f64,
     /// The scaling of the frequencies that follow from the base.
     pub scaling: RotaryScaling,
-    /// The share of a head's elements that are rotated: its first ones.
+    /// The share of a head's elements that is rotated, beginning with the first element.
     pub partial: f64,
     /// The growth of queries with their position.
     pub query_growth: Option<QueryGrowth>,
@@ -30,7 +30,8 @@ pub enum RotaryScaling {
         /// The divisor of the frequencies.
         factor: f64,
     },
-    /// Low frequencies are reduced, and high ones are unchanged. The bounds are numbers of turns.
+    /// Low frequencies are reduced, and high ones are unchanged. The bounds between them are given as numbers of turns
+    /// in the original context.
     Llama3(Llama3RopeScaling),
     /// Low frequencies are reduced, and high ones are unchanged. Attention scores grow.
     Yarn(YarnScaling),
@@ -41,7 +42,7 @@ pub enum RotaryScaling {
         /// The context length in tokens before it was extended.
         original: usize,
     },
-    /// Each frequency has its own factor. Attention scores grow.
+    /// Each frequency has its own divisor. Attention scores grow.
     LongRope(Arc<LongRopeScaling>),
 }
 
@@ -147,12 +148,13 @@ impl RotaryConfig {
             positive("llama_4_scaling_beta", growth.beta)?;
         }
         match &self.scaling {
-            RotaryScaling::LongRope(scaling)
-                if [&scaling.short, &scaling.long].iter().any(|all| all.len() != width / 2) =>
-            {
-                let found = format!("a list of length {}", scaling.short.len());
-                let allowed = format!("a list of length {}, the number of rotated pairs in a head", width / 2);
-                return Err(refused("short_factor", found, &allowed));
+            RotaryScaling::LongRope(scaling) => {
+                let lists = [("short_factor", &scaling.short), ("long_factor", &scaling.long)];
+                if let Some((key, list)) = lists.into_iter().find(|(_, list)| list.len() != width / 2) {
+                    let found = format!("a list of length {}", list.len());
+                    let allowed = format!("a list of length {}, the number of rotated pairs in a head", width / 2);
+                    return Err(refused(key, found, &allowed));
+                }
             }
             RotaryScaling::Dynamic { .. } if width == 2 => {
                 return Err(refused(

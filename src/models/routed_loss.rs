@@ -13,8 +13,8 @@ impl<A: Architecture> LanguageModel<A> {
     /// With a load-balancing loss, this is a collective operation in an engine: all ranks must call it.
     ///
     /// # Errors
-    /// The errors of [`LanguageModel::loss_packed`]; a length of `counts` that is not the number of tokens; no token
-    /// that counts on any rank.
+    /// The errors of [`LanguageModel::loss_packed`]; a length of `counts` that is not the number of tokens; with a
+    /// load-balancing loss, no token that counts on any rank.
     pub fn routed_loss(
         &self,
         ids: &Tensor,

@@ -33,10 +33,10 @@ pub enum MonitorError {
         /// The value of the variable.
         value: String,
     },
-    /// Another job writes metrics to the same file.
+    /// Another job is writing metrics to the same file.
     #[error(
-        "cannot write metrics to {}: a running job already writes them there{}; give each job its own file, or stop \
-         the other one",
+        "cannot write metrics to {}: a running job is already writing them there{}; give each job its own file, or \
+         stop the other one",
         path.display(),
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))
     )]

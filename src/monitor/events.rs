@@ -53,7 +53,7 @@ pub trait Monitor: Send {
 pub enum RunMilestone<'a> {
     /// Training begins or continues. This precedes all events; a program that only evaluates has no milestones.
     Begins(&'a RunDescription),
-    /// A checkpoint was loaded after the beginning: events of later samples are repeated.
+    /// A checkpoint was loaded after the run began, so events of samples after the checkpoint are repeated.
     Loaded {
         /// The number of samples in the checkpoint.
         samples: u64,
@@ -91,7 +91,7 @@ pub struct RunDescription {
     pub samples: u64,
 }
 
-/// How a run has ended.
+/// How a run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]

@@ -44,7 +44,7 @@ pub(super) fn beginning(run: &RunDescription, now: f64) -> [ProtobufMessage; 2] 
     [value(EXPERIMENT, 2, &experiment), value(SESSION_START, 3, &start)]
 }
 
-/// Returns the value that records how a run has ended. There is none for a run that was stopped: it may continue, and
+/// Returns the value that records how a run ended. There is none for a run that was stopped: it may continue, and
 /// TensorBoard keeps the first such value that it reads.
 pub(super) fn ending(ending: RunEnding, now: f64) -> Option<ProtobufMessage> {
     let status = match ending {

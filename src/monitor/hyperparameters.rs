@@ -49,8 +49,8 @@ const MAX_COUNT: usize = 1000;
 const MAX_CHARS: usize = 1000;
 
 /// Returns the hyperparameters of a run by name: the numbers of ranks and steps, the settings of the program, and the
-/// keys of the configuration that differ from their defaults or are always listed. If a setting has the name of a key
-/// of the configuration, its name is prefixed with `settings.`.
+/// keys of the configuration that differ from their defaults or are always listed. If a setting has the name of another
+/// hyperparameter, the setting's name is prefixed with `settings.`.
 pub(super) fn hyperparameters(run: &RunDescription) -> BTreeMap<String, Hyperparameter> {
     let defaults = leaves(defaults());
     let of_config = leaves(&run.configuration).into_iter().filter(|(name, value)| {

@@ -307,8 +307,8 @@ mod tests {
             let text = text.replace(&format!("process {}", other.id()), "process PID");
             assert_eq!(
                 text,
-                "cannot write metrics to DIR/m.jsonl: a running job already writes them there (process PID); give each \
-                 job its own file, or stop the other one"
+                "cannot write metrics to DIR/m.jsonl: a running job is already writing them there (process PID); give \
+                 each job its own file, or stop the other one"
             );
         }
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"step\":0}\n");

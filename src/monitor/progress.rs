@@ -50,8 +50,8 @@ struct PrintInterval {
 impl Progress {
     /// Creates a display for `total` steps: a bar if standard error is a terminal (with feature `cli`), otherwise a
     /// line every `every` steps. Without `every`, a line is written about every second at first, and then less and less
-    /// often, down to one a minute. The first and the last step are always shown. Lines end with an estimate of the
-    /// remaining time.
+    /// often, down to one a minute. The first and the last step are always shown; all other lines end with an estimate
+    /// of the remaining time.
     pub fn new(total: u64, every: Option<u64>) -> Self {
         #[cfg(feature = "cli")]
         if std::io::stderr().is_terminal() {
@@ -195,8 +195,8 @@ impl PrintInterval {
         due
     }
 
-    /// Returns the time that the rest will take at the speed so far, or `None` after the first step, which is not
-    /// representative.
+    /// Returns the time that the rest will take at the speed so far, or `None` after the first step of this run, which
+    /// is not representative, and after the last step.
     fn left(&self, done: u64, total: u64, now: Instant) -> Option<Duration> {
         let made = done.checked_sub(self.before).filter(|made| *made > 1)?;
         let rest = total.checked_sub(done).filter(|rest| *rest > 0)?;

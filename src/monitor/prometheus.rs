@@ -17,8 +17,9 @@ use std::time::{Duration, Instant};
 #[doc(hidden)]
 pub const PORT: &str = "CANDLE_ZERO_PROMETHEUS";
 
-/// The time limit for one client, and the size limit of a request.
+/// The time limit for one client.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
+/// The maximum size of a request, in bytes.
 const MAX_REQUEST_BYTES: usize = 8 << 10;
 
 /// A monitor that answers `GET /metrics` on 127.0.0.1, on its own thread. Training never waits for it.

@@ -104,7 +104,7 @@ fn widened<L: TensorElement>(low: &[L]) -> Vec<f32> {
     wide
 }
 
-/// Writes a gradient, or adds it.
+/// Widens a gradient to f32, and writes it to `grad` or, with `add`, adds it to `grad`.
 fn put<L: TensorElement>(low: &[L], grad: &mut [f32], add: bool) {
     if add {
         grad.iter_mut().zip(widened(low)).for_each(|(sum, value)| *sum += value);

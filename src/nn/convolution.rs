@@ -50,8 +50,8 @@ impl Module for Conv1d {
     /// Returns the convolution of `x`.
     ///
     /// # Errors
-    /// Shapes that do not match, an input shorter than the span of the kernel, or a stride, dilation or number of
-    /// groups that is 0.
+    /// Shapes that do not match, an input that is shorter, padding included, than the span of the kernel, or a size,
+    /// stride, dilation or number of groups that is 0.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let sizes = self.sizes(x)?;
         if !has_kernels(x) {
@@ -135,7 +135,7 @@ impl Module for ConvTranspose1d {
     ///
     /// # Errors
     /// Shapes that do not match, a padding that leaves nothing, an output padding that is neither below the stride nor
-    /// below the dilation, or a stride, dilation or number of groups that is 0.
+    /// below the dilation, or a size, stride, dilation or number of groups that is 0.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let sizes = self.sizes(x)?;
         if !has_kernels(x) {

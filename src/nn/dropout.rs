@@ -62,8 +62,9 @@ fn offset_of(draw: u64) -> u64 {
 }
 
 /// Dropout as a layer. Within an engine, each forward pass of each rank draws new random numbers, even if there are
-/// several in one micro step. A recomputed unit repeats its first draw, and evaluation passes everything through.
-/// Without an engine, every use draws new random numbers.
+/// several in one micro step. A unit that is recomputed repeats the draws of its first run, and evaluation passes
+/// everything through. Without an engine, every use draws new random numbers, unless nothing is recorded for a backward
+/// pass: then everything passes through.
 ///
 /// Draws belong to the thread that called the engine's `forward`. On other threads (such as those of a model that runs
 /// its experts in parallel), the order of draws would not be deterministic. Dropout is therefore an error there while

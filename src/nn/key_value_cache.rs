@@ -31,8 +31,8 @@ use std::fmt::{self, Display, Formatter};
 /// ```
 ///
 /// A cache is for evaluation: attention with a cache has no backward pass, and rejects inputs for which a graph is
-/// being recorded. The cached values have the dtype of the keys. Memory grows with the text, doubling each time up to
-/// the limit, and is allocated for multiples of 16 positions.
+/// being recorded. The cached values have the dtype of the keys. On the CPU, memory grows with the text, doubling each
+/// time up to the limit, and is allocated for multiples of 16 positions.
 #[derive(Debug, Clone)]
 pub struct KeyValueCache {
     limit: usize,
@@ -40,8 +40,8 @@ pub struct KeyValueCache {
     /// The minimum number of positions that the next allocation has room for.
     wanted: usize,
     host: Option<HostCache>,
-    /// The keys and values on a device other than the CPU, `[batch, positions, kv_heads * head]`.
-    device: Option<[Tensor; 2]>,
+    /// The keys and values on a device other than the CPU, `[batch, positions, kv_heads * head]`, and their sizes.
+    device: Option<(CacheSizes, [Tensor; 2])>,
 }
 
 /// The keys and values by sequence and key head, in the layout of the attention kernel.
@@ -94,7 +94,8 @@ impl KeyValueCache {
     /// Returns the number of bytes allocated for keys and values, including room for more positions.
     pub fn size_in_bytes(&self) -> usize {
         let host = self.host.iter().flat_map(|host| [&host.keys, &host.values]).map(Flat::capacity_in_bytes);
-        let device = self.device.iter().flatten().map(|x| x.elem_count() * x.dtype().size_in_bytes());
+        let device =
+            self.device.iter().flat_map(|(_, tensors)| tensors).map(|x| x.elem_count() * x.dtype().size_in_bytes());
         host.chain(device).sum()
     }
 
@@ -232,11 +233,8 @@ impl KeyValueCache {
             bail!("attention with a cache: {time} positions after {len} exceed the cache's limit of {limit}")
         }
         let new = CacheSizes::of(h, dtype);
-        let held = match (&self.host, &self.device) {
-            (Some(host), _) => Some(host.sizes),
-            (None, Some([keys, _])) => Some(CacheSizes { batch: keys.dim(0)?, dtype: keys.dtype(), ..new }),
-            (None, None) => None,
-        };
+        let on_device = || self.device.as_ref().map(|(sizes, _)| *sizes);
+        let held = self.host.as_ref().map(|host| host.sizes).or_else(on_device);
         match held.filter(|held| len > 0 && *held != new) {
             Some(held) => bail!(
                 "attention with a cache: it holds {held}, but the new input has {new}; each layer and each text needs \
@@ -301,13 +299,13 @@ impl KeyValueCache {
     ) -> Result<Tensor> {
         let after = |kept: &Tensor, new: &Tensor| Tensor::cat(&[&kept.narrow(1, 0, self.len)?, &new.detach()], 1);
         let (keys, values) = match &self.device {
-            Some([keys, values]) if !self.is_empty() => (after(keys, k)?, after(values, v)?),
+            Some((_, [keys, values])) if !self.is_empty() => (after(keys, k)?, after(values, v)?),
             _ => (k.contiguous()?.detach(), v.contiguous()?.detach()),
         };
         let sinks = sinks.map(Tensor::detach);
         let all = [&q.detach(), &keys, &values];
         let y = composed::with_some_sinks(all, sinks.as_ref(), (h.heads, h.kv_heads), options, None)?;
-        self.device = Some([keys, values]);
+        self.device = Some((CacheSizes::of(h, keys.dtype()), [keys, values]));
         self.len += h.time;
         Ok(y)
     }
@@ -359,7 +357,7 @@ mod tests {
         let bound = AttentionOptions { scale: Some(0.3), soft_cap: Some(2.0), window: Some(4), bidirectional: false };
         let sinks = Tensor::new(&[0.5f32, -1.0, 2.0, 0.0], &Device::Cpu).unwrap();
         for (options, sinks) in [(AttentionOptions::default(), None), (bound, None), (bound, Some(&sinks))] {
-            let (mut host, mut device) = (KeyValueCache::new(9), KeyValueCache::new(9));
+            let (mut host, mut device) = (KeyValueCache::new(10), KeyValueCache::new(10));
             for (from, time) in [(0, 5), (5, 1), (6, 3)] {
                 let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, from, time).unwrap());
                 let (want, got) = (host.with_some_sinks([&q, &k, &v], sinks, (4, 2), &options), {
@@ -371,6 +369,11 @@ mod tests {
             }
             assert_eq!((host.len(), device.len()), (9, 9));
             assert_eq!(device.size_in_bytes(), 2 * 2 * 9 * 12 * 4);
+            // The keys have the same width, but are those of other heads.
+            let other = AttentionShape { time: 1, heads: 8, kv_heads: 4, head: 3, ..h };
+            let [host, device] =
+                [&host, &device].map(|cache| cache.check(&other, DType::F32, &[]).unwrap_err().to_string());
+            assert!(device.contains("it holds") && device == host, "{device}");
         }
     }
 }

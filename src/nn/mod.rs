@@ -21,8 +21,8 @@
 //! [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)), while activations between layers remain in 16
 //! bits. Layers of candle-nn reject operands of different formats; cast their inputs and results. The layers in this
 //! module return the same bits for any number of threads, and a row of a result does not depend on the number of rows.
-//! On the CPU, each layer is one op with a hand-written backward pass, as are most with CUDA; elsewhere the same
-//! functions are composed of Candle's differentiable ops ([`composed`]).
+//! On the CPU, each layer is one op with a hand-written backward pass, and so are most layers with CUDA; elsewhere, the
+//! same functions are composed of Candle's differentiable ops ([`composed`]).
 //!
 //! [`ExpertMlp`] is the MLP of a mixture of experts, with its router ([`route`]), adapters ([`ExpertAdapter`]) and
 //! auxiliary loss ([`load_balancing_loss`]).

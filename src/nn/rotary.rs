@@ -48,7 +48,7 @@ struct AngleTable {
 struct AnglesByLength {
     frequencies: FrequenciesOfLength,
     factor: PositionFactor,
-    /// The most recently used tables, the last one first.
+    /// The most recently used tables; the latest is first.
     recent: Mutex<Vec<Arc<AngleTable>>>,
 }
 
@@ -111,7 +111,8 @@ impl Rotary {
     /// Returns `x` `[batch, time, heads * head]` with the heads at position t rotated by t times each pair's frequency.
     ///
     /// # Errors
-    /// An input of a different shape, or a position that is not below `ctx`.
+    /// An input of a different shape; a position that is not below `ctx`; an error of the function given to
+    /// [`Rotary::by_length`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.forward_from(x, 0)
     }
@@ -145,6 +146,9 @@ impl Rotary {
         let head = self.layout.head;
         let (batch, time, width) = match *x.dims() {
             [batch, time, width] if width > 0 && width % head == 0 && time <= most => (batch, time, width),
+            ref dims if most == usize::MAX => {
+                bail!("rotary: the input has shape {dims:?}; it must be [batch, time, heads * {head}]")
+            }
             ref dims => bail!(
                 "rotary: the input has shape {dims:?}; it must be [batch, time, heads * {head}], where time is at most \
                  {most} (the input follows {first} positions)"

@@ -15,8 +15,8 @@ struct CgroupLimit {
     left: u64,
 }
 
-/// Returns the number of bytes that this process can still allocate, including the page cache, or 0 if the system does
-/// not report this number.
+/// Returns the number of bytes that this process can still allocate, where the page cache counts as free, or 0 if the
+/// system does not report this number.
 #[doc(hidden)]
 pub fn available_memory() -> u64 {
     available(&read_file)

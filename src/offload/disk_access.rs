@@ -26,7 +26,7 @@ pub enum DiskAccess {
 impl DiskAccess {
     pub(super) const ALL: [Self; 3] = [Self::Direct, Self::Cached, Self::Mapped];
 
-    /// Returns the fastest access for files that have `bytes` bytes in total.
+    /// Returns the fastest access for files of `bytes` bytes in total.
     pub(crate) fn fastest(bytes: u64, direct_is_possible: bool) -> Self {
         match () {
             () if bytes <= available_memory() / 2 => Self::Cached,

@@ -14,7 +14,7 @@ pub enum OffloadError {
         /// The problem, and how to fix it.
         problem: String,
     },
-    /// Another job offloads to the same folder.
+    /// Another job is offloading to the same folder.
     #[error(
         "cannot offload to {}: a running job is already using it{}; give each job its own folder as nvme_path, or stop \
          the other one",

@@ -238,7 +238,7 @@ impl Drop for FileIo {
         self.shared.lock().is_closed = true;
         self.shared.wanted.notify_all();
         for thread in self.threads.drain(..) {
-            // A thread that panicked has already reported it.
+            // A thread that panicked has already reported the panic.
             let _ = thread.join();
         }
     }

@@ -29,13 +29,15 @@ pub(crate) struct OffloadFolder {
     path: PathBuf,
     /// The lock of the first rank, held as long as this value lives. The engines of a process share the lock.
     _lock: Option<Arc<FolderLock>>,
-    /// The bytes that this rank's files have received, and the bytes that they have requested.
+    /// The bytes that this rank's files have received.
     got: AtomicU64,
+    /// The bytes that this rank's files have requested.
     asked: AtomicU64,
     /// Whether a file's request for space was refused.
     is_full: AtomicBool,
-    /// The bytes that were free when the folder was opened, and the device number of the file system.
+    /// The bytes that were free when the folder was opened.
     free: u64,
+    /// The device number of the file system.
     device: u64,
     /// The memory that is available to files, if they are in memory.
     memory: Option<TmpfsMemory>,
@@ -44,8 +46,9 @@ pub(crate) struct OffloadFolder {
 /// The memory that is available to files on tmpfs.
 #[derive(Debug)]
 struct TmpfsMemory {
-    /// The bytes that were free when the folder was opened, and a function that returns the bytes that are free now.
+    /// The bytes that were free when the folder was opened.
     free: u64,
+    /// A function that returns the number of bytes that are free now.
     now: fn() -> u64,
     /// Whether a file was refused for lack of memory.
     is_full: AtomicBool,

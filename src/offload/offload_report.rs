@@ -60,8 +60,9 @@ pub(super) struct IoMeter(Mutex<IoCounts>);
 #[derive(Debug, Default)]
 struct IoCounts {
     report: OffloadReport,
-    /// The number of pending requests, and the time since which there has been at least one.
+    /// The number of pending requests.
     active: usize,
+    /// The time since which there has been at least one pending request.
     since: Option<Instant>,
 }
 

@@ -265,7 +265,7 @@ mod tests {
         value * 0.5 + 1.0 + stream as f32
     }
 
-    /// The number of elements of each sub-group, and its streams. The flags of a stream tell whether its elements are
+    /// The number of elements of each sub-group, and its streams. The flags of a stream state whether its elements are
     /// bf16 rather than f32, whether it is read, and whether it is written.
     type Groups = Vec<(usize, Vec<(bool, bool, bool)>)>;
 

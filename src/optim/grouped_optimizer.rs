@@ -158,7 +158,7 @@ impl GroupedOptimizer {
     /// Returns the settings of each group in optimizer step `step`.
     ///
     /// # Errors
-    /// Values of a schedule that the optimizer cannot work with.
+    /// Values of a schedule that the optimizer cannot work with; a missing optimizer.
     pub fn for_step(&self, step: u64, grad_scale: f32) -> Result<Vec<GroupStepSettings<'_>>> {
         let of_group = |group: &OptimizerGroup| {
             let (lr, betas) = group.schedule.in_force()?;

@@ -23,7 +23,7 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 /// ```
 ///
 /// As in DeepSpeed's kernel, the moments in `u` are not corrected for their bias: the correction is part of the step
-/// size, outside `c`. The betas are first rounded to f32.
+/// size, outside `c`, and is left out without `bias_correction`. The betas are first rounded to f32.
 ///
 /// The pass that sums squares changes nothing: it computes `u` from the new moments without storing them, and the
 /// update computes `u` again. Moments in files are therefore written only once per step.
@@ -143,7 +143,7 @@ struct LambConstants {
     /// The number added to the square root of the second moment. 0 if `eps_inside_sqrt` is set.
     eps_outside: f32,
     decay: f32,
-    /// The step size, lr sqrt(1 - b2^t) / (1 - b1^t).
+    /// The step size, lr sqrt(1 - b2^t) / (1 - b1^t), or lr without `bias_correction`.
     step_size: f32,
 }
 

@@ -98,7 +98,7 @@ impl ParameterGroup {
         self
     }
 
-    /// Sets the betas, if the optimizer has any.
+    /// Sets the betas. They are an error if neither the optimizer nor its auxiliary has betas.
     #[must_use]
     pub fn betas(mut self, beta1: f64, beta2: f64) -> Self {
         self.numbers.betas = Some((beta1, beta2));
@@ -177,7 +177,7 @@ impl ParameterGroup {
     }
 }
 
-/// A predicate on a parameter's name and shape that returns whether it is trained.
+/// A predicate on a parameter's name and shape, such as whether the parameter is trained.
 pub(crate) type TrainableFilter = Arc<dyn Fn(&str, &[usize]) -> bool + Send + Sync>;
 
 /// An engine's optimizer, and the rules that assign parameters to groups and freeze them.

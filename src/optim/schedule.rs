@@ -166,9 +166,9 @@ fn counter(applied: u64) -> f64 {
 /// Rejects the parameters that DeepSpeed's constructors reject.
 ///
 /// # Errors
-/// [`OptimError::ScheduleParameter`] if `warmup_num_steps`, `lr_range_test_step_size` or `cycle_first_step_size` is 0,
-/// or if one of OneCycle's sizes is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only
-/// warns.)
+/// [`OptimError::ScheduleParameter`] if `warmup_num_steps` or `lr_range_test_step_size` is 0, `cycle_first_step_size`
+/// is not above 0, or `cycle_second_step_size` is negative. (A `total_num_steps` below `warmup_num_steps` is allowed:
+/// DeepSpeed only warns.)
 fn validate(config: &SchedulerConfig) -> Result<()> {
     const CONSTANT: &str = "leave the scheduler section out to train with the optimizer's constant lr";
     let refused =

@@ -33,8 +33,8 @@ impl WeightFiles {
     /// Opens and maps a safetensors file, the files of an index, or those in a folder, and reads their headers.
     ///
     /// # Errors
-    /// A file that cannot be read or is not a safetensors file; an index that names a file outside its folder, or a
-    /// tensor that the named file does not have.
+    /// A file that cannot be read, or is neither a safetensors file nor a valid index; an index that names a file
+    /// outside its folder, or a tensor that the named file does not have.
     pub fn open(path: &Path) -> Result<Self> {
         let [of_folder, index] = [FILE_OF_FOLDER, INDEX_OF_FOLDER].map(|name| path.join(name));
         if path.extension().is_some_and(|extension| extension == "json") {

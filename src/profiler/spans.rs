@@ -99,7 +99,7 @@ pub(crate) fn clear() {
     SPANS.take();
 }
 
-/// Returns the records since the last [`clear`], and discards them.
+/// Returns the records since the last call of this function or of [`clear`], and discards them.
 pub(crate) fn take() -> BTreeMap<ProfiledPart, ProfiledCost> {
     SPANS.take().spent
 }

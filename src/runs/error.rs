@@ -21,7 +21,7 @@ pub enum RunError {
         folder: PathBuf,
     },
     /// No run has this name.
-    #[error("no run in {} is named `{name}`{}", folder.display(), hint.as_ref().map_or(String::from("; `zerorun runs` lists them"), |hint| format!("; {hint}")))]
+    #[error("no run in {} is named `{name}`{}", folder.display(), hint.as_ref().map_or(String::from("; `zerorun runs` lists all runs"), |hint| format!("; {hint}")))]
     NoRun {
         /// The name.
         name: String,

@@ -100,7 +100,7 @@ pub fn json_number(number: f64) -> Value {
     }
 }
 
-/// The contents of the complete file: its rows, and the times in the order of the lines.
+/// The contents of the complete file: its rows, and the times of its sessions.
 #[derive(Default)]
 pub(super) struct WholeMetrics {
     pub rows: BTreeMap<u64, MetricsRow>,

@@ -66,7 +66,7 @@ impl RecordedRun {
     /// the description cannot be understood; files that cannot be read.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
-        // The lock is checked before the files are read. If the run ends between these two steps, the files contain how
+        // The lock is checked before the files are read. If the run ends between these two steps, the files record how
         // it ended.
         let lock = LockSeen::of(folder);
         let info = RunInfo::read(folder)?;

@@ -66,7 +66,8 @@ fn names_secret(name: &str) -> bool {
         || words.windows(2).any(is_key)
 }
 
-/// Returns a text in which well-known tokens, and passwords in addresses, are replaced.
+/// Returns a text in which secrets are replaced: well-known tokens, passwords in addresses, and the values of secrets
+/// in `name=value` and `Bearer value`.
 pub(super) fn without_secrets(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let is_boundary = |letter: char| !(letter.is_ascii_alphanumeric() || "_-.+%~".contains(letter));
@@ -131,7 +132,8 @@ fn without_queries(text: &str) -> String {
     out
 }
 
-/// Returns a command line in which secrets are replaced: the values of flags that name a secret, and well-known tokens.
+/// Returns a command line in which secrets are replaced: the values of flags that name a secret, and the secrets that
+/// [`without_secrets`] finds.
 pub(super) fn command_without_secrets(words: &[String]) -> Vec<String> {
     let mut hides_next = false;
     let is_name = |name: &str| name.chars().all(|letter| letter.is_alphanumeric() || "-_.".contains(letter));

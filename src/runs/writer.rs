@@ -160,7 +160,7 @@ impl RunWriter {
     }
 
     /// Continues the record in a folder if `is_continued` holds and no other process writes to it. Returns `None` if
-    /// there is no record that can be continued.
+    /// the folder has no record that can be read.
     fn continue_in(
         folder: &Path,
         plan: &RecordPlan,
@@ -204,7 +204,7 @@ impl RunWriter {
             summarized: None,
             folder,
         };
-        // Requests that an earlier job has not seen are removed, and so are files that it left unfinished.
+        // Requests that an earlier process has not seen are removed, and so are files that it left unfinished.
         take_requests(&writer.folder);
         files::remove_unfinished(&writer.folder);
         announce(&writer.folder);

@@ -8,13 +8,13 @@
 //!        +------- tell ---------+ the metric there, or why it has failed
 //! ```
 //!
-//! [`Sweep`] only makes decisions: it trains nothing, reads no clock, and decides the same if it receives the same
-//! results in the same order. [`Sweep::run`] trains the trials one after another by calling a closure; `zerorun sweep`
-//! trains them in processes, several at a time.
+//! [`Sweep`] only makes decisions: it trains nothing, reads no clock, and always makes the same decisions if it
+//! receives the same results in the same order. [`Sweep::run`] trains the trials one after another by calling a
+//! closure; `zerorun sweep` trains them in processes, several at a time.
 //!
-//! A paused trial must continue exactly where it has paused, for example from a checkpoint. It is trained with the
-//! schedule of a complete trial from its first step, so a trial that is promoted to its last step gives the same result
-//! as one that never paused.
+//! A paused trial must continue exactly where it paused, for example from a checkpoint. It is trained with the schedule
+//! of a complete trial from its first step, so a trial that is promoted to its last step gives the same result as one
+//! that never paused.
 //!
 //! ```
 //! use candle_zero::sweep::{ParameterDomain, Sweep, SweepSearcher, SweepSettings, SweepSpace, TrialScheduler};
@@ -60,8 +60,8 @@ use crate::error::Result;
 
 impl Sweep {
     /// Trains all trials, one after another. `train` continues a trial up to the given step, and returns the metric at
-    /// that step. It continues from where the trial has last paused or, at the beginning of a branch, from the
-    /// checkpoint that [`SweepTrial::branch`] names. If it returns an error, the trial has failed.
+    /// that step. It continues from where the trial last paused or, at the beginning of a branch, from the checkpoint
+    /// that [`SweepTrial::branch`] names. If it returns an error, the trial has failed.
     pub fn run(&mut self, mut train: impl FnMut(&SweepTrial, u64) -> Result<f64>) {
         while let SweepTask::Train(job) = self.ask() {
             let trial = self.trial(job.trial).expect("the trial of a job exists");

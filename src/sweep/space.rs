@@ -49,7 +49,7 @@ impl SweepSpace {
         Ok(())
     }
 
-    /// Returns the number of combinations; `None` if it is not finite or above 2^53.
+    /// Returns the number of combinations; `None` if it is infinite or above 2^53.
     pub fn count(&self) -> Option<u64> {
         self.product(ParameterDomain::count)
     }

@@ -9,7 +9,7 @@ use super::space::TrialParameters;
 use super::trial::{SweepTrial, TrialBranch, TrialState};
 use super::{asha, median_stop};
 
-/// A part of a trial: the steps from where it has paused up to its next pause.
+/// A part of a trial: the steps from where it paused up to its next pause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SweepJob {
     /// The number of the trial.

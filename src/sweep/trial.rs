@@ -24,7 +24,7 @@ pub enum TrialState {
         /// The number of the branch.
         by: usize,
     },
-    /// The trial has failed.
+    /// The trial has failed, for this reason.
     Failed(String),
 }
 
@@ -60,7 +60,7 @@ pub struct SweepTrial {
     pub number: usize,
     /// The values of the parameters.
     pub parameters: TrialParameters,
-    /// The trial that it continues, if it is a branch.
+    /// The trial that this one continues, if it is a branch.
     pub branch: Option<TrialBranch>,
     /// The metric at each step at which the trial has paused or ended.
     pub results: Vec<(u64, f64)>,

@@ -196,7 +196,7 @@ pub(crate) fn fill(tensor: &Tensor, storage: Storage) -> Result<()> {
     change(tensor, &FillStorage(Mutex::new(Some(storage))))
 }
 
-/// Lets `change` modify a parameter's values on the host; values on another device are copied there and back.
+/// Lets `change` modify a parameter's values on the host; values on another device are copied to the host and back.
 pub(crate) fn with_values<T>(tensor: &Tensor, change: impl FnOnce(&mut Flat) -> T) -> Result<T> {
     let mut flat = from_storage(swap(tensor, absent())?)?;
     let result = change(&mut flat);

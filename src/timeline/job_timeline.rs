@@ -25,7 +25,7 @@ impl JobTimeline {
     ///
     /// # Errors
     /// [`MonitorError::Timeline`]: the file's folder does not exist or is not writable, the file is a folder, or the
-    /// file exists and is not an earlier timeline. Also fails if another job writes to the same file.
+    /// file exists and is not an earlier timeline. Also fails if another job is writing to the same file.
     pub fn begin(file: &Path) -> Result<Self> {
         let wrong = |e: std::io::Error| match e.kind() {
             std::io::ErrorKind::NotFound => {

@@ -29,7 +29,7 @@ pub(crate) struct TimelineRecorder(Arc<EngineTrack>);
 
 impl TimelineRecorder {
     /// Returns a recorder for rank `rank` that writes to the part files of `zerorun --timeline`, otherwise to `file`,
-    /// otherwise to the file that the environment names. Returns `None` if none of these exists. If each rank is a
+    /// otherwise to the file that the environment names. Returns `None` if none of these is given. If each rank is a
     /// process (`ranks_are_processes`) and no launcher combines their parts, each writes its own file.
     ///
     /// # Errors

@@ -101,7 +101,7 @@ pub(crate) fn span(kind: EventCategory, name: &'static str) -> TimelineSpan {
     })
 }
 
-/// Sets `of` as the subject of work that the current thread hands over from now on.
+/// Sets `of` as the subject of work that the current thread hands over until the guard is dropped.
 pub(crate) fn about(of: impl FnOnce() -> String) -> SubjectGuard {
     if !is_recording() {
         return SubjectGuard(None);
@@ -122,7 +122,7 @@ impl Drop for SubjectGuard {
     }
 }
 
-/// Makes the current thread work for the engine of `recorder` from now on.
+/// Makes the current thread work for the engine of `recorder` until the guard is dropped.
 pub(crate) fn enter(recorder: Option<&TimelineRecorder>) -> EngineThreadGuard {
     EngineThreadGuard::new(recorder.map(|recorder| (recorder.track().clone(), TimelineLane::Training)))
 }
@@ -248,7 +248,7 @@ impl CarriedContext {
         track.sink.record(TimelineEvent { start, end, rank, lane, kind, name, of, numbers });
     }
 
-    /// Dedicates the current thread to the work from now on.
+    /// Dedicates the current thread to the work until the guard is dropped.
     pub fn enter(&self, lane: TimelineLane) -> EngineThreadGuard {
         EngineThreadGuard::new(self.0.as_ref().map(|load| (load.track.clone(), lane)))
     }

@@ -30,9 +30,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
-/// The size of a new stack for Candle's recursive backward pass, and the remaining size of the current stack below
-/// which a new one is used.
+/// The size, in bytes, of a new stack for Candle's recursive backward pass.
 const BACKWARD_STACK: usize = 64 << 20;
+/// The remaining size of the current stack, in bytes, below which a new stack is used.
 const RED_ZONE: usize = 16 << 20;
 
 /// Methods for the engine.
@@ -84,7 +84,7 @@ impl RankCore {
         })
     }
 
-    /// Runs a model without a graph. Afterwards, nothing is gathered.
+    /// Runs a model without a graph. Afterwards, all parameters except the persistent ones are released.
     pub fn evaluate(self: &Arc<Self>, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.evaluating.store(true, Ordering::Relaxed);
         let output = without_gradients(|| self.forward(run));

@@ -263,7 +263,7 @@ fn files_that_cannot_be_read_are_refused() {
         write(&file, &metadata, &tensors, |_| GgmlDType::F32);
         text()
     };
-    insta::assert_snapshot!(with("general.architecture", Some(Value::String("mamba".into()))), @"DIR/model.gguf: general.architecture is mamba, but must be one of llama, qwen2, qwen2moe, qwen3, qwen3moe, olmoe, gemma2, gemma3, phi3");
+    insta::assert_snapshot!(with("general.architecture", Some(Value::String("mamba".into()))), @"DIR/model.gguf: general.architecture is mamba, but must be one of llama, qwen2, qwen2moe, qwen3, qwen3moe, olmoe, gemma2, gemma3, phi3, gpt-oss");
     insta::assert_snapshot!(with("general.architecture", None), @"DIR/model.gguf is not a readable GGUF file: its metadata has no general.architecture");
     insta::assert_snapshot!(with("llama.block_count", None), @"DIR/model.gguf: llama.block_count is absent, but must be a whole number");
     insta::assert_snapshot!(with("llama.block_count", Some(Value::U32(4))), @"DIR/model.gguf has no tensor model.layers.3.input_layernorm.weight of shape [48], which the model needs; the file must hold exactly the model's parameters; it has blk.0.attn_k.weight, blk.0.attn_norm.weight, blk.0.attn_output.weight, blk.0.attn_q.weight, blk.0.attn_v.weight, blk.0.ffn_down.weight, blk.0.ffn_gate.weight, blk.0.ffn_norm.weight and 21 more");

@@ -49,13 +49,23 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         )
     };
-    let split = |digits| json!({"type": "Split", "pattern": {"Regex": pattern(digits)}, "behavior": "Isolated", "invert": false});
+    let by = |pattern: String| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+    let split = |digits| by(pattern(digits));
+    // The pattern of gpt-oss and Phi-4 (o200k), and that of Mistral's models since Nemo.
+    let cased = |ending: &str, digits: &str| {
+        let word = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]";
+        let lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]";
+        let rest = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        by(format!(r"{word}*{lower}+{ending}|{word}+{lower}*{ending}|\p{{N}}{digits}|{rest}"))
+    };
     let cuts = [
         (vec![bytes(true)], Json::Null),
         (vec![digits, bytes(true)], Json::Null),
         (vec![split("{1,3}"), bytes(false)], Json::Null),
         (vec![split(""), bytes(false)], Json::Null),
-        // Qwen's tokenizer has these steps.
+        (vec![cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}"), bytes(false)], Json::Null),
+        (vec![cased("", ""), bytes(false)], Json::Null),
+        // As in Qwen's tokenizer.
         (vec![split(""), bytes(false)], json!({"type": "NFC"})),
     ];
     for (steps, normalizer) in cuts {
@@ -202,6 +212,119 @@ proptest! {
         prop_assert_eq!(&ids, &sentence_piece(&text, space));
         prop_assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
     }
+}
+
+/// Writes a tokenizer.json with the pieces and the merges that transformers derives from them.
+fn sentence_piece_folder(normalizer: &Json, before: &Json) -> tempfile::TempDir {
+    let folder = copy("llama");
+    let pieces = pieces();
+    let ids: HashMap<&str, usize> = pieces.iter().enumerate().map(|(id, (text, ..))| (text.as_str(), id)).collect();
+    let mut by_score: Vec<&(String, f32, i32)> = pieces.iter().filter(|(.., kind)| *kind == 1).collect();
+    by_score.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let pairs = |(text, ..): &&(String, f32, i32)| {
+        let parts = text.char_indices().skip(1).map(|(at, _)| text.split_at(at));
+        parts
+            .filter(|(a, b)| ids.contains_key(a) && ids.contains_key(b))
+            .map(|(a, b)| json!([a, b]))
+            .collect::<Vec<_>>()
+    };
+    let merges: Vec<Json> = by_score.iter().flat_map(pairs).collect();
+    let added = pieces.iter().enumerate().filter(|(_, (.., kind))| [2, 3, 4].contains(kind));
+    let added = added.map(|(id, (text, _, kind))| {
+        json!({
+            "id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+            "special": *kind != 4,
+        })
+    });
+    let mut decoders = vec![
+        json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "}),
+        json!({"type": "ByteFallback"}),
+        json!({"type": "Fuse"}),
+    ];
+    if normalizer["type"] != "Replace" {
+        decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+    }
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added.collect::<Vec<_>>(),
+        "normalizer": normalizer, "pre_tokenizer": before, "post_processor": null,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
+            "vocab": ids, "merges": merges,
+        },
+    });
+    let settings = json!({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": true});
+    std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    std::fs::write(folder.path().join("tokenizer_config.json"), settings.to_string()).unwrap();
+    std::fs::remove_file(folder.path().join("special_tokens_map.json")).unwrap();
+    folder
+}
+
+#[test]
+fn a_written_tokenizer_of_sentence_piece_gives_the_ids_of_its_folder() {
+    let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+    let prepend = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]});
+    let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": false});
+    let split = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
+    for (normalizer, before) in [(&prepend, &Json::Null), (&replace, &split), (&Json::Null, &metaspace)] {
+        let (folder, alone) = (sentence_piece_folder(normalizer, before), tempfile::tempdir().unwrap());
+        let file = alone.path().join("model.gguf");
+        let base = BaseModel::open(folder.path()).unwrap();
+        MergedModel::new(&base, None).unwrap().write_gguf(&file, GgufFormat::F16).unwrap();
+        let (own, found) = (Tokenizer::open(folder.path()).unwrap(), Tokenizer::open(&file).unwrap());
+        assert_eq!(found.around(), (&[1][..], &[][..]));
+        assert_eq!(
+            ["bos_token", "eos_token", "unk_token"].map(|name| found.special_id(name)),
+            [Some(1), Some(2), Some(0)]
+        );
+        let is_metaspace = normalizer.is_null();
+        let mut runner = proptest::test_runner::TestRunner::deterministic();
+        let texts = ("[abc ]{0,14}[é漢\n]?[abc ]{0,9}", "(<s>|<user>|</s>|)[abc ]{0,9}");
+        let checked = runner.run(&texts, |(first, second)| {
+            // llama.cpp always adds a space, also before another one and after special tokens.
+            let text = if is_metaspace { first.trim_start().to_owned() } else { first + &second };
+            let ids = own.encode(&text).unwrap().ids;
+            prop_assert_eq!(&found.encode(&text).unwrap().ids, &ids, "{:?}", text);
+            prop_assert_eq!(found.decode(&ids, false).unwrap(), own.decode(&ids, false).unwrap());
+            Ok(())
+        });
+        checked.unwrap();
+    }
+}
+
+#[test]
+fn tokenizers_that_llama_cpp_does_not_have_are_refused() {
+    let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+    let error = |change: &dyn Fn(&mut Json)| {
+        let folder = sentence_piece_folder(&replace, &Json::Null);
+        let tokenizer = folder.path().join("tokenizer.json");
+        let mut json: Json = serde_json::from_slice(&std::fs::read(&tokenizer).unwrap()).unwrap();
+        change(&mut json);
+        std::fs::write(&tokenizer, json.to_string()).unwrap();
+        let base = BaseModel::open(folder.path()).unwrap();
+        let file = folder.path().join("model.gguf");
+        let error = MergedModel::new(&base, None).unwrap().write_gguf(&file, GgufFormat::F16).unwrap_err();
+        assert!(!file.exists());
+        error.to_string().replace(folder.path().to_str().unwrap(), "DIR")
+    };
+    // Puts a merge after all others, apart from another one into the same token.
+    let apart = |json: &mut Json| {
+        let merges = json["model"]["merges"].as_array_mut().unwrap();
+        let made = |merge: &Json| format!("{}{}", merge[0].as_str().unwrap(), merge[1].as_str().unwrap());
+        let at = (0..merges.len() - 2).find(|at| made(&merges[*at]) == made(&merges[at + 1])).unwrap();
+        let merge = merges.remove(at);
+        merges.push(merge);
+    };
+    let all = [
+        error(&|json| json["normalizer"] = json!({"type": "NFKC"})),
+        error(&|json| _ = json["model"]["merges"].as_array_mut().unwrap().pop()),
+        error(&apart),
+        error(&|json| _ = json["model"]["vocab"].as_object_mut().unwrap().remove("<0x41>")),
+        error(&|json| json["model"]["byte_fallback"] = false.into()),
+        error(&|json| json["model"]["type"] = "Unigram".into()),
+    ];
+    insta::assert_snapshot!(all.join("\n"));
 }
 
 #[test]

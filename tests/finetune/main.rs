@@ -24,6 +24,8 @@ mod fixtures;
 mod generate_tool;
 mod generation;
 mod gguf;
+mod gguf_families;
+mod gguf_gpt_oss;
 mod gguf_mixture;
 mod gguf_tokenizer;
 #[cfg(feature = "hub")]

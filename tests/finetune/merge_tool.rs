@@ -86,7 +86,7 @@ fn wrong_command_lines_models_and_places_end_with_code_2_and_write_nothing() {
     insta::assert_snapshot!(wrong(&[text(&llama), "--out", text(&out("mine")), "--format", "gguf-f16"]), @"zerorun: cannot write to DIR/mine: a file or folder of that name already exists; give another path");
     insta::assert_snapshot!(wrong(&[text(&llama), text(&other), "--out", text(&new)]), @"zerorun: the adapter lora/qwen3.attn_r8/final (trained on qwen3) does not fit this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 40], but the model needs [8, 48]; use the model that it was trained on");
     insta::assert_snapshot!(wrong(&[text(&llama), text(&llama), "--out", text(&new)]), @"zerorun: cannot read models/llama/adapter_config.json: No such file or directory (os error 2)");
-    insta::assert_snapshot!(wrong(&[text(&gemma), "--out", text(&out("x.gguf"))]), @r#"zerorun: models/gemma2 cannot be written as GGUF: its type is "gemma2", but must be llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, olmoe or gpt2; write a Hugging Face folder and convert it with llama.cpp"#);
+    insta::assert_snapshot!(wrong(&[text(&gemma), "--out", text(&out("x.gguf"))]), @"zerorun: models/gemma2 cannot be written as GGUF: its query_pre_attn_scalar is 12, but architecture gemma2 of llama.cpp assumes 16 for a model with 2 blocks");
     insta::assert_snapshot!(wrong(&["/no/such", "--out", text(&new)]), @"zerorun: /no/such is not a model: there is no such file or folder; give a folder in Hugging Face format (config.json and safetensors files) or a GGUF file");
     let clash = wrong(&[text(&llama), "--out", text(&out("x.gguf")), "--dtype", "f16"]);
     assert!(

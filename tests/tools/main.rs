@@ -17,5 +17,6 @@ mod report;
 mod runs;
 mod schedule;
 mod sweep;
+mod sweep_hosts;
 mod tune;
 mod verify;

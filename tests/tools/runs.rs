@@ -245,7 +245,7 @@ fn wrong_words_are_refused_with_what_is_allowed() {
         };
         text.split(' ').map(digits).collect::<Vec<_>>().join(" ").trim_end().to_owned()
     };
-    insta::assert_snapshot!(told(&["show", "x"]), @"zerorun: no run in RUNS is named `x`; `zerorun runs` lists them");
+    insta::assert_snapshot!(told(&["show", "x"]), @"zerorun: no run in RUNS is named `x`; `zerorun runs` lists all runs");
     insta::assert_snapshot!(told(&["show", ""]), @"zerorun: `` is a prefix of 2 names: a-TIME ab-TIME give more of the name");
     insta::assert_snapshot!(told(&["rm", "a", "--yes"]), @"zerorun: `a` is a prefix of 2 names: a-TIME ab-TIME give more of the name");
     insta::assert_snapshot!(told(&["rm", "ab", "a-"]), @"zerorun: standard input is not a terminal, so zerorun cannot ask whether to remove a-TIME ab-TIME give --yes to remove without asking");

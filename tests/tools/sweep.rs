@@ -61,10 +61,10 @@ fn trains() {
 }
 
 /// A folder with a script that trains, its configuration, and sweeps.
-struct Folder(tempfile::TempDir);
+pub struct Folder(pub tempfile::TempDir);
 
 impl Folder {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let folder = Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
         let config = json!({"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}});
         std::fs::write(folder.path("ds_config.json"), config.to_string()).unwrap();
@@ -83,13 +83,13 @@ impl Folder {
         folder
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
     /// Writes a sweep file with the command, the metric, the number of steps and the seed, followed by the lines of
     /// `more`.
-    fn sweep_file(&self, name: &str, more: &str) {
+    pub fn sweep_file(&self, name: &str, more: &str) {
         let text = format!(
             "command = [\"./train\", \"--ds_config\", \"ds_config.json\", \"--export\", \"{{trial}}/model.safetensors\"]\n\
              metric = \"fit\"\nsteps = 16\nseed = 3\n{more}\n"
@@ -97,33 +97,33 @@ impl Folder {
         std::fs::write(self.path(name), text).unwrap();
     }
 
-    fn command(&self, words: &[&str]) -> Command {
+    pub fn command(&self, words: &[&str]) -> Command {
         let mut command = zerorun();
         command.current_dir(self.0.path()).arg("sweep").args(words);
         command
     }
 
-    fn run(&self, words: &[&str]) -> Output {
+    pub fn run(&self, words: &[&str]) -> Output {
         self.command(words).output().unwrap()
     }
 
-    fn finished(&self, words: &[&str]) -> String {
+    pub fn finished(&self, words: &[&str]) -> String {
         let output = self.run(words);
         assert!(output.status.success(), "{words:?}: {}{}", stdout(&output), stderr(&output));
         stdout(&output)
     }
 
     /// Returns what `zerorun sweep show` prints.
-    fn shown(&self, sweep: &str) -> Value {
+    pub fn shown(&self, sweep: &str) -> Value {
         serde_json::from_str(&self.finished(&["show", sweep, "--json"])).unwrap()
     }
 
-    fn bytes(&self, name: &str) -> Vec<u8> {
+    pub fn bytes(&self, name: &str) -> Vec<u8> {
         std::fs::read(self.path(name)).unwrap()
     }
 
     /// Trains the best configuration of a sweep with its script, without the sweep.
-    fn train_best(&self, sweep: &str, out: &str) {
+    pub fn train_best(&self, sweep: &str, out: &str) {
         let mut command = Command::new("sh");
         let launcher = crate::support::processes::launcher();
         command.current_dir(self.0.path()).arg(self.path(sweep).join("best/run.sh")).arg(out).env("ZERORUN", launcher);
@@ -134,7 +134,7 @@ impl Folder {
 
 const LR: &str = "[parameters]\n\"optimizer.params.lr\" = { log_uniform = [1e-4, 1.0], points = 16 }";
 
-fn asha(parallel: usize) -> String {
+pub fn asha(parallel: usize) -> String {
     format!(
         "searcher = \"grid\"\nscheduler = \"asha\"\nasha = {{ min_steps = 1 }}\nparallel = {parallel}\nretries = 50\n{LR}"
     )

@@ -47,8 +47,8 @@ const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
 #[derive(Debug, Parser)]
 #[command(name = "zerorun", version, override_usage = USAGE)]
 struct ZerorunArguments {
-    /// Number of ranks (processes) on each host; or cpu (one per core), gpu (one per GPU), or auto (one per GPU, or per
-    /// core without GPUs). With --hostfile, overrides the slots in that file [also: $PET_NPROC_PER_NODE]
+    /// Number of ranks (processes) on each host; or cpu (one per core), gpu (one per GPU), or auto (one per GPU or,
+    /// without GPUs, one per core). With --hostfile, overrides the slots in that file [also: $PET_NPROC_PER_NODE]
     #[arg(
         short = 'n',
         long = "num_ranks",

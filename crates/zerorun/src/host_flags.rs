@@ -54,8 +54,8 @@ pub(crate) struct HostFlags {
           requires = "hostfile", help_heading = HOSTS)]
     pub(crate) launcher_args: Option<String>,
 
-    /// Without --hostfile: number of hosts on which something else starts zerorun, or auto: the number on which mpirun,
-    /// srun or jsrun started it. With FEWEST:N, a job restarted by --max_restarts may continue with as few as FEWEST
+    /// Without --hostfile: number of hosts on which something else starts zerorun; auto takes this number from mpirun,
+    /// srun or jsrun. With FEWEST:N, a job restarted by --max_restarts may continue with as few as FEWEST
     /// hosts [also: $PET_NNODES]
     #[arg(long, value_name = "N", conflicts_with = "hostfile", help_heading = HOSTS)]
     pub(crate) nnodes: Option<String>,

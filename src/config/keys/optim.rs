@@ -204,7 +204,7 @@ const WARMUP_DECAY_LR: &[super::ConfigKey] = keys! {
 
 const WARMUP_COSINE_LR: &[super::ConfigKey] = keys! {
     "total_num_steps": POSITIVE, "-", H, "Required. Number of steps of the complete schedule.";
-    "warmup_min_ratio": NOT_NEGATIVE, "0.0", H, "Learning rate at the start, as a share of the optimizer's lr.";
+    "warmup_min_ratio": NOT_NEGATIVE, "0.0", H, "Learning rate at the start of the warm-up, as a share of the optimizer's lr; in the first step, the rate is 0, as in DeepSpeed.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
     "cos_min_ratio": NOT_NEGATIVE, "0.0001", H, "Learning rate at the end, as a share of the optimizer's lr.";
     "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is treated as log, as in DeepSpeed, and noted.";

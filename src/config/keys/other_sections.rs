@@ -42,7 +42,7 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
 const ONE_WRITER: &str = "every rank writes one file, bypassing the page cache if possible";
 
 const AIO: &[super::ConfigKey] = keys! {
-    "block_size": POSITIVE, "1048576", H, "Bytes per request, a multiple of the page size 4096; at most 16 MiB.";
+    "block_size": POSITIVE, "1048576", H, "Bytes per request, rounded down to a multiple of the page size 4096; at least 4096 and at most 16 MiB are used.";
     "queue_depth": POSITIVE, "8", H, "Requests in flight per unit of intra_op_parallelism.";
     "intra_op_parallelism": POSITIVE, "1", H, "Multiplies queue_depth; at most 64 requests are in flight.";
     "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too, and reads intra_op_parallelism instead"), "Old key.";
@@ -68,7 +68,7 @@ const PARALLEL_WRITE: &[super::ConfigKey] = keys! {
 const WRITER: &[super::ConfigKey] = keys! {
     "type": OneOfAnyCase(&["mock", "python", "fast"]), "\"fast\"", none(ONE_WRITER), "Writer engine.";
     "decoupled": Bool, "false", H, "Training continues while a checkpoint is written: `Engine::save_checkpoint` saves in the background.";
-    "io_buffer_size": POSITIVE, "67108864", none("the size is fixed at two buffers of 33 MiB: files are written in large pieces anyway"), "Bytes of the staging buffer.";
+    "io_buffer_size": POSITIVE, "67108864", none("the size is fixed at two buffers of 33 MiB, because files are written in large pieces anyway"), "Bytes of the staging buffer.";
     "io_buffer_double": Bool, "true", none("there are always two, so that one is filled while the other is written"), "Two staging buffers.";
     "show_statistics": Bool, "false", H, "Rank 0 prints for every checkpoint how many bytes all ranks wrote and how long it took.";
     "data_parallel": OneOf(&["replica", "socket", "machine"]), "null", none("every rank writes its own shard"), "Split writing over ranks.";
@@ -186,7 +186,7 @@ const COMPILE: &[super::ConfigKey] = keys! {
 
 const PIPELINE: &[super::ConfigKey] = keys! {
     "stages": AutoOr(&POSITIVE), "\"auto\"", H, "Number of ranks along the pipeline; auto: all ranks. Above 1 only for models that are given as layers (EngineBuilder::initialize_pipeline).";
-    "partition": Str, "\"best\"", H, "How layers are divided among stages. best and parameters: about the same number of parameters; uniform: the same number of layers; time: the slowest stage is as fast as possible, judging by the time that each layer takes on each rank, which is measured at the start; type:REGEX: the same number of layers whose type name matches the regular expression, ignoring case.";
+    "partition": Str, "\"best\"", H, "How layers are divided among stages. best and parameters: about the same number of parameters; uniform: the same number of layers; time: the slowest stage is as fast as possible, judging by the time that each layer takes on each rank, which is measured at the start; type:REGEX: the same number of layers whose type name contains a match of the regular expression, ignoring case.";
     "schedule": OneOf(&["1f1b", "interleaved", "zero_bubble", "zbv"]), "\"1f1b\"", H, "Order of forward and backward passes: 1F1B; 1F1B with several chunks of the model per rank; 1F1B with divided backward passes; divided backward passes with two chunks per rank, in the shape of a V. Specific to candle-zero.";
     "chunks": POSITIVE, "1", H, "Number of chunks of the model per rank: 1 with 1f1b, at least 2 with interleaved, 2 with zbv, any with zero_bubble. Specific to candle-zero.";
     "seed_layers": Bool, "false", refuse("initial weights are derived from the seed and the parameter's name, whichever stage holds the parameter"), "A seed per layer.";
@@ -203,7 +203,7 @@ const LOCAL_STEPS: &[super::ConfigKey] = keys! {
     "outer_lr": NOT_NEGATIVE, "0.7", H, "Learning rate of the outer optimizer, which is SGD on the mean change in the weights; above 0. With outer_momentum 0, a learning rate of 1 makes the islands' mean the new weights.";
     "outer_momentum": SHARE, "0.9", H, "Momentum of the outer optimizer, below 1; 0: no buffer.";
     "nesterov": Bool, "true", H, "Nesterov momentum.";
-    "fragments": POSITIVE, "1", H, "Number of parts of the model that are exchanged in turn, each once in `steps` steps (Streaming DiLoCo).";
+    "fragments": POSITIVE, "1", H, "Number of parts of the model that are exchanged in turn, each once in `steps` steps (Streaming DiLoCo); at most `steps`.";
     "fragment_delay": COUNT, "0", H, "Steps between the beginning of an exchange and its effect, during which training continues; below `steps`.";
     "fragment_alpha": SHARE, "null", H, "Share of an island's own weights that stays when an exchange takes effect, below 1; null: 0, or 0.5 with fragment_delay, because an island continues training during the delay, and the exchange does not contain the resulting changes.";
     "wire_dtype": OneOf(&["fp32", "bf16", "int8", "int4"]), "\"fp32\"", H, "Format in which islands send the changes in their weights.";

@@ -27,12 +27,12 @@ const ROOT: &[super::ConfigKey] = keys! {
     "bf16" | "bfloat16": Object, "{}", H, "bfloat16.";
     "data_types": Object, "{}", H, "Number formats other than the model's.";
     "gradient_clipping": NOT_NEGATIVE, "1.0", H, "Maximum global L2 norm of the gradients; 0 disables clipping.";
-    "prescale_gradients": Bool, "false", H, "Divide gradients by the number of ranks before the reduction instead of after it.";
-    "gradient_predivide_factor": NOT_NEGATIVE, "1.0", H, "Divide gradients by this factor before the reduction, and by (number of ranks / factor) after it.";
-    "gradient_allreduce_op": OneOfAnyCase(&["mean", "sum"]), "\"mean\"", H, "Average or sum over ranks.";
+    "prescale_gradients": Bool, "false", H, "Divide gradients by the number of ranks before the reduction, whatever gradient_predivide_factor is; not possible at stages 2 and 3 with reduce_scatter.";
+    "gradient_predivide_factor": NOT_NEGATIVE, "1.0", H, "Divide gradients by this factor (above 0) before the reduction, and by (number of ranks / factor) after it; 1: divide by the number of ranks before the reduction. Other values are not possible at stages 2 and 3 with reduce_scatter.";
+    "gradient_allreduce_op": OneOfAnyCase(&["mean", "sum"]), "\"mean\"", H, "Average or sum over ranks; sum is not possible at stage 3.";
     "communication_data_type": DTYPE, "null", H, "Format to which gradients and their sums are rounded for communication; null: the model's. Sums are computed in f32.";
     "steps_per_print": POSITIVE, "null", H, "Log every N optimizer steps; null: never.";
-    "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took.";
+    "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took, every steps_per_print steps (null: in every step).";
     "gradient_check": Bool, "true", H, "The first step compares the gradient with the change in the loss when the weights move slightly, at the cost of two forward passes. Specific to candle-zero.";
     "seed": COUNT, "42", H, "Seed for the initial weights. Specific to candle-zero.";
     "activation_checkpointing": Object, "{}", S, "Recompute activations in the backward pass.";
@@ -45,9 +45,9 @@ const ROOT: &[super::ConfigKey] = keys! {
     "data_parallel_size": POSITIVE, "null", none("every rank is data-parallel, so this size is the number of ranks"), "Data axis of the rank mesh.";
     "use_data_before_expert_parallelism": Bool, "false", none("the ranks among which experts are divided are neighbours"), "Order of ranks for mixtures of experts.";
     "disable_allgather": Bool, "false", none("it has no effect in DeepSpeed 0.19.8 either"), "Legacy switch.";
-    "dataloader_drop_last": Bool, "false", none("there is no short batch: data::Loader is endless and continues with the next pass; a custom loader decides for itself"), "Drop the incomplete last batch.";
+    "dataloader_drop_last": Bool, "false", none("there is no short batch, because data::Loader is endless and continues with the next pass; a custom loader decides for itself"), "Drop the incomplete last batch.";
     "vocabulary_size": POSITIVE, "null", H, "A size that is not a multiple of 8 is noted; the key has no other effect.";
-    "memory_breakdown": Bool, "false", H, "Print memory use before and after each forward pass, and after each backward pass and step, every steps_per_print steps.";
+    "memory_breakdown": Bool, "false", H, "Print memory use before and after each forward pass, and after each backward pass and step, every steps_per_print steps (null: in every step).";
     "dump_state": Bool, "false", H, "Print the configuration and the state of the engine at the start.";
     "disable_python_gc": Bool, "false", none("there is no Python"), "Disable Python's garbage collector.";
     "log_level": OneOfAnyCase(&["debug", "info", "warning", "error", "critical"]), "null", H, "Messages on standard error or to a tracing subscriber: warning omits progress and notes, error and critical also omit problems that do not stop training; null: all messages.";
@@ -89,7 +89,7 @@ const ANY_I64: super::ConfigValueKind = super::ConfigValueKind::IntNoBool(i64::M
 
 const FP16: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", H, "Train in half precision with f32 master weights. Excludes bf16.";
-    "auto_cast": Bool, "false", none("the engine has no access to the inputs: the closure passed to forward creates them in Engine::dtype"), "Cast inputs to half precision.";
+    "auto_cast": Bool, "false", none("the engine has no access to the inputs; the closure passed to forward creates them in Engine::dtype"), "Cast inputs to half precision.";
     "loss_scale": NOT_NEGATIVE, "0.0", H, "0: dynamic; larger values: a static scale.";
     "initial_scale_power": INT, "16", H, "The first dynamic scale is 2 to the power of this number (0 to 127).";
     "loss_scale_window": ANY_I64, "1000", H, "Steps without overflow before the scale doubles; > 0 if dynamic.";
@@ -108,7 +108,7 @@ const BF16: &[super::ConfigKey] = keys! {
 };
 
 const DATA_TYPES: &[super::ConfigKey] = keys! {
-    "grad_accum_dtype": DTYPE, "null", H, "Format in which gradients are accumulated; null: the model's.";
+    "grad_accum_dtype": DTYPE, "null", H, "Format in which gradients are accumulated; null: the model's, which is the only one allowed at stage 0.";
     "param_dtype": DTYPE, "null", H, "Must equal the format that fp16 and bf16 select.";
     "buffer_dtype": DTYPE, "null", H, "Format of the model's floating-point buffers; null: the format that the model requests, and f32 for running statistics.";
     "keep_in_fp32_modules": AutoOr(&Strings), "\"auto\"", H, "Modules whose parameters stay in f32 under fp16 or bf16, without separate master weights: complete dot-separated parts of a parameter's name (\"ln_f\", \"mlp.c_proj\"), in which * matches any characters; a name that the model does not have is an error. \"auto\": none. The norms, Linear, Conv1D and Embedding of candle_zero::nn accept such parameters; candle_nn's layers need a cast around them.";

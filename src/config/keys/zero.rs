@@ -15,14 +15,14 @@ const REMOVED_KEY: &str = "DeepSpeed 0.19.8 refuses every file with this key; re
 
 const ZERO: &[super::ConfigKey] = keys! {
     "stage": super::ConfigValueKind::Int(0, 3), "0", H, "0: nothing is sharded; 1: optimizer states; 2: also gradients; 3: also parameters.";
-    "reduce_bucket_size": POSITIVE, "500000000", H, "Gradient elements reduced at a time.";
-    "allgather_bucket_size": COUNT, "500000000", H, "Weight elements gathered at a time; must be even at stages 0 to 2.";
+    "reduce_bucket_size": POSITIVE, "500000000", H, "Maximum number of gradient elements that are packed into one reduction; parameters of 65,536 or more elements are reduced individually.";
+    "allgather_bucket_size": COUNT, "500000000", H, "Maximum number of elements of updated weights that are packed into one gather; parameters of 65,536 or more elements are gathered individually. Must be even at stages 0 to 2.";
     "overlap_comm": Bool, "null", H, "Communicate while the model computes; null: only at stage 3.";
     "contiguous_gradients": Bool, "true", none("buckets are always contiguous"), "Copy gradients to one buffer as they are produced.";
     "reduce_scatter": Bool, "true", H, "Reduce gradients to their owners; false: to all ranks, each of which keeps its part.";
     "sub_group_size": COUNT, "1000000000", H, "Number of elements of a rank's share that are updated in each part of an optimizer step.";
-    "stage3_prefetch_bucket_size" | "prefetch_bucket_size": COUNT, "50000000", H, "Elements gathered in advance; 0 disables prefetching.";
-    "stage3_param_persistence_threshold" | "param_persistence_threshold": COUNT, "100000", H, "Parameters with fewer elements stay gathered.";
+    "stage3_prefetch_bucket_size" | "prefetch_bucket_size": COUNT, "50000000", H, "Elements gathered in advance; 0, or overlap_comm false, disables prefetching.";
+    "stage3_param_persistence_threshold" | "param_persistence_threshold": COUNT, "100000", H, "Parameters with at most this many elements stay gathered, unless they are quantized.";
     "stage3_model_persistence_threshold" | "model_persistence_threshold": COUNT, "9223372036854775807", H, "Cap on the total number of elements of the parameters that stay gathered.";
     "stage3_max_live_parameters" | "max_live_parameters": COUNT, "1000000000", H, "Elements gathered at the same time before prefetching stops.";
     "stage3_max_reuse_distance" | "max_reuse_distance": COUNT, "1000000000", H, "A parameter used again within this many elements is not released.";
@@ -78,13 +78,13 @@ const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
 const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
     "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, where they are in any case unless a GPU runs the model, and the step runs on the CPU; nvme is one file per kind of state and rank (DeepSpeed: only at stage 3).";
     "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` stands for the user's home folder, and a leading `~/.cache/` for `$XDG_CACHE_HOME/` if that variable is set.";
-    "buffer_count": COUNT, "4", H, "With nvme: the buffers of a step together hold at most this many times the elements of the largest sub-group, plus 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
+    "buffer_count": COUNT, "4", H, "With nvme: the buffers of a step together hold at most this many times the elements of the largest sub-group, plus 16 MiB for each kind of state and window; must be at least 2 plus the optimizer's number of states (so 4 for Adam, 3 for SGD with momentum, 2 for SGD).";
     "pin_memory": Bool, "true", H, "If a GPU runs the model, gradients are copied to the host during the backward pass, and updated weights are copied back while the next ones are computed, each through two page-locked staging buffers of 4 MiB; false: through ordinary memory, which takes longer.";
     "delayed_update": Bool, "-", H, "Specific to candle-zero; false if absent. If a GPU runs the model, then after the first `delayed_update_after` updates, each update runs on the CPU while the GPU computes the next step with weights that are one update old (ZeRO-Offload, section 5.2). Only with device cpu.";
     "delayed_update_after": COUNT, "-", H, "Specific to candle-zero; 40 if absent. Number of updates before the first delayed one: weights change fast at the beginning.";
     "pipeline_read": Bool, "false", H, "With nvme: read the next window while the step computes.";
     "pipeline_write": Bool, "false", H, "With nvme: write the finished window while the step computes.";
-    "fast_init": Bool, "false", none("states start as reserved file space: nothing is written at the start"), "Faster initial creation of states.";
+    "fast_init": Bool, "false", none("states start as reserved file space, so nothing is written at the start"), "Faster initial creation of states.";
     "ratio": SHARE, "1.0", H, "With nvme: share of the sub-groups that is offloaded; the first ones stay in memory (while the model is built, all master weights need space in the file); < 1 needs stage 3.";
     "super_offload": Bool, "false", none(NOT_SPECULATIVE), "Speculative step on the CPU.";
     "cpuadam_cores_perc": SHARE, "0.8", none(NOT_SPECULATIVE), "Share of the cores for super_offload.";

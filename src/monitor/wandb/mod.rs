@@ -40,8 +40,9 @@ pub struct WandbMonitor {
     config: WandbConfig,
     /// The folder of runs.
     folder: PathBuf,
-    /// The name and the id that the environment gives.
+    /// The name that the environment gives.
     name: Option<String>,
+    /// The id that the environment gives.
     id: Option<String>,
     run: Option<OpenWandbRun>,
 }
@@ -119,7 +120,8 @@ impl WandbMonitor {
 }
 
 /// Returns whether a record must be kept because it belongs to the first `samples` samples, and if so, sets `last` to
-/// its number. The rows that the program itself logs may count steps differently, so they do not end the kept records.
+/// its number. The rows that the program itself logs may count steps differently, so this function always returns true
+/// for them.
 fn is_before(record: &[u8], samples: u64, last: &mut u64) -> bool {
     let head = RecordHead::read(record, ENGINE_TAG);
     let is_kept = match head.kind {

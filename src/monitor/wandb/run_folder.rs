@@ -111,7 +111,7 @@ impl WandbRunFolder {
             .flatten()
             .filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX))
             .filter_map(|entry| Some((entry.path(), RunOrigin::read(&entry.path())?)))
-            // A run of this job that has not been restarted belongs to another engine of this process.
+            // A run that this job has written since its last restart belongs to another engine of this process.
             .filter(|(_, origin)| origin.name == run.name && (origin.job != run.job || origin.restart < run.restart))
             .collect();
         found.sort_by(|a, b| a.0.file_name().cmp(&b.0.file_name()));

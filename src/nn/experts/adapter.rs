@@ -196,8 +196,8 @@ impl AdapterSizes {
         });
     }
 
-    /// Computes the gradient of h from the gradient of the result, `g`, and adds the gradient of B to `db`, if there is
-    /// one. B and `db` have the order of [`AdapterSizes::by_expert`].
+    /// Computes the gradient of h from the gradient of the result, `g`, and, if `db` is given, adds the gradient of B
+    /// to it. B and `db` have the order of [`AdapterSizes::by_expert`].
     pub fn thin_gradients<E: TensorElement>(
         &self,
         g: &[E],

@@ -53,7 +53,8 @@ impl SyncBalanceLoss {
     /// call it.
     ///
     /// # Errors
-    /// The errors of [`load_balancing_loss`]; no row that counts on any rank; a failed collective.
+    /// The errors of [`load_balancing_loss`], except that a rank may have no row that counts if another rank has one; a
+    /// failed collective.
     pub fn loss(&self, layers: &[Routing], counts: Option<&[bool]>) -> Result<Tensor> {
         loss_among(layers, counts, &self.link)
     }

@@ -9,9 +9,9 @@ use crate::zero::rank_core::EngineLink;
 use candle_core::{Result, Tensor};
 use std::sync::{Arc, Mutex};
 
-/// A router of a model. It does what [`route`](super::route()) does, except in the forward passes of a gradient check
-/// that move the parameters: these use the choices of the pass that moves none. For the gradient, a choice is a
-/// constant, but a small move would change it for some rows, and the loss would jump.
+/// A router of a model. It does what [`route`](super::route()) does, except in those forward passes of a gradient check
+/// in which parameters are moved: these use the choices of the pass in which none is moved. For the gradient, a choice
+/// is a constant, but a small move would change it for some rows, and the loss would jump.
 #[derive(Debug, Clone)]
 pub(crate) struct CheckedRouter {
     options: RouterOptions,
@@ -19,7 +19,7 @@ pub(crate) struct CheckedRouter {
     held: Arc<Mutex<Option<HeldChoices>>>,
 }
 
-/// The choices of a gradient check's forward pass that moves no parameter.
+/// The choices of a gradient check's forward pass in which no parameter is moved.
 #[derive(Debug)]
 struct HeldChoices {
     /// The random stream of the forward pass that the check repeats.

@@ -61,8 +61,8 @@ impl Routing {
 /// is chosen. The gradient passes through the weights of the chosen experts; the choice itself is constant.
 ///
 /// # Errors
-/// More experts per row than there are experts, or none; logits without a dimension; a dtype other than f32, bf16 or
-/// f16 on the CPU.
+/// A number of experts per row that is 0 or exceeds the number of experts; logits without a dimension; a dtype other
+/// than f32, bf16 or f16 on the CPU.
 pub fn route(logits: &Tensor, options: RouterOptions) -> Result<Routing> {
     let (choices, assignment) = choose(logits, options)?;
     routed(logits, options, choices, assignment)
@@ -156,7 +156,7 @@ fn weights_of(
     {
         row_weights(order, row, chosen, weights);
     }
-    // A softmax over all experts has replaced the logits.
+    // With `SoftmaxThenTop`, a softmax over all experts has replaced the logits.
     let probabilities = if inputs.are_wanted() { host } else { Vec::new() };
     let kept = if inputs.are_wanted() { weights.clone() } else { Vec::new() };
     let storage = with_element!(dtype, NAME, W => {

@@ -103,8 +103,8 @@ impl ExpertTensors {
         self.dims().iter().product()
     }
 
-    /// Calls `look` with the values of the tensors of `experts`, which are contiguous and on the CPU. If each expert
-    /// has a separate tensor, the values of the other experts need not be in memory.
+    /// Calls `look` with the values of the tensors of `experts`. The tensors must be contiguous and on the CPU. If each
+    /// expert has a separate tensor, the values of the other experts need not be in memory.
     pub(super) fn with_values<E: TensorElement, R>(
         &self,
         experts: &[usize],

@@ -4,7 +4,7 @@
 //!   own rows --send_rows--> rows of all ranks that chose an expert of this rank --experts--> results --return_results--> sum
 //! ```
 //!
-//! A row is sent to each rank once, however many of the rank's experts it chose; there, the weighted results of these
+//! A row is sent to each rank at most once, however many of the rank's experts it chose; there, the weighted results of these
 //! experts are summed. The sums of all ranks are added in the order of the ranks, which is that of the experts. No row
 //! is dropped. Even a rank that neither sends nor receives a row takes part, with messages without elements.
 
@@ -29,8 +29,9 @@ const MAX_EXPERTS: usize = 1 << 24;
 #[derive(Debug)]
 pub(super) struct RowRoutes {
     exchange: RowExchange,
-    /// The numbers of rows that go to each rank and come from it.
+    /// The number of rows that go to each rank.
     sent: Vec<usize>,
+    /// The number of rows that come from each rank.
     received: Vec<usize>,
     /// The rows in the order in which they are sent: rank by rank, in ascending order.
     rows: Vec<u32>,
@@ -53,8 +54,8 @@ pub(super) struct ReceivedRows {
 }
 
 impl RowRoutes {
-    /// Sends each row of `x` `[.., width]` to the ranks of its experts. This is a collective operation among the ranks
-    /// that hold the experts.
+    /// Sends each row of `x` `[.., width]` to the ranks of its experts. This is a collective operation: all ranks of
+    /// the job must call it.
     ///
     /// # Errors
     /// An input that does not match the routing; too many experts; a failed collective; invalid rows from other ranks.

@@ -14,8 +14,8 @@ thread_local! {
     static PASSES_TOGETHER: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Returns how many steps this thread has taken so far that all ranks take together while a model runs, such as the
-/// gathering of a unit.
+/// Returns the number of collective steps that this thread has taken so far: steps that all ranks take together while a
+/// model runs, such as the gathering of a unit.
 pub(crate) fn collective_steps() -> u64 {
     PASSES_TOGETHER.get()
 }
@@ -40,7 +40,7 @@ impl Perturbation<'_> {
     /// No perturbation: all parameters stay unchanged.
     pub const NONE: Self = Self { sign: 0.0, size: 0.0, only: None };
 
-    /// Returns the same perturbation in the downward direction.
+    /// Returns the same perturbation in the opposite direction.
     pub fn down(self) -> Self {
         Self { sign: -self.sign, ..self }
     }
@@ -68,7 +68,7 @@ pub(super) struct GradientCheckState {
     pub(super) seed: u64,
     /// The direction: 1 is up, -1 is down, 0 is unchanged.
     pub(super) sign: f32,
-    /// The parameters that are moved, or all of them if there is no list.
+    /// The parameters that are moved, or all trained ones if there is no list.
     pub(super) only: Option<Vec<ParamId>>,
     /// The direction of each parameter that has been moved.
     pub(super) directions: Vec<Option<PerturbationDirection>>,

@@ -3,8 +3,8 @@
 //!
 //! The optimizer's own copy of the weights does not contain such writes, so the next update would silently overwrite
 //! them, at some stages and not at others. A few elements of each parameter are remembered while the engine leaves the
-//! weights unchanged, and compared when they are used. This check finds every write of an entire tensor, but a write of
-//! a few elements only by chance.
+//! weights unchanged, and compared when the parameter is used. This check finds every write of an entire tensor on the
+//! CPU, but a write of a few elements only by chance. Parameters on a GPU are not checked.
 
 use crate::error::Result;
 use crate::param::{Param, UnitId};

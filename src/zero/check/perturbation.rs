@@ -1,8 +1,9 @@
 //! The direction of a gradient check: every element of a parameter moves up or down by one step, pseudorandomly.
 //!
-//! The signs depend on the parameter's name and the element's index, so they are the same at all stages, on all ranks
-//! and in every run. The step is the same for all elements of a parameter: a fraction of the root mean square of its
-//! values. In 16 bits, both moves are rounded to representable values, and it is the difference between the rounded
+//! The signs depend on the check's seed, the parameter's name and the element's index, so with one seed they are the
+//! same at all stages, on all ranks and in every run. The step is the same for all elements of a parameter: a fraction
+//! of the root mean square of its values or, if these are close to zero, of a size that is usual for the parameter's
+//! shape. In 16 bits, both moves are rounded to representable values, and it is the difference between the rounded
 //! values that counts.
 
 use crate::kernels::parallel;

@@ -29,8 +29,8 @@ pub(crate) struct CoalescedLayout {
 }
 
 impl CoalescedLayout {
-    /// Creates one layout for each large parameter, and one for all small parameters of the same weight format on the
-    /// same ranks. `mesh` is that of all ranks, here and in the other functions.
+    /// Creates a separate layout for each large parameter, and a common one for all small parameters that have the same
+    /// weight format and are on the same ranks. `mesh` is that of all ranks, here and in the other functions.
     pub fn split(params: &[ParamId], all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Vec<Self> {
         let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);

@@ -17,8 +17,8 @@ use crate::zero::step_executor::StepExecutor;
 use crate::zero::transfer::device_copy::CopyKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
 
-/// Parameters that are gathered and released together, by one all-gather for each large one and one for all small ones
-/// of the same weight format on the same ranks.
+/// Parameters that are gathered and released together, with a separate all-gather for each large parameter, and a
+/// common one for all small parameters that have the same weight format and are on the same ranks.
 pub(super) struct GatherGroup {
     pub params: Vec<ParamId>,
     pub layouts: Vec<CoalescedLayout>,
@@ -213,7 +213,7 @@ fn goes_to_gpu<R: StepExecutor>(core: &R, layout: &CoalescedLayout, place: &Buff
     R::Buffer::is_device(core.model_place()) && !R::Buffer::is_device(place) && !layout.is_packed()
 }
 
-/// Returns this rank's part of a layout's chunks, as its group divides them.
+/// Returns the part of a layout's chunks that this rank keeps: the ranks of its group divide the chunks equally.
 fn part_of_group<R: StepExecutor>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, MemoryLedgerEntry)> {
     let ranks = core.second_group();
     let (len, place) = (chunks.len() / ranks, core.rank() % ranks);

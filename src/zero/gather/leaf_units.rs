@@ -84,7 +84,7 @@ impl LeafUnits {
     }
 
     /// Marks the units that the configuration selects. `units` has the names of all units. Returns the entries that
-    /// match none.
+    /// match no unit.
     pub fn mark_named<'a>(&mut self, units: &[String], named: &'a LeafModule) -> Vec<&'a str> {
         let mut mark = |means: &dyn Fn(&str) -> bool| {
             let meant: Vec<UnitId> = (1..units.len()).filter(|unit| means(&units[*unit])).collect();

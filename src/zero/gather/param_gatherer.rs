@@ -471,7 +471,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
         params.iter().try_for_each(|param| release(&core.params()[*param]).map(drop))
     }
 
-    /// Releases all parameters, including the persistent ones until they are needed, and forgets the recorded order.
+    /// Releases all parameters, including the persistent ones, which are gathered again when they are needed, and
+    /// forgets the recorded order.
     pub fn release_everything(&mut self, core: &R) -> Result<()> {
         self.end(core)?;
         self.release_passed(core)?;
@@ -509,7 +510,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         Ok(())
     }
 
-    /// Returns the unit that has a layout for whose parameters `carries` is true.
+    /// Returns the first unit that has a layout for whose parameters `carries` returns true.
     pub fn unit_that(&self, carries: impl Fn(&[ParamId]) -> bool) -> Option<UnitId> {
         self.units.iter().position(|unit| unit.group.layouts.iter().any(|layout| carries(&layout.params)))
     }

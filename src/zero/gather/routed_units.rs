@@ -23,7 +23,7 @@ use candle_nn::VarBuilder;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The number of units that one number of the exchange describes.
+/// The number of units whose flags fit into one number of the exchange.
 pub(crate) const FLAGS_PER_WORD: usize = u64::BITS as usize;
 
 /// The units of one layer. Each input uses only some of them.
@@ -139,8 +139,9 @@ impl RoutedUnits {
         Ok(RoutedPass { count: self.count, gathered: Some((self.link.clone(), groups.into())) })
     }
 
-    /// Declares that the layer's operations depend on the units that this rank's input chose, so that the gradients of
-    /// the units' parameters arrive in a different order on each rank. All ranks declare this for the same layers.
+    /// Declares that the layer's operations depend on the units that this rank's input chose, and that the gradients of
+    /// the units' parameters may therefore arrive in a different order on each rank. All ranks declare this for the
+    /// same layers.
     pub(crate) fn expect_any_order(&self) {
         let Some(core) = self.link.core().filter(|core| core.comm().size() > 1) else { return };
         let (Some(first), Some(last)) = (self.units.first(), self.units.last()) else { return };

@@ -27,7 +27,7 @@ pub(in crate::zero) fn update(
     for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| !slot.owned.is_empty()) {
         let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
         let rule = optimizer.elementwise(&ctx).expect("a share is on a GPU only if kernels can update it");
-        let GradientShare::Memory(grads) = grads else { unreachable!("a vote leaves no gradient absent") };
+        let GradientShare::Memory(grads) = grads else { unreachable!("after a vote, no gradient is absent") };
         let grad = grads.buffer().on_device().part(0..slot.owned.len())?;
         let moments = moments.iter_mut().map(|moment| moment.storage.on_device(slot.range()));
         let moments = moments.collect::<candle_core::Result<Vec<_>>>()?;

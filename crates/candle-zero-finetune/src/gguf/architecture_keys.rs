@@ -12,7 +12,7 @@ pub(super) struct ArchitectureKeys<'a> {
 
 impl<'a> ArchitectureKeys<'a> {
     fn get(&self, key: &str) -> Option<&'a Value> {
-        self.gguf.content.metadata.get(&format!("{}.{key}", self.architecture))
+        self.gguf.header.metadata.get(&format!("{}.{key}", self.architecture))
     }
 
     pub fn refuse(&self, key: &str, allowed: impl ToString) -> candle_zero::Error {

@@ -2,14 +2,15 @@
 //! llama.cpp's converter.
 
 use super::architecture_keys::ArchitectureKeys;
-use super::mixture_architecture::MixtureArchitecture;
+use super::architectures::GPT_OSS;
+use super::mixture_keys::{config_json as mixture_json, mixture_in_file};
 use super::weights::GgufFile;
 use crate::error::Result;
 use serde_json::{Value as Json, json};
 
 /// The architectures with known conventions. Files of Mistral and Mixtral models use the name llama.
-const SUPPORTED_ARCHITECTURES: [&str; 9] =
-    ["llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "gemma2", "gemma3", "phi3"];
+const SUPPORTED_ARCHITECTURES: [&str; 10] =
+    ["llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "gemma2", "gemma3", "phi3", GPT_OSS];
 
 impl GgufFile {
     /// Returns the equivalent of `config.json`.
@@ -28,7 +29,7 @@ impl GgufFile {
             None | Some(0.0) => None,
             Some(_) => keys.size("expert_count")?,
         };
-        let mixture = MixtureArchitecture::in_file(architecture, experts);
+        let mixture = mixture_in_file(architecture, experts);
         if experts.is_some() && mixture.is_none() {
             return Err(keys.refuse("expert_count", format!("0 for architecture {architecture}")));
         }
@@ -45,11 +46,10 @@ impl GgufFile {
                 return Err(keys.refuse(key, format!("the width of a head ({head})")));
             }
         }
-        let Some(vocab) = self.content.tensor_infos.get("token_embd.weight").and_then(|info| info.shape.dims().first())
-        else {
+        let Some(vocab) = self.header.tensors.get("token_embd.weight").and_then(|info| info.shape.first()) else {
             return Err(super::weights::bad(&self.path, "it has no tensor token_embd.weight"));
         };
-        let has = |name: &str| self.content.tensor_infos.contains_key(name);
+        let has = |name: &str| self.header.tensors.contains_key(name);
         let mut config = json!({
             "model_type": architecture,
             "architectures": [class(architecture)],
@@ -62,7 +62,7 @@ impl GgufFile {
             "head_dim": head,
             "max_position_embeddings": keys.need_size("context_length")?,
             "rms_norm_eps": keys.need_number("attention.layer_norm_rms_epsilon")?,
-            "rope_theta": keys.number("rope.freq_base")?.unwrap_or(if architecture == "gemma3" { 1e6 } else { 1e4 }),
+            "rope_theta": keys.number("rope.freq_base")?.unwrap_or(default_theta(architecture)),
             "rope_scaling": keys.rope_scaling(head)?,
             "tie_word_embeddings": !has("output.weight"),
             "torch_dtype": "float32",
@@ -80,6 +80,7 @@ impl GgufFile {
             "qwen2" | "qwen2moe" | "qwen3" | "qwen3moe" => json!({"hidden_act": "silu", "use_sliding_window": false}),
             "olmoe" => json!({"hidden_act": "silu"}),
             "phi3" => json!({"hidden_act": "silu", "sliding_window": sliding}),
+            GPT_OSS => json!({"hidden_act": "silu", "attention_bias": true, "sliding_window": sliding.unwrap_or(128)}),
             "gemma2" => json!({
                 "hidden_activation": "gelu_pytorch_tanh",
                 "sliding_window": sliding.unwrap_or(4096),
@@ -97,11 +98,11 @@ impl GgufFile {
             }),
         };
         let ids = [("bos", "bos"), ("eos", "eos"), ("pad", "padding")]
-            .map(|(name, role)| (name, self.content.metadata.get(&format!("tokenizer.ggml.{role}_token_id"))));
+            .map(|(name, role)| (name, self.header.metadata.get(&format!("tokenizer.ggml.{role}_token_id"))));
         if let (Some(config), Json::Object(more)) = (config.as_object_mut(), more) {
             config.extend(more);
             if let Some(mixture) = mixture {
-                config.extend(mixture.config_json(&keys)?);
+                config.extend(mixture_json(mixture, &keys)?);
             }
             for (name, id) in ids {
                 let id = id.and_then(|id| id.to_u64().ok());
@@ -110,6 +111,11 @@ impl GgufFile {
         }
         Ok(config)
     }
+}
+
+/// Returns the base of the wavelengths of files that do not specify it.
+fn default_theta(architecture: &str) -> f64 {
+    if architecture == "gemma3" { 1e6 } else { 1e4 }
 }
 
 /// Returns the name of the transformers class of a model without experts.
@@ -127,7 +133,7 @@ fn class(architecture: &str) -> &'static str {
 impl ArchitectureKeys<'_> {
     /// Returns the scaling of the rotary frequencies.
     fn rope_scaling(&self, head: usize) -> Result<Json> {
-        let infos = &self.gguf.content.tensor_infos;
+        let infos = &self.gguf.header.tensors;
         if infos.contains_key("rope_factors_long.weight") || infos.contains_key("rope_factors_short.weight") {
             return Err(super::weights::bad(
                 &self.gguf.path,
@@ -153,6 +159,8 @@ impl ArchitectureKeys<'_> {
                     "attention_factor": more * (1.0 + 0.1 * factor.max(1.0).ln()),
                     "beta_fast": self.number("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                     "beta_slow": self.number("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
+                    // There is no key. All published files of gpt-oss have this value in their config.json.
+                    "truncate": self.architecture != GPT_OSS,
                 }))
             }
             Some(_) => Err(self.refuse("rope.scaling.type", "none, linear or yarn")),

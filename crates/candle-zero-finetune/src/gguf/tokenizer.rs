@@ -15,17 +15,18 @@ use serde_json::{Map, Value as Json, json};
 use std::collections::HashMap;
 
 /// Token types, with llama.cpp's numbers.
-const NORMAL: i64 = 1;
-const UNKNOWN: i64 = 2;
-const CONTROL: i64 = 3;
-const USER_DEFINED: i64 = 4;
-const UNUSED: i64 = 5;
+pub(super) const NORMAL: i32 = 1;
+pub(super) const UNKNOWN: i32 = 2;
+pub(super) const CONTROL: i32 = 3;
+pub(super) const USER_DEFINED: i32 = 4;
+pub(super) const UNUSED: i32 = 5;
+pub(super) const BYTE: i32 = 6;
 
 /// The maximum number of tokens in a file.
 const MAX_TOKENS: usize = 1 << 22;
 
 /// SentencePiece's symbol for a space.
-const SPACE: &str = "\u{2581}";
+pub(super) const SPACE: &str = "\u{2581}";
 
 /// The way in which byte-level BPE splits texts, selected by llama.cpp's name for it: with GPT-2's pattern, with a step
 /// before that pattern, or with other patterns.
@@ -41,8 +42,8 @@ enum PreTokenizerPattern {
 pub(super) const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 pub(super) const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+pub(super) const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+pub(super) const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const DEEPSEEK_V3: [&str; 3] = [
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]+",
@@ -129,7 +130,7 @@ impl GgufFile {
                 config.insert(format!("{name}_token"), Json::from(*text));
             }
         }
-        let flag = |key: &str| match self.content.metadata.get(key) {
+        let flag = |key: &str| match self.header.metadata.get(key) {
             Some(Value::Bool(flag)) => Some(*flag),
             _ => None,
         };
@@ -147,7 +148,7 @@ impl GgufFile {
 
     /// Returns the tokenizer keys unchanged, for writing them to another file.
     pub(super) fn tokenizer_keys(&self) -> Vec<(String, GgufValue)> {
-        let own = self.content.metadata.iter().filter(|(key, _)| key.starts_with("tokenizer."));
+        let own = self.header.metadata.iter().filter(|(key, _)| key.starts_with("tokenizer."));
         let mut keys: Vec<_> = own.filter_map(|(key, value)| Some((key.clone(), written(value)?))).collect();
         keys.sort_by(|(a, _), (b, _)| a.cmp(b));
         keys
@@ -163,7 +164,7 @@ impl GgufFile {
     }
 
     fn text(&self, key: &str) -> Result<Option<&str>> {
-        match self.content.metadata.get(key) {
+        match self.header.metadata.get(key) {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
             Some(_) => Err(self.refuse(key, "not a string", "a string")),
@@ -171,7 +172,7 @@ impl GgufFile {
     }
 
     fn number(&self, key: &str) -> Result<Option<u64>> {
-        match self.content.metadata.get(key) {
+        match self.header.metadata.get(key) {
             None => Ok(None),
             Some(value) => match integer(value) {
                 Some(number) => Ok(u64::try_from(number).ok()),
@@ -181,7 +182,7 @@ impl GgufFile {
     }
 
     fn array(&self, key: &str) -> Result<Option<&[Value]>> {
-        match self.content.metadata.get(key) {
+        match self.header.metadata.get(key) {
             None => Ok(None),
             Some(Value::Array(values)) => Ok(Some(values)),
             Some(_) => Err(self.refuse(key, "not a list", "a list")),
@@ -226,7 +227,7 @@ fn integer(value: &Value) -> Option<i64> {
 struct GgufVocabulary<'a> {
     gguf: &'a GgufFile,
     /// The text and the type of each token.
-    tokens: Vec<(&'a str, i64)>,
+    tokens: Vec<(&'a str, i32)>,
 }
 
 impl<'a> GgufVocabulary<'a> {
@@ -251,7 +252,7 @@ impl<'a> GgufVocabulary<'a> {
         }
         let token = |(id, text): (usize, &'a Value)| match text {
             Value::String(text) => {
-                let kind = kinds.and_then(|kinds| integer(&kinds[id])).unwrap_or(NORMAL);
+                let kind = kinds.and_then(|kinds| i32::try_from(integer(&kinds[id])?).ok()).unwrap_or(NORMAL);
                 Ok((text.as_str(), kind))
             }
             _ => Err(gguf.refuse(TOKENS, format!("a list whose entry {id} is not a string"), "a list of strings")),
@@ -272,7 +273,7 @@ impl<'a> GgufVocabulary<'a> {
 
     /// Returns the tokens that match their text wherever it occurs.
     fn added(&self) -> Vec<Json> {
-        let is_added = |kind: i64| [CONTROL, USER_DEFINED, UNKNOWN].contains(&kind);
+        let is_added = |kind: i32| [CONTROL, USER_DEFINED, UNKNOWN].contains(&kind);
         let added = self.tokens.iter().enumerate().filter(|(_, (text, kind))| is_added(*kind) && !text.is_empty());
         let added = added.map(|(id, (text, kind))| {
             json!({
@@ -338,7 +339,7 @@ impl<'a> GgufVocabulary<'a> {
         };
         let unknown = self.tokens.iter().find(|(_, kind)| *kind == UNKNOWN).map(|(text, _)| *text);
         let adds_space =
-            !matches!(self.gguf.content.metadata.get("tokenizer.ggml.add_space_prefix"), Some(Value::Bool(false)));
+            !matches!(self.gguf.header.metadata.get("tokenizer.ggml.add_space_prefix"), Some(Value::Bool(false)));
         let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": SPACE});
         let normalizer = match adds_space {
             true => json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, spaces]}),
@@ -370,7 +371,7 @@ impl<'a> GgufVocabulary<'a> {
     /// Returns the merges of two pieces into one. Merges into pieces with higher scores come first, as in
     /// SentencePiece. If SentencePiece itself created the pieces, the order of merges into one piece has no effect.
     fn merges(&self, score: impl Fn(usize) -> Result<f32>) -> Result<Vec<Json>> {
-        let is_piece = |kind: i64| kind == NORMAL || kind == USER_DEFINED;
+        let is_piece = |kind: i32| kind == NORMAL || kind == USER_DEFINED;
         let pieces = self.tokens.iter().enumerate().filter(|(_, (_, kind))| is_piece(*kind));
         let ids: HashMap<&str, usize> = pieces.clone().map(|(id, (text, _))| (*text, id)).collect();
         let mut merges: Vec<(f32, &str, &str)> = vec![];

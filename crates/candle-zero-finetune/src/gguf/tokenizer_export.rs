@@ -1,6 +1,7 @@
 //! Builds, from Hugging Face's tokenizer files, the keys that describe a tokenizer in a GGUF file.
 
-use super::tokenizer::{LLAMA3, QWEN2};
+use super::sentence_piece_export::{adds_space, is_sentence_piece, scores, set_types};
+use super::tokenizer::{CONTROL, GPT4O, LLAMA3, NORMAL, QWEN2, TEKKEN, UNUSED, USER_DEFINED};
 use super::writer::GgufValue;
 use crate::chat::template_files::named_templates;
 use crate::chat::tokenizer::Tokenizer;
@@ -12,17 +13,11 @@ use std::path::Path;
 
 const MAX_FILE_BYTES: u64 = 1 << 28;
 
-/// Token types, with llama.cpp's numbers.
-const NORMAL: i32 = 1;
-const CONTROL: i32 = 3;
-const USER_DEFINED: i32 = 4;
-const UNUSED: i32 = 5;
-
 /// Returns the keys for the tokenizer in `folder` and an embedding with `rows` rows.
 ///
 /// # Errors
-/// Files that cannot be read; a tokenizer other than byte-level BPE; a pre-tokenizer without a known llama.cpp name;
-/// more tokens than rows.
+/// Files that cannot be read; a tokenizer other than byte-level BPE and SentencePiece's BPE; a pre-tokenizer without a
+/// known llama.cpp name; more tokens than rows.
 pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(String, GgufValue)>> {
     let path = folder.join("tokenizer.json");
     let tokenizer = read_json(&path)?;
@@ -31,13 +26,11 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
     let wrong = |problem: String| Error::from(FinetuneError::Gguf { path: path.clone(), problem });
     let model = &tokenizer["model"];
     if model["type"] != "BPE" {
-        return Err(wrong(format!("its model is {}; only byte-level BPE can be written as GGUF", model["type"])));
+        return Err(wrong(format!(
+            "its model is {}; only byte-level BPE and SentencePiece's BPE can be written as GGUF",
+            model["type"]
+        )));
     }
-    let pre = match pre_tokenizer_name(&tokenizer["pre_tokenizer"]).map_err(wrong)? {
-        // This is llama.cpp's name for the same pattern without normalization.
-        "qwen2" if tokenizer["normalizer"]["type"] != "NFC" => "deepseek-r1-qwen",
-        pre => pre,
-    };
     let mut ids: BTreeMap<usize, (&str, i32)> = BTreeMap::new();
     let number = |id: &Json| id.as_u64().and_then(|id| usize::try_from(id).ok());
     for (token, id) in model["vocab"].as_object().into_iter().flatten() {
@@ -53,21 +46,49 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
     if let Some((last, _)) = ids.last_key_value().filter(|(last, _)| **last >= rows) {
         return Err(wrong(format!("it has token {last}, but the model's embedding has only {rows} rows")));
     }
+    let merge_of = |merge: &'_ Json| -> Result<(String, String)> {
+        let pair = match merge {
+            Json::String(merge) => merge.split_once(' '),
+            Json::Array(pair) => match &pair[..] {
+                [a, b] => a.as_str().zip(b.as_str()),
+                _ => None,
+            },
+            _ => None,
+        };
+        let (a, b) = pair.ok_or_else(|| wrong(format!("the merge {merge} is not a pair")))?;
+        Ok((a.to_owned(), b.to_owned()))
+    };
+    let merges = model["merges"].as_array().into_iter().flatten().map(merge_of).collect::<Result<Vec<_>>>()?;
+    let mut keys = match is_sentence_piece(model) {
+        true => {
+            set_types(&mut ids, model["unk_token"].as_str()).map_err(wrong)?;
+            let merges: Vec<(&str, &str)> = merges.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+            let adds_space = adds_space(&tokenizer).map_err(wrong)?;
+            vec![
+                ("tokenizer.ggml.model".to_owned(), GgufValue::String("llama".into())),
+                ("tokenizer.ggml.pre".to_owned(), GgufValue::String("default".into())),
+                ("tokenizer.ggml.scores".into(), GgufValue::F32s(scores(&ids, &merges, rows).map_err(wrong)?)),
+                ("tokenizer.ggml.add_space_prefix".into(), GgufValue::Bool(adds_space)),
+            ]
+        }
+        false => {
+            let pre = match pre_tokenizer_name(&tokenizer["pre_tokenizer"]).map_err(wrong)? {
+                // llama.cpp's name for the same pattern without normalization.
+                "qwen2" if tokenizer["normalizer"]["type"] != "NFC" => "deepseek-r1-qwen",
+                // llama.cpp's name for the same pattern with merges of words that are tokens.
+                "llama-bpe" if model["ignore_merges"] != true => "dbrx",
+                pre => pre,
+            };
+            let merges = merges.into_iter().map(|(a, b)| format!("{a} {b}")).collect();
+            vec![
+                ("tokenizer.ggml.model".to_owned(), GgufValue::String("gpt2".into())),
+                ("tokenizer.ggml.pre".to_owned(), GgufValue::String(pre.into())),
+                ("tokenizer.ggml.merges".into(), GgufValue::Strings(merges)),
+            ]
+        }
+    };
     let token = |id: usize| ids.get(&id).map_or_else(|| (format!("[PAD{id}]"), UNUSED), |(t, k)| ((*t).to_owned(), *k));
     let (tokens, kinds): (Vec<String>, Vec<i32>) = (0..rows).map(token).unzip();
-    let merges = model["merges"].as_array().into_iter().flatten().map(|merge| match merge {
-        Json::String(merge) => Ok(merge.clone()),
-        Json::Array(pair) => match (&pair[..], pair.iter().all(Json::is_string)) {
-            ([a, b], true) => Ok(format!("{} {}", a.as_str().unwrap_or_default(), b.as_str().unwrap_or_default())),
-            _ => Err(wrong(format!("the merge {merge} is not a pair"))),
-        },
-        other => Err(wrong(format!("the merge {other} is not a pair"))),
-    });
-    let merges = merges.collect::<Result<Vec<String>>>()?;
-    let mut keys = vec![
-        ("tokenizer.ggml.model".to_owned(), GgufValue::String("gpt2".into())),
-        ("tokenizer.ggml.pre".to_owned(), GgufValue::String(pre.into())),
-    ];
     for (kind, role) in [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")] {
         if let Some(id) = special(kind, &settings, config, &ids).and_then(|id| u32::try_from(id).ok()) {
             keys.push((format!("tokenizer.ggml.{role}_token_id"), GgufValue::U32(id)));
@@ -84,7 +105,6 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
     keys.extend(template_keys(named_templates(folder)?));
     keys.push(("tokenizer.ggml.tokens".into(), GgufValue::Strings(tokens)));
     keys.push(("tokenizer.ggml.token_type".into(), GgufValue::I32s(kinds)));
-    keys.push(("tokenizer.ggml.merges".into(), GgufValue::Strings(merges)));
     Ok(keys)
 }
 
@@ -118,18 +138,28 @@ fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str,
         _ => vec![pre_tokenizer],
     };
     let Some((bytes, before)) = steps.split_last().filter(|(last, _)| last["type"] == "ByteLevel") else {
-        return Err("it is not byte-level; only byte-level BPE can be written as GGUF".into());
+        return Err(
+            "it is neither byte-level nor has it byte_fallback; only byte-level BPE and SentencePiece's BPE can be \
+                    written as GGUF"
+                .into(),
+        );
     };
     let splits = bytes["use_regex"] != false;
+    let unknown = || {
+        format!(
+            "it splits text with {pre_tokenizer}, which is not one of the supported pre-tokenizers: gpt-2, smollm, \
+             llama-bpe, dbrx, qwen2, gpt-4o, tekken; write a Hugging Face folder and convert it with llama.cpp"
+        )
+    };
     match before {
         [] if splits => Ok("gpt-2"),
         [digits] if splits && digits["type"] == "Digits" && digits["individual_digits"] == true => Ok("smollm"),
-        [split] if !splits && split["type"] == "Split" && split["pattern"]["Regex"] == LLAMA3 => Ok("llama-bpe"),
-        [split] if !splits && split["type"] == "Split" && split["pattern"]["Regex"] == QWEN2 => Ok("qwen2"),
-        _ => Err(format!(
-            "it splits text with {pre_tokenizer}, which is not one of the supported pre-tokenizers: gpt-2, smollm, \
-             llama-bpe, qwen2; write a Hugging Face folder and convert it with llama.cpp"
-        )),
+        [split] if !splits && split["type"] == "Split" => {
+            let pattern = &split["pattern"]["Regex"];
+            let known = [(LLAMA3, "llama-bpe"), (QWEN2, "qwen2"), (GPT4O, "gpt-4o"), (TEKKEN, "tekken")];
+            known.iter().find(|(known, _)| pattern == known).map(|(_, name)| *name).ok_or_else(unknown)
+        }
+        _ => Err(unknown()),
     }
 }
 
@@ -173,12 +203,14 @@ mod tests {
         );
         assert_eq!(pre_tokenizer_name(&after(split(LLAMA3), false)), Ok("llama-bpe"));
         assert_eq!(pre_tokenizer_name(&after(split(QWEN2), false)), Ok("qwen2"));
+        assert_eq!(pre_tokenizer_name(&after(split(GPT4O), false)), Ok("gpt-4o"));
+        assert_eq!(pre_tokenizer_name(&after(split(TEKKEN), false)), Ok("tekken"));
         assert!(
             pre_tokenizer_name(&after(split("x"), false))
                 .unwrap_err()
                 .contains("not one of the supported pre-tokenizers")
         );
-        assert!(pre_tokenizer_name(&json!({"type": "Metaspace"})).unwrap_err().contains("not byte-level"));
-        assert!(pre_tokenizer_name(&Json::Null).unwrap_err().contains("not byte-level"));
+        assert!(pre_tokenizer_name(&json!({"type": "Metaspace"})).unwrap_err().contains("neither byte-level"));
+        assert!(pre_tokenizer_name(&Json::Null).unwrap_err().contains("neither byte-level"));
     }
 }

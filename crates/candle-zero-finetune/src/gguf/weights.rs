@@ -1,20 +1,19 @@
 //! Reads the weights of a GGUF file by their Hugging Face names and in Hugging Face's row order, dequantized as they
 //! are read.
 
-use super::mixture;
+use super::architectures::rotary_pairs;
+use super::formats::SUPPORTED_FORMATS;
+use super::header::{GgufHeader, TensorInfo};
+use super::tensor_names::{TensorForm, interleaved_row, place_of};
 use crate::error::{Error, FinetuneError, ParamError, Result};
-use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
-use candle_core::quantized::{GgmlDType, ggml_file::qtensor_from_ggml};
-use candle_core::{Device, Tensor};
+use candle_core::quantized::gguf_file::Value;
 use candle_zero::engine::InitialValues;
 use candle_zero::files;
 use candle_zero::models::DecoderConfig;
 use candle_zero::param::check_finite;
 use candle_zero::util::{fnv1a, list};
-use half::{bf16, f16};
 use memmap2::Mmap;
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{Cursor, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -23,28 +22,22 @@ use std::path::{Path, PathBuf};
 pub(crate) struct GgufFile {
     pub(super) path: PathBuf,
     map: Mmap,
-    pub(super) content: Content,
-    /// The source tensor of each parameter, by the parameter's name.
+    pub(super) header: GgufHeader,
+    /// The source of each parameter, by the parameter's name.
     places: BTreeMap<String, TensorSource>,
 }
 
-/// The tensor in the file from which a parameter is read.
+/// The tensors in the file from which a parameter is read.
 #[derive(Debug, Clone)]
 struct TensorSource {
-    /// The name of the tensor.
-    name: String,
+    /// The names of the tensors.
+    names: Vec<String>,
     /// The shape of the parameter.
     shape: Vec<usize>,
-    /// The number of the tensor's elements before the parameter. A tensor of all experts contains several parameters.
-    offset: usize,
-    /// The number of heads, if the two halves of each head are interleaved row by row.
-    mixed_heads: Option<usize>,
+    form: TensorForm,
     /// Whether 1 was added to all elements.
     plus_one: bool,
 }
-
-/// The supported formats.
-const SUPPORTED_FORMATS: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
 
 impl GgufFile {
     /// Opens and maps a file, and reads its metadata.
@@ -55,9 +48,8 @@ impl GgufFile {
         // raise SIGBUS. Nothing in candle-zero writes weights in place, and copying every model into memory to rule
         // this out would be too expensive.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
-        let content = Content::read(&mut AlignmentGuard { file: Cursor::new(&map[..]), of_alignment: None });
-        let content = content.map_err(|e| bad(path, candle_zero::error::without_backtrace(&e.to_string())))?;
-        Ok(Self { path: path.to_owned(), map, content, places: BTreeMap::new() })
+        let header = GgufHeader::read(&map).map_err(|reason| bad(path, reason))?;
+        Ok(Self { path: path.to_owned(), map, header, places: BTreeMap::new() })
     }
 
     /// Returns the file after checking that it contains exactly the weights of the model that `config` describes.
@@ -65,36 +57,30 @@ impl GgufFile {
         let architecture = self.architecture()?.to_owned();
         let mut used: BTreeSet<&str> = REDUNDANT_TENSORS.into_iter().collect();
         let parameters = config.parameters()?;
+        let pairs = rotary_pairs(&architecture).unwrap_or(config.rotary_pairs);
+        let experts = config.mixture.as_ref().map_or(0, |mixture| mixture.experts);
         for (parameter, shape) in &parameters {
-            let name = name_in_file(&architecture, parameter);
-            let found = name.and_then(|name| self.content.tensor_infos.get_key_value(&name));
-            let Some((name, info)) = found else {
+            let missing = || {
                 let (path, name, has) = (self.path.clone(), parameter.clone(), self.some_names());
-                return Err(ParamError::MissingTensor { path, name, shape: shape.clone(), has }.into());
+                Error::from(ParamError::MissingTensor { path, name, shape: shape.clone(), has })
             };
-            let place = module_of(parameter).and_then(|(_, module, _)| mixture::place_of(module));
-            let experts = config.mixture.as_ref().map_or(0, |mixture| mixture.experts);
-            let stored =
-                place.as_ref().map_or_else(|| shape.clone(), |place| mixture::shape_in_file(place, shape, experts));
-            if info.shape.dims() != stored {
-                let paths = [self.path.as_path(), &self.path];
-                return Err(FinetuneError::not_as_described(parameter, paths, info.shape.dims(), &stored).into());
+            let place = place_of(parameter, config, pairs).ok_or_else(missing)?;
+            let stored = place.shape_in_file(shape, experts);
+            for name in &place.names {
+                let (name, info) = self.header.tensors.get_key_value(name).ok_or_else(missing)?;
+                if info.shape != stored {
+                    let paths = [self.path.as_path(), &self.path];
+                    return Err(FinetuneError::not_as_described(parameter, paths, &info.shape, &stored).into());
+                }
+                if used.insert(name) {
+                    self.check(name, info)?;
+                }
             }
-            if used.insert(name) {
-                self.check(name, info)?;
-            }
-            let offset = place.and_then(|place| place.expert).unwrap_or(0) * shape.iter().product::<usize>();
-            let mixed_heads = match parameter {
-                _ if architecture != "llama" => None,
-                q if q.contains(".q_proj.") => Some(config.num_attention_heads),
-                k if k.contains(".k_proj.") => Some(config.num_key_value_heads),
-                _ => None,
-            };
-            let plus_one = architecture.starts_with("gemma") && parameter.ends_with("norm.weight");
-            let source = TensorSource { name: name.clone(), shape: shape.clone(), offset, mixed_heads, plus_one };
+            let source =
+                TensorSource { names: place.names, shape: shape.clone(), form: place.form, plus_one: place.plus_one };
             self.places.insert(parameter.clone(), source);
         }
-        let mut extra: Vec<&str> = self.content.tensor_infos.keys().map(String::as_str).collect();
+        let mut extra: Vec<&str> = self.header.tensors.keys().map(String::as_str).collect();
         extra.retain(|name| !used.contains(name));
         extra.sort_unstable();
         match extra.is_empty() {
@@ -105,7 +91,7 @@ impl GgufFile {
 
     /// Returns the architecture of the model.
     pub fn architecture(&self) -> Result<&str> {
-        match self.content.metadata.get("general.architecture") {
+        match self.header.metadata.get("general.architecture") {
             Some(Value::String(architecture)) => Ok(architecture),
             _ => Err(bad(&self.path, "its metadata has no general.architecture")),
         }
@@ -119,37 +105,35 @@ impl GgufFile {
 
     /// Returns all values of a tensor, if the file has one of that name.
     pub fn dequantized(&self, name: &str) -> Result<Option<Vec<f32>>> {
-        let Some(info) = self.content.tensor_infos.get(name) else { return Ok(None) };
+        let Some(info) = self.header.tensors.get(name) else { return Ok(None) };
         self.check(name, info)?;
         let mut values = Vec::new();
-        self.read(info, 0..info.shape.elem_count(), &mut values)?;
+        self.read(info, 0..info.elements(), &mut values)?;
         Ok(Some(values))
     }
 
     fn some_names(&self) -> String {
-        let mut names: Vec<&String> = self.content.tensor_infos.keys().collect();
+        let mut names: Vec<&String> = self.header.tensors.keys().collect();
         names.sort_unstable();
         list(&names)
     }
 
     /// Checks that a tensor can be read, before anything is read.
     fn check(&self, name: &str, info: &TensorInfo) -> Result<()> {
-        use GgmlDType::{BF16, F16, F32, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
-        let dtype = info.ggml_dtype;
-        if ![F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K].contains(&dtype) {
-            let (path, name, found) = (self.path.clone(), name.to_owned(), format!("{dtype:?}"));
+        let format = info.format;
+        if !format.is_supported() {
+            let (path, name, found) = (self.path.clone(), name.to_owned(), format.to_string());
             return Err(FinetuneError::GgufDtype { path, name, found, allowed: SUPPORTED_FORMATS }.into());
         }
-        let row = info.shape.dims().last().copied().unwrap_or(1);
-        if !row.is_multiple_of(dtype.block_size()) {
-            let block = dtype.block_size();
+        let (row, block) = (info.shape.last().copied().unwrap_or(1), format.block());
+        if !row.is_multiple_of(block) {
             return Err(bad(
                 &self.path,
                 format!("the row length of tensor {name}, {row} elements, is not a multiple of the block size {block}"),
             ));
         }
-        let size = (info.shape.elem_count() / dtype.block_size()).checked_mul(dtype.type_size());
-        let start = usize::try_from(self.content.tensor_data_offset.saturating_add(info.offset)).ok();
+        let size = (info.elements() / block).checked_mul(format.block_bytes());
+        let start = usize::try_from(info.offset).ok().and_then(|offset| self.header.data_start.checked_add(offset));
         let end = start.zip(size).and_then(|(start, size)| start.checked_add(size));
         match end.filter(|end| *end <= self.map.len()) {
             Some(_) => Ok(()),
@@ -164,8 +148,8 @@ impl GgufFile {
 
     /// Returns which bytes of the file contain the blocks with elements `range` of a tensor that was checked.
     fn bytes(&self, info: &TensorInfo, range: Range<usize>) -> Range<usize> {
-        let (block, size) = (info.ggml_dtype.block_size(), info.ggml_dtype.type_size());
-        let first = (self.content.tensor_data_offset + info.offset) as usize;
+        let (block, size) = (info.format.block(), info.format.block_bytes());
+        let first = self.header.data_start + info.offset as usize;
         first + range.start / block * size..first + range.end.div_ceil(block) * size
     }
 
@@ -173,29 +157,106 @@ impl GgufFile {
     fn read(&self, info: &TensorInfo, range: Range<usize>, values: &mut Vec<f32>) -> Result<()> {
         /// The number of elements that are dequantized at a time.
         const PIECE: usize = 1 << 18;
-        let (dtype, block) = (info.ggml_dtype, info.ggml_dtype.block_size());
+        let block = info.format.block();
         let mut at = range.start;
         while at < range.end {
             let blocks = at / block..range.end.min(at + PIECE).div_ceil(block);
             let end = range.end.min(blocks.end * block);
-            let bytes = &self.map[self.bytes(info, at..end)];
-            match dtype {
-                GgmlDType::F32 => extend(values, bytes, f32::from_le_bytes),
-                GgmlDType::F16 => extend(values, bytes, |b| f16::from_le_bytes(b).to_f32()),
-                GgmlDType::BF16 => extend(values, bytes, |b| bf16::from_le_bytes(b).to_f32()),
-                _ => {
-                    // The copy is aligned, as any allocation is.
-                    let copy = bytes.to_vec();
-                    let elements = blocks.len() * block;
-                    let tensor = qtensor_from_ggml(dtype, &copy, vec![elements], &Device::Cpu)?;
-                    let tensor: Tensor = tensor.dequantize(&Device::Cpu)?;
-                    let start = blocks.start * block;
-                    values.extend_from_slice(&tensor.to_vec1::<f32>()?[at - start..end - start]);
-                }
-            }
+            let first = values.len();
+            info.format.decode(&self.map[self.bytes(info, at..end)], values)?;
+            // Of the first and the last block, only a part may be wanted.
+            let start = blocks.start * block;
+            values.truncate(first + end - start);
+            values.drain(first..first + at - start);
             at = end;
         }
         Ok(())
+    }
+
+    /// Returns elements `range` of a parameter `[experts, inputs, outputs]` that is stored in
+    /// [`TensorForm::OfAllExperts`]: its outputs alternate between the tensors, which contain matrices
+    /// `[outputs, inputs]`.
+    fn transposed(
+        &self,
+        infos: &[&TensorInfo],
+        [inputs, outputs]: [usize; 2],
+        range: Range<usize>,
+    ) -> Result<Vec<f32>> {
+        /// The number of elements that are read at a time from complete matrices.
+        const PIECE: usize = 1 << 18;
+        let mut values = vec![0f32; range.len()];
+        let (tensors, of_tensor) = (infos.len(), outputs / infos.len());
+        let (mut row, end) = (range.start / outputs, range.end.div_ceil(outputs));
+        let mut piece = Vec::new();
+        while row < end && !range.is_empty() {
+            let (expert, input) = (row / inputs, row % inputs);
+            let rows = (inputs - input).min(end - row);
+            // Complete lines of a tensor follow one another.
+            let lines = if rows == inputs { (PIECE / inputs).max(1) } else { 1 };
+            for (tensor, info) in infos.iter().enumerate() {
+                for first in (0..of_tensor).step_by(lines) {
+                    let lines = lines.min(of_tensor - first);
+                    let start = (expert * of_tensor + first) * inputs + input;
+                    piece.clear();
+                    self.read(info, start..start + (lines - 1) * inputs + rows, &mut piece)?;
+                    for (at, value) in piece.iter().enumerate() {
+                        let output = (first + at / rows) * tensors + tensor;
+                        let to = (row + at % rows) * outputs + output;
+                        if range.contains(&to) {
+                            values[to - range.start] = *value;
+                        }
+                    }
+                }
+            }
+            row += rows;
+        }
+        Ok(values)
+    }
+
+    /// Returns elements `range` of a parameter that is read from these tensors, and for each tensor which elements were
+    /// needed.
+    fn of_source(
+        &self,
+        source: &TensorSource,
+        infos: &[&TensorInfo],
+        range: Range<usize>,
+    ) -> Result<(Vec<f32>, Range<usize>)> {
+        let (info, shape) = (infos[0], &source.shape);
+        let elements = shape.iter().product::<usize>();
+        let needed = match source.form {
+            TensorForm::Same | TensorForm::Vector => range,
+            TensorForm::OfExpert(expert) => expert * elements + range.start..expert * elements + range.end,
+            TensorForm::Interleaved(head) => {
+                // The rows of a bias have one element.
+                let row = shape.get(1).copied().unwrap_or(1);
+                let mut values = Vec::with_capacity(range.len());
+                let mut at = range.start;
+                while at < range.end {
+                    let (r, column) = (at / row, at % row);
+                    let end = range.end.min((r + 1) * row);
+                    let from = interleaved_row(r, head) * row + column;
+                    self.read(info, from..from + (end - at), &mut values)?;
+                    at = end;
+                }
+                // Rows may come from anywhere in the tensor.
+                return Ok((values, 0..elements));
+            }
+            TensorForm::Transposed | TensorForm::OfAllExperts { .. } => {
+                let outputs = shape.last().copied().unwrap_or(1);
+                let inputs = match source.form {
+                    TensorForm::OfAllExperts { inputs } => inputs,
+                    _ => elements / outputs,
+                };
+                let values = self.transposed(infos, [inputs, outputs], range.clone())?;
+                let matrix = inputs * outputs;
+                let matrices = range.start / matrix..range.end.div_ceil(matrix);
+                let of_tensor = matrix / infos.len();
+                return Ok((values, matrices.start * of_tensor..matrices.end * of_tensor));
+            }
+        };
+        let mut values = Vec::with_capacity(needed.len());
+        self.read(info, needed.clone(), &mut values)?;
+        Ok((values, needed))
     }
 }
 
@@ -205,40 +266,23 @@ impl InitialValues for GgufFile {
     }
 
     fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
-        let place = self.places.get(name);
-        let found = place.and_then(|place| Some((place, self.content.tensor_infos.get(&place.name)?)));
-        let Some((place, info)) = found else {
+        let source = self.places.get(name);
+        let infos = source.and_then(|source| {
+            let infos: Option<Vec<&TensorInfo>> =
+                source.names.iter().map(|name| self.header.tensors.get(name)).collect();
+            Some((source, infos?))
+        });
+        let Some((source, infos)) = infos else {
             let (path, name, has) = (self.path.clone(), name.to_owned(), self.some_names());
             return Err(ParamError::MissingTensor { path, name, shape: shape.to_vec(), has }.into());
         };
-        if place.shape != shape {
-            return Err(FinetuneError::not_as_described(name, [&self.path, &self.path], &place.shape, shape).into());
+        if source.shape != shape {
+            return Err(FinetuneError::not_as_described(name, [&self.path, &self.path], &source.shape, shape).into());
         }
-        let mut values = Vec::with_capacity(range.len());
-        match place.mixed_heads {
-            None => self.read(info, place.offset + range.start..place.offset + range.end, &mut values)?,
-            Some(heads) => {
-                // The rows of a bias have one element.
-                let (rows, row) = (shape[0], shape.get(1).copied().unwrap_or(1));
-                let mut at = range.start;
-                while at < range.end {
-                    let (r, column) = (at / row, at % row);
-                    let end = range.end.min((r + 1) * row);
-                    let from = mixed_row(r, rows / heads) * row + column;
-                    self.read(info, from..from + (end - at), &mut values)?;
-                    at = end;
-                }
-            }
-        }
-        // The pages of a parameter that was read are seldom needed again. Interleaved rows may come from anywhere in
-        // the tensor.
-        let read = if place.mixed_heads.is_some() {
-            0..info.shape.elem_count()
-        } else {
-            place.offset + range.start..place.offset + range.end
-        };
-        files::release_pages(&self.map, self.bytes(info, read));
-        if place.plus_one {
+        let (mut values, needed) = self.of_source(source, &infos, range.clone())?;
+        // The pages of a parameter that was read are seldom needed again.
+        infos.iter().for_each(|info| files::release_pages(&self.map, self.bytes(info, needed.clone())));
+        if source.plus_one {
             values.iter_mut().for_each(|x| *x -= 1.0);
         }
         check_finite(&self.path, name, range.start, &values)?;
@@ -248,7 +292,7 @@ impl InitialValues for GgufFile {
     fn fingerprint(&self) -> u64 {
         const MAX_SAMPLED_NAMES: usize = 1000;
         let step = self.map.len().div_ceil(MAX_SAMPLED_NAMES).max(1);
-        let header = self.map.len().min(self.content.tensor_data_offset as usize);
+        let header = self.map.len().min(self.header.data_start);
         let data = self.map.chunks(step).flat_map(|c| &c[..c.len().min(8)]);
         let sampled: Vec<u8> = self.map[..header].iter().chain(data).copied().collect();
         files::release_pages(&self.map, 0..self.map.len());
@@ -256,90 +300,9 @@ impl InitialValues for GgufFile {
     }
 }
 
-/// A reader that refuses files whose `general.alignment` is 0, because Candle's reader would divide by it.
-struct AlignmentGuard<'a> {
-    file: Cursor<&'a [u8]>,
-    /// `None` until the key `general.alignment` has been read; then, whether the type of its value has also been read.
-    of_alignment: Option<bool>,
-}
-
-impl Read for AlignmentGuard<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        let len = self.file.read(buffer)?;
-        let bytes = &buffer[..len];
-        self.of_alignment = match self.of_alignment {
-            None => (bytes == b"general.alignment").then_some(false),
-            Some(false) => Some(true),
-            Some(true) if bytes.iter().all(|byte| *byte == 0) => {
-                let reason = "general.alignment is 0, but must be a positive number";
-                return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, reason));
-            }
-            Some(true) => None,
-        };
-        Ok(len)
-    }
-}
-
-impl Seek for AlignmentGuard<'_> {
-    fn seek(&mut self, to: SeekFrom) -> std::io::Result<u64> {
-        self.file.seek(to)
-    }
-}
-
-fn extend<const N: usize>(values: &mut Vec<f32>, bytes: &[u8], widen: impl Fn([u8; N]) -> f32) {
-    values.extend(bytes.as_chunks::<N>().0.iter().map(|b| widen(*b)));
-}
-
-/// Returns the position of row `row` of queries or keys in the GGUF file of a Llama, whose rotary embedding rotates
-/// adjacent elements: in each head of `head` rows, rows of the first and the second half alternate.
-fn mixed_row(row: usize, head: usize) -> usize {
-    let (start, inside, half) = (row / head * head, row % head, head / 2);
-    start + inside % half * 2 + inside / half
-}
-
 /// Tensors that contain no parameters. `config_json` derives the rotary scaling of Llama 3.1 and later from
 /// `rope_freqs.weight`.
 const REDUNDANT_TENSORS: [&str; 1] = ["rope_freqs.weight"];
-
-/// Returns a parameter's name in a GGUF file, given its Hugging Face name.
-fn name_in_file(architecture: &str, parameter: &str) -> Option<String> {
-    let gemma = architecture.starts_with("gemma");
-    let around = match parameter {
-        "model.embed_tokens.weight" => Some("token_embd.weight"),
-        "model.norm.weight" => Some("output_norm.weight"),
-        "lm_head.weight" => Some("output.weight"),
-        _ => None,
-    };
-    if let Some(name) = around {
-        return Some(name.to_owned());
-    }
-    let (block, module, ending) = module_of(parameter)?;
-    let part = match module {
-        "input_layernorm" => "attn_norm",
-        "post_attention_layernorm" if gemma => "post_attention_norm",
-        "pre_feedforward_layernorm" | "post_attention_layernorm" => "ffn_norm",
-        "post_feedforward_layernorm" => "post_ffw_norm",
-        "self_attn.q_proj" => "attn_q",
-        "self_attn.k_proj" => "attn_k",
-        "self_attn.v_proj" => "attn_v",
-        "self_attn.qkv_proj" => "attn_qkv",
-        "self_attn.o_proj" => "attn_output",
-        "self_attn.q_norm" => "attn_q_norm",
-        "self_attn.k_norm" => "attn_k_norm",
-        "mlp.gate_proj" => "ffn_gate",
-        "mlp.up_proj" | "mlp.gate_up_proj" => "ffn_up",
-        "mlp.down_proj" => "ffn_down",
-        _ => mixture::place_of(module)?.tensor,
-    };
-    Some(format!("blk.{block}.{part}.{ending}"))
-}
-
-/// Splits the name of a block's parameter into the number of the block, the module within the block, and the ending.
-fn module_of(parameter: &str) -> Option<(&str, &str, &str)> {
-    let (block, part) = parameter.strip_prefix("model.layers.")?.split_once('.')?;
-    let (module, ending) = part.rsplit_once('.')?;
-    Some((block, module, ending))
-}
 
 /// Returns the GGUF files in a folder.
 pub(crate) fn gguf_files(folder: &Path) -> Result<Vec<PathBuf>> {

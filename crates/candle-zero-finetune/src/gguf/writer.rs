@@ -14,6 +14,7 @@ pub(super) enum GgufValue {
     F32(f32),
     Bool(bool),
     String(String),
+    Bools(Vec<bool>),
     I32s(Vec<i32>),
     F32s(Vec<f32>),
     Strings(Vec<String>),
@@ -172,6 +173,10 @@ fn put_value(to: &mut Vec<u8>, value: &GgufValue) {
         to.extend((len as u64).to_le_bytes());
     };
     match value {
+        GgufValue::Bools(values) => {
+            array(7, values.len());
+            to.extend(values.iter().map(|value| u8::from(*value)));
+        }
         GgufValue::I32s(values) => {
             array(5, values.len());
             values.iter().for_each(|value| to.extend(value.to_le_bytes()));

@@ -165,11 +165,17 @@ impl BaseModel {
     }
 }
 
-/// Returns the layout of the weight of a projection of this name. GPT-2 uses Conv1D's layout.
+/// Returns the layout of the weight of a projection of this name. GPT-2 uses Conv1D's layout; StarCoder 2, whose MLP has
+/// the same names, does not.
 pub(crate) fn layout_of(name: &str) -> WeightLayout {
     const CONV1D_SUFFIXES: [&str; 4] =
         [".attn.c_attn.weight", ".attn.c_proj.weight", ".mlp.c_fc.weight", ".mlp.c_proj.weight"];
-    if CONV1D_SUFFIXES.iter().any(|end| name.ends_with(end)) { WeightLayout::InOut } else { WeightLayout::OutIn }
+    let is_gpt2 = name.strip_prefix("transformer.").unwrap_or(name).starts_with("h.");
+    if is_gpt2 && CONV1D_SUFFIXES.iter().any(|end| name.ends_with(end)) {
+        WeightLayout::InOut
+    } else {
+        WeightLayout::OutIn
+    }
 }
 
 /// One tensor of a [`MergedModel`].
@@ -373,4 +379,23 @@ impl MergedModel<'_> {
 /// Returns the error for a value that a precision cannot hold.
 pub(crate) fn too_large(tensor: &str, value: f32, format: &str) -> Error {
     FinetuneError::TooLarge { tensor: tensor.into(), value, format: format.to_lowercase() }.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_gpt2_stores_inputs_before_outputs() {
+        for (name, layout) in [
+            ("h.0.mlp.c_fc.weight", WeightLayout::InOut),
+            ("transformer.h.11.attn.c_attn.weight", WeightLayout::InOut),
+            ("transformer.h.0.ln_1.weight", WeightLayout::OutIn),
+            // StarCoder 2
+            ("model.layers.0.mlp.c_fc.weight", WeightLayout::OutIn),
+            ("model.layers.0.mlp.c_proj.weight", WeightLayout::OutIn),
+        ] {
+            assert_eq!(layout_of(name), layout, "{name}");
+        }
+    }
 }

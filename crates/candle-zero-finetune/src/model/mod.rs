@@ -13,6 +13,6 @@ pub(super) mod classifier_base;
 pub(super) mod classifier_config;
 pub(super) mod generator;
 pub(super) mod merged_model;
-mod mxfp4;
+pub(super) mod mxfp4;
 pub(super) mod output_dir;
 pub(super) mod trainable_model;

@@ -14,11 +14,17 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// The number of elements in a block.
-const BLOCK: usize = 32;
+pub(crate) const BLOCK: usize = 32;
 /// The values of the codes.
-const CODES: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+pub(crate) const CODES: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 /// The scale whose factor is 1.
 const SCALE_OF_1: i32 = 127;
+
+/// Returns the factor of a block.
+pub(crate) fn factor(scale: u8) -> f32 {
+    2f64.powi(i32::from(scale) - SCALE_OF_1) as f32
+}
 
 /// Weights in files, some of which may be in MXFP4.
 #[derive(Debug)]
@@ -127,7 +133,7 @@ fn unpack(blocks: &[u8], scales: &[u8], [inputs, outputs]: [usize; 2], range: Ra
         let next = (row - input % BLOCK + BLOCK).min(range.end.div_ceil(outputs));
         for output in 0..outputs {
             let block = (expert * outputs + output) * each + input / BLOCK;
-            let factor = 2f64.powi(i32::from(scales[block]) - SCALE_OF_1) as f32;
+            let factor = factor(scales[block]);
             let codes = &blocks[block * BLOCK / 2..][..BLOCK / 2];
             for row in row..next {
                 let (at, place) = (row * outputs + output, row % inputs % BLOCK);

@@ -7,15 +7,15 @@
 //! again. `job_record` adds the output of ranks, and how they ended, to the record of a run. Output of `zerorun` itself
 //! goes through `console`. `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which
 //! host. `nodes` starts and connects the launchers of several hosts, or starts their ranks with `mpirun`; `pmi`
-//! connects the MPI libraries of the ranks. In the ranks, `comm/rank_env.rs` reads the variables that the launcher has
-//! set.
+//! connects the MPI libraries of the ranks. `remote_shell` runs commands on other hosts. In the ranks,
+//! `comm/rank_env.rs` reads the variables that the launcher has set.
 
 pub(crate) mod cargo_build;
 pub(crate) mod comm_backend;
 pub(crate) mod console;
 pub(crate) mod core_binding;
 pub(crate) mod error;
-mod exported_variables;
+pub(crate) mod exported_variables;
 pub(crate) mod failure_report;
 mod frontmatter;
 #[allow(
@@ -29,6 +29,7 @@ pub(crate) mod nodes;
 mod pmi;
 mod rank_output;
 pub(crate) mod ranks;
+pub(crate) mod remote_shell;
 pub(crate) mod restarts;
 pub(crate) mod run_flags;
 pub(crate) mod script;

@@ -13,9 +13,9 @@ use std::process::ExitCode;
 
 /// Write a checkpoint's parameters to a folder, in the layout of Hugging Face models.
 ///
-/// Exit code: 0 if everything is written, 1 if the checkpoint is damaged or a file or standard output cannot be
-/// written, 2 if there is no checkpoint or the command line is wrong. OUT stays unchanged unless all of its files are
-/// written.
+/// Exit code: 0 if everything is written; 1 if the checkpoint is damaged or contains a value that f16 cannot represent,
+/// or a file or standard output cannot be written; 2 if there is no checkpoint, OUT is not empty, or the command line
+/// is wrong. OUT stays unchanged unless all of its files are written.
 #[derive(Debug, Parser)]
 #[command(name = "consolidate", bin_name = "zerorun consolidate")]
 struct ConsolidateArguments {

@@ -1,7 +1,7 @@
 //! `zerorun deploy`: prints the manifest or batch script with which a cluster starts a job on several hosts.
 
 use crate::error::Result as OrError;
-use crate::launch::console::{CommandLineError, EXIT_SETUP, print_and_exit, refused};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print_and_exit, refused};
 use crate::launch::hosts::export_rules::literal_word;
 use crate::launch::nodes::secret::JobSecret;
 use clap::error::ErrorKind;
@@ -69,7 +69,7 @@ struct DeployArguments {
     #[arg(long, default_value = "shared", value_parser = name)]
     claim: String,
 
-    /// For Kubernetes: existing Secret whose key `secret` is the hosts' shared secret [default: a new one, included in
+    /// For k8s: existing Secret whose key `secret` is the secret that the hosts share [default: a new one, included in
     /// the output]
     #[arg(long, value_name = "NAME", value_parser = name)]
     secret: Option<String>,
@@ -113,6 +113,9 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
         let text = "an argument of the program contains a line break or another control character; remove it";
         return Err(CommandLineError(DeployArguments::command().error(ErrorKind::ValueValidation, text)));
     }
+    for option in arguments.ignored() {
+        eprint(&format!("zerorun: deploy: {option}, so it is ignored"));
+    }
     let filled_in = match arguments.filled_in() {
         Ok(text) => text,
         Err(error) => return Ok(refused(&error, EXIT_SETUP)),
@@ -121,6 +124,22 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 }
 
 impl DeployArguments {
+    /// Returns the options that have no meaning for the type of cluster, with the reason.
+    fn ignored(&self) -> Vec<&'static str> {
+        let is_mpijob = self.cluster == ClusterKind::Mpijob;
+        let mut ignored = Vec::new();
+        if self.secret.is_some() && is_mpijob {
+            ignored.push("--secret is for launchers, and mpirun starts the ranks of an MPIJob");
+        }
+        if self.secret.is_some() && self.cluster == ClusterKind::Slurm {
+            ignored.push("--secret names a Secret of Kubernetes");
+        }
+        if self.max_restarts > 0 && is_mpijob {
+            ignored.push("--max_restarts is for launchers, and mpirun starts the ranks of an MPIJob");
+        }
+        ignored
+    }
+
     /// Fills in the template.
     ///
     /// # Errors
@@ -255,6 +274,18 @@ mod tests {
     fn a_cluster_restarts_as_often_as_zerorun_and_not_by_itself() {
         assert!(filled_in("deploy k8s --nodes 2 train").contains("maxRestarts: 0\n"));
         assert!(filled_in("deploy k8s --nodes 2 --max_restarts 3 train").contains("maxRestarts: 3\n"));
+    }
+
+    #[test]
+    fn options_without_a_meaning_for_the_cluster_are_reported() {
+        let ignored = |words: &str| {
+            let words = format!("deploy {words} --nodes 2 train");
+            DeployArguments::try_parse_from(words.split_whitespace()).unwrap().ignored().len()
+        };
+        assert_eq!(ignored("k8s --secret mine --max_restarts 3"), 0);
+        assert_eq!(ignored("mpijob --secret mine --max_restarts 3"), 2);
+        assert_eq!(ignored("slurm --secret mine --max_restarts 3"), 1);
+        assert_eq!(ignored("mpijob") + ignored("slurm"), 0);
     }
 
     #[test]

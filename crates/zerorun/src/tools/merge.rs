@@ -16,7 +16,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Merge an adapter into a model, tensor by tensor, and write it for transformers or llama.cpp.
+/// Merge an adapter into a model, tensor by tensor, and write the result for transformers or llama.cpp.
 ///
 /// Exit code: 0 if everything is written, 1 if standard output could not be written, 2 if the model, the adapter or the
 /// command line is wrong, or a file cannot be written. With code 2, OUT stays unchanged.

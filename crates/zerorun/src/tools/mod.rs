@@ -124,7 +124,7 @@ const ALL: [ZerorunTool; 22] = [
     },
     ZerorunTool {
         name: "generate",
-        about: "Answer prompts with a model and an adapter",
+        about: "Answer prompts with a model and, optionally, an adapter",
         run: generate::run,
         command: generate::command,
     },
@@ -143,7 +143,7 @@ const ALL: [ZerorunTool; 22] = [
     },
     ZerorunTool {
         name: "merge",
-        about: "Merge an adapter into a model, as a Hugging Face folder or GGUF",
+        about: "Merge an adapter into a model, and write a folder or a GGUF file",
         run: merge::run,
         command: merge::command,
     },

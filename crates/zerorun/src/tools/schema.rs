@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 /// Print a JSON Schema (draft 2020-12) of the configuration file. An editor that uses it completes keys, shows their
-/// meaning and default, and marks unknown ones.
+/// meanings and defaults, and marks unknown keys.
 ///
 /// Exit code: 0 if the schema is printed, 2 if standard output could not be written or the command line is wrong.
 #[derive(Debug, Parser)]

@@ -4,7 +4,7 @@ use crate::scratch;
 use candle_zero_finetune::{BaseModel, Conversation, Template, Tokenizer};
 
 /// Keys and values of the metadata.
-pub(super) const WORDS: [&str; 26] = [
+pub(super) const WORDS: [&str; 27] = [
     "llama",
     "qwen2",
     "qwen3",
@@ -12,6 +12,7 @@ pub(super) const WORDS: [&str; 26] = [
     "gemma3",
     "phi3",
     "gpt2",
+    "gpt-oss",
     "general.architecture",
     "general.alignment",
     ".block_count",

@@ -149,6 +149,7 @@ export class SweepPanel {
   state(trial, run) {
     const more = [];
     if (trial.by) more.push(` by ${trial.by}`);
+    if (trial.host && trial.state === "running") more.push(` on ${trial.host}`);
     if (trial.branch_of) more.push(`, branch of ${trial.branch_of}`);
     // A sweep that was killed cannot record that its trials have ended.
     if (trial.state === "running" && run && run.state !== "running") more.push(` (its run: ${run.state})`);

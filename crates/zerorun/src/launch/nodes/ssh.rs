@@ -6,22 +6,19 @@
 
 use super::listen_address::BIND_ADDR;
 use super::secret::JobSecret;
-use crate::error::{Error, HostsError, LaunchError, Result};
+use crate::error::{HostsError, LaunchError, Result};
 use crate::launch::console::eprint;
 use crate::launch::core_binding::CoreBinding;
 use crate::launch::exported_variables::exports;
-use crate::launch::hosts::export_rules::literal_word;
 use crate::launch::hosts::host_filter::HostSelection;
 use crate::launch::hosts::world_info::{DEVICES, WorldInfo};
 use crate::launch::hosts::{HostSlots, hostfile};
 use crate::launch::mpirun::MpirunOptions;
 use crate::launch::ranks::LocalJob;
+use crate::launch::remote_shell::{EXIT_UNREACHABLE, RemoteShell, as_text, is_here, not_reached};
 use crate::launch::signals::{self, LauncherEvent, die_with_parent};
-use candle_zero::util::host_name;
 use rustix::process::Signal;
-use std::ffi::OsString;
 use std::io::Write;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::Receiver;
@@ -29,10 +26,6 @@ use std::time::{Duration, Instant};
 
 /// The option that makes a launcher read the secret from its standard input, and end when its standard input ends.
 pub(crate) const SECRET_FROM_STDIN: &str = "until_stdin_ends";
-/// The variable that names a program to use in place of ssh, called as `PROGRAM HOST COMMAND`.
-const REMOTE_SHELL: &str = "ZERORUN_RSH";
-/// The exit code of ssh if it cannot reach a host.
-const EXIT_UNREACHABLE: u8 = 255;
 /// The interval at which ended launchers are detected.
 const TICK: Duration = Duration::from_millis(300);
 /// The time limit for the other launchers to end after the first host's launcher has ended, and for the first host's to
@@ -123,7 +116,8 @@ pub(crate) fn run(
         // The GPUs are those of the slots, whatever the variable's value is on this host.
         let mut exports: Vec<_> = exports.iter().filter(|(name, _)| name != DEVICES).cloned().collect();
         exports.push((DEVICES.into(), world.devices(node)));
-        let command = command(host, local, &words, &exports, hosts.ssh_port);
+        let shell = RemoteShell { port: hosts.ssh_port, detects_lost_hosts: false };
+        let command = command(host, local, &words, &exports, &shell);
         launchers.push(HostLauncher { host, local, command, secret: secret.clone(), child: None, ended: None });
     }
     for launcher in &mut launchers {
@@ -193,10 +187,8 @@ fn wait_all(launchers: &mut [HostLauncher<'_>]) {
 
 impl HostLauncher<'_> {
     fn start(&mut self) -> Result<()> {
-        let mut child = self.command.spawn().map_err(|source| {
-            let program = self.command.get_program().to_string_lossy().into_owned();
-            HostsError::NotReached { host: self.host.name.clone(), program, why: source.to_string() }
-        })?;
+        let spawned = self.command.spawn();
+        let mut child = spawned.map_err(|source| not_reached(&self.host.name, &self.command, &source))?;
         // The pipe has room for the secret. If the launcher has already ended, its exit code gives the reason.
         let _ = child.stdin.as_mut().map(|stdin| stdin.write_all(self.secret.as_bytes()));
         (self.child, self.ended) = (Some(child), None);
@@ -237,15 +229,11 @@ fn launcher_command(
     node: usize,
     job_wide: &JobWideOptions<'_>,
 ) -> Result<Vec<String>> {
-    let text = |word: &OsString| {
-        let word = word.clone().into_string();
-        word.map_err(|word| Error::from(HostsError::WordNotUtf8 { word: word.to_string_lossy().into_owned() }))
-    };
     let launcher =
         std::env::current_exe().map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
     let nodes = world.hosts().len();
     let master = hosts.master_addr.clone().unwrap_or_else(|| world.hosts()[0].name.clone());
-    let mut words = vec![text(&launcher.into())?];
+    let mut words = vec![as_text(launcher.as_os_str())?];
     let mut option = |name: &str, value: String| words.extend([format!("--{name}"), value]);
     option("nnodes", format!("{}:{nodes}", hosts.min_nodes.unwrap_or(nodes)));
     option("node_rank", node.to_string());
@@ -270,13 +258,13 @@ fn launcher_command(
         option("island_slot", slot.to_string());
     }
     for word in job.run.to_args() {
-        words.push(text(&word)?);
+        words.push(as_text(&word)?);
     }
     words.extend(job_wide.binding.iter().flat_map(|binding| binding.to_args()));
     words.extend([format!("--{SECRET_FROM_STDIN}"), "--".into()]);
-    words.push(text(&job.program.clone().into())?);
+    words.push(as_text(job.program.as_os_str())?);
     for word in &job.args {
-        words.push(text(word)?);
+        words.push(as_text(word)?);
     }
     Ok(words)
 }
@@ -287,24 +275,14 @@ fn command(
     local: bool,
     words: &[String],
     exports: &[(String, String)],
-    port: Option<u16>,
+    shell: &RemoteShell,
 ) -> Command {
     let mut command = if local {
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).envs(exports.iter().map(|(name, value)| (name, value)));
         command
     } else {
-        let shell = std::env::var_os(REMOTE_SHELL).filter(|shell| !shell.is_empty());
-        let mut command = Command::new(shell.as_deref().unwrap_or("ssh".as_ref()));
-        if shell.is_none() {
-            // ssh cannot ask for the passwords of several hosts at the same time.
-            command.args(["-o", "BatchMode=yes"]);
-            if let Some(port) = port {
-                command.args(["-p", &port.to_string()]);
-            }
-        }
-        command.args([host.name.clone(), remote_line(words, exports, &working_directory())]);
-        command
+        shell.command(&host.name, words, exports, &working_directory())
     };
     // The end of standard input asks the launcher to end, even if the other host's processes would not notice that ssh
     // has ended.
@@ -316,36 +294,4 @@ fn command(
 
 fn working_directory() -> PathBuf {
     std::env::current_dir().unwrap_or_else(|_| Path::new("/").into())
-}
-
-/// Returns the line that the other host's shell runs.
-fn remote_line(words: &[String], exports: &[(String, String)], folder: &Path) -> String {
-    let variables: Vec<String> =
-        exports.iter().map(|(name, value)| format!("{name}={}", literal_word(value))).collect();
-    let words: Vec<String> = words.iter().map(|word| literal_word(word)).collect();
-    let folder = literal_word(&folder.to_string_lossy());
-    format!("cd {folder} && exec env {} {}", variables.join(" "), words.join(" "))
-}
-
-/// Returns whether a name belongs to this host, that is, whether this process can listen at its address.
-fn is_here(name: &str) -> bool {
-    name == host_name() || TcpListener::bind((name, 0)).is_ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_other_hosts_shell_gets_words_as_they_are() {
-        let words = ["/bin/zerorun", "--", "train.rs", "--prompt", "it's $HOME"].map(String::from);
-        let exports = [("NCCL_DEBUG".to_string(), "INFO".to_string()), ("UCX_TLS".to_string(), "tcp self".to_string())];
-        insta::assert_snapshot!(remote_line(&words, &exports, Path::new("/data/my runs")), @r"cd '/data/my runs' && exec env NCCL_DEBUG=INFO UCX_TLS='tcp self' /bin/zerorun -- train.rs --prompt 'it'\''s $HOME'");
-    }
-
-    #[test]
-    fn this_host_is_known_by_its_names() {
-        assert!(is_here("localhost") && is_here(&host_name()));
-        assert!(!is_here("worker-7.example.org"));
-    }
 }

@@ -6,7 +6,8 @@
 
 use super::report::object;
 use super::trial_command::TrialPlaces;
-use super::trial_process::{THREADS, TrialStarter};
+use super::trial_launch::THREADS;
+use super::trial_starter::TrialStarter;
 use crate::error::{Error, Result};
 use crate::launch::hosts::export_rules::literal_word;
 use crate::tools::trial_setup::write_whole;
@@ -27,9 +28,9 @@ struct BestPart<'a> {
 /// has a result, nothing is written.
 pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<PathBuf>> {
     let Some(best) = sweep.best() else { return Ok(None) };
-    let folder = starter.folder.best();
+    let folder = starter.results.folder.best();
     std::fs::create_dir_all(&folder).map_err(|source| Error::Io { action: "create", path: folder.clone(), source })?;
-    let parts = parts_of(sweep, best, starter.steps);
+    let parts = parts_of(sweep, best, starter.results.steps);
     let mut commands = String::new();
     for (at, part) in parts.iter().enumerate() {
         let name =
@@ -39,7 +40,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
         }
         let places =
             TrialPlaces { folder: OUT.into(), ds_config: Path::new(HERE).join(&name), record: None, is_branch: at > 0 };
-        if part.to < starter.steps {
+        if part.to < starter.results.steps {
             commands += &format!("{STOP_AT}={} ", part.to);
         }
         let words = starter.template.words_of(&part.trial.parameters, &places);
@@ -50,7 +51,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
     let part = |part: &BestPart<'_>| json!({"parameters": object(&part.trial.parameters), "until_step": part.to});
     let text = json!({
         "trial": best.number,
-        "metric": starter.metric,
+        "metric": starter.results.metric,
         "value": best.value(),
         "step": best.reached(),
         "parameters": object(&best.parameters),

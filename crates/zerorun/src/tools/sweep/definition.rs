@@ -8,9 +8,10 @@ use candle_zero::error::SweepError;
 use candle_zero::sweep::{SweepGoal, SweepSearcher, SweepSettings, SweepSpace, TrialScheduler};
 use candle_zero::util::{list, nearest};
 use serde_json::{Map, Value};
+use std::path::PathBuf;
 
 /// The keys of a sweep file.
-const KEYS: [&str; 20] = [
+const KEYS: [&str; 24] = [
     "command",
     "metric",
     "mode",
@@ -28,13 +29,18 @@ const KEYS: [&str; 20] = [
     "threads",
     "parallel",
     "memory",
+    "hostfile",
+    "include",
+    "exclude",
+    "ssh_port",
     "order",
     "features",
     "parameters",
 ];
 
 /// The keys that determine how trials are run, but not what is searched. They may differ when a sweep continues.
-pub(super) const FREE_KEYS: [&str; 5] = ["max_failures", "retries", "parallel", "memory", "threads"];
+pub(super) const FREE_KEYS: [&str; 9] =
+    ["max_failures", "retries", "parallel", "memory", "threads", "hostfile", "include", "exclude", "ssh_port"];
 
 /// The order in which a sweep receives the results of trials that run at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,6 +50,16 @@ pub(super) enum ResultOrder {
     Steps,
     /// The order in which trials end.
     Finish,
+}
+
+/// The hosts on which trials run: only this one, unless a hostfile is given.
+#[derive(Debug, Clone, Default)]
+pub(super) struct HostKeys {
+    pub(super) hostfile: Option<PathBuf>,
+    /// The filters, with the syntax of the launcher's; empty if not given.
+    pub(super) include: String,
+    pub(super) exclude: String,
+    pub(super) ssh_port: Option<u16>,
 }
 
 /// The checked definition of a sweep.
@@ -62,6 +78,7 @@ pub(super) struct SweepDefinition {
     pub(super) parallel: Option<usize>,
     /// The memory of a trial in bytes.
     pub(super) memory: Option<u64>,
+    pub(super) hosts: HostKeys,
     pub(super) features: Option<String>,
 }
 
@@ -205,6 +222,25 @@ impl DefinitionKeys<'_> {
         })
     }
 
+    fn hosts(&self) -> Result<HostKeys> {
+        let hostfile = self.text("hostfile", "give the path of a file with a line NAME slots=N for each host")?;
+        if let (None, Some(key)) =
+            (hostfile, ["include", "exclude", "ssh_port"].into_iter().find(|key| self.table.contains_key(*key)))
+        {
+            return Err(self.wrong(format!("{key} is given, but hostfile is not; give hostfile, or leave {key} out")));
+        }
+        let filter = |key| {
+            let found = self.text(key, "give hosts and slots of the hostfile, such as \"HOST@HOST:0,2\"")?;
+            Ok::<_, candle_zero::Error>(found.unwrap_or_default().to_owned())
+        };
+        Ok(HostKeys {
+            hostfile: hostfile.map(PathBuf::from),
+            include: filter("include")?,
+            exclude: filter("exclude")?,
+            ssh_port: self.whole("ssh_port", 1, u64::from(u16::MAX))?.map(|port| port as u16),
+        })
+    }
+
     fn space(&self) -> Result<SweepSpace> {
         let how = "give a table [parameters] with at least one flag or key to vary, such as \"--lr\" = { log_uniform = [1e-5, 1e-3] }";
         let parameters = match self.table.get("parameters") {
@@ -274,6 +310,7 @@ impl SweepDefinition {
                 }
                 Some(_) => keys.whole("memory", 1, 1 << 53)?,
             },
+            hosts: keys.hosts()?,
             features: keys.text("features", "give Cargo features, separated by commas")?.map(str::to_owned),
         })
     }

@@ -60,6 +60,28 @@ pub enum SweepToolError {
         /// The recorded names and the remedy.
         found: String,
     },
+    /// Trials cannot run on a host of the hostfile.
+    #[error("host {host}: {problem}")]
+    Host {
+        /// The host.
+        host: String,
+        /// The problem and its remedy.
+        problem: String,
+    },
+    /// All hosts of the hostfile are lost.
+    #[error(
+        "all hosts are lost; the last one was {host}: {why}; when hosts can be reached again, or with another \
+         --hostfile, continue the sweep with `zerorun sweep resume {}`",
+        folder.display()
+    )]
+    NoHostLeft {
+        /// The host that was lost last.
+        host: String,
+        /// Why it counts as lost.
+        why: String,
+        /// The folder of the sweep.
+        folder: PathBuf,
+    },
     /// Too many trials have failed.
     #[error(
         "the number of failed trials is {failures}, and max_failures is {most}; the last one failed with: {last}; \

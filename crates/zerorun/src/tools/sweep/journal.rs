@@ -3,12 +3,14 @@
 //! ```text
 //!   {"event":"begin","parallel":2}                         a process begins or continues the sweep
 //!   {"event":"start","trial":3,"from":0,"to":4}            the sweep handed out this job
+//!   {"event":"place","trial":3,"host":"worker-1"}          with a hostfile: the trial is started on this host
 //!   {"event":"end","trial":3,"to":4,"value":1.5}           the job ended with this metric, or with an "error"
 //!   {"event":"take","trial":3}                             the sweep has received the job's result
 //! ```
 //!
 //! A sweep makes the same decisions if it receives the same results in the same order, so these lines are all that is
-//! needed to continue it. An incomplete last line, left by a process that was killed, is removed.
+//! needed to continue it. The hosts have no effect on decisions. An incomplete last line, left by a process that was
+//! killed, is removed.
 
 use super::error::SweepToolError;
 use crate::error::{Error, Result};
@@ -33,6 +35,7 @@ pub(super) type JobResult = std::result::Result<f64, String>;
 pub(super) enum JournalEvent {
     Begin { parallel: usize },
     Start(SweepJob),
+    Place { trial: usize, host: String },
     End { trial: usize, to: u64, result: JobResult },
     Take { trial: usize },
 }
@@ -44,6 +47,7 @@ impl JournalEvent {
             Self::Start(SweepJob { trial, from, to }) => {
                 json!({"event": "start", "trial": trial, "from": from, "to": to})
             }
+            Self::Place { trial, host } => json!({"event": "place", "trial": trial, "host": host}),
             Self::End { trial, to, result: Ok(value) } => {
                 // JSON has no numbers that are not finite.
                 let value = if value.is_finite() { json!(value) } else { json!(value.to_string()) };
@@ -67,6 +71,7 @@ impl JournalEvent {
         match line.get("event")?.as_str()? {
             "begin" => Some(Self::Begin { parallel: small("parallel")? }),
             "start" => Some(Self::Start(SweepJob { trial: small("trial")?, from: number("from")?, to: number("to")? })),
+            "place" => Some(Self::Place { trial: small("trial")?, host: line.get("host")?.as_str()?.to_owned() }),
             "end" => {
                 let result = match (line.get("value"), line.get("error")) {
                     (Some(Value::String(text)), _) => Ok(text.parse().ok()?),
@@ -95,6 +100,8 @@ pub(super) struct ReplayedSweep {
     pub(super) order: JobOrder,
     /// The results that the sweep has not received yet, by trial.
     pub(super) results: BTreeMap<usize, JobResult>,
+    /// The host on which each trial was last started in the last session, if that had a hostfile.
+    pub(super) hosts: BTreeMap<usize, String>,
     /// The number of trials at a time in the last session.
     pub(super) parallel: Option<usize>,
 }
@@ -104,18 +111,27 @@ impl ReplayedSweep {
     pub(super) fn new(mut sweep: Sweep) -> Self {
         // The limit on failures may have been changed since the journal was written.
         sweep.set_max_failures(usize::MAX);
-        Self { sweep, order: JobOrder::new(), results: BTreeMap::new(), parallel: None }
+        Self { sweep, order: JobOrder::new(), results: BTreeMap::new(), hosts: BTreeMap::new(), parallel: None }
     }
 
     /// Replays an event, or returns why it does not fit the earlier ones.
     pub(super) fn repeat(&mut self, event: JournalEvent) -> std::result::Result<(), &'static str> {
         match event {
-            JournalEvent::Begin { parallel } => self.parallel = Some(parallel),
+            JournalEvent::Begin { parallel } => {
+                self.parallel = Some(parallel);
+                self.hosts.clear();
+            }
             JournalEvent::Start(job) => {
                 if self.sweep.ask() != SweepTask::Train(job) {
                     return Err("starts a trial that this sweep would not start");
                 }
                 self.order.begin(&job);
+            }
+            JournalEvent::Place { trial, host } => {
+                if !self.order.running().any(|running| running == trial) {
+                    return Err("places a trial that is not running");
+                }
+                self.hosts.insert(trial, host);
             }
             JournalEvent::End { trial, result, .. } => {
                 if !self.order.running().any(|running| running == trial) {

@@ -3,7 +3,10 @@
 //! ```text
 //!   sweep file + flags -> definition (parameter_syntax) -> SweepSettings, CommandTemplate (trial_command)
 //!
-//!   runner: Sweep::ask -> trial_process: start, end -> Sweep::tell      the journal records each of these
+//!   runner: Sweep::ask -> trial_starter, trial_process: start, end -> Sweep::tell      the journal records each of these
+//!     on this host:   trial_launch: zerorun SCRIPT or zerorun finetune -> trial_results
+//!     on other hosts: remote_trial: ssh -> trial_keeper: trial_launch -> trial_results     messages: host_request
+//!   trial_hosts: the hosts of a hostfile, and places on them        host_check: what each host has
 //!   report: the table of trials        best: the best configuration as files
 //!   shown: sweeps as the dashboard shows them
 //! ```
@@ -15,25 +18,39 @@ mod best;
 mod definition;
 pub(crate) mod error;
 mod folder;
+mod host_check;
+mod host_request;
 mod journal;
 mod parameter_syntax;
+mod remote_trial;
 mod report;
 mod runner;
 mod shown;
 mod sweep_flags;
 mod trial_command;
+mod trial_hosts;
+mod trial_keeper;
+mod trial_launch;
 mod trial_process;
+mod trial_results;
+mod trial_starter;
 mod trials_at_a_time;
 
 use crate::error::{Error, Result};
-use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
+use crate::launch::exported_variables::exports;
+use crate::launch::hosts::HostSlots;
+use crate::launch::remote_shell::{RemoteShell, as_text, is_here};
 use crate::launch::{self, script};
 use candle_zero::files::FolderLock;
+use candle_zero::offload::available_memory;
 use candle_zero::sweep::Sweep;
 use clap::{Args, Parser, Subcommand};
 use definition::SweepDefinition;
 use folder::{StoredSweep, SweepFolder};
+use host_request::{HostCheck, ON_HOST};
 use journal::Journal;
+use remote_trial::RemoteHosts;
 use report::{as_json, summary, trials_table};
 use runner::SweepRunner;
 pub(super) use shown::ShownSweeps;
@@ -42,8 +59,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use sweep_flags::SweepFlags;
 use trial_command::CommandTemplate;
-use trial_process::{THREADS, TrialStarter};
-use trials_at_a_time::{cores, trials_at_a_time};
+use trial_hosts::{HostCapacity, TrialHosts, listed};
+use trial_launch::THREADS;
+use trial_results::TrialResults;
+use trial_starter::TrialStarter;
+use trials_at_a_time::{cores, memory_of_trial, trials_at_a_time};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -124,6 +144,10 @@ struct SweepResumeFlags {
     /// Maximum number of failed trials; the sweep ends if more fail
     #[arg(long = "max_failures", alias = "max-failures", value_name = "N")]
     max_failures: Option<u16>,
+
+    /// Run the trials on the hosts listed in this file, over ssh [default: the hostfile of the sweep, if it has one]
+    #[arg(short = 'H', long, value_name = "FILE")]
+    hostfile: Option<PathBuf>,
 }
 
 /// Returns the definition of the tool's command line.
@@ -133,6 +157,11 @@ pub(super) fn command() -> clap::Command {
 
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, CommandLineError> {
+    if let [_, word, request] = words.as_slice()
+        && word == ON_HOST
+    {
+        return Ok(trial_keeper::run(&request.to_string_lossy()));
+    }
     let typed = SweepArguments::try_parse_from(words).map_err(CommandLineError)?;
     let ready = match &typed.command {
         Some(SweepCommand::Show(flags)) => return Ok(flags.show().unwrap_or_else(|error| refused(&error, EXIT_SETUP))),
@@ -159,6 +188,7 @@ fn begin(flags: &SweepFlags) -> Result<ReadySweep> {
     let directory = std::env::current_dir().map_err(|source| Error::Io { action: "find", path: ".".into(), source })?;
     let mut template = CommandTemplate::new(&definition, &directory, None)?;
     template.check(&definition)?;
+    listed(&definition, &directory)?;
     let folder = SweepFolder::at(&flags.folder())?;
     folder.has_sweep()?;
     // If the script does not compile, no folder is created.
@@ -178,6 +208,11 @@ impl SweepResumeFlags {
         for (key, value) in free.into_iter().filter_map(|(key, value)| Some((key, value?))) {
             table.insert(key.into(), value.into());
         }
+        if let Some(file) = &self.hostfile {
+            // The paths of the definition are relative to the directory of the sweep.
+            let path = std::path::absolute(file).unwrap_or_else(|_| file.clone());
+            table.insert("hostfile".into(), as_text(path.as_os_str())?.into());
+        }
         let definition = SweepDefinition::new(&folder.path().display().to_string(), &table)?;
         let mut template = CommandTemplate::new(&definition, &directory, Some(&configuration))?;
         build(&mut template, &definition)?;
@@ -191,11 +226,12 @@ impl SweepShowFlags {
         let folder = SweepFolder::at(&self.folder)?;
         let stored = folder.read()?;
         let definition = SweepDefinition::new(&folder.path().display().to_string(), &stored.definition)?;
-        let sweep = Journal::replay(&folder.journal(), Sweep::new(definition.settings.clone())?)?.sweep;
+        let replayed = Journal::replay(&folder.journal(), Sweep::new(definition.settings.clone())?)?;
+        let (sweep, hosts) = (&replayed.sweep, &replayed.hosts);
         let metric = &definition.metric;
         let text = match self.json {
-            true => format!("{:#}", as_json(&sweep, metric)),
-            false => format!("{}\n{}", trials_table(&sweep, metric), summary(&sweep, metric)),
+            true => format!("{:#}", as_json(sweep, hosts, metric)),
+            false => format!("{}\n{}", trials_table(sweep, hosts, metric), summary(sweep, metric)),
         };
         Ok(if print(text) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
@@ -210,7 +246,7 @@ fn build(template: &mut CommandTemplate, definition: &SweepDefinition) -> Result
     Ok(())
 }
 
-/// Reads the journal and chooses how many trials run at a time.
+/// Checks the hosts, reads the journal, and chooses how many trials run at a time.
 fn ready(
     definition: SweepDefinition,
     template: CommandTemplate,
@@ -218,18 +254,78 @@ fn ready(
     directory: PathBuf,
     lock: FolderLock,
 ) -> Result<ReadySweep> {
-    let (journal, state) = Journal::open(&folder.journal(), Sweep::new(definition.settings.clone())?)?;
-    // A sweep that continues makes the same decisions only with the same number of trials at a time.
-    let parallel = definition.parallel.or(state.parallel).unwrap_or_else(|| trials_at_a_time(&definition, &template));
-    let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    let threads = match (definition.threads, THREADS.iter().any(is_set)) {
-        (Some(threads), _) => Some(threads),
-        (None, true) => None,
-        (None, false) => Some((cores() / (parallel * definition.ranks)).max(1)),
-    };
     let launcher = std::env::current_exe()
         .map_err(|source| crate::error::LaunchError::Setup { what: "finding the launcher itself", source })?;
-    let (metric, steps) = (definition.metric.clone(), definition.settings.steps);
-    let starter = TrialStarter { launcher, template, folder, directory, threads, metric, steps };
-    Ok(ReadySweep { runner: SweepRunner::new(definition, starter, (journal, state), parallel), _lock: lock })
+    let slots = listed(&definition, &directory)?;
+    let remote = match &slots {
+        Some(_) => RemoteHosts {
+            shell: RemoteShell { port: definition.hosts.ssh_port, detects_lost_hosts: true },
+            launcher: launcher.clone(),
+            directory: directory.clone(),
+            exports: exports_of_trials()?,
+        },
+        None => RemoteHosts::default(),
+    };
+    let found = slots.as_deref().map(|slots| capacities(slots, &remote, &folder, &template)).transpose()?;
+    let (journal, state) = Journal::open(&folder.journal(), Sweep::new(definition.settings.clone())?)?;
+    // A sweep that continues makes the same decisions only with the same number of trials at a time.
+    let parallel = definition.parallel.or(state.parallel);
+    let (parallel, hosts) = match slots.zip(found) {
+        None => {
+            let parallel = parallel.unwrap_or_else(|| trials_at_a_time(&definition, &template));
+            (parallel, TrialHosts::only_here(parallel, cores()))
+        }
+        Some((slots, found)) => {
+            let memory = memory_of_trial(&definition, &template);
+            let (hosts, left_out) = TrialHosts::of(&definition, &slots, &found, memory)?;
+            left_out.iter().for_each(|text| eprint(&format!("zerorun: {text}")));
+            (parallel.unwrap_or_else(|| hosts.place_count()), hosts)
+        }
+    };
+    let threads = match (definition.threads, are_threads_set()) {
+        (Some(threads), _) => Some(threads),
+        (None, true) => None,
+        (None, false) => Some(hosts.threads(parallel, definition.ranks)),
+    };
+    let results = TrialResults { folder, metric: definition.metric.clone(), steps: definition.settings.steps };
+    let starter = TrialStarter { launcher, template, results, directory, threads, hosts: remote };
+    Ok(ReadySweep { runner: SweepRunner::new(definition, starter, (journal, state), (parallel, hosts)), _lock: lock })
+}
+
+/// Returns whether the user's variables set the number of threads of a rank.
+fn are_threads_set() -> bool {
+    THREADS.iter().any(|name| std::env::var_os(name).is_some_and(|value| !value.is_empty()))
+}
+
+/// Returns the variables that trials on other hosts get.
+fn exports_of_trials() -> Result<Vec<(String, String)>> {
+    let mut all = exports()?;
+    for name in THREADS {
+        if let Ok(value) = std::env::var(name)
+            && !all.iter().any(|(known, _)| known == name)
+        {
+            all.push((name.into(), value));
+        }
+    }
+    Ok(all)
+}
+
+/// Returns what each host of a hostfile has. Other hosts are asked.
+fn capacities(
+    slots: &[HostSlots],
+    remote: &RemoteHosts,
+    folder: &SweepFolder,
+    template: &CommandTemplate,
+) -> Result<Vec<HostCapacity>> {
+    let here: Vec<bool> = slots.iter().map(|host| is_here(&host.name)).collect();
+    let others = slots.iter().zip(&here).filter(|(_, is_here)| !**is_here).map(|(host, _)| host.name.as_str());
+    let program = template.script().map(|(path, _)| path);
+    let mut found = host_check::check(&others.collect::<Vec<_>>(), remote, folder, program)?.into_iter();
+    let own = || HostCapacity { is_here: true, cores: cores(), memory: available_memory() };
+    let other = |check: HostCheck| HostCapacity { is_here: false, cores: check.cores, memory: check.memory };
+    let each = here.into_iter().map(|is_here| match is_here {
+        true => own(),
+        false => other(found.next().expect("each other host has answered")),
+    });
+    Ok(each.collect())
 }

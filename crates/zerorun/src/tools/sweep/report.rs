@@ -6,6 +6,7 @@ use crate::tools::runs::table::{cell, loss, setting, table};
 use candle_zero::sweep::{Sweep, SweepGoal, SweepJob, SweepTrial, TrialParameters, TrialState};
 use candle_zero::util::counted;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::io::{IsTerminal as _, Write as _};
 use std::time::{Duration, Instant};
 
@@ -69,8 +70,13 @@ impl SweepDisplay {
         self.line(&text);
     }
 
-    /// Draws the table if it is due. `reached` returns the step of a running trial.
-    pub(super) fn refresh(&mut self, sweep: &Sweep, reached: impl Fn(usize) -> Option<u64>) {
+    /// Draws the table if it is due. `hosts` has the hosts of trials, and `reached` returns the step of a running trial.
+    pub(super) fn refresh(
+        &mut self,
+        sweep: &Sweep,
+        hosts: &BTreeMap<usize, String>,
+        reached: impl Fn(usize) -> Option<u64>,
+    ) {
         if !self.is_terminal || self.refreshed.is_some_and(|at| at.elapsed() < REFRESH_INTERVAL) {
             return;
         }
@@ -78,7 +84,8 @@ impl SweepDisplay {
         for trial in sweep.trials() {
             let TrialState::Running { to } = trial.state else { continue };
             let now = reached(trial.number).unwrap_or_else(|| trial.reached()).clamp(trial.reached(), to);
-            lines.push(format!("  trial {:4}  step {now} of {to}  {}", trial.number, shown(&trial.parameters)));
+            let on = hosts.get(&trial.number).map_or(String::new(), |host| format!(" on {host}"));
+            lines.push(format!("  trial {:4}  step {now} of {to}{on}  {}", trial.number, shown(&trial.parameters)));
         }
         lines.truncate(MAX_LIVE_ROWS);
         self.clear();
@@ -122,16 +129,19 @@ pub(super) fn summary(sweep: &Sweep, metric: &str) -> String {
     )
 }
 
-/// Returns the trials as a table, the best first.
-pub(super) fn trials_table(sweep: &Sweep, metric: &str) -> String {
+/// Returns the trials as a table, the best first. `hosts` has the hosts of trials.
+pub(super) fn trials_table(sweep: &Sweep, hosts: &BTreeMap<usize, String>, metric: &str) -> String {
     let names = sweep.settings().space.parameters().iter().map(|(name, _)| cell(short(name)));
     let heading = ["TRIAL", "STATE", "STEP", metric].map(str::to_owned).into_iter().chain(names);
     let mut rows: Vec<Vec<String>> = vec![heading.collect()];
     for trial in ranked(sweep) {
         let state = match (&trial.state, trial.branch) {
             (TrialState::Replaced { by }, _) => format!("replaced by {by}"),
-            (state, Some(branch)) => format!("{}, branch of {}", state.name(), branch.trial),
-            (state, None) => state.name().to_owned(),
+            (state, branch) => {
+                let on = host_of(trial, hosts).map_or(String::new(), |host| format!(" on {host}"));
+                let of = branch.map_or(String::new(), |branch| format!(", branch of {}", branch.trial));
+                format!("{}{on}{of}", state.name())
+            }
         };
         let value = trial.value().map_or("-".into(), loss);
         let begin = [trial.number.to_string(), state, trial.reached().to_string(), value];
@@ -144,6 +154,11 @@ pub(super) fn trials_table(sweep: &Sweep, metric: &str) -> String {
         }
     }
     text
+}
+
+/// Returns the host on which a trial is running, if there is a hostfile.
+fn host_of<'a>(trial: &SweepTrial, hosts: &'a BTreeMap<usize, String>) -> Option<&'a String> {
+    hosts.get(&trial.number).filter(|_| matches!(trial.state, TrialState::Running { .. }))
 }
 
 /// Returns the trials, the best first: sorted by the step reached, then by value. Failed trials are last.
@@ -167,13 +182,14 @@ fn ranked(sweep: &Sweep) -> Vec<&SweepTrial> {
     trials
 }
 
-/// Returns the sweep as JSON, for programs.
-pub(super) fn as_json(sweep: &Sweep, metric: &str) -> Value {
+/// Returns the sweep as JSON, for programs. `hosts` has the hosts of trials.
+pub(super) fn as_json(sweep: &Sweep, hosts: &BTreeMap<usize, String>, metric: &str) -> Value {
     let number = |value: f64| if value.is_finite() { json!(value) } else { json!(value.to_string()) };
     let trial = |trial: &SweepTrial| {
         json!({
             "trial": trial.number,
             "state": trial.state.name(),
+            "host": host_of(trial, hosts),
             "error": match &trial.state { TrialState::Failed(why) => json!(why), _ => Value::Null },
             "parameters": object(&trial.parameters),
             "branch": trial.branch.map(|branch| json!({"trial": branch.trial, "step": branch.step})),

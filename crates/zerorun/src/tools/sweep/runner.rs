@@ -5,19 +5,24 @@ use super::definition::{ResultOrder, SweepDefinition};
 use super::error::SweepToolError;
 use super::journal::{Journal, JournalEvent, ReplayedSweep};
 use super::report::{SweepDisplay, summary, trials_table};
-use super::trial_process::{JobEnd, TrialStarter};
-use crate::error::{Error, LaunchError, Result};
+use super::trial_hosts::{TakenPlace, TrialHosts};
+use super::trial_process::{TrialProcess, TrialStart};
+use super::trial_results::{JobEnd, ProcessEnd};
+use super::trial_starter::TrialStarter;
+use crate::error::Result;
 use crate::launch::console::{eprint, print};
 use crate::launch::signals::{LauncherEvent, listen, suspend_self};
 use candle_zero::sweep::{SweepJob, SweepTask, TrialState};
 use candle_zero::util::{counted, list, nearest};
-use rustix::process::{Pid, Signal, kill_process};
-use std::process::{Child, ExitCode};
+use rustix::process::Signal;
+use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The interval at which the runner checks which trials have ended.
 const TICK: Duration = Duration::from_millis(50);
+/// The interval at which another host is asked whether the process of an earlier session has ended.
+const BUSY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A job in progress.
 #[derive(Debug)]
@@ -28,16 +33,19 @@ struct RunningJob {
     kills: u32,
     /// The step of the newest checkpoint when the job was last started or killed.
     saved: u64,
+    /// Whether a process of an earlier session of the sweep has kept the job waiting.
+    was_busy: bool,
+    /// The host that the journal names.
+    host: Option<String>,
 }
 
 /// The process of a job.
 #[derive(Debug)]
 enum JobProcess {
-    /// The process is to be started as soon as no process of an earlier session of the sweep is training the trial.
-    Due {
-        was_busy: bool,
-    },
-    Started(Child),
+    /// The process is to be started, not before this time, as soon as there is a place and no process of an earlier
+    /// session of the sweep trains the trial.
+    Due(Option<Instant>),
+    Started(TrialProcess, TakenPlace),
     /// The result of the job is known.
     Ended,
 }
@@ -56,6 +64,9 @@ pub(super) struct SweepRunner {
     pub(super) state: ReplayedSweep,
     /// The number of trials at a time.
     pub(super) parallel: usize,
+    hosts: TrialHosts,
+    /// The host that was lost last, and the reason.
+    lost: Option<(String, String)>,
     jobs: Vec<RunningJob>,
     display: SweepDisplay,
 }
@@ -65,10 +76,10 @@ impl SweepRunner {
         definition: SweepDefinition,
         starter: TrialStarter,
         (journal, state): (Journal, ReplayedSweep),
-        parallel: usize,
+        (parallel, hosts): (usize, TrialHosts),
     ) -> Self {
         let display = SweepDisplay::new(&definition.metric);
-        Self { definition, starter, journal, state, parallel, jobs: Vec::new(), display }
+        Self { definition, starter, journal, state, parallel, hosts, lost: None, jobs: Vec::new(), display }
     }
 
     /// Runs the sweep to its end, and writes the best configuration. Must be called on the main thread, because the
@@ -76,6 +87,7 @@ impl SweepRunner {
     pub(super) fn run(mut self) -> Result<ExitCode> {
         let (_sender, events) = listen()?;
         self.journal.add(&JournalEvent::Begin { parallel: self.parallel })?;
+        self.state.hosts.clear();
         for trial in self.state.order.running().collect::<Vec<_>>() {
             let known = self.state.results.contains_key(&trial);
             if let Some(trial) = self.state.sweep.trial(trial)
@@ -96,7 +108,7 @@ impl SweepRunner {
                     "zerorun: the sweep was stopped, and its trials are saved: {}; continue it with `zerorun sweep \
                      resume {}`",
                     summary(&self.state.sweep, &self.definition.metric),
-                    self.starter.folder.path().display()
+                    self.starter.results.folder.path().display()
                 ));
                 // Shells report a signal with the same exit code.
                 Ok(ExitCode::from(128u8.saturating_add(u8::try_from(signal.as_raw()).unwrap_or(0))))
@@ -117,8 +129,8 @@ impl SweepRunner {
             if self.take()? {
                 continue;
             }
-            let starter = &self.starter;
-            self.display.refresh(&self.state.sweep, |trial| starter.recorded_step(trial));
+            let results = &self.starter.results;
+            self.display.refresh(&self.state.sweep, &self.state.hosts, |trial| results.recorded_step(trial));
             match events.recv_timeout(TICK) {
                 Ok(LauncherEvent::End(signal)) => {
                     self.display.line(
@@ -147,7 +159,7 @@ impl SweepRunner {
             if let Some(trial) = self.state.sweep.trial(job.trial) {
                 // A checkpoint to branch from is copied now, before its trial continues.
                 self.starter.prepare(trial)?;
-                self.display.started(trial, &job, self.starter.steps);
+                self.display.started(trial, &job, self.starter.results.steps);
             }
             self.journal.add(&JournalEvent::Start(job))?;
             self.state.order.begin(&job);
@@ -157,43 +169,113 @@ impl SweepRunner {
     }
 
     fn push(&mut self, job: SweepJob, is_known: bool) {
-        let process = if is_known { JobProcess::Ended } else { JobProcess::Due { was_busy: false } };
-        self.jobs.push(RunningJob { job, process, kills: 0, saved: self.starter.saved_step(job.trial) });
+        let process = if is_known { JobProcess::Ended } else { JobProcess::Due(None) };
+        let saved = self.starter.results.saved_step(job.trial);
+        self.jobs.push(RunningJob { job, process, kills: 0, saved, was_busy: false, host: None });
     }
 
+    /// Starts the jobs that are due, on hosts with free places.
     fn start_due(&mut self) -> Result<()> {
-        for running in &mut self.jobs {
-            let JobProcess::Due { was_busy } = running.process else { continue };
-            let trial = self.state.sweep.trial(running.job.trial).expect("the trial of a job exists");
-            running.process = match self.starter.start(trial, &running.job)? {
-                Some(child) => JobProcess::Started(child),
-                None => {
-                    if !was_busy {
-                        self.display.line(&format!(
-                            "a process of the killed sweep is still saving trial {}; waiting until it ends",
-                            trial.number
-                        ));
+        for at in 0..self.jobs.len() {
+            let JobProcess::Due(until) = self.jobs[at].process else { continue };
+            if until.is_none_or(|until| until <= Instant::now()) {
+                self.start_job(at)?;
+            }
+        }
+        let has = |is: fn(&JobProcess) -> bool| self.jobs.iter().any(|running| is(&running.process));
+        let is_stuck = has(|process| matches!(process, JobProcess::Due(_)))
+            && !has(|process| matches!(process, JobProcess::Started(..)))
+            && self.hosts.are_lost();
+        match &self.lost {
+            Some((host, why)) if is_stuck => {
+                let folder = self.starter.results.folder.path().to_owned();
+                Err(SweepToolError::NoHostLeft { host: host.clone(), why: why.clone(), folder }.into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Starts a job, if there is a place for it.
+    fn start_job(&mut self, at: usize) -> Result<()> {
+        let job = self.jobs[at].job;
+        let trial = self.state.sweep.trial(job.trial).expect("the trial of a job exists").clone();
+        // The last host may still have the checkpoint in memory.
+        while let Some(place) = self.hosts.take(self.state.hosts.get(&job.trial).map(String::as_str)) {
+            match self.starter.start(&trial, &job, self.hosts.other(place), self.hosts.devices(place))? {
+                TrialStart::Started(process) => {
+                    let running = &mut self.jobs[at];
+                    running.process = JobProcess::Started(process, place);
+                    if let Some(host) = self.hosts.name(place).filter(|host| running.host.as_deref() != Some(*host)) {
+                        running.host = Some(host.to_owned());
+                        self.state.hosts.insert(job.trial, host.to_owned());
+                        self.display.line(&format!("trial {} runs on {host}", job.trial));
+                        self.journal.add(&JournalEvent::Place { trial: job.trial, host: host.to_owned() })?;
                     }
-                    JobProcess::Due { was_busy: true }
+                    return Ok(());
                 }
-            };
+                TrialStart::Busy => {
+                    self.hosts.free(place);
+                    self.wait_for_other(at, None);
+                    return Ok(());
+                }
+                TrialStart::Unreachable(why) => {
+                    self.hosts.free(place);
+                    self.lose_host(place, why);
+                }
+            }
         }
         Ok(())
     }
 
+    /// Makes a job wait for a process that still trains its trial.
+    fn wait_for_other(&mut self, at: usize, until: Option<Instant>) {
+        let running = &mut self.jobs[at];
+        running.process = JobProcess::Due(until);
+        if !std::mem::replace(&mut running.was_busy, true) {
+            self.display.line(&format!(
+                "another process, of the killed sweep or on a lost host, is still saving trial {}; waiting until it \
+                 ends",
+                running.job.trial
+            ));
+        }
+    }
+
+    /// Starts no more trials on the host of a place.
+    fn lose_host(&mut self, place: TakenPlace, why: String) {
+        if let Some(host) = self.hosts.lose(place) {
+            self.display.line(&format!(
+                "warning: host {host} is lost: {why}; no more trials are started on it, and its trials continue on \
+                 other hosts from their newest checkpoints"
+            ));
+            self.lost = Some((host.to_owned(), why));
+        }
+    }
+
     /// Collects the results of the jobs that have ended.
     fn collect(&mut self) -> Result<()> {
-        for running in &mut self.jobs {
-            let JobProcess::Started(child) = &mut running.process else { continue };
-            let status = child
-                .try_wait()
-                .map_err(|source| Error::from(LaunchError::Setup { what: "waiting for a trial", source }))?;
-            let Some(status) = status else { continue };
+        for at in 0..self.jobs.len() {
+            let running = &mut self.jobs[at];
+            let JobProcess::Started(process, place) = &mut running.process else { continue };
+            let place = *place;
+            let Some(ended) = process.end(&self.starter.results, &running.job)? else { continue };
+            self.hosts.free(place);
             let (job, metric) = (running.job, &self.definition.metric);
-            let result = match self.starter.end(&job, status)? {
+            let ended = match ended {
+                ProcessEnd::Job(ended) => ended,
+                ProcessEnd::Busy => {
+                    self.wait_for_other(at, Some(Instant::now() + BUSY_INTERVAL));
+                    continue;
+                }
+                ProcessEnd::HostLost(why) => {
+                    running.process = JobProcess::Due(None);
+                    self.lose_host(place, why);
+                    continue;
+                }
+            };
+            let result = match ended {
                 JobEnd::Result(result) => result,
                 JobEnd::Killed(signal) => {
-                    let saved = self.starter.saved_step(job.trial);
+                    let saved = self.starter.results.saved_step(job.trial);
                     running.kills = if saved > running.saved { 1 } else { running.kills + 1 };
                     running.saved = saved;
                     if running.kills <= self.definition.retries {
@@ -201,7 +283,7 @@ impl SweepRunner {
                             "trial {} was killed by {signal}; it continues after step {saved}",
                             job.trial
                         ));
-                        running.process = JobProcess::Due { was_busy: false };
+                        running.process = JobProcess::Due(None);
                         continue;
                     }
                     let times = counted(running.kills, "time");
@@ -250,11 +332,10 @@ impl SweepRunner {
         Ok(true)
     }
 
-    fn signal(&self, signal: Signal) {
-        for running in &self.jobs {
-            if let JobProcess::Started(child) = &running.process {
-                // A launcher that has ended needs no signal.
-                _ = kill_process(Pid::from_child(child), signal);
+    fn signal(&mut self, signal: Signal) {
+        for running in &mut self.jobs {
+            if let JobProcess::Started(process, _) = &mut running.process {
+                process.signal(signal);
             }
         }
     }
@@ -264,13 +345,13 @@ impl SweepRunner {
         self.signal(signal);
         loop {
             for running in &mut self.jobs {
-                if let JobProcess::Started(child) = &mut running.process
-                    && !matches!(child.try_wait(), Ok(None))
+                if let JobProcess::Started(process, _) = &mut running.process
+                    && process.has_ended()
                 {
                     running.process = JobProcess::Ended;
                 }
             }
-            if !self.jobs.iter().any(|running| matches!(running.process, JobProcess::Started(_))) {
+            if !self.jobs.iter().any(|running| matches!(running.process, JobProcess::Started(..))) {
                 return;
             }
             match events.recv_timeout(TICK) {
@@ -286,7 +367,7 @@ impl SweepRunner {
     fn finish(self) -> Result<ExitCode> {
         let (sweep, metric) = (&self.state.sweep, &self.definition.metric);
         let script = best::write(&self.starter, sweep)?;
-        let mut text = trials_table(sweep, metric);
+        let mut text = trials_table(sweep, &self.state.hosts, metric);
         if let (Some(script), Some(best)) = (&script, sweep.best()) {
             let value = best.value().unwrap_or(f64::NAN);
             text += &format!(

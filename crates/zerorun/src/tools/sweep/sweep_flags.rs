@@ -92,6 +92,23 @@ pub(super) struct SweepFlags {
     #[arg(long, value_name = "SIZE")]
     memory: Option<String>,
 
+    /// Run the trials on the hosts listed in this file, one per line as `NAME slots=RANKS`, over ssh [default: only on
+    /// this host]
+    #[arg(short = 'H', long, value_name = "FILE")]
+    hostfile: Option<String>,
+
+    /// With --hostfile: use only these hosts and slots, such as HOST@HOST:0,2
+    #[arg(long, value_name = "FILTER")]
+    include: Option<String>,
+
+    /// With --hostfile: use all hosts and slots except these
+    #[arg(long, value_name = "FILTER")]
+    exclude: Option<String>,
+
+    /// With --hostfile: port for ssh
+    #[arg(long = "ssh_port", alias = "ssh-port", value_name = "PORT")]
+    ssh_port: Option<u64>,
+
     /// Order in which results count: steps, so that the same sweep always makes the same decisions, or finish, so that
     /// no trial waits for another [default: steps]
     #[arg(long, value_name = "ORDER")]
@@ -141,6 +158,10 @@ impl SweepFlags {
             ("threads", number(self.threads)),
             ("parallel", number(self.parallel)),
             ("memory", text(&self.memory)),
+            ("hostfile", text(&self.hostfile)),
+            ("include", text(&self.include)),
+            ("exclude", text(&self.exclude)),
+            ("ssh_port", number(self.ssh_port)),
             ("order", text(&self.order)),
             ("features", text(&self.features)),
             ("command", (!self.command.is_empty()).then(|| json!(self.command))),

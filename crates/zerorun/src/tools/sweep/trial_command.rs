@@ -34,8 +34,8 @@ const OWN_FINETUNE_FLAGS: [(&str, &str); 5] = [
     ("--out", "each trial has its own folder for the result"),
     ("--patience", "the scheduler of the sweep decides when a trial ends"),
     ("--max_restarts", "the sweep's key retries sets the number of restarts"),
-    ("--hostfile", "all trials run on this host"),
-    ("--nnodes", "all trials run on this host"),
+    ("--hostfile", "each trial runs on one host; the sweep's key hostfile distributes the trials among hosts"),
+    ("--nnodes", "each trial runs on one host; the sweep's key hostfile distributes the trials among hosts"),
 ];
 
 /// The files and folders that a trial uses.
@@ -397,6 +397,7 @@ fn is_word_of(word: &OsString, flag: &str) -> bool {
     let name = word.to_str().map(|word| word.split_once('=').map_or(word, |(name, _)| name));
     name.is_some_and(|name| name.starts_with("--") && normal(name) == normal(flag))
         || flag == "--num_ranks" && ["-n", "--num_gpus"].iter().any(|short| word == short)
+        || flag == "--hostfile" && word == "-H"
 }
 
 /// Returns values with which a domain is checked: all of a choice, or both ends of a range.

@@ -22,9 +22,14 @@ pub(super) fn cores() -> usize {
 /// memory of a trial is given or can be estimated, each trial has its memory.
 pub(super) fn trials_at_a_time(definition: &SweepDefinition, template: &CommandTemplate) -> usize {
     let by_cores = cores() / (definition.ranks * definition.threads.unwrap_or(1));
-    let memory = definition.memory.or_else(|| estimated(definition, template)).filter(|bytes| *bytes > 0);
+    let memory = memory_of_trial(definition, template).filter(|bytes| *bytes > 0);
     let by_memory = memory.map_or(usize::MAX, |bytes| (available_memory() / bytes) as usize);
     by_cores.min(by_memory).max(1)
+}
+
+/// Returns the bytes that a trial needs, if they are given or can be estimated.
+pub(super) fn memory_of_trial(definition: &SweepDefinition, template: &CommandTemplate) -> Option<u64> {
+    definition.memory.or_else(|| estimated(definition, template))
 }
 
 /// Returns the estimated bytes of a trial's model state, without activations, if the model is known: one of

@@ -99,6 +99,29 @@ fn a_journal_that_grows_is_read_as_if_it_were_read_anew() {
 }
 
 #[test]
+fn a_running_trial_has_its_host_even_after_a_damaged_line() {
+    let dir = tempfile::tempdir().unwrap();
+    plant(dir.path());
+    let journal = dir.path().join("journal.jsonl");
+    let text = std::fs::read_to_string(&journal).unwrap();
+    let start = text.lines().nth(1).unwrap();
+    let place = r#"{"event":"place","trial":1,"host":"worker-1"}"#;
+    for (begin, is_damaged) in [(start.to_owned(), false), (format!("{start}\nx"), true)] {
+        std::fs::write(&journal, format!("{begin}\n{place}\n")).unwrap();
+        let shown = read(&ShownSweeps::new(dir.path()));
+        assert_eq!(trial(&shown, 1)["host"], "worker-1", "{shown}");
+        assert_eq!(shown["problem"].is_string(), is_damaged, "{shown}");
+    }
+    std::fs::write(&journal, format!("{place}\n")).unwrap();
+    let shown = read(&ShownSweeps::new(dir.path()));
+    assert!(shown["problem"].as_str().unwrap().contains("line 1 places a trial that is not running"), "{shown}");
+    // The end of the trial is the end of its time on the host.
+    let end = text.lines().nth(2).unwrap();
+    std::fs::write(&journal, format!("{start}\n{place}\n{end}\n")).unwrap();
+    assert_eq!(trial(&read(&ShownSweeps::new(dir.path())), 1)["host"], Value::Null);
+}
+
+#[test]
 fn a_damaged_line_is_named_and_does_not_hide_the_others() {
     let dir = tempfile::tempdir().unwrap();
     let sweep = plant(dir.path());

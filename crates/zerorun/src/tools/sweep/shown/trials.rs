@@ -16,6 +16,8 @@ pub(super) struct ShownTrial {
     /// The values of its parameters, unless they are unknown because an earlier line of the journal is damaged.
     parameters: Option<TrialParameters>,
     branch: Option<TrialBranch>,
+    /// The host on which the trial was last started, if there is a hostfile.
+    host: Option<String>,
     /// The metric at each step at which the trial has paused or ended.
     results: Vec<(u64, f64)>,
     /// The result of a job that has ended, if the sweep has not received this result yet.
@@ -38,6 +40,7 @@ impl ShownTrial {
                 state,
                 parameters: Some(trial.parameters.clone()),
                 branch: trial.branch,
+                host: replayed.hosts.get(&trial.number).cloned(),
                 results: trial.results.clone(),
                 pending: replayed.results.get(&trial.number).cloned(),
             })
@@ -49,19 +52,24 @@ impl ShownTrial {
     /// a complete trial.
     pub(super) fn add(trials: &mut BTreeMap<usize, Self>, event: &JournalEvent, steps: u64) {
         let number = match event {
-            JournalEvent::Begin { .. } | JournalEvent::Take { .. } => return,
-            JournalEvent::Start(SweepJob { trial, .. }) | JournalEvent::End { trial, .. } => *trial,
+            JournalEvent::Begin { .. } => return trials.values_mut().for_each(|trial| trial.host = None),
+            JournalEvent::Take { .. } => return,
+            JournalEvent::Start(SweepJob { trial, .. })
+            | JournalEvent::Place { trial, .. }
+            | JournalEvent::End { trial, .. } => *trial,
         };
         let trial = trials.entry(number).or_insert_with(|| Self {
             number,
             state: TrialState::Paused,
             parameters: None,
             branch: None,
+            host: None,
             results: Vec::new(),
             pending: None,
         });
         match event {
             JournalEvent::Start(job) => trial.state = TrialState::Running { to: job.to },
+            JournalEvent::Place { host, .. } => trial.host = Some(host.clone()),
             JournalEvent::End { to, result, .. } => trial.end(*to, result.clone(), steps),
             JournalEvent::Begin { .. } | JournalEvent::Take { .. } => {}
         }
@@ -123,7 +131,12 @@ impl ShownTrial {
             "values": values.map(|values| values.cloned().collect::<Vec<Value>>()),
         });
         match &self.state {
-            TrialState::Running { to } => shown["to"] = (*to).into(),
+            TrialState::Running { to } => {
+                shown["to"] = (*to).into();
+                if let Some(host) = self.host.as_ref().filter(|_| self.pending.is_none()) {
+                    shown["host"] = host.as_str().into();
+                }
+            }
             TrialState::Replaced { by } => shown["by"] = (*by).into(),
             TrialState::Failed(why) => shown["error"] = why.as_str().into(),
             _ => {}
@@ -171,7 +184,7 @@ impl BestSoFar {
                     self.improvements.push((self.steps, *value, *trial));
                 }
             }
-            JournalEvent::Begin { .. } | JournalEvent::Take { .. } => {}
+            JournalEvent::Begin { .. } | JournalEvent::Place { .. } | JournalEvent::Take { .. } => {}
         }
     }
 

@@ -1,0 +1,160 @@
+//! The check of the other hosts before the first trial: that they can be reached and have the folder of the sweep, and
+//! how many cores and how much memory they have.
+//!
+//! A file with random contents is written into the folder and locked. Every host must read the same contents, because
+//! another host may continue its checkpoints, and must see the lock, because no two hosts may train the same trial.
+
+use super::error::SweepToolError;
+use super::folder::SweepFolder;
+use super::host_request::{HostAnswer, HostCheck, HostRequest};
+use super::remote_trial::{RemoteHosts, without_answer};
+use super::trials_at_a_time::cores;
+use crate::error::{Error, LaunchError, Result};
+use crate::launch::remote_shell::{as_text, not_reached};
+use candle_zero::files;
+use candle_zero::offload::available_memory;
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+
+/// The version that all hosts must have.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The number of random bytes in the probe.
+const PROBE_BYTES: usize = 16;
+const MAX_PROBE_BYTES: u64 = 4096;
+
+/// Describes this host.
+pub(super) fn describe(probe: &Path, program: Option<&Path>) -> HostCheck {
+    let sees_lock = File::open(probe)
+        .is_ok_and(|file| matches!(flock(&file, FlockOperation::NonBlockingLockExclusive), Err(Errno::WOULDBLOCK)));
+    HostCheck {
+        version: VERSION.into(),
+        contents: files::read_text(probe, MAX_PROBE_BYTES).map_err(|why| why.to_string()),
+        sees_lock,
+        has_program: program.is_none_or(Path::is_file),
+        cores: cores(),
+        memory: available_memory(),
+    }
+}
+
+/// A file in the folder of the sweep, which is removed when this value is dropped.
+struct HostProbe {
+    path: PathBuf,
+    contents: String,
+    /// Holds the lock.
+    _file: File,
+}
+
+impl HostProbe {
+    fn new(folder: &SweepFolder) -> Result<Self> {
+        let mut random = [0; PROBE_BYTES];
+        let drawn = getrandom::fill(&mut random).map_err(|error| std::io::Error::other(error.to_string()));
+        drawn.map_err(|source| LaunchError::Setup { what: "generating random numbers", source })?;
+        let contents: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+        let path = folder.path().join(format!(".hosts-{contents}"));
+        let io = |action, source| Error::Io { action, path: path.clone(), source };
+        let open = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
+        let mut file = open.map_err(|source| io("create", source))?;
+        let own = file.try_clone().map_err(|source| io("open", source))?;
+        let probe = Self { path: path.clone(), contents, _file: own };
+        let written = file.write_all(probe.contents.as_bytes()).and_then(|()| file.sync_all());
+        written.map_err(|source| io("write", source))?;
+        // If the file system has no locks, no host sees this one, and the check of the first host says so.
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOLCK | Errno::INVAL) => Ok(probe),
+            Err(errno) => Err(io("lock", errno.into())),
+        }
+    }
+}
+
+impl Drop for HostProbe {
+    fn drop(&mut self) {
+        // A file that is left has no effect.
+        _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Checks other hosts, all at the same time, and returns their descriptions in the same order. `program` is the program
+/// of the trials, unless it is `zerorun` itself.
+pub(super) fn check(
+    hosts: &[&str],
+    remote: &RemoteHosts,
+    folder: &SweepFolder,
+    program: Option<&Path>,
+) -> Result<Vec<HostCheck>> {
+    if hosts.is_empty() {
+        return Ok(Vec::new());
+    }
+    let probe = HostProbe::new(folder)?;
+    let request = HostRequest::Check {
+        probe: as_text(probe.path.as_os_str())?,
+        program: program.map(|program| as_text(program.as_os_str())).transpose()?,
+    };
+    let start = |host: &&str| -> Result<Child> {
+        let mut command = remote.command(host, &request)?;
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Ok(command.spawn().map_err(|source| not_reached(host, &command, &source))?)
+    };
+    let started: Vec<Result<Child>> = hosts.iter().map(start).collect();
+    // All are waited for before an error is returned.
+    let answers: Vec<Result<HostCheck>> =
+        hosts.iter().zip(started).map(|(host, child)| checked(host, child?)).collect();
+    let checks = answers.into_iter().collect::<Result<Vec<HostCheck>>>()?;
+    for (host, found) in hosts.iter().zip(&checks) {
+        if let Some(problem) = problem(found, &probe, folder, program) {
+            return Err(SweepToolError::Host { host: (*host).to_owned(), problem }.into());
+        }
+    }
+    Ok(checks)
+}
+
+/// Waits for the answer of a host.
+fn checked(host: &str, child: Child) -> Result<HostCheck> {
+    let output =
+        child.wait_with_output().map_err(|source| LaunchError::Setup { what: "waiting for a remote shell", source })?;
+    match HostAnswer::in_output(&String::from_utf8_lossy(&output.stdout)) {
+        Some(HostAnswer::Checked(found)) => Ok(found),
+        _ => {
+            let problem = format!(
+                "{}; the host must be reachable by ssh without a password, and have zerorun and the working directory at \
+                 the same paths as this host; otherwise, remove it from the hostfile",
+                without_answer(output.status, &String::from_utf8_lossy(&output.stderr))
+            );
+            Err(SweepToolError::Host { host: host.to_owned(), problem }.into())
+        }
+    }
+}
+
+/// Returns why trials cannot run on a host, if they cannot.
+fn problem(found: &HostCheck, probe: &HostProbe, folder: &SweepFolder, program: Option<&Path>) -> Option<String> {
+    let at = folder.path().display();
+    if found.version != VERSION {
+        return Some(format!(
+            "it has zerorun {}, and this host has {VERSION}; install the same version on all hosts",
+            found.version
+        ));
+    }
+    let remedy = "give --out a folder on a file system that all hosts share at the same path";
+    match &found.contents {
+        Err(why) => return Some(format!("it does not have the files in {at} of this host ({why}); {remedy}")),
+        Ok(other) if *other != probe.contents => {
+            return Some(format!("a file in {at} has other contents there than on this host; {remedy}"));
+        }
+        Ok(_) => {}
+    }
+    if !found.sees_lock {
+        return Some(format!(
+            "it does not see the locks of this host in {at}, so two hosts could train the same trial; mount the file \
+             system with locks that all hosts see (NFS without nolock or local_lock, Lustre with flock), or {remedy}"
+        ));
+    }
+    let program = program.filter(|_| !found.has_program)?;
+    Some(format!(
+        "there is no program {} there; the program must be at the same path on all hosts, for example on the file \
+         system that they share",
+        program.display()
+    ))
+}

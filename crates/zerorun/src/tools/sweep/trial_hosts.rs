@@ -1,0 +1,246 @@
+//! The hosts on which trials run, and the places for trials on them.
+
+use super::definition::SweepDefinition;
+use crate::error::{HostsError, Result};
+use crate::launch::hosts::host_filter::HostSelection;
+use crate::launch::hosts::{HostSlots, hostfile};
+use candle_zero::util::{binary, counted};
+use std::path::Path;
+
+/// A host on which trials run.
+#[derive(Debug)]
+struct TrialHost {
+    /// The name in the hostfile, if there is one.
+    name: Option<String>,
+    is_here: bool,
+    cores: usize,
+    places: Vec<TrialPlace>,
+    is_lost: bool,
+}
+
+/// The capacity of a host.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HostCapacity {
+    /// Whether it is this host.
+    pub(super) is_here: bool,
+    pub(super) cores: usize,
+    /// The bytes of memory that can be allocated, or 0 if they are unknown.
+    pub(super) memory: u64,
+}
+
+/// A place for a trial on a host.
+#[derive(Debug)]
+struct TrialPlace {
+    /// The slots of the place, separated by commas, if there is a hostfile.
+    devices: Option<String>,
+    is_taken: bool,
+}
+
+/// A place that a trial has taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TakenPlace {
+    host: usize,
+    place: usize,
+}
+
+/// The hosts on which trials run.
+#[derive(Debug)]
+pub(super) struct TrialHosts(Vec<TrialHost>);
+
+/// Returns the hosts and slots of the definition's hostfile, if there is one. `directory` is that of the sweep.
+pub(super) fn listed(definition: &SweepDefinition, directory: &Path) -> Result<Option<Vec<HostSlots>>> {
+    let Some(file) = &definition.hosts.hostfile else { return Ok(None) };
+    let path = directory.join(file);
+    let text = std::fs::read_to_string(&path)
+        .map_err(|source| HostsError::NoHostfile { path: file.clone(), why: source.to_string() })?;
+    let (include, exclude) = (definition.hosts.include.clone(), definition.hosts.exclude.clone());
+    let selection = HostSelection { include, exclude, num_nodes: None, num_gpus: None };
+    let hosts = selection.apply(&hostfile::parse(&text, file)?)?;
+    let most = hosts.iter().map(|host| host.slots.len()).max().unwrap_or(0);
+    if most == 0 {
+        return Err(HostsError::NoSlot.into());
+    }
+    if most < definition.ranks {
+        let problem = format!(
+            "each trial runs on one host and has {}, but no host of {} has more than {}; give a host more slots, or \
+             lower ranks",
+            counted(definition.ranks, "rank"),
+            file.display(),
+            counted(most, "slot"),
+        );
+        return Err(definition.wrong(problem));
+    }
+    Ok(Some(hosts))
+}
+
+impl TrialHosts {
+    /// Returns this host, with places for `parallel` trials.
+    pub(super) fn only_here(parallel: usize, cores: usize) -> Self {
+        let places = (0..parallel).map(|_| TrialPlace { devices: None, is_taken: false }).collect();
+        Self(vec![TrialHost { name: None, is_here: true, cores, places, is_lost: false }])
+    }
+
+    /// Returns the hosts of a hostfile that have room for a trial, and a message about each of the others. `memory`
+    /// is the memory of a trial, if it is known.
+    pub(super) fn of(
+        definition: &SweepDefinition,
+        hosts: &[HostSlots],
+        capacities: &[HostCapacity],
+        memory: Option<u64>,
+    ) -> Result<(Self, Vec<String>)> {
+        let (mut used, mut left_out) = (Vec::new(), Vec::new());
+        for (host, capacity) in hosts.iter().zip(capacities) {
+            // A host that does not report its memory has 0 bytes.
+            let known = memory.filter(|bytes| *bytes > 0 && capacity.memory > 0);
+            let by_memory = known.map_or(usize::MAX, |bytes| (capacity.memory / bytes) as usize);
+            let sets = host.slots.chunks_exact(definition.ranks);
+            match (sets.len(), by_memory) {
+                (0, _) => left_out.push(format!(
+                    "host {} is not used: a trial has {}, and the host has {}",
+                    host.name,
+                    counted(definition.ranks, "rank"),
+                    counted(host.slots.len(), "slot")
+                )),
+                (_, 0) => left_out.push(format!(
+                    "host {} is not used: a trial needs {} of memory, and the host has {}",
+                    host.name,
+                    binary(memory.unwrap_or(0)),
+                    binary(capacity.memory)
+                )),
+                _ => {
+                    let devices = |slots: &[usize]| slots.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
+                    let places = sets
+                        .take(by_memory)
+                        .map(|slots| TrialPlace { devices: Some(devices(slots)), is_taken: false })
+                        .collect();
+                    let (name, is_here, cores) = (Some(host.name.clone()), capacity.is_here, capacity.cores);
+                    used.push(TrialHost { name, is_here, cores, places, is_lost: false });
+                }
+            }
+        }
+        if used.is_empty() {
+            let problem = format!(
+                "no host of the hostfile has room for a trial ({}); give other hosts, or a smaller memory",
+                left_out.join("; ")
+            );
+            return Err(definition.wrong(problem));
+        }
+        Ok((Self(used), left_out))
+    }
+
+    /// Returns the number of places.
+    pub(super) fn place_count(&self) -> usize {
+        self.0.iter().map(|host| host.places.len()).sum()
+    }
+
+    /// Returns the number of threads of a rank, the same on all hosts, so that each rank has its own cores if at most
+    /// `parallel` trials of `ranks` ranks run.
+    pub(super) fn threads(&self, parallel: usize, ranks: usize) -> usize {
+        let of = |host: &TrialHost| host.cores / (host.places.len().min(parallel).max(1) * ranks);
+        self.0.iter().map(of).min().unwrap_or(1).max(1)
+    }
+
+    /// Takes a free place: on the host with this name if possible, else on the host with the most free places.
+    pub(super) fn take(&mut self, preferred: Option<&str>) -> Option<TakenPlace> {
+        let free = |host: &TrialHost| match host.is_lost {
+            true => 0,
+            false => host.places.iter().filter(|place| !place.is_taken).count(),
+        };
+        let is_preferred = |host: &TrialHost| preferred.is_some() && host.name.as_deref() == preferred;
+        let numbered = self.0.iter().enumerate().filter(|(_, host)| free(host) > 0);
+        let (host, _) = numbered.max_by_key(|(at, host)| (is_preferred(host), free(host), usize::MAX - at))?;
+        let place = self.0[host].places.iter().position(|place| !place.is_taken)?;
+        self.0[host].places[place].is_taken = true;
+        Some(TakenPlace { host, place })
+    }
+
+    /// Frees a place.
+    pub(super) fn free(&mut self, taken: TakenPlace) {
+        self.0[taken.host].places[taken.place].is_taken = false;
+    }
+
+    /// Records that the host of a place is lost. Returns its name if that was not known before.
+    pub(super) fn lose(&mut self, taken: TakenPlace) -> Option<&str> {
+        let host = &mut self.0[taken.host];
+        let is_new = !std::mem::replace(&mut host.is_lost, true);
+        host.name.as_deref().filter(|_| is_new)
+    }
+
+    /// Returns whether all hosts are lost.
+    pub(super) fn are_lost(&self) -> bool {
+        self.0.iter().all(|host| host.is_lost)
+    }
+
+    /// Returns the name of the host of a place, if there is a hostfile.
+    pub(super) fn name(&self, taken: TakenPlace) -> Option<&str> {
+        self.0[taken.host].name.as_deref()
+    }
+
+    /// Returns the name of the host of a place if it is another host.
+    pub(super) fn other(&self, taken: TakenPlace) -> Option<&str> {
+        let host = &self.0[taken.host];
+        host.name.as_deref().filter(|_| !host.is_here)
+    }
+
+    /// Returns the slots of a place, if there is a hostfile.
+    pub(super) fn devices(&self, taken: TakenPlace) -> Option<&str> {
+        self.0[taken.host].places[taken.place].devices.as_deref()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn definition(ranks: usize) -> SweepDefinition {
+        let table = json!({
+            "command": ["train.rs"], "metric": "loss", "steps": 9, "ranks": ranks, "parameters": {"--seed": [1, 2]},
+        });
+        SweepDefinition::new("x", table.as_object().unwrap()).unwrap()
+    }
+
+    const HERE: HostCapacity = HostCapacity { is_here: true, cores: 8, memory: 100 };
+    const OTHER: HostCapacity = HostCapacity { is_here: false, cores: 4, memory: 0 };
+
+    #[test]
+    fn slots_and_memory_give_the_places_of_a_host() {
+        let hosts = [("a", 5), ("b", 2), ("c", 1)].map(|(name, slots)| HostSlots::with_slots(name, slots));
+        let capacities = [HERE, OTHER, OTHER];
+        let (all, left_out) = TrialHosts::of(&definition(2), &hosts, &capacities, None).unwrap();
+        assert_eq!(all.place_count(), 3);
+        insta::assert_snapshot!(left_out.join("\n"), @"host c is not used: a trial has 2 ranks, and the host has 1 slot");
+        // Host a has memory for one trial, and that of host b is unknown.
+        let (some, _) = TrialHosts::of(&definition(2), &hosts, &capacities, Some(51)).unwrap();
+        assert_eq!(some.place_count(), 2);
+        // The ranks of both trials on host a and of the trial on host b have two cores each.
+        assert_eq!((all.threads(3, 2), some.threads(2, 2), all.threads(1, 2)), (2, 2, 2));
+        let refused = TrialHosts::of(&definition(2), &hosts[..1], &capacities, Some(101)).unwrap_err();
+        insta::assert_snapshot!(refused, @"x: no host of the hostfile has room for a trial (host a is not used: a trial needs 101 B of memory, and the host has 100 B); give other hosts, or a smaller memory");
+    }
+
+    #[test]
+    fn a_trial_takes_a_place_on_its_last_host_or_on_the_emptiest_one() {
+        let hosts = [("a", 2), ("b", 4)].map(|(name, slots)| HostSlots::with_slots(name, slots));
+        let (mut hosts, _) = TrialHosts::of(&definition(2), &hosts, &[HERE, OTHER], None).unwrap();
+        let taken = |hosts: &mut TrialHosts, preferred| {
+            let place = hosts.take(preferred)?;
+            Some((place, format!("{} {}", hosts.name(place).unwrap(), hosts.devices(place).unwrap())))
+        };
+        let (first, text) = taken(&mut hosts, None).unwrap();
+        assert_eq!((text.as_str(), hosts.other(first)), ("b 0,1", Some("b")));
+        let (own, text) = taken(&mut hosts, Some("a")).unwrap();
+        assert_eq!((text.as_str(), hosts.other(own)), ("a 0,1", None));
+        let (_, text) = taken(&mut hosts, Some("a")).unwrap();
+        assert_eq!(text, "b 2,3", "host a has no free place");
+        assert_eq!(taken(&mut hosts, None), None);
+        hosts.free(first);
+        assert_eq!(hosts.lose(first), Some("b"));
+        assert!(!hosts.are_lost());
+        assert_eq!(hosts.lose(first), None);
+        assert_eq!(hosts.take(Some("b")), None);
+        hosts.lose(own);
+        assert!(hosts.are_lost());
+    }
+}

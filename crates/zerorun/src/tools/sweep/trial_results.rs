@@ -1,0 +1,146 @@
+//! The results of trials, from their records and checkpoints.
+
+use super::folder::SweepFolder;
+use super::journal::JobResult;
+use crate::error::Result;
+use crate::launch::signals::name;
+use crate::tools::run_log::last_words;
+use candle_zero::checkpoint::newest_checkpoint;
+use candle_zero::runs::{RecordedRun, RunsFolder};
+use candle_zero::sweep::SweepJob;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::PathBuf;
+use std::process::ExitStatus;
+
+/// How a job ended.
+#[derive(Debug)]
+pub(super) enum JobEnd {
+    /// The job reached its last step, or the trial has failed.
+    Result(JobResult),
+    /// A signal ended the job before its last step. The value is the name of the signal.
+    Killed(String),
+    /// The job reached its last step, but did not record the metric. The values are the names that it recorded.
+    NoMetric(Vec<String>),
+}
+
+/// How the process of a job ended.
+#[derive(Debug)]
+pub(super) enum ProcessEnd {
+    Job(JobEnd),
+    /// Another process still trains the trial.
+    Busy,
+    /// The host was lost, for this reason.
+    HostLost(String),
+}
+
+/// The reader of the results of trials.
+#[derive(Debug, Clone)]
+pub(super) struct TrialResults {
+    pub(super) folder: SweepFolder,
+    pub(super) metric: String,
+    /// The number of steps of a complete trial.
+    pub(super) steps: u64,
+}
+
+impl TrialResults {
+    /// Returns the folder of the checkpoints of a trial.
+    pub(super) fn checkpoints(&self, number: usize) -> PathBuf {
+        self.folder.trial(number).join("checkpoints")
+    }
+
+    /// Returns the log of a job.
+    pub(super) fn log(&self, job: &SweepJob) -> PathBuf {
+        self.folder.trial(job.trial).join(format!("log-{}.txt", job.to))
+    }
+
+    /// Returns the step of the newest checkpoint of a trial.
+    pub(super) fn saved_step(&self, trial: usize) -> u64 {
+        let newest = newest_checkpoint(&self.checkpoints(trial)).ok().flatten();
+        newest.map_or(0, |(_, manifest)| manifest.global_steps)
+    }
+
+    /// Returns how a job has ended, after its launcher has exited.
+    pub(super) fn end(&self, job: &SweepJob, status: ExitStatus) -> Result<JobEnd> {
+        // If a signal has killed a process, the launcher, as shells do, exits with 128 plus the number of the signal.
+        const SIGNAL_CODES: i32 = 128;
+        const MAX_SIGNAL: i32 = 64;
+        let of_code = status.code().map(|code| code - SIGNAL_CODES).filter(|number| (1..=MAX_SIGNAL).contains(number));
+        let signal = status.signal().or(of_code);
+        if let Some(signal) = signal {
+            return Ok(JobEnd::Killed(name(signal)));
+        }
+        if !status.success() {
+            let why = last_words(&self.log(job));
+            return Ok(JobEnd::Result(Err(why.strip_prefix("zerorun: ").unwrap_or(&why).to_owned())));
+        }
+        let recorded = self.recorded(job)?;
+        let reached = if job.to < self.steps { self.saved_step(job.trial) } else { recorded.steps };
+        if reached != job.to {
+            let why = match job.to < self.steps {
+                true => format!(
+                    "it ended with step {reached} saved, but must pause after step {}; the script must save a \
+                     checkpoint to --save and end when Engine::stop_requested returns true, and continue with --resume",
+                    job.to
+                ),
+                false => {
+                    format!("it ended after {reached} of {} steps; the script must train for --steps steps", job.to)
+                }
+            };
+            return Ok(JobEnd::Result(Err(why)));
+        }
+        Ok(match recorded.value {
+            Some(value) => JobEnd::Result(Ok(value)),
+            None => JobEnd::NoMetric(recorded.names),
+        })
+    }
+
+    /// Returns the step that a running trial has reached according to its record.
+    pub(super) fn recorded_step(&self, trial: usize) -> Option<u64> {
+        self.runs_of(trial).ok()?.first().map(|run| run.summary().steps)
+    }
+
+    /// Returns the records of a trial, newest first. A trial that was killed before its first checkpoint has several.
+    fn runs_of(&self, trial: usize) -> Result<Vec<RecordedRun>> {
+        let name = SweepFolder::run_name(trial);
+        let folder = RunsFolder::find(Some(self.folder.runs()));
+        let ids = match folder.path().is_dir() {
+            true => folder.ids()?,
+            false => Vec::new(),
+        };
+        let own = ids.into_iter().filter(|id| id.strip_prefix(&name).is_some_and(|rest| rest.starts_with('-')));
+        let mut runs: Vec<RecordedRun> = own
+            .filter_map(|id| RecordedRun::open(folder.path().join(id)).ok())
+            .filter(|run| run.info().name == name)
+            .collect();
+        runs.sort_by(|a, b| b.info().created.total_cmp(&a.info().created).then_with(|| b.id().cmp(&a.id())));
+        Ok(runs)
+    }
+
+    /// Returns what a trial recorded in the steps of a job.
+    fn recorded(&self, job: &SweepJob) -> Result<RecordedValue> {
+        let mut found = RecordedValue::default();
+        for run in self.runs_of(job.trial)? {
+            let metrics = run.metrics()?;
+            found.steps = found.steps.max(metrics.rows.last().map_or(0, |row| row.step));
+            found.names.extend(metrics.names().into_iter().map(str::to_owned));
+            let mut rows = metrics.rows.iter().rev().filter(|row| row.step > job.from && row.step <= job.to);
+            let value = rows.find_map(|row| row.values.get(&self.metric));
+            // If a trial was trained again, its records have the same values.
+            found.value = found.value.or(value.copied());
+        }
+        found.names.sort();
+        found.names.dedup();
+        Ok(found)
+    }
+}
+
+/// The record of a trial in the steps of a job.
+#[derive(Debug, Default)]
+struct RecordedValue {
+    /// The newest value of the metric.
+    value: Option<f64>,
+    /// The last recorded step of the trial.
+    steps: u64,
+    /// The names of all values.
+    names: Vec<String>,
+}
