@@ -24,7 +24,8 @@ pub struct Config {
     /// `prescale_gradients`: divide by the world size before the reduction.
     pub prescale_gradients: bool,
     /// `gradient_predivide_factor`: the number by which gradients are divided before the reduction; after it, they are
-    /// divided by the remaining factor of the world size.
+    /// divided by the remaining factor of the world size. 1, the default: all of the division is done before the
+    /// reduction.
     pub gradient_predivide_factor: f64,
     /// `gradient_allreduce_op`: average or sum over ranks.
     pub gradient_allreduce_op: GradientOp,
@@ -208,7 +209,7 @@ pub struct ZeroConfig {
     pub sub_group_size: usize,
     /// `stage3_prefetch_bucket_size`: the number of elements gathered ahead; 0 switches prefetching off. Default 5e7.
     pub prefetch_bucket_size: usize,
-    /// `stage3_param_persistence_threshold`, in elements: smaller parameters stay gathered. Default 1e5.
+    /// `stage3_param_persistence_threshold`: parameters with at most this many elements stay gathered. Default 1e5.
     pub param_persistence_threshold: usize,
     /// `stage3_model_persistence_threshold`, in elements: the maximum total of all such parameters.
     pub model_persistence_threshold: usize,
@@ -383,7 +384,8 @@ impl OffloadParam {
 /// `aio`: the settings of requests to the files of `nvme`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Aio {
-    /// `block_size`: the number of bytes of a request, a multiple of 4 KiB and at most 16 MiB. Default 1 MiB.
+    /// `block_size`: the number of bytes of a request. It is rounded down to a multiple of 4 KiB; at least 4 KiB and at
+    /// most 16 MiB are used. Default 1 MiB.
     pub block_size: usize,
     /// `queue_depth`: the number of requests in flight per unit of `intra_op_parallelism`. Default 8.
     pub queue_depth: usize,
@@ -526,7 +528,7 @@ pub struct LarsConfig {
     pub lr: f64,
     /// The momentum. Default 0.9.
     pub momentum: f64,
-    /// The weight decay, part of the update. Default 0.
+    /// The weight decay, added to the gradient. Default 0.
     pub weight_decay: f64,
     /// The factor of every trust ratio. Default 0.001.
     pub trust_coefficient: f64,

@@ -107,7 +107,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Takes initial values from `values`; parameters that it does not contain are initialized randomly. Takes
+    /// Takes initial values from `values`; parameters that `values` does not contain are initialized randomly. Takes
     /// precedence over [`EngineBuilder::init_from`].
     #[must_use]
     pub fn initial_values(mut self, values: Arc<dyn InitialValues>) -> Self {
