@@ -8,7 +8,7 @@
 //!                every so many steps, with local_steps: exchange between islands -> outer step -> publish
 //! ```
 //!
-//! The engine itself contains no arithmetic: each action named above has its own module.
+//! The engine runs these actions in order; almost all of their arithmetic is in other modules.
 
 mod accumulation;
 mod builder;
