@@ -439,7 +439,7 @@ pub struct AdamConfig {
     pub betas: (f64, f64),
     /// The term added to the denominator. Default 1e-8.
     pub eps: f64,
-    /// The weight decay. Default 0.
+    /// The weight decay. Default 0; with `torch_adam`, 0.01 if the decay is decoupled.
     pub weight_decay: f64,
     /// Whether to divide the moments by 1 - beta^t. Default true.
     pub bias_correction: bool,
@@ -517,7 +517,8 @@ pub struct MuonConfig {
     pub weight_decay: f64,
     /// The orthogonalization method. Default gram.
     pub ns_method: NsMethod,
-    /// The optimizer of the parameters that are not matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4.
+    /// The optimizer of the parameters that are not matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4. Its
+    /// default `betas` are 0.9, 0.95, and its default `eps` is 1e-10.
     pub adam: AdamConfig,
 }
 
@@ -583,9 +584,9 @@ pub struct ScheduleFreeConfig {
 pub enum EightBit {
     /// `Adam8bit`. Its decay is also decoupled, as in bitsandbytes.
     Adam(AdamConfig),
-    /// `AdamW8bit`.
+    /// `AdamW8bit`. Its default `weight_decay` is 0.01.
     AdamW(AdamConfig),
-    /// `Lion8bit`.
+    /// `Lion8bit`. Its default `lr` is 1e-4, and its default `betas` are 0.9, 0.99.
     Lion(LionConfig),
 }
 
@@ -675,7 +676,7 @@ pub enum SchedulerConfig {
     WarmupDecayLr {
         /// The total number of steps. Required.
         total_num_steps: u64,
-        /// The initial learning rate. Default 0.
+        /// The learning rate at the start and at the end. Default 0.
         warmup_min_lr: PerGroup,
         /// The learning rate after the warm-up. Default 0.001.
         warmup_max_lr: PerGroup,
@@ -683,15 +684,16 @@ pub enum SchedulerConfig {
         warmup_num_steps: u64,
         /// The shape of the warm-up. Default log.
         warmup_type: WarmupType,
-        /// After the warm-up, the rate is proportional to the share of steps that are left, raised to this power.
-        /// Default 1: linear decay.
+        /// After the warm-up, the difference between the rate and `warmup_min_lr` is proportional to the share of steps
+        /// that are left, raised to this power. Default 1: linear decay.
         decay_power: f64,
     },
     /// `WarmupCosineLR`.
     WarmupCosineLr {
         /// The total number of steps. Required.
         total_num_steps: u64,
-        /// The initial learning rate as a fraction of the optimizer's. Default 0.
+        /// The learning rate at the start of the warm-up as a fraction of the optimizer's. Default 0. In the first
+        /// step, the rate is always 0, as in DeepSpeed.
         warmup_min_ratio: f64,
         /// The number of warm-up steps. Default 1000.
         warmup_num_steps: u64,
