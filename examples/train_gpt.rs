@@ -559,8 +559,8 @@ fn check_context(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs optimizer steps up to number `args.steps`, each reported by rank 0. With --save, SIGTERM, SIGINT and SIGHUP
-/// end training after a checkpoint.
+/// Runs optimizer steps until `args.steps` have been completed; rank 0 reports each of them. With --save, SIGTERM,
+/// SIGINT and SIGHUP end training after a checkpoint.
 fn train<A: Architecture>(
     engine: &mut Trainer<A>,
     loader: &mut Loader,

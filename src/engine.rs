@@ -8,7 +8,7 @@
 //!                every so many steps, with local_steps: exchange between islands -> outer step -> publish
 //! ```
 //!
-//! The engine itself contains no arithmetic: each action named above has its own module.
+//! The engine runs these actions in order; almost all of their arithmetic is in other modules.
 
 mod accumulation;
 mod builder;
@@ -445,11 +445,11 @@ impl<M> Engine<M> {
         ));
     }
 
-    /// Returns whether the job was asked to end: whether any rank has received SIGTERM or SIGINT, whether the user has
-    /// asked for it in `zerorun dash`, or whether the job has completed the number of steps given by the environment
-    /// variable `CANDLE_ZERO_STOP_AT`. From the first call on, these signals no longer end the process, so that a loop
-    /// that calls this method once per step can save a checkpoint and exit cleanly. Collective, so that all ranks end
-    /// after the same step.
+    /// Returns whether the job was asked to end: whether any rank has received SIGTERM, SIGINT or SIGHUP, whether the
+    /// user has asked for it in `zerorun dash`, or whether the job has completed the number of steps given by the
+    /// environment variable `CANDLE_ZERO_STOP_AT`. From the first call on, these signals no longer end the process, so
+    /// that a loop that calls this method once per step can save a checkpoint and exit cleanly. Collective, so that all
+    /// ranks end after the same step.
     ///
     /// Without `zerorun`, a second such signal ends the process. `zerorun` kills its ranks on a second signal, or after
     /// the `--grace` period.

@@ -29,7 +29,7 @@ pub enum ConsolidatedDtype {
     /// f32, the full precision of the checkpoint.
     #[default]
     F32,
-    /// bf16, rounded to nearest, ties to even.
+    /// bf16, rounded to nearest, ties to even. A value that is too large for bf16 is an error.
     Bf16,
     /// f16, rounded to nearest, ties to even. A value that is too large for f16 is an error.
     F16,

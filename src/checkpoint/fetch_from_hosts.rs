@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The ranks of a host take turns sending. A fetched file has the length of the original, with holes for the parts that
-//! no rank of the receiving host needs. Everything is checked: a block is compared with its checksum before it is sent,
-//! and again when the receiver reads it.
+//! no rank of the receiving host needs. Everything is checked: a block of a rank file is compared with its checksum
+//! before it is sent, and again when the receiver reads it; the file of buffers is checked by the receiver only.
 
 use super::folder::{FETCHED_PREFIX, not_written};
 use super::locate::{LocatedCheckpoint, files};

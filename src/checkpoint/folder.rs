@@ -8,11 +8,11 @@
 //! ```
 //!
 //! A folder under its final name is always complete. Files that a dead job was writing are removed by the next job that
-//! saves there, before its first step. A job that died before its first checkpoint became the latest has left
-//! `.candle-zero-latest-XXX`, which is used if there is no `latest`.
+//! saves there, before its first step. A job that dies before its first checkpoint becomes the latest leaves
+//! `.candle-zero-latest-XXX` behind, which is used if there is no `latest`.
 //!
 //! A writer holds a lock on what it writes. On a file system without locks, a file in the folder names the writing
-//! process. A folder stays unless its writer is known to be dead.
+//! process, and the folder stays unless that process is known to be dead.
 
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::error::{CheckpointError, Error, Result};
@@ -174,7 +174,7 @@ fn replaced_tag<'a>(dir: &Path, name: &'a str) -> Option<&'a str> {
     })
 }
 
-/// Returns the complete checkpoint in `dir` that the file at `path` names.
+/// Returns the tag that the file at `path` contains, if it names a complete checkpoint in `dir`.
 fn named_by(dir: &Path, path: &Path) -> Option<String> {
     let tag = read_text(path, MAX_LATEST_BYTES).ok()?;
     let tag = tag.trim_end().to_owned();

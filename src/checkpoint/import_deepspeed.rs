@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 /// number of ranks can load it. A run that loads it resumes where DeepSpeed stopped.
 ///
 /// # Errors
-/// Fails with [`CheckpointError::Unusable`] if the name is invalid, `dir` already has a checkpoint of that name, or a
+/// Fails with [`CheckpointError::Unusable`] if `tag` is invalid, `dir` already has a checkpoint of that name, or a
 /// file cannot be written; fails with [`CheckpointError::DeepSpeed`] or [`Error::Io`](crate::Error::Io) if `from`
 /// cannot be read. In all these cases, `dir` has no new checkpoint.
 pub fn import(
@@ -53,7 +53,7 @@ pub fn import(
 /// Returns the folder that [`import`] writes for checkpoint `tag` in `dir`.
 ///
 /// # Errors
-/// Fails with [`CheckpointError::Unusable`] if the name is invalid, or if the folder already exists.
+/// Fails with [`CheckpointError::Unusable`] if `tag` is invalid, or if the folder already exists.
 #[doc(hidden)]
 pub fn new_checkpoint_path(dir: &Path, tag: &str) -> Result<PathBuf> {
     folder::check_tag(dir, tag)?;

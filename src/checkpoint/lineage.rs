@@ -36,7 +36,8 @@ impl LastCheckpoint {
     }
 }
 
-/// The folders that the first rank of a job saves into. No other job saves there as long as this value exists.
+/// The folders in which this rank creates checkpoints for the job. No other job saves there as long as this value
+/// exists.
 #[derive(Default)]
 pub(crate) struct LockedFolders(Vec<(PathBuf, Arc<FolderLock>)>);
 

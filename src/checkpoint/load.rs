@@ -151,7 +151,7 @@ impl Checkpoint {
     /// Returns elements `range` of parameter `param` in state `state`, in f32. Both are indices in the manifest.
     ///
     /// # Errors
-    /// Fails with [`CheckpointError::Unusable`] if the bytes do not match their checksum.
+    /// Fails with [`CheckpointError::Unusable`] if the bytes cannot be read or do not match their checksum.
     ///
     /// # Panics
     /// Panics if the manifest has no such state, parameter or element.
@@ -397,7 +397,7 @@ fn wanted(
                     manifest.optimizer.as_deref().unwrap_or("none")
                 )));
             }
-            // Full parameters get all their elements from the files, not from other ranks.
+            // A parameter of which this rank keeps all elements gets them from the files, not from other ranks.
             let is_whole = kind == ParamStateKind::Weights && core.keeps_whole(param);
             let range = if is_whole { 0..own.numel } else { core.held(kind, param) };
             wanted.push(NeededElements { state, saved, kind, param, range });

@@ -26,7 +26,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
-/// A checkpoint all of whose files exist on some host.
+/// A checkpoint each of whose files exists on at least one host.
 pub(super) struct LocatedCheckpoint {
     /// The checkpoint's folder on this host. It exists only if this host has a part of the checkpoint.
     pub path: PathBuf,

@@ -95,7 +95,7 @@ impl RankFileWriter {
         Ok(Self { file, header, buffer: AlignedBuffer::new(WRITE_BUFFER_BYTES), filled: 0, at, disk })
     }
 
-    /// Writes full blocks if there is no room for `elements` more, which must be at most [`PIECE`].
+    /// Writes full blocks if there is no room for `elements` more elements; `elements` must be at most [`PIECE`].
     pub fn make_room(&mut self, elements: usize) -> IoResult<()> {
         if self.filled + elements * 4 <= self.buffer.len() {
             return Ok(());

@@ -77,7 +77,8 @@ impl CpuCommunicator {
         Self::start(presence, (rank, size, ranks_here), None, 0, backend)
     }
 
-    /// Returns the communicator of this rank's group, the ranks `members` of the job, which uses `channel`.
+    /// Returns the communicator of this rank's group, which consists of the ranks `members` of the job and uses
+    /// `channel`.
     fn of_group(presence: &Arc<RankPresence>, members: Arc<[usize]>, channel: usize) -> Result<Self> {
         let (own, first, timeout) = (presence.rank(), presence.first(), presence.timeout());
         let region = presence.region().clone();

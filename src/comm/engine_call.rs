@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-/// The calls that launch collectives. In shared memory, a call is represented by its index; index 0 means none of them.
+/// The calls that launch collectives. In shared memory, a call is represented by its index; index 0 means no call.
 const CALLS: [&str; 12] = [
     "",
     "initialize",

@@ -39,7 +39,7 @@ pub enum CommError {
     /// The ranks cannot be divided into groups.
     #[error(
         "rank {rank} cannot form groups of ranks: {why} (every rank must be in exactly one group, and all ranks must \
-         pass the same groups in the same order)"
+         pass the same groups in each call)"
     )]
     Groups {
         /// This rank.
@@ -319,9 +319,9 @@ pub enum CommError {
     WorldsDiffer {
         /// The rank that differs from rank 0.
         rank: usize,
-        /// The number of ranks on that rank.
+        /// `WORLD_SIZE` on that rank.
         world: usize,
-        /// The number of ranks on rank 0.
+        /// `WORLD_SIZE` on rank 0.
         first: usize,
         /// `MASTER_PORT`.
         port: u16,

@@ -49,7 +49,7 @@ struct NcclCapability {
     /// Whether the library is available and this rank is configured to use it.
     usable: bool,
     fast: bool,
-    /// Whether threads of one process may use it.
+    /// Whether ranks that are threads of one process may use NCCL.
     apart: bool,
     host: u64,
     process: u64,

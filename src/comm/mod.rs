@@ -251,9 +251,9 @@ pub trait Communicator: Send + Sync {
 
     /// Sends `data` to rank `to`, which calls [`receive`](Self::receive) with the same dtype, number of elements and
     /// `tag`. Messages from one rank to another arrive in the order of these calls; messages between different ranks,
-    /// and collectives, are independent of each other. The result is available when `data` is on its way, which may not
-    /// be before the other rank has called `receive`: before waiting for the result, launch everything that the other
-    /// rank waits for.
+    /// and collectives, are independent of each other. The result is available when `data` is on its way, possibly only
+    /// after the other rank has called `receive`: before waiting for the result, launch everything that the other rank
+    /// waits for.
     ///
     /// # Errors
     /// The default implementation returns an error, because messages cannot be built on collectives: a custom

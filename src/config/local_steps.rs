@@ -179,7 +179,8 @@ pub fn is_address(text: &str) -> bool {
 }
 
 impl LocalStepsConfig {
-    /// Returns the number of ranks of all slots, if a launcher starts `ranks` ranks of one island.
+    /// Returns the total number of ranks if a launcher starts `ranks` ranks. With an island server, these form one
+    /// island, and the ranks of all slots are counted; otherwise, the result is `ranks`.
     pub(crate) fn world_size(config: Option<&Self>, ranks: usize) -> usize {
         let slots = config.filter(|config| config.server.is_some()).and_then(|config| config.islands);
         ranks.saturating_mul(slots.unwrap_or(1))

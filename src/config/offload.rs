@@ -195,7 +195,7 @@ mod tests {
         for ignored in ["", "x", "./x"] {
             assert_eq!(whole("~/.cache/a", ignored), Some("/h/.cache/a".into()), "{ignored:?}");
         }
-        // Other folders are not expanded.
+        // The variable does not affect other folders.
         for (path, place) in [("~/.cached/a", "/h/.cached/a"), ("/h/.cache/a", "/h/.cache/a"), ("~/a", "/h/a")] {
             assert_eq!(whole(path, "/x"), Some(place.into()));
         }

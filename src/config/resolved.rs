@@ -24,7 +24,8 @@ pub struct Config {
     /// `prescale_gradients`: divide by the world size before the reduction.
     pub prescale_gradients: bool,
     /// `gradient_predivide_factor`: the number by which gradients are divided before the reduction; after it, they are
-    /// divided by the remaining factor of the world size.
+    /// divided by the remaining factor of the world size. 1, the default: all of the division is done before the
+    /// reduction.
     pub gradient_predivide_factor: f64,
     /// `gradient_allreduce_op`: average or sum over ranks.
     pub gradient_allreduce_op: GradientOp,
@@ -208,7 +209,7 @@ pub struct ZeroConfig {
     pub sub_group_size: usize,
     /// `stage3_prefetch_bucket_size`: the number of elements gathered ahead; 0 switches prefetching off. Default 5e7.
     pub prefetch_bucket_size: usize,
-    /// `stage3_param_persistence_threshold`, in elements: smaller parameters stay gathered. Default 1e5.
+    /// `stage3_param_persistence_threshold`: parameters with at most this many elements stay gathered. Default 1e5.
     pub param_persistence_threshold: usize,
     /// `stage3_model_persistence_threshold`, in elements: the maximum total of all such parameters.
     pub model_persistence_threshold: usize,
@@ -383,7 +384,8 @@ impl OffloadParam {
 /// `aio`: the settings of requests to the files of `nvme`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Aio {
-    /// `block_size`: the number of bytes of a request, a multiple of 4 KiB and at most 16 MiB. Default 1 MiB.
+    /// `block_size`: the number of bytes of a request. It is rounded down to a multiple of 4 KiB; at least 4 KiB and at
+    /// most 16 MiB are used. Default 1 MiB.
     pub block_size: usize,
     /// `queue_depth`: the number of requests in flight per unit of `intra_op_parallelism`. Default 8.
     pub queue_depth: usize,
@@ -437,7 +439,7 @@ pub struct AdamConfig {
     pub betas: (f64, f64),
     /// The term added to the denominator. Default 1e-8.
     pub eps: f64,
-    /// The weight decay. Default 0.
+    /// The weight decay. Default 0; with `torch_adam`, 0.01 if the decay is decoupled.
     pub weight_decay: f64,
     /// Whether to divide the moments by 1 - beta^t. Default true.
     pub bias_correction: bool,
@@ -515,7 +517,8 @@ pub struct MuonConfig {
     pub weight_decay: f64,
     /// The orthogonalization method. Default gram.
     pub ns_method: NsMethod,
-    /// The optimizer of the parameters that are not matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4.
+    /// The optimizer of the parameters that are not matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4. Its
+    /// default `betas` are 0.9, 0.95, and its default `eps` is 1e-10.
     pub adam: AdamConfig,
 }
 
@@ -526,7 +529,7 @@ pub struct LarsConfig {
     pub lr: f64,
     /// The momentum. Default 0.9.
     pub momentum: f64,
-    /// The weight decay, part of the update. Default 0.
+    /// The weight decay, added to the gradient. Default 0.
     pub weight_decay: f64,
     /// The factor of every trust ratio. Default 0.001.
     pub trust_coefficient: f64,
@@ -581,9 +584,9 @@ pub struct ScheduleFreeConfig {
 pub enum EightBit {
     /// `Adam8bit`. Its decay is also decoupled, as in bitsandbytes.
     Adam(AdamConfig),
-    /// `AdamW8bit`.
+    /// `AdamW8bit`. Its default `weight_decay` is 0.01.
     AdamW(AdamConfig),
-    /// `Lion8bit`.
+    /// `Lion8bit`. Its default `lr` is 1e-4, and its default `betas` are 0.9, 0.99.
     Lion(LionConfig),
 }
 
@@ -673,7 +676,7 @@ pub enum SchedulerConfig {
     WarmupDecayLr {
         /// The total number of steps. Required.
         total_num_steps: u64,
-        /// The initial learning rate. Default 0.
+        /// The learning rate at the start and at the end. Default 0.
         warmup_min_lr: PerGroup,
         /// The learning rate after the warm-up. Default 0.001.
         warmup_max_lr: PerGroup,
@@ -681,15 +684,16 @@ pub enum SchedulerConfig {
         warmup_num_steps: u64,
         /// The shape of the warm-up. Default log.
         warmup_type: WarmupType,
-        /// After the warm-up, the rate is proportional to the share of steps that are left, raised to this power.
-        /// Default 1: linear decay.
+        /// After the warm-up, the difference between the rate and `warmup_min_lr` is proportional to the share of steps
+        /// that are left, raised to this power. Default 1: linear decay.
         decay_power: f64,
     },
     /// `WarmupCosineLR`.
     WarmupCosineLr {
         /// The total number of steps. Required.
         total_num_steps: u64,
-        /// The initial learning rate as a fraction of the optimizer's. Default 0.
+        /// The learning rate at the start of the warm-up as a fraction of the optimizer's. Default 0. In the first
+        /// step, the rate is always 0, as in DeepSpeed.
         warmup_min_ratio: f64,
         /// The number of warm-up steps. Default 1000.
         warmup_num_steps: u64,

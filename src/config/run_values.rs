@@ -9,7 +9,7 @@ pub struct RunValues {
     pub train_micro_batch_size_per_gpu: usize,
     /// The value of `gradient_accumulation_steps`, unless it follows from `train_batch_size`. Default 1.
     pub gradient_accumulation_steps: usize,
-    /// The optimizer's `lr`. Default 5e-5.
+    /// The optimizer's `lr` and, if the file has no optimizer, the schedule's `warmup_max_lr`. Default 5e-5.
     pub lr: f64,
     /// The schedule's `warmup_num_steps`. `None` and 0 mean 1, a schedule's minimum (the Hugging Face Trainer's default
     /// is 0, which DeepSpeed refuses).

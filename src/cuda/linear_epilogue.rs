@@ -42,7 +42,7 @@ pub(crate) fn follow(
         }
         let arguments: [KernelArgument<'_>; 7] = arguments![count, width, products, bias, number, residual, y];
         // SAFETY: the kernel takes a count and that many elements of three arrays, a bias of the width, and a
-        // function's number; without a function it does not access the last array.
+        // function's number; without a function, it does not access the last array.
         unsafe { kernel.run(over(count), arguments) }
     };
     match function {

@@ -52,7 +52,7 @@ pub enum DataError {
         tokens: usize,
         /// The number of input tokens per sample.
         ctx: usize,
-        /// The number of tokens that the first sample needs.
+        /// The number of tokens that the data must have: those of one sample and, in sequential order, one more.
         needed: usize,
     },
     /// A micro batch is too large for any forward pass.

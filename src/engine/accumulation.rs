@@ -177,7 +177,7 @@ impl<M> Engine<M> {
         self.accumulation.holds || matches!(self.phase, MicroStepPhase::Backwarded | MicroStepPhase::Held)
     }
 
-    /// Returns an error in the middle of an accumulation, because checkpoints do not contain its gradients.
+    /// Returns an error in the middle of an accumulation, where `call` is not allowed.
     pub(super) fn between_steps(&self, call: &'static str) -> Result<()> {
         self.not_stopped()?;
         let of = self.config.batch.gradient_accumulation_steps as u64;

@@ -107,7 +107,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Takes initial values from `values`; parameters that it does not contain are initialized randomly. Takes
+    /// Takes initial values from `values`; parameters that `values` does not contain are initialized randomly. Takes
     /// precedence over [`EngineBuilder::init_from`].
     #[must_use]
     pub fn initial_values(mut self, values: Arc<dyn InitialValues>) -> Self {
@@ -211,7 +211,7 @@ impl EngineBuilder {
     /// slightly up and down, which costs two extra forward passes in that step. If a part of the graph is cut off, an
     /// operation's backward pass is wrong or a second-order term is dropped, the step fails with
     /// [`EngineError::WrongGradient`] before any weight changes. Default: the configuration's `gradient_check`, or true
-    /// without it.
+    /// without it. In a pipeline, or if experts are divided among ranks, the check is always off.
     #[must_use]
     pub fn gradient_check(mut self, gradient_check: bool) -> Self {
         self.gradient_check = Some(gradient_check);

@@ -61,7 +61,7 @@ impl<M> Engine<M> {
         span.with("step", self.global_steps).with("micro_step", self.micro_steps)
     }
 
-    /// Records forward or backward for `flops_profiler`, until the result is dropped.
+    /// Records a forward or backward pass for `flops_profiler`, until the result is dropped.
     fn record(&self, half: MicroStepHalf) -> Option<spans::ProfilerSpan> {
         let profiler = self.config.monitoring.flops_profiler.as_ref()?;
         let first = self.accumulation.micro_steps == 0;

@@ -43,8 +43,9 @@ impl<M> Engine<M> {
     }
 
     /// Saves a checkpoint with options; otherwise the same as [`save_checkpoint`](Self::save_checkpoint). A background
-    /// save finishes in the next [`step`](Self::step) that changes weights, in
-    /// [`wait_for_checkpoint`](Self::wait_for_checkpoint), or when the engine is dropped.
+    /// save finishes in the next [`step`](Self::step) that changes weights (with local steps, in the next one at an
+    /// accumulation boundary), in [`wait_for_checkpoint`](Self::wait_for_checkpoint), in the next call that saves,
+    /// loads or sets state, or when the engine is dropped.
     ///
     /// # Errors
     /// The same as [`save_checkpoint`](Self::save_checkpoint). The failure of a background save is reported where the
@@ -102,7 +103,7 @@ impl<M> Engine<M> {
     /// Waits for a background save, if there is one. Collective.
     ///
     /// # Errors
-    /// The failure of the save: earlier checkpoints are untouched, and the engine can continue.
+    /// The failure of the save: earlier checkpoints are untouched, and the engine can continue. A failed collective.
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
         let _call = during("wait_for_checkpoint");
         if let Some(saving) = self.saving.take() {

@@ -234,14 +234,14 @@ fn what_is_no_division_of_the_ranks_is_refused() {
         let errors = threads::run(3, |comm| comm.group(&groups).map(drop));
         error_of(errors.unwrap().swap_remove(0)).to_string()
     };
-    insta::assert_snapshot!(refused(&[&[0, 1]]), @"rank 0 cannot form groups of ranks: rank 2 is in no group (every rank must be in exactly one group, and all ranks must pass the same groups in the same order)");
-    insta::assert_snapshot!(refused(&[&[0, 1], &[1, 2]]), @"rank 0 cannot form groups of ranks: rank 1 is in two groups or twice in one (every rank must be in exactly one group, and all ranks must pass the same groups in the same order)");
-    insta::assert_snapshot!(refused(&[&[0, 1], &[2, 3]]), @"rank 0 cannot form groups of ranks: rank 3 does not exist: there are 3 ranks (every rank must be in exactly one group, and all ranks must pass the same groups in the same order)");
+    insta::assert_snapshot!(refused(&[&[0, 1]]), @"rank 0 cannot form groups of ranks: rank 2 is in no group (every rank must be in exactly one group, and all ranks must pass the same groups in each call)");
+    insta::assert_snapshot!(refused(&[&[0, 1], &[1, 2]]), @"rank 0 cannot form groups of ranks: rank 1 is in two groups or twice in one (every rank must be in exactly one group, and all ranks must pass the same groups in each call)");
+    insta::assert_snapshot!(refused(&[&[0, 1], &[2, 3]]), @"rank 0 cannot form groups of ranks: rank 3 does not exist: there are 3 ranks (every rank must be in exactly one group, and all ranks must pass the same groups in each call)");
     let errors = threads::run(2, |comm| {
         let groups = if comm.rank() == 0 { vec![vec![0, 1]] } else { vec![vec![0], vec![1]] };
         comm.group(&groups).map(drop)
     });
-    insta::assert_snapshot!(error_of(errors.unwrap().swap_remove(0)), @"rank 0 cannot form groups of ranks: rank 1 passes groups that differ from those of this rank, [[0, 1]] (every rank must be in exactly one group, and all ranks must pass the same groups in the same order)");
+    insta::assert_snapshot!(error_of(errors.unwrap().swap_remove(0)), @"rank 0 cannot form groups of ranks: rank 1 passes groups that differ from those of this rank, [[0, 1]] (every rank must be in exactly one group, and all ranks must pass the same groups in each call)");
     let errors = threads::run(2, |comm| comm.group(&[vec![0, 1]])?.group(&[vec![0, 1]]).map(drop));
-    insta::assert_snapshot!(error_of(errors.unwrap().swap_remove(0)), @"rank 0 cannot form groups of ranks: this communicator belongs to a group; call `group` on the communicator of the job (every rank must be in exactly one group, and all ranks must pass the same groups in the same order)");
+    insta::assert_snapshot!(error_of(errors.unwrap().swap_remove(0)), @"rank 0 cannot form groups of ranks: this communicator belongs to a group; call `group` on the communicator of the job (every rank must be in exactly one group, and all ranks must pass the same groups in each call)");
 }

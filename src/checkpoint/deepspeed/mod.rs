@@ -92,7 +92,7 @@ struct ParameterLocation {
 
 impl DeepSpeedCheckpoint {
     /// Opens the folder that was passed to `save_checkpoint`, or the folder of a tag in it. Without `tag`, the file
-    /// `latest` names the tag.
+    /// `latest` in the former folder names the tag.
     ///
     /// Everything except the elements themselves is checked: the files of all ranks exist, are complete, and have
     /// matching shapes.

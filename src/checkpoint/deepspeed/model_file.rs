@@ -23,7 +23,7 @@ pub struct DeepSpeedParameter {
 }
 
 impl DeepSpeedParameter {
-    /// Returns the product of the shape.
+    /// Returns the number of elements, which is the product of the dimensions.
     pub fn elements(&self) -> usize {
         self.elements
     }
@@ -92,7 +92,8 @@ const DEEPSPEED_KEYS: &[&str] = &[
 const MAX_NAME_BYTES: usize = 1000;
 /// The maximum number of names in a message.
 const MAX_SHOWN_NAMES: usize = 3;
-/// The maximum ratio of the buffers' bytes to the stored bytes. It can exceed 1 because buffers may share storage.
+/// The maximum ratio of the buffers' bytes to the stored bytes. The ratio can exceed 1 because buffers may share
+/// storage.
 const MAX_BUFFER_SHARING: u64 = 100;
 
 impl ModelFile {

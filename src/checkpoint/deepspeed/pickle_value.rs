@@ -148,7 +148,7 @@ impl<'a> PickleValue<'a> {
         }
     }
 
-    /// Returns the key of a storage.
+    /// Returns the tuple that describes a storage: the word `storage`, its class, key, device and number of elements.
     pub fn storage(&self) -> Option<Self> {
         match self.node() {
             PickleNode::Persistent(id) => Some(Self { id: *id, ..self.clone() }),

@@ -110,7 +110,7 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
             if !notes.is_empty() {
                 let (url, notes) = (bucket.url(), list(&notes));
                 warn(&format!(
-                    "warning: checkpoints in {url} are incomplete and are skipped ({notes}); {tag} is loaded"
+                    "warning: some checkpoints in {url} are incomplete and are skipped ({notes}); {tag} is loaded"
                 ));
             }
             Ok(Some(tag))

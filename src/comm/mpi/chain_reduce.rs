@@ -11,7 +11,7 @@
 //! ranks of a host share their parts of a block through shared memory, in the wire format that a single machine would
 //! use. Each lane adds the parts of its chunks to the partial sums of the previous host, and sends the new sums to the
 //! next host. Every owner on another host receives its sums from the last host's lanes in a message, and an owner on
-//! the last host through shared memory.
+//! the last host receives them through shared memory.
 //!
 //! # Blocks in flight
 //!

@@ -46,7 +46,7 @@ impl MpiRank {
     }
 
     /// Returns, on the first host's first rank, the latency of a message of a few bytes to the second host's first
-    /// rank: half of the median round trip. Returns `None` on all other ranks. There must be several hosts.
+    /// rank: half of the median round trip. Returns `None` on all other ranks. There must be at least two hosts.
     ///
     /// # Errors
     /// Fails for the same reasons as [`MpiRank::send_around`].

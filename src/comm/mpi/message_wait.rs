@@ -49,7 +49,8 @@ impl MessageWait {
                 let now = Instant::now();
                 let passed = now.duration_since(*last.get_or_insert(now));
                 if passed >= FAILURE_CHECK_INTERVAL {
-                    // As in shared memory, a job that was stopped for an hour has not waited for an hour.
+                    // A check counts for at most 1 s, so that the time for which the job was suspended does not count
+                    // toward the limit (as in the waits on shared memory).
                     waited += passed.min(Duration::from_secs(1));
                     last = Some(now);
                     if let Err(error) = self.check_ranks(peer, op) {

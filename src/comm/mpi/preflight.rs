@@ -27,7 +27,7 @@ pub(super) fn check(link: &MpiLink, hosts: &HostTopology) -> Result<(), CommErro
     if hosts.host_ranks().len() < 2 {
         return Ok(());
     }
-    // The clock is read before the program, which may take some time on one host.
+    // The clock is read first, because reading the program may take some time on one host.
     let clock = clock_skew::seconds();
     let program = if link.rank() == hosts.local_ranks().start { own_program().unwrap_or(0) } else { 0 };
     let all = link.gather(&[program, clock].map(u64::to_le_bytes).concat())?;

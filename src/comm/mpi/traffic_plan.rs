@@ -97,7 +97,7 @@ impl UniformHosts {
         }
     }
 
-    /// Returns a gather of `part` bytes from each rank.
+    /// Returns the transfer for a gather of `part` bytes from each rank.
     fn gather(&self, part: usize) -> InterHostTransfer {
         let PeakHostTraffic { into, out } = gather_bytes(self.0.host_ranks(), part);
         let step = message_bytes(self.0.host_ranks().len() - 1);

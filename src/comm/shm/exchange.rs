@@ -126,8 +126,8 @@ impl ShmExchange {
         self.first + self.pieces.in_region(rank)
     }
 
-    /// Sets the thread that runs the next collective: the one that needs its result, or the comm thread, alongside a
-    /// thread that computes.
+    /// Sets the thread that runs the next collective: the one that needs its result, or the comm thread, which runs
+    /// alongside a thread that computes.
     pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThread) {
         self.spin_limits = match (self.roomy, runner) {
             (false, _) => SHARED_CORE_SPINS,
@@ -267,8 +267,8 @@ impl PeerFailure {
 
 /// The duration of a wait, and of the silence of the awaited heartbeat.
 ///
-/// In both, a turn of the waiting loop counts for at most [`MAX_COUNTED_TURN`]: if the complete job was stopped for an
-/// hour (Ctrl-Z) and resumes, no rank has waited for an hour.
+/// In both, a turn of the waiting loop counts for at most [`MAX_COUNTED_TURN`], so that the time for which the complete
+/// job was suspended (Ctrl-Z) does not count.
 pub(in crate::comm) struct PeerWaitTimer {
     last_turn: Instant,
     waited: Duration,

@@ -6,10 +6,10 @@
 //! ```
 //!
 //! A pair of ranks has one mailbox per direction: a ring of `PACKETS` packets. Packet k lies in slot k % PACKETS; the
-//! sender writes it once the receiver has read packet k - PACKETS. Each of the two counts is incremented by one side
-//! and awaited by the other, with the orderings of [`PublishedCount`](super::published_count::PublishedCount), so that
-//! each side's accesses to a slot happen before those of the other. `tests/loom` compiles this file with loom's memory
-//! in place of `mailbox_memory.rs`.
+//! sender writes it once the receiver has read packet k - PACKETS. The sender increments `sent`, on which the receiver
+//! waits, and the receiver increments `received`, on which the sender waits. Both counts have the orderings of
+//! [`PublishedCount`](super::published_count::PublishedCount), so that each side's accesses to a slot happen before
+//! the next ones of the other. `tests/loom` compiles this file with loom's memory in place of `mailbox_memory.rs`.
 
 use super::mailbox_memory::{Mailbox, PACKET_BYTES, PACKETS};
 use std::sync::atomic::Ordering;

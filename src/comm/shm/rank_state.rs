@@ -140,7 +140,7 @@ impl SharedMemoryRegion {
         }
     }
 
-    /// Changes the state of a rank that is absent or running to `state`, once; the first change remains. Wakes all
+    /// Changes the state of a rank that is absent or running to `state`; later calls do not change it again. Wakes all
     /// threads that wait for the rank.
     fn leave(&self, rank: usize, state: u32) {
         let living = |now| (now <= RUNNING).then_some(state);
@@ -170,7 +170,7 @@ impl SharedMemoryRegion {
         }
     }
 
-    /// Does the check of [`Self::check_ranks`] with the states of the ranks only, without the first failure.
+    /// Performs the check of [`Self::check_ranks`], but considers only the states of the ranks, not the first failure.
     fn check_states(&self, needs: impl Fn(usize) -> bool) -> Result<(), PeerFailure> {
         for peer in 0..self.world_size() {
             match self.state(peer) {

@@ -198,7 +198,7 @@ const WARMUP_DECAY_LR: &[super::ConfigKey] = keys! {
     "warmup_max_lr": RATE_PER_GROUP, "0.001", H, "Learning rate after the warm-up.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
     "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is treated as log, as in DeepSpeed, and noted.";
-    "decay_power": FLOAT, "1.0", H, "Not in DeepSpeed. After the warm-up, the rate is proportional to this power of the share of steps that are left; the power must be above 0. 1: linear decay, 2: the decay in the LARS paper.";
+    "decay_power": FLOAT, "1.0", H, "Not in DeepSpeed. After the warm-up, the difference between the rate and warmup_min_lr is proportional to this power of the share of steps that are left; the power must be above 0. 1: linear decay, 2: the decay in the LARS paper.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 pub(super) struct TrialRow {
     pub(super) candidate: TuneCandidate,
     pub(super) outcome: TrialOutcome,
-    /// The samples per step, if different from the original's.
+    /// The number of samples per step, if it differs from that of the original configuration.
     pub(super) other_batch: Option<usize>,
     /// The summary of repeated runs. The outcome is the median run.
     pub(super) runs: Option<RepeatedTrials>,
@@ -66,7 +66,8 @@ impl TrialRecord {
         let mut lines = Vec::new();
         let whole = text.rfind('\n').map_or(0, |end| end + 1);
         let (whole, rest) = text.split_at(whole);
-        // After a crash, the end of the last line may be missing on disk. Its experiment is run again.
+        // After a crash, the end of the last line may be missing on disk. The experiment in that line is run
+        // again.
         let is_ours = rest.starts_with(LINE_PREFIX) || (!whole.is_empty() && LINE_PREFIX.starts_with(rest));
         let is_cut = rest.is_empty() || (is_ours && serde_json::from_str::<Value>(rest).is_err());
         for line in whole.lines().chain((!is_cut).then_some(rest)) {

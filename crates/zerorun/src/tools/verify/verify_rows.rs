@@ -30,7 +30,7 @@ const DATA_PARALLEL: [VerifyRow; 6] = [
     VerifyRow::Nvme,
 ];
 
-/// The rows of pipelines, after the row that they are compared with.
+/// The row that pipelines are compared with, and the rows of the pipelines.
 const PIPELINES: [VerifyRow; 3] = [VerifyRow::OneRank, VerifyRow::Pipeline("1f1b"), VerifyRow::Pipeline("zero_bubble")];
 
 /// Returns the rows for a number of ranks. `layers` is the number of layers that can be divided among the ranks of a
