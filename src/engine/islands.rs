@@ -176,7 +176,8 @@ impl Islands {
         Ok(())
     }
 
-    /// Sends this island's change in a fragment, if any island has trained since the last exchange.
+    /// Sends this island's change in a fragment. Without a server, it is sent only if any island has trained since the
+    /// last exchange.
     fn send(&mut self, core: &RankCore, fragment: usize, step: u64) -> Result<()> {
         let across = match &self.ranks.crossing {
             IslandCrossing::Communicator { across, .. } => across.clone(),
