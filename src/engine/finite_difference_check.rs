@@ -70,7 +70,7 @@ impl<M> GradientCheckForward<'_, M> {
 #[derive(Default)]
 struct PerturbedOutputs {
     moved: Vec<(Tensor, Tensor)>,
-    /// The output without perturbation, if each parameter is checked separately.
+    /// The output without perturbation, if each parameter is checked separately or layers hold choices.
     unmoved: Option<Tensor>,
 }
 
