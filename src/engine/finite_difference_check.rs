@@ -70,7 +70,7 @@ impl<M> GradientCheckForward<'_, M> {
 #[derive(Default)]
 struct PerturbedOutputs {
     moved: Vec<(Tensor, Tensor)>,
-    /// The output without perturbation, if each parameter is checked separately.
+    /// The output without perturbation, if each parameter is checked separately or layers hold choices.
     unmoved: Option<Tensor>,
 }
 
@@ -81,7 +81,7 @@ impl<M> Engine<M> {
     /// are checked again in the next steps, up to eight steps in total. Then [`gradient_report`](Self::gradient_report)
     /// returns the result. As soon as a gradient is known to be wrong, the step ends with an error. Collective.
     ///
-    /// The first step of a run does the same with all parameters together, for two extra forward passes, unless
+    /// The first step of a run does the same with all parameters together, which takes two extra forward passes, unless
     /// `gradient_check` in the configuration or [`EngineBuilder::gradient_check`](crate::EngineBuilder::gradient_check)
     /// disables it.
     ///
@@ -204,7 +204,8 @@ impl<M> Engine<M> {
             self.check.groups[number].step = Some(step);
             tried.moved.push((up, down));
         }
-        // Layers have kept the choices that they made with moved parameters. This happens only once for each model.
+        // Layers have kept the choices that they made with perturbed parameters, so the passes are repeated, beginning
+        // with an unperturbed one. This happens only once for each model.
         if tried.unmoved.is_none() && self.core.holds_choices() {
             return self.try_moves(repeat);
         }

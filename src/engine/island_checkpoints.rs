@@ -63,7 +63,7 @@ impl<M> Engine<M> {
         (islands.ranks.folder(dir), SaveOptions { keep, ..options.clone() })
     }
 
-    /// Returns this rank's island, for the agreement of all islands.
+    /// Returns this rank's island, if all islands must agree on a save. Otherwise, returns `None`.
     pub(super) fn island_of_job(&self) -> Option<IslandOfJob> {
         let ranks = &self.islands.as_ref()?.ranks;
         // Islands that are separate jobs save independently of each other.

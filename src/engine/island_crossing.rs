@@ -99,7 +99,8 @@ impl IslandRanks {
         }
     }
 
-    /// Returns the number of this rank's island: with a server, its slot.
+    /// Returns the number of this rank's island, counted from 0. With a server, this is the island's slot, or 0 before
+    /// the rank is connected.
     pub fn number(&self) -> usize {
         match &self.crossing {
             IslandCrossing::Communicator { across, .. } => across.rank(),

@@ -70,9 +70,9 @@ struct FragmentExchange {
 enum ExchangeProgress {
     /// The server has the change.
     Sent(RoundKey),
-    /// Each rank receives the sum of its part.
+    /// The parts of the sum are being computed: each rank receives the sum of its own part.
     Summing(Pending<Flat>),
-    /// All parts of the sum are gathered.
+    /// All parts of the sum are being gathered.
     Gathering(Pending<Flat>),
     /// The sum is stored among the optimizer states of this rank.
     Stored,
@@ -84,7 +84,7 @@ enum ExchangeResult {
     Mean(Vec<f32>),
     /// The mean change is already among the optimizer states.
     Stored,
-    /// No island had trained.
+    /// No island trained between the previous exchange and this one.
     Nothing,
 }
 
@@ -176,7 +176,8 @@ impl Islands {
         Ok(())
     }
 
-    /// Sends this island's change in a fragment, if any island has trained since the last exchange.
+    /// Sends this island's change in a fragment. Without a server, it is sent only if any island has trained since the
+    /// last exchange.
     fn send(&mut self, core: &RankCore, fragment: usize, step: u64) -> Result<()> {
         let across = match &self.ranks.crossing {
             IslandCrossing::Communicator { across, .. } => across.clone(),

@@ -49,7 +49,7 @@ impl<M> Engine<M> {
         self.islands.as_ref().map(|islands| (islands.ranks.number(), islands.ranks.count()))
     }
 
-    /// Returns the bytes and calls of this rank's exchanges with other islands so far.
+    /// Returns the bytes and calls of this rank's exchanges with other islands so far, if the ranks take local steps.
     pub fn island_report(&self) -> Option<CommReport> {
         self.islands.as_ref().map(Islands::report)
     }

@@ -33,7 +33,7 @@ pub(super) struct OpenRecord {
     reported: Option<Instant>,
 }
 
-/// The time between two reports of all ranks, and between two checks for requests.
+/// The minimum time between two reports of all ranks, and between two checks for requests.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 impl OpenRecord {
@@ -85,7 +85,7 @@ impl RunRecorder {
         Self::Off
     }
 
-    /// Writes to the record, if there is one.
+    /// Writes to the record, if there is one. A record that is waiting begins.
     pub fn write(&mut self, write: impl FnOnce(&mut OpenRecord) -> Result<()>) {
         self.begin();
         let Self::Open(open) = self else { return };
@@ -94,7 +94,7 @@ impl RunRecorder {
         }
     }
 
-    /// Passes all that was recorded to the system, if the record has begun.
+    /// Passes everything that has been recorded to the operating system, if the record has begun.
     pub fn flush(&mut self) {
         if let Self::Open(open) = self
             && let Err(error) = open.writer.flush()

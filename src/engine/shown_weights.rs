@@ -5,8 +5,7 @@ use crate::error::Result;
 use crate::zero::step::shown_weights::ShownWeights;
 
 impl<M> Engine<M> {
-    /// Collective if the optimizer averages weights: makes the model compute with these weights, unless it already
-    /// does.
+    /// Collective if the optimizer averages weights: makes the model compute with `weights`, unless it already does.
     pub(super) fn show(&mut self, weights: ShownWeights) -> Result<()> {
         if self.shown == weights || !self.core.averages_weights() {
             return Ok(());

@@ -37,7 +37,8 @@ impl<M> Engine<M> {
             return Err(ParamError::QuantizedTrained { name: param.name.clone() }.into());
         }
         self.forget_forward();
-        // Parameters that are frozen keep the weights in the model.
+        // A parameter that is being frozen keeps the weights that the model holds, so the model gets the averaged
+        // weights first.
         self.attempt(|engine| engine.show(ShownWeights::Averaged))?;
         let updates = self.optimizer_steps;
         self.settled(|engine| engine.core.set_trained(&trained, updates))

@@ -39,7 +39,7 @@ impl<M> Engine<M> {
     }
 
     /// Returns this rank's collectives so far by kind and size, if `comms_logger` is enabled, like DeepSpeed's
-    /// `log_summary`. Rank 0 prints them when the engine is dropped.
+    /// `log_summary`. When the engine is dropped, rank 0 prints its summary.
     pub fn comm_summary(&self) -> Option<CommSummary> {
         self.reporter.comm_log.as_ref().map(|log| log.summary())
     }
@@ -90,7 +90,8 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Reports a finished optimizer step. Collective in the step that `flops_profiler` selects.
+    /// Reports a finished optimizer step. Collective in the step that `flops_profiler` selects, and in steps that end
+    /// with a report of all ranks.
     pub(super) fn tell(&mut self) -> Result<()> {
         let waited = WaitSeconds { collectives: self.comm_report().waited_s, files: self.offload_report().waited_s };
         self.clock.boundary(waited);

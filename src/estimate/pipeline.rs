@@ -56,8 +56,8 @@ impl PipelineEstimate {
     /// (`pipeline.partition` `time`), the numbers of parameters determine the stages.
     ///
     /// # Errors
-    /// The errors of the configuration; numbers of ranks, chunks, layers and micro batches that are incompatible; the
-    /// errors of [`Estimate::with`].
+    /// The errors of the configuration; numbers of ranks, chunks, layers and micro batches that are incompatible; ZeRO
+    /// stage 2 or 3; the errors of [`Estimate::with`].
     pub fn new<B>(
         module: &PipelineModule<B>,
         source: impl Into<ConfigSource>,

@@ -92,7 +92,7 @@ pub(super) struct Rehearsal<'a> {
     _whole: Vec<MemoryLedgerEntry>,
 }
 
-/// A configuration without optimizer states, used for parameters that have no optimizer.
+/// An optimizer without states, assumed if the configuration names none.
 const PLAIN: OptimizerConfig =
     OptimizerConfig::Sgd(SgdConfig { lr: 0.0, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false });
 

@@ -191,7 +191,8 @@ struct SimulatedCommThread {
 }
 
 impl SimulatedCommThread {
-    /// Begins the first collective in the queue, if there is one, at `now` seconds at the latest.
+    /// Begins the first collective in the queue, if there is one: at `now` seconds, or after its grace period if that
+    /// ends earlier, but not before the thread is free.
     fn begin(&mut self, now: f64) {
         if let Some((launched, TransferTime { seconds, processors })) = self.queue.pop_front() {
             let start = self.free.max(now.min(launched + MAX_QUEUE_DELAY.as_secs_f64()));

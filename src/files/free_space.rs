@@ -23,8 +23,8 @@ pub fn check_free_space(folder: &Path, bytes: u64) -> Result<()> {
 
 /// Returns whether the file can grow to `bytes` bytes.
 fn reserves(file: &File, folder: &Path, bytes: u64) -> bool {
-    /// The type of tmpfs file systems. Nothing is reserved on tmpfs, which would fill the pages with zeros one by
-    /// one, and whose reported free space is exact.
+    /// The type number of tmpfs. Nothing is reserved on such a file system: it would fill the pages with zeros one by
+    /// one, and the free space that it reports is exact.
     const TMPFS: i64 = 0x0102_1994;
     #[allow(clippy::useless_conversion, reason = "the field's width differs between systems")]
     let is_memory = rustix::fs::fstatfs(file).is_ok_and(|s| i64::from(s.f_type) == TMPFS);

@@ -1,7 +1,8 @@
 //! Files that a job is writing into a folder that it has locked with [`FolderLock`].
 //!
-//! Until such a file is complete, its name begins with [`UNFINISHED`]. A killed job leaves the file and that of its lock;
-//! the next job that writes to the folder, or creates another folder next to it, removes the file.
+//! Until such a file is complete, its name begins with [`UNFINISHED`]. A killed job leaves the unfinished file and the
+//! lock file behind; the next job that writes to the folder, or creates another folder next to it, removes the
+//! unfinished file.
 
 use super::lock::{FolderLock, FolderLockOutcome, LOCK};
 use super::scratch_folder::is_named;

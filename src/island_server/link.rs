@@ -55,9 +55,9 @@ pub(crate) struct ExchangedMean {
 #[derive(Debug)]
 pub(crate) enum Received {
     Head(DonationHead),
-    /// Values of a donation.
+    /// Values of the donation with this number. The bytes begin with the number.
     Part(u64, Vec<u8>),
-    /// Everything has been sent.
+    /// The donation with this number has been sent completely.
     End(u64),
     /// The island is part of the run.
     Joined,

@@ -102,7 +102,7 @@ impl Replay {
     /// Reads a record.
     ///
     /// # Errors
-    /// [`IslandError::Record`] for a file that cannot be read or contains no exchange, or with the line that cannot be
+    /// [`IslandError::Record`] for a file that cannot be read or contains no exchange, and for a line that cannot be
     /// read or does not fit the lines before it.
     pub fn read(path: &Path) -> Result<Self> {
         let wrong = |why: String| IslandError::Record { path: path.to_owned(), why };

@@ -34,7 +34,7 @@ pub struct IslandServerOptions {
     pub record: Option<PathBuf>,
     /// The record of the run whose joins and departures are to be repeated.
     pub replay: Option<PathBuf>,
-    /// The time without a sign of life after which a rank counts as dead: 4 s or more. Default 60 s.
+    /// The time without a sign of life after which a rank counts as dead. Less than 4 s counts as 4 s. Default 60 s.
     pub silence: Duration,
     /// Whether events are printed. Default false.
     pub prints: bool,

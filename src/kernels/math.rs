@@ -115,7 +115,7 @@ pub(crate) fn normal(x: f32) -> f32 {
 }
 
 /// Returns the error function, with a relative error of at most 5e-7: x p(x^2) / q(x^2) with Eigen's coefficients.
-/// Beyond 4, it is 1 in f32.
+/// For |x| of at least 4, it is 1 or -1 in f32.
 #[inline(always)]
 pub fn erf(x: f32) -> f32 {
     let x = between(x, 4.0);

@@ -1,4 +1,5 @@
-//! Parallel execution of kernels: a fixed list of tasks that the threads of rayon's current pool take dynamically.
+//! Parallel execution of kernels: a fixed list of tasks that the calling thread and helper threads take dynamically.
+//! There are as many threads as rayon's current pool has.
 //!
 //! The result of a task never depends on the thread that runs it, so results have the same bits for any number of
 //! threads.
@@ -10,8 +11,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Runs `task(0)`, ..., `task(n_tasks - 1)`. Each free thread takes the next task in this order.
 ///
-/// A task starts before any later one starts. The calling thread takes part, so it never waits for the pool to wake up.
-/// With one thread or one task, everything runs on the calling thread, in order.
+/// Tasks are taken in the order of their indices. The calling thread takes part, so it never waits for other threads to
+/// wake up. With one thread or one task, everything runs on the calling thread, in order.
 pub fn for_each(n_tasks: usize, task: impl Fn(usize) + Sync) {
     let threads = rayon::current_num_threads().min(n_tasks);
     if threads <= 1 {

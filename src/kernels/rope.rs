@@ -192,7 +192,7 @@ mod tests {
             let (mut y, mut back) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
             let frequency = |i: usize| 10_000f64.powf(-2.0 * i as f64 / head as f64);
             let frequencies: Vec<f64> = (0..half).map(frequency).collect();
-            // The backward pass multiplies by the factor again, so the elements return only with a factor of 1.
+            // The backward pass multiplies by the factor again, so it restores the elements only if the factor is 1.
             let factor = |t: usize| 1.0 + 0.25 * t as f64;
             let layout = RotaryLayout { head, pairs };
             let position = |row: usize| 3 + row % time;

@@ -18,7 +18,8 @@ pub struct ScatterIndices {
 const ELEMENTS_PER_TASK: usize = 1 << 14;
 
 impl ScatterIndices {
-    /// Calls `write` for each element of the source in order, with its index and the element of the result.
+    /// Calls `write` with the index of each element of the source that has a target, and with that element of the
+    /// result. Elements with the same target come in the source's order.
     fn each(&self, y: &mut [f32], write: impl Fn(usize, &mut f32) + Sync) {
         // Each task reads all targets, and uses those in its part of the result.
         let tasks = (y.len() / ELEMENTS_PER_TASK).clamp(1, rayon::current_num_threads());

@@ -8,7 +8,7 @@ use crate::nn::{Linear, normal, refuse};
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-/// The name of the parameters of the projection to logits.
+/// The name, in the files, of the projection to logits.
 #[doc(hidden)]
 pub const SCORE: &str = "score";
 

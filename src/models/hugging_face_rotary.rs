@@ -65,7 +65,7 @@ fn blocks_without_positions(keys: &JsonKeys<'_>, family: &ModelFamily, blocks: u
         all.iter().map(flag).collect::<Option<Vec<_>>>()
     });
     let Some(Some(flags)) = flags else {
-        return Err(keys.refuse(KEY, "a list of 1 (a block with rotary positions) and 0 (a block without)"));
+        return Err(keys.refuse(KEY, "a list of 1s (blocks with rotary positions) and 0s (blocks without)"));
     };
     if flags.len() != blocks {
         let found = format!("a list of length {}", flags.len());
@@ -277,7 +277,7 @@ fn scaling(given: &JsonKeys<'_>, outer: OuterKeys<'_>) -> Result<RotaryScaling> 
         None | Some("default") => Ok(RotaryScaling::None),
         Some("linear") => Ok(RotaryScaling::Linear { factor: need("factor")? }),
         Some("dynamic") => Ok(RotaryScaling::Dynamic { factor: need("factor")?, original: outer.ctx }),
-        // Earlier files of Phi-3 have these names.
+        // In earlier files of Phi-3, longrope is named su or yarn.
         Some("longrope" | "su") => longrope(given, original()?, outer.ctx),
         Some("yarn") if outer.family.is("phi3") => longrope(given, original()?, outer.ctx),
         Some("yarn") => yarn(given, original()?, outer.ctx),

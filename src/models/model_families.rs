@@ -67,14 +67,16 @@ pub(super) enum LayerKinds {
     Full,
     /// All blocks have a window if the configuration has one.
     Windowed,
-    /// The key `layer_types`, or a window in all blocks if the configuration has one.
+    /// The key `layer_types` gives the types. Without it, all blocks have a window if the configuration has one.
     TypesOrWindowed,
-    /// The key `layer_types`, or, if `use_sliding_window` is set, a window from block `max_window_layers` on.
+    /// The key `layer_types` gives the types. Without it, blocks have a window from block `max_window_layers` on if
+    /// `use_sliding_window` is set.
     Qwen,
-    /// The key `layer_types`, or full attention in every block whose number, counted from 1, is a multiple
-    /// of the pattern.
+    /// The key `layer_types` gives the types. Without it, blocks whose number, counted from 1, is a multiple of the
+    /// pattern have full attention, and the others have a window.
     Pattern { default: usize, keys: &'static [&'static str] },
-    /// The key `layer_types`, or, if `use_sliding_window` is set, a window in the blocks without positions.
+    /// The key `layer_types` gives the types. Without it, the blocks without positions have a window if
+    /// `use_sliding_window` is set.
     SmolLm3,
 }
 

@@ -30,7 +30,7 @@ pub struct ExpertLoad {
     pub choices: Vec<u64>,
 }
 
-/// The work of the routers in a forward pass. It is empty for a model without mixtures.
+/// A report of what the routers did in a forward pass. It is empty for a model without mixtures.
 #[derive(Debug, Clone, Default)]
 pub struct RouterReport {
     /// The loads of the experts of each sparse block. Padding is left out.

@@ -70,7 +70,7 @@ fn only_values(file: &File, header: &str) -> std::io::Result<()> {
     Err(std::io::Error::new(std::io::ErrorKind::AlreadyExists, text))
 }
 
-/// Converts a tag to a file name, which has at most 255 bytes and no zero byte.
+/// Converts a tag to a file name without `.csv`: at most 200 bytes, without a slash or a zero byte.
 fn file_stem(tag: &str) -> String {
     let stem = tag.replace(['/', ' ', '\0'], "_");
     let end = (0..=stem.len().min(200)).rfind(|end| stem.is_char_boundary(*end)).unwrap_or(0);

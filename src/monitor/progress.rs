@@ -70,8 +70,8 @@ impl Progress {
         Self { unit: Some(unit), ..self }
     }
 
-    /// Shows that work has begun after step `done`, before the first step is reported. A bar starts its clock now;
-    /// otherwise a line is written.
+    /// Shows that work has begun after step `done`, before the first step is reported. A bar is drawn now, and redrawn
+    /// regularly from then on; otherwise, a line is written.
     pub fn begin(&mut self, done: u64, message: impl FnOnce() -> String) {
         match &mut self.display {
             ProgressDisplay::Nothing => {}

@@ -147,7 +147,8 @@ fn answer(mut client: TcpStream, last: &Mutex<LastValues>) -> std::io::Result<()
 fn text(last: &LastValues) -> String {
     let mut values = "# HELP candle_zero_value Last value of a tag.\n# TYPE candle_zero_value gauge\n".to_string();
     let mut steps =
-        "# HELP candle_zero_step Step of the last value of a tag; samples of all ranks for the engine's own tags.\n\
+        "# HELP candle_zero_step Step of the last value of a tag; for the engine's own tags, the number of samples \
+         processed by all ranks.\n\
                      # TYPE candle_zero_step gauge\n"
             .to_string();
     for (tag, (value, step)) in last {
@@ -194,7 +195,7 @@ mod tests {
         # TYPE candle_zero_value gauge
         candle_zero_value{tag="Train/Samples/lr"} 1e-7
         candle_zero_value{tag="a\"\\\n"} +Inf
-        # HELP candle_zero_step Step of the last value of a tag; samples of all ranks for the engine's own tags.
+        # HELP candle_zero_step Step of the last value of a tag; for the engine's own tags, the number of samples processed by all ranks.
         # TYPE candle_zero_step gauge
         candle_zero_step{tag="Train/Samples/lr"} 16
         candle_zero_step{tag="a\"\\\n"} 1

@@ -136,7 +136,7 @@ impl PipelineDivision {
         self.stages.rank_of(self.stages.stages() - 1) == rank
     }
 
-    /// Returns the parameter of which a rank has a copy, and which the rank of the last stage trains.
+    /// Returns the parameter of which a rank has a copy, if there is one. The rank of the last stage trains it.
     pub fn copied(&self, rank: usize) -> Option<&str> {
         self.tied.as_deref().filter(|_| self.is_first(rank) && !self.is_last(rank))
     }

@@ -20,7 +20,7 @@ impl PipelineEngine<DecoderBatch> {
     /// Returns `n` tokens that continue `prompt`: the most likely ones at temperature 0, otherwise sampled with `seed`.
     /// They are the tokens that [`LanguageModel::generate`](crate::models::LanguageModel::generate) returns for the
     /// same weights on one rank. Until this call returns, each rank keeps the keys and values of its own blocks. If the
-    /// text is longer than the model's context, only the last tokens count, and each new one requires a pass over the
+    /// text is longer than the model's context, only the last tokens count, and each new token requires a pass over the
     /// full context. Collective along the pipeline, whose ranks pass the same arguments.
     ///
     /// # Errors

@@ -67,7 +67,7 @@ pub struct PipelineEngine<B> {
     pub(super) pipeline: usize,
     /// This rank's position along the pipeline.
     pub(super) rank: usize,
-    /// The weight that the first layer and the last one share, if it is trained.
+    /// The weight that the first layer and the last one share, if it is trained and this rank has it.
     pub(super) tied: Option<TiedWeight>,
 }
 

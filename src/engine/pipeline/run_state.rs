@@ -58,7 +58,7 @@ impl<B> PipelineEngine<B> {
     /// # Errors
     /// The same as [`Engine::stop_requested`](crate::Engine::stop_requested).
     pub fn stop_requested(&self) -> Result<bool> {
-        // The ranks that hold the same stages vote first, and then all of them.
+        // First, the ranks that hold the same stages vote, and then all ranks of the job do.
         let own = self.engine.stop_requested();
         let vote = *own.as_ref().unwrap_or(&false);
         let any = self.gather_f64(&[f64::from(u8::from(vote))])?.iter().any(|rank| rank[0] != 0.0);

@@ -41,7 +41,8 @@ impl PipelineSetup {
         measure: impl FnOnce(&RankMesh) -> Result<Option<LayerTimes>>,
     ) -> Result<Self> {
         let mesh = PipelineDivision::mesh(config, job.size())?;
-        // With several hosts, activations cross the slower network, and gradients of the same stage stay on a host.
+        // With several hosts, a pipeline extends from host to host: activations cross the slower network, and gradients
+        // of the same stage stay on a host.
         let several_hosts = job.ranks_here().len() < job.size();
         let mesh = if several_hosts { mesh.with_outermost(MeshAxis::Pipeline) } else { mesh };
         let along = job.group(&mesh.groups(&[MeshAxis::Pipeline]))?;
@@ -68,7 +69,7 @@ impl PipelineSetup {
         &self.division.buffers
     }
 
-    /// Returns the parameter of which this rank has a copy, and which the rank of the last stage trains.
+    /// Returns the parameter of which this rank has a copy, if there is one. The rank of the last stage trains it.
     pub(in crate::engine) fn copied(&self) -> Option<String> {
         self.division.copied(self.along.rank()).map(str::to_owned)
     }

@@ -98,8 +98,8 @@ impl<M> Engine<M> {
         gradient_of(grads, input)
     }
 
-    /// Runs the first part of a divided backward pass. Returns the gradient of `input`, and the gradients of the
-    /// parameters, which are not computed yet.
+    /// Runs the first part of a divided backward pass. Returns the gradient of `input`, and what the second part needs
+    /// to compute the gradients of the parameters.
     pub(super) fn backward_stage_inputs(
         &mut self,
         scalar: &Tensor,

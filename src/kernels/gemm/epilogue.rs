@@ -6,7 +6,8 @@ use crate::kernels::math;
 use crate::kernels::simd::{prefetch_at, prefetch_to_write};
 
 /// The operations on the sums before they are rounded and stored:
-/// `c = activation(scale * sum + bias) + residual (+ c)`. Everything is computed in f32 and rounded once.
+/// `c = activation(scale * sum + bias) + residual (+ c)`. Everything is computed in f32 and rounded once, except that
+/// the inputs of an activation are rounded, too.
 #[derive(Debug)]
 pub struct Epilogue<'a, E> {
     /// Whether the previous contents of the result are added to it.

@@ -1,5 +1,5 @@
 //! 32-bit words along the inner dimension of a product: one f32, or two neighbouring bf16. Elements of f16, and of bf16
-//! on processors without the bf16 instructions, are widened to f32.
+//! on processors without fast bf16 instructions, are widened to f32.
 
 #[cfg(target_arch = "x86_64")]
 use super::Avx512Bf16;

@@ -66,7 +66,7 @@ impl Lookout {
     }
 }
 
-/// Pauses between looks for something that happens soon. `looks` counts the pauses.
+/// Pauses between two checks for something that is expected to happen soon. `looks` counts the pauses.
 #[inline]
 pub(super) fn pause(looks: &mut u32) {
     *looks += 1;

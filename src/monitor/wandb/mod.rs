@@ -141,7 +141,7 @@ impl OpenWandbRun {
         self.log.append(records).map_err(|source| Error::Io { action: "write", path, source })
     }
 
-    /// Removes the rows of later samples.
+    /// Removes the engine's first row after more than `samples` samples, and everything after that row.
     fn rewind(&mut self, samples: u64) -> Result<()> {
         let mut last = 0;
         let path = self.folder.log_path();

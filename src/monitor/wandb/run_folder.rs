@@ -144,7 +144,8 @@ impl WandbRunFolder {
         self.path.join(format!("run-{}.wandb", self.identity.id))
     }
 
-    /// Opens the log to continue it after the last record that is kept. Returns `None` if there is no log.
+    /// Opens the log to continue it after the last record that is kept. Returns `None` if there is no log, or if the
+    /// file is not a log.
     pub fn resume_log(&self, is_kept: impl FnMut(&[u8]) -> bool) -> Result<Option<TransactionLog>> {
         let path = self.log_path();
         let open = || {

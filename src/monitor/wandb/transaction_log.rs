@@ -42,8 +42,8 @@ impl TransactionLog {
     }
 
     /// Continues a file. Its records are passed to `is_kept`, one after the other; the first that is not kept is
-    /// removed with everything after it, as is an incomplete last record, which a process that was killed has left.
-    /// Returns `None`, and leaves the file unchanged, if it does not begin as a log does.
+    /// removed with everything after it, as is an incomplete last record left by a process that was killed. Returns
+    /// `None`, and leaves the file unchanged, if it does not begin as a log does.
     pub fn resume(file: File, is_kept: impl FnMut(&[u8]) -> bool) -> Result<Option<Self>> {
         let Some(len) = kept_length(&file, is_kept)? else { return Ok(None) };
         file.set_len(len)?;
