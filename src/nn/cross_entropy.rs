@@ -48,7 +48,7 @@ pub struct LossOptions {
 /// Computes [`cross_entropy`] with options.
 ///
 /// # Errors
-/// The errors of [`cross_entropy`]; options that are not above 0.
+/// The errors of [`cross_entropy`]; options that are not positive and finite.
 pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOptions) -> Result<Tensor> {
     let Some((&classes, leading)) = logits.dims().split_last() else {
         bail!("cross_entropy: the logits are a scalar; they must be [rows, classes] or [batch, time, classes]")
@@ -112,7 +112,7 @@ pub fn linear_cross_entropy(h: &Tensor, weight: &Tensor, layout: WeightLayout, t
 /// Computes [`linear_cross_entropy`] with options. Rows that do not count cost nothing.
 ///
 /// # Errors
-/// The errors of [`linear_cross_entropy`]; options that are not above 0.
+/// The errors of [`linear_cross_entropy`]; options that are not positive and finite.
 pub fn linear_cross_entropy_with(
     h: &Tensor,
     weight: &Tensor,
@@ -172,7 +172,8 @@ pub fn linear_cross_entropy_with(
 /// answer's tokens.
 ///
 /// # Errors
-/// The errors of [`linear_cross_entropy`], except that it is not an error if no row counts; a cap that is not above 0.
+/// The errors of [`linear_cross_entropy`], except that it is not an error if no row counts; a cap that is not positive
+/// and finite.
 pub fn linear_log_probabilities(
     h: &Tensor,
     weight: &Tensor,

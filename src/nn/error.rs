@@ -7,7 +7,7 @@ pub enum LoraError {
     /// A key is unknown.
     #[error(
         "LoRA settings \"{settings}\": there is no key {found}{}; the keys are r, alpha, dropout, targets and \
-         target_parameters, each with a value, and rslora and dora",
+         target_parameters, each with a value, and the switches rslora and dora",
         suggestion.as_ref().map(|s| format!(" (did you mean {s}?)")).unwrap_or_default()
     )]
     UnknownKey {

@@ -125,8 +125,8 @@ impl KeyValueCache {
     /// Computes [`KeyValueCache::causal_attention`] with options, which must be the same for all positions of a text.
     ///
     /// # Errors
-    /// Returns the errors of [`KeyValueCache::causal_attention`]. Also fails if an option is not above 0, or if the
-    /// attention is bidirectional.
+    /// Returns the errors of [`KeyValueCache::causal_attention`]. Also fails if an option is not positive and finite,
+    /// or if the attention is bidirectional.
     pub fn fused_attention(&mut self, qkv: &Tensor, n_head: usize, options: &AttentionOptions) -> Result<Tensor> {
         let h = fused_heads(qkv, n_head)?;
         self.check(&h, qkv.dtype(), &[qkv])?;

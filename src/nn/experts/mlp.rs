@@ -66,7 +66,8 @@ impl ExpertMlp {
     /// Declares that the tensors of each expert belong to a separate unit; build `units` with
     /// [`routed_units`](crate::zero::routed_units), in the order of the experts. At stage 3, an expert is then gathered
     /// only if a row on any rank chose it. Experts are gathered, used and released a few at a time: as many as
-    /// `stage3_prefetch_bucket_size` allows, but at least one. All ranks must run the layer.
+    /// `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow, but at least one. All ranks must run the
+    /// layer.
     ///
     /// # Errors
     /// A number of units that differs from that of the experts.
