@@ -416,7 +416,7 @@ struct BenchFiles {
 }
 
 impl BenchFiles {
-    /// Reserves `bytes` bytes, which contain no data yet.
+    /// Reserves about `bytes` bytes, which contain no data yet.
     fn create(folder: &Arc<OffloadFolder>, bytes: u64) -> Result<Self> {
         let per_element: usize = STREAMS.iter().map(|s| s.2.size_in_bytes()).sum();
         let per_step = (per_element * STEP) as u64;

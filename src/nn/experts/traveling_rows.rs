@@ -35,10 +35,10 @@ pub(super) struct RowRoutes {
     received: Vec<usize>,
     /// The rows in the order in which they are sent: rank by rank, in ascending order.
     rows: Vec<u32>,
-    /// For each row, the places at which it is sent, in the order of the ranks.
+    /// For each row, its positions in `rows`, in the order of the ranks.
     places: Vec<u32>,
     place_starts: Vec<u32>,
-    /// For each choice of a row, the place at which the row is sent to the rank of the chosen expert.
+    /// For each choice of a row, the position in `rows` at which the row is sent to the rank of the chosen expert.
     place_of_choice: Vec<u32>,
     /// The number of experts that each row chooses.
     choices: usize,
@@ -241,7 +241,7 @@ impl RowRoutes {
         }
     }
 
-    /// Returns the places of each row, in the order of the ranks.
+    /// Returns, for each row, its positions in `rows`, in the order of the ranks.
     fn by_row(&self) -> RowSlots<'_> {
         RowSlots { slots: &self.places, starts: &self.place_starts }
     }
