@@ -53,8 +53,8 @@ impl ExpertMlp {
         let ((_, both), (width, _)) = (gate_up.widths(), down.widths());
         if gate_up.experts() != down.experts() || both != 2 * width {
             bail!(
-                "experts: gate and up of {} experts have {both} outputs, and down of {} experts has {width} inputs; the \
-                 numbers of experts must be equal, and there must be {} outputs",
+                "experts: gate and up of {} experts have {both} outputs, and down of {} experts has {width} inputs; \
+                 the numbers of experts must be equal, and there must be {} outputs",
                 gate_up.experts(),
                 down.experts(),
                 2 * width
@@ -106,8 +106,8 @@ impl ExpertMlp {
         };
         if !(self.gate_up.has_kernels_for(x) && self.down.has_kernels_for(x)) {
             bail!(
-                "experts: the input is {:?} on {:?}; with expert_parallel, the input and the experts must have the same \
-                 dtype, f32, bf16 or f16, on the CPU",
+                "experts: the input is {:?} on {:?}; with expert_parallel, the input and the experts must be on the \
+                 CPU and have the same dtype: f32, bf16 or f16",
                 x.dtype(),
                 x.device()
             )
