@@ -1,5 +1,5 @@
-//! Requests to end this process: signals, recorded for a training loop to check, and the step at which a job is meant to
-//! pause.
+//! Requests to end this process: signals, recorded for a training loop to check, and the step at which a job is meant
+//! to pause.
 
 use crate::util::lock;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};

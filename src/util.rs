@@ -46,7 +46,7 @@ pub fn mix(mut x: u64) -> u64 {
 /// network permutes the numbers below the next power of four, and a result outside the range is permuted again until it
 /// is inside (on average at most four times, since the range contains at least a quarter of these numbers).
 pub fn permute(position: u64, len: u64, key: u64) -> u64 {
-    /// Enough rounds for every bit of the input to reach every bit of the output several times over.
+    /// The number of rounds: enough for every bit of the input to reach every bit of the output several times over.
     const ROUNDS: u64 = 6;
     let half_bits = (64 - (len - 1).leading_zeros()).div_ceil(2).max(1);
     let mask = (1 << half_bits) - 1;

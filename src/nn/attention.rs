@@ -27,7 +27,7 @@ pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
 /// computed separately.
 ///
 /// # Errors
-/// The errors of [`causal_attention`]; options that are not above 0; sequences that do not match the batch.
+/// The errors of [`causal_attention`]; options that are not positive and finite; sequences that do not match the batch.
 pub fn fused_attention(
     qkv: &Tensor,
     n_head: usize,
@@ -96,7 +96,8 @@ pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv
 /// rows.
 ///
 /// # Errors
-/// The errors of [`grouped_attention`]; options that are not above 0; sequences that do not match the batch.
+/// The errors of [`grouped_attention`]; options that are not positive and finite; sequences that do not match the
+/// batch.
 pub fn attention(
     q: &Tensor,
     k: &Tensor,

@@ -97,7 +97,8 @@ impl Conv1d {
 
 /// The transpose of a convolution along one axis, `[batch, in, length]` to `[batch, out, length']`, with a weight `[in,
 /// out / groups, kernel]` named "weight" and a bias `[out]` named "bias". It replaces [`candle_nn::ConvTranspose1d`],
-/// which has no backward pass and, on the CPU, returns wrong values for a batch of several inputs.
+/// which has no backward pass and, on the CPU, returns wrong values for a batch of several inputs if neither padding
+/// nor dilation is used.
 ///
 /// length' is (length - 1) stride - 2 padding + dilation (kernel - 1) + output_padding + 1. Sums are in f32 for all
 /// dtypes, and rounded once.

@@ -17,7 +17,7 @@ use candle_core::{CpuStorage, D, DType, Result, Tensor, bail};
 use std::borrow::Cow;
 use std::sync::Mutex;
 
-/// Returns the mean of `-log softmax(logits)[target]` over all rows, an f32 scalar.
+/// Returns the mean of `-log softmax(logits)[target]` over the rows that count, an f32 scalar.
 ///
 /// `logits` is `[.., classes]` (f32, bf16, f16); `targets` is u32 or i64 with the shape of the logits' leading
 /// dimensions. Rows whose target is -100 (in i64) do not count, as with PyTorch's `ignore_index`: padding, or a prompt
@@ -33,8 +33,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     cross_entropy_with(logits, targets, LossOptions::default())
 }
 
-/// The options of the loss: how logits and the losses of rows are processed. The default is the mean over the rows that
-/// count, of unchanged logits.
+/// The options of the loss: how logits and the losses of rows are processed. By default, logits are unchanged, and the
+/// loss is the mean over the rows that count.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct LossOptions {
     /// The soft cap c of logits: they are mapped to c tanh(logit / c) (Gemma 2).
@@ -48,7 +48,7 @@ pub struct LossOptions {
 /// Computes [`cross_entropy`] with options.
 ///
 /// # Errors
-/// The errors of [`cross_entropy`]; options that are not above 0.
+/// The errors of [`cross_entropy`]; options that are not positive and finite.
 pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOptions) -> Result<Tensor> {
     let Some((&classes, leading)) = logits.dims().split_last() else {
         bail!("cross_entropy: the logits are a scalar; they must be [rows, classes] or [batch, time, classes]")
@@ -112,7 +112,7 @@ pub fn linear_cross_entropy(h: &Tensor, weight: &Tensor, layout: WeightLayout, t
 /// Computes [`linear_cross_entropy`] with options. Rows that do not count cost nothing.
 ///
 /// # Errors
-/// The errors of [`linear_cross_entropy`]; options that are not above 0.
+/// The errors of [`linear_cross_entropy`]; options that are not positive and finite.
 pub fn linear_cross_entropy_with(
     h: &Tensor,
     weight: &Tensor,
@@ -172,7 +172,8 @@ pub fn linear_cross_entropy_with(
 /// answer's tokens.
 ///
 /// # Errors
-/// The errors of [`linear_cross_entropy`], except that it is not an error if no row counts; a cap that is not above 0.
+/// The errors of [`linear_cross_entropy`], except that it is not an error if no row counts; a cap that is not positive
+/// and finite.
 pub fn linear_log_probabilities(
     h: &Tensor,
     weight: &Tensor,
@@ -264,8 +265,9 @@ struct LossHead {
 }
 
 impl LossHead {
-    /// Returns the losses of the rows that count, and the gradients of the sum of the losses, each multiplied by its
-    /// scale, with respect to these rows of `h` and to `weight`. Gradients that are not wanted are empty.
+    /// Returns the losses of the rows that count, and the gradients of the sum of the losses, in which each loss is
+    /// multiplied by its scale, with respect to these rows of `h` and to `weight`. Gradients that are not wanted are
+    /// empty.
     fn run<E: TensorElement>(
         &self,
         h: &[E],

@@ -7,7 +7,7 @@ pub enum LoraError {
     /// A key is unknown.
     #[error(
         "LoRA settings \"{settings}\": there is no key {found}{}; the keys are r, alpha, dropout, targets and \
-         target_parameters, each with a value, and rslora and dora",
+         target_parameters, each with a value, and the switches rslora and dora",
         suggestion.as_ref().map(|s| format!(" (did you mean {s}?)")).unwrap_or_default()
     )]
     UnknownKey {
@@ -38,8 +38,8 @@ pub enum LoraError {
     },
     /// A target does not match any projection.
     #[error(
-        "LoRA target {target} is not the end of a projection's name; the projections that can have an adapter are {known}, \
-         and all-linear means all of them (norms, embeddings and the output projection get none)"
+        "LoRA target {target} is not the end of a projection's name; the projections that can have an adapter are \
+         {known}; all-linear means all of them (norms, embeddings and the output projection get none)"
     )]
     NoSuchTarget {
         /// The requested target.

@@ -112,8 +112,8 @@ impl KeyValueCache {
     /// Computes [`causal_attention`](crate::nn::causal_attention()) for positions that follow those in the cache. They
     /// also see the cached positions, and are added to the cache.
     ///
-    /// The results of the first positions have the same bits as without a cache. Later results may differ in the last
-    /// digits of f32, because sums are taken in a different order.
+    /// On the CPU, if the cache is empty, the results have the same bits as without a cache. Other results may differ
+    /// in their last digits, because sums are computed in a different order.
     ///
     /// # Errors
     /// Returns the same errors as without a cache. Also fails if there are more positions than the limit, if the heads,
@@ -125,8 +125,8 @@ impl KeyValueCache {
     /// Computes [`KeyValueCache::causal_attention`] with options, which must be the same for all positions of a text.
     ///
     /// # Errors
-    /// Returns the errors of [`KeyValueCache::causal_attention`]. Also fails if an option is not above 0, or if the
-    /// attention is bidirectional.
+    /// Returns the errors of [`KeyValueCache::causal_attention`]. Also fails if an option is not positive and finite,
+    /// or if the attention is bidirectional.
     pub fn fused_attention(&mut self, qkv: &Tensor, n_head: usize, options: &AttentionOptions) -> Result<Tensor> {
         let h = fused_heads(qkv, n_head)?;
         self.check(&h, qkv.dtype(), &[qkv])?;
@@ -244,7 +244,7 @@ impl KeyValueCache {
         }
     }
 
-    /// Caches new positions and returns their result, which is `first` for the first positions.
+    /// Caches new positions and returns their result, which is `first` if given.
     fn attend<E: TensorElement>(
         &mut self,
         (h, rule): (&AttentionShape, &AttentionRule<'_>),

@@ -331,8 +331,8 @@ mod tests {
     #[test]
     fn settings_that_cannot_be_used_are_refused_by_key() {
         let text = |settings: &str| settings.parse::<LoraConfig>().unwrap_err().to_string();
-        insta::assert_snapshot!(text("r=16,alpa=32"), @r#"LoRA settings "r=16,alpa=32": there is no key alpa (did you mean alpha?); the keys are r, alpha, dropout, targets and target_parameters, each with a value, and rslora and dora"#);
-        insta::assert_snapshot!(text("rank=16"), @r#"LoRA settings "rank=16": there is no key rank; the keys are r, alpha, dropout, targets and target_parameters, each with a value, and rslora and dora"#);
+        insta::assert_snapshot!(text("r=16,alpa=32"), @r#"LoRA settings "r=16,alpa=32": there is no key alpa (did you mean alpha?); the keys are r, alpha, dropout, targets and target_parameters, each with a value, and the switches rslora and dora"#);
+        insta::assert_snapshot!(text("rank=16"), @r#"LoRA settings "rank=16": there is no key rank; the keys are r, alpha, dropout, targets and target_parameters, each with a value, and the switches rslora and dora"#);
         insta::assert_snapshot!(text("r=16,r=8"), @r#"LoRA settings "r=16,r=8": r is given twice; give it once"#);
         insta::assert_snapshot!(text("r"), @"LoRA settings: r is empty, but must be a whole number of at least 1, such as r=16");
         insta::assert_snapshot!(text("r=0"), @"LoRA settings: r is 0, but must be from 1 to 1048576");
@@ -354,6 +354,6 @@ mod tests {
         config.check_targets(projections).unwrap();
         let config: LoraConfig = "targets=q_proj+query".parse().unwrap();
         let text = config.check_targets(projections).unwrap_err().to_string();
-        insta::assert_snapshot!(text, @"LoRA target query is not the end of a projection's name; the projections that can have an adapter are k_proj, q_proj, and all-linear means all of them (norms, embeddings and the output projection get none)");
+        insta::assert_snapshot!(text, @"LoRA target query is not the end of a projection's name; the projections that can have an adapter are k_proj, q_proj; all-linear means all of them (norms, embeddings and the output projection get none)");
     }
 }

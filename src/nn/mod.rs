@@ -8,9 +8,9 @@
 //! - the modules built on them: `candle_nn::LayerNorm` (contiguous input, with bias and mean) and `candle_nn::RmsNorm`,
 //!   and hence most models of candle-transformers.
 //!
-//! Others have a backward pass that is wrong, always or for some settings: `conv1d`, `conv_transpose1d`, pooling,
-//! upsampling, `scatter`, `scatter_add`, and `matmul` of some views. The versions in this module are correct, with the
-//! same names and settings (docs/vision.md has the table).
+//! Others have a backward pass that fails or is wrong, always or for some settings: `conv1d`, `conv_transpose1d`,
+//! pooling, upsampling, `scatter`, `scatter_add`, and `matmul` of some views. The versions in this module are correct,
+//! with the same names and settings (docs/vision.md has the table).
 //!
 //! In candle-nn, `Linear`, `Embedding`, `ops::{softmax, log_softmax, layer_norm_slow, rms_norm_slow}`,
 //! `rotary_emb::{rope_slow, rope_i_slow}` and `loss::cross_entropy` are differentiable. On the CPU, they sum 16-bit

@@ -89,7 +89,8 @@ pub struct DiskBenchReport {
     pub sequential: Vec<SequentialBench>,
     /// The optimizer step.
     pub step: StepBench,
-    /// The step with each pair of block size and queue depth, fastest first. Empty unless requested.
+    /// The step with each pair of block size and queue depth, fastest first. The list is empty unless
+    /// [`DiskBenchSettings::sweep`] is set.
     pub sweep: Vec<RequestSweepRow>,
 }
 
@@ -415,7 +416,7 @@ struct BenchFiles {
 }
 
 impl BenchFiles {
-    /// Reserves `bytes` bytes, which contain no data yet.
+    /// Reserves about `bytes` bytes, which contain no data yet.
     fn create(folder: &Arc<OffloadFolder>, bytes: u64) -> Result<Self> {
         let per_element: usize = STREAMS.iter().map(|s| s.2.size_in_bytes()).sum();
         let per_step = (per_element * STEP) as u64;
@@ -439,7 +440,7 @@ impl BenchFiles {
         }
         let is_direct = arenas.iter().all(|arena| arena.allows_direct());
         let access = if is_direct { DiskAccess::Direct } else { DiskAccess::Mapped };
-        // One buffer for each stream; the default of `offload_optimizer.buffer_count` is 4.
+        // There is one buffer for each of the 5 streams, although the default of `offload_optimizer.buffer_count` is 4.
         let windows = WindowSettings { buffer_count: Some(STREAMS.len()), access, ..WindowSettings::default() };
         let window = windows.len(elements, STREAMS.len());
         Ok(Self { arenas, streams, access, elements, window, ledger })

@@ -48,7 +48,7 @@ struct ArenaReservation {
     bytes: u64,
     given_back: u64,
     held: MemoryLedgerEntry,
-    /// The last mapping of the file, which may have grown since.
+    /// The latest mapping. The file may have grown since it was mapped.
     map: Option<Arc<MmapRaw>>,
 }
 

@@ -10,9 +10,9 @@
 //!   backward                      a reduced gradient share -> its file, while the pass continues
 //! ```
 //!
-//! Every kind of state has one file per rank, an arena (`file_arena.rs`), in which sub-groups are stored one after the
-//! other: a step passes once through each file, from beginning to end. Only the windows of the optimizer step, the
-//! units in use, and pending transfers are in memory.
+//! Every kind of state has a file on each rank (or one for each class of parameters): an arena (`file_arena.rs`), in
+//! which sub-groups are stored one after the other. A step passes once through each file, from beginning to end. Only
+//! the windows of the optimizer step, the units in use, and pending transfers are in memory.
 //!
 //! | file | contents |
 //! | --- | --- |

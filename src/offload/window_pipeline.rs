@@ -265,8 +265,8 @@ mod tests {
         value * 0.5 + 1.0 + stream as f32
     }
 
-    /// The number of elements of each sub-group, and its streams. The flags of a stream state whether its elements are
-    /// bf16 rather than f32, whether it is read, and whether it is written.
+    /// The number of elements of each sub-group, and its streams. The three flags of a stream tell whether its elements
+    /// are bf16 rather than f32, whether it is read, and whether it is written.
     type Groups = Vec<(usize, Vec<(bool, bool, bool)>)>;
 
     fn groups() -> impl Strategy<Value = Groups> {

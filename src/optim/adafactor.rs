@@ -243,7 +243,7 @@ impl FactoredOptimizer for AdafactorPart {
         if range.is_empty() {
             return;
         }
-        // A sum is added up element by element, from the first on, so that the end of a slice does not change its bits.
+        // A sum is added up element by element, from the first on, so that its bits do not depend on where slices end.
         let touched = range.start / batch.cols..(range.end - 1) / batch.cols + 1;
         let tasks = touched.len().div_ceil(SUMS);
         for_each_part(tasks, ParallelChunks::new(&mut rows[touched.clone()], SUMS), |i, sums| {

@@ -35,9 +35,9 @@ struct AdamConstants {
     beta2: f32,
     one_minus_beta1: f32,
     one_minus_beta2: f32,
-    /// The multiple of the parameter that is added to the gradient. 0 with decoupled decay.
+    /// The multiple of the parameter that is added to the gradient. It is 0 with decoupled decay.
     l2: f32,
-    /// The multiple of the parameter that is subtracted from the parameter, lr x decay. 0 with L2 decay.
+    /// The multiple of the parameter that is subtracted from the parameter, lr x decay. It is 0 with L2 decay.
     decay: f32,
     /// The step size, lr / (1 - b1^t).
     step_size: f32,

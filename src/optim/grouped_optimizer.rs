@@ -24,7 +24,8 @@ struct OptimizerGroup {
     ignores_own_rate: bool,
     /// Whether the schedule changes the rate.
     is_scheduled: bool,
-    /// The rate that replaces the schedule's until the schedule's next step.
+    /// The rate that was set. It replaces the schedule's rate until the schedule's next step or, if no schedule changes
+    /// the rate, for good.
     set_lr: Option<f64>,
 }
 
@@ -53,7 +54,7 @@ impl GroupedOptimizer {
     /// the indices of the user's groups that select nothing.
     ///
     /// # Errors
-    /// The errors of a schedule.
+    /// The errors of a schedule; [`OptimError::NoSchedule`] if there is one, but the optimizer cannot follow it.
     pub fn new(
         grouping: Arc<ParameterGrouping>,
         (parameter_groups, used): (Vec<&mut usize>, &[usize]),
@@ -128,7 +129,8 @@ impl GroupedOptimizer {
         self.groups.iter().map(OptimizerGroup::lr).collect()
     }
 
-    /// Sets the learning rate of each group until the next step of its schedule.
+    /// Sets the learning rate of each group: until the next step of its schedule or, if no schedule changes the rate,
+    /// for good.
     pub fn set_lr(&mut self, lr: &[f64]) {
         self.groups.iter_mut().zip(lr).for_each(|(group, lr)| group.set_lr = Some(*lr));
     }
@@ -197,7 +199,7 @@ impl GroupedOptimizer {
 /// Returns the schedule to use instead of the configuration's: the user's `own`, or a rule of the optimizer.
 ///
 /// # Errors
-/// [`OptimError::NoSchedule`] if there is a schedule, but the optimizer cannot have one.
+/// [`OptimError::NoSchedule`] if there is a schedule, but the optimizer cannot follow it.
 fn own_schedule(
     optimizer: Option<&dyn Optimizer>,
     own: Option<Arc<dyn LrSchedule>>,

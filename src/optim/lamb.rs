@@ -138,9 +138,9 @@ struct LambConstants {
     beta2: f32,
     one_minus_beta1: f32,
     one_minus_beta2: f32,
-    /// The number added to the second moment. 0 unless `eps_inside_sqrt` is set.
+    /// The number added to the second moment. It is 0 unless `eps_inside_sqrt` is set.
     eps_inside: f32,
-    /// The number added to the square root of the second moment. 0 if `eps_inside_sqrt` is set.
+    /// The number added to the square root of the second moment. It is 0 if `eps_inside_sqrt` is set.
     eps_outside: f32,
     decay: f32,
     /// The step size, lr sqrt(1 - b2^t) / (1 - b1^t), or lr without `bias_correction`.

@@ -154,7 +154,7 @@ pub trait Optimizer: Send + Sync {
         true
     }
 
-    /// Returns the optimizer of the parameters that this one does not train. An auxiliary has no auxiliary itself.
+    /// Returns the optimizer of the parameters that this one does not train. An auxiliary does not have one itself.
     fn auxiliary(&self) -> Option<&dyn Optimizer> {
         None
     }

@@ -18,9 +18,9 @@ pub enum BufferSync {
     /// (`broadcast_buffers`). This costs one collective of all buffers' bytes in each forward pass.
     #[default]
     FromRankZero,
-    /// The mean over ranks of all floating-point buffers, in rank order in f64, at the end of each optimizer step.
-    /// Other buffers stay separate on each rank. This costs one collective of the floating-point buffers' bytes in each
-    /// step.
+    /// At the end of each optimizer step, every floating-point buffer is set to its mean over all ranks, computed in
+    /// f64 in rank order. Other buffers stay separate on each rank. This costs one collective of the floating-point
+    /// buffers' bytes in each step.
     Mean,
     /// Every rank keeps its own buffers. A checkpoint contains rank 0's.
     None,

@@ -34,8 +34,9 @@ impl WeightFile {
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
-        // SAFETY: the map is only read. A file that another process truncates would raise SIGBUS; nothing in
-        // candle-zero writes weights in place, and copying a whole model to avoid the signal would be too expensive.
+        // SAFETY: the map is only read. If another process truncated the file, reading the map would raise SIGBUS;
+        // nothing in candle-zero writes weights in place, and copying a whole model to avoid the signal would be too
+        // expensive.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let bad = |e: safetensors::SafeTensorError| {
             let why = match described_length(&map) {

@@ -115,7 +115,7 @@ pub fn timed_cuts(seconds: &[Vec<f64>], bytes: &[u64], limits: &[u64]) -> Result
     Ok(most_even_cuts(layers, stages, cost))
 }
 
-/// Returns the sum of all values before each position.
+/// Returns, for each position, the sum of all values before it.
 fn sums_before(values: impl Iterator<Item = f64>) -> Vec<f64> {
     let sums = values.scan(0.0, |sum, value| {
         *sum += value;

@@ -87,7 +87,7 @@ impl DynamicMap {
         self.values[usize::from(code)]
     }
 
-    /// Returns the code of the value nearest to `x`, which must be in [-1, 1]. For other numbers, the code is arbitrary.
+    /// Returns the code of the value nearest to `x`, which must be in [-1, 1]. Other numbers get an arbitrary code.
     #[inline(always)]
     fn code(&self, x: f32) -> u8 {
         let bits = x.to_bits();

@@ -10,8 +10,8 @@ pub struct StepTimings {
     pub backward_ms: f64,
     /// The milliseconds in `step`.
     pub step_ms: f64,
-    /// The milliseconds spent waiting for collectives, which are included in the first three times.
+    /// The milliseconds spent waiting for collectives. This time is included in the first three times.
     pub comm_ms: f64,
-    /// The milliseconds spent waiting for files, which are included in the first three times.
+    /// The milliseconds spent waiting for files. This time is included in the first three times.
     pub disk_ms: f64,
 }

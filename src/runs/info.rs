@@ -92,7 +92,7 @@ impl RunInfo {
         let tree: Value =
             serde_json::from_slice(&bytes).map_err(|error| damaged(format!("it is not JSON ({error})")))?;
         match tree["format"].as_u64() {
-            None => return Err(damaged("it has no number `format`".into())),
+            None => return Err(damaged("its `format` is missing or is not a number".into())),
             Some(found) if found > FORMAT => {
                 return Err(RunError::Newer { path: path.clone(), found, newest: FORMAT }.into());
             }

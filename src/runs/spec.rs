@@ -66,7 +66,7 @@ impl RunSpec {
     }
 
     /// Sets the folder of runs. The configuration's `run.folder` and the environment variable `CANDLE_ZERO_RUNS_DIR`
-    /// take precedence. Default: `runs` in the working directory.
+    /// take precedence. The default is `runs` in the working directory.
     #[must_use]
     pub fn folder(mut self, folder: impl Into<PathBuf>) -> Self {
         self.folder = Some(folder.into());

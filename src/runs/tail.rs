@@ -1,4 +1,4 @@
-//! Reads what has been appended to the files of a run since the last look.
+//! Reads what has been appended to the files of a run since they were last read.
 
 use super::metrics::MetricsLine;
 use super::{EARLIER_LOG, EVENTS, LAUNCH, LOG, METRICS, SAMPLES, lines};
@@ -7,9 +7,9 @@ use serde_json::{Map, Value};
 use std::io::{BufRead as _, ErrorKind, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// The maximum number of bytes of a file that one look reads. Older lines are skipped.
+/// The maximum number of bytes of a file that one call of [`RunTail::look`] reads. Older lines are skipped.
 const MAX_NEWS: u64 = 4 << 20;
-/// The maximum number of bytes of the log that one look reads.
+/// The maximum number of bytes of the log that one call of [`RunTail::look`] reads.
 const MAX_LOG_NEWS: u64 = 256 << 10;
 
 /// A reader of what is appended to the files of a run.
@@ -65,12 +65,12 @@ impl RunTail {
         }
     }
 
-    /// Returns the positions at which the next look begins.
+    /// Returns the positions from which the next call of [`look`](Self::look) reads.
     pub fn positions(&self) -> [u64; 5] {
         self.positions
     }
 
-    /// Reads what has been appended since the last look, in complete lines. Damaged lines are left out.
+    /// Reads what has been appended since the last call, in complete lines. Damaged lines are left out.
     ///
     /// # Errors
     /// A file cannot be read.

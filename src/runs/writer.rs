@@ -1,8 +1,8 @@
 //! Writes the record of a run, on rank 0.
 //!
 //! Lines are collected in memory and passed to the system about once a second and at every event, so that recording a
-//! step costs microseconds. A killed process loses at most the lines that were recorded since then; nothing is synced
-//! to disk.
+//! step costs microseconds. A killed process loses at most the lines that have been recorded since lines were last
+//! passed on. Nothing is synced to disk.
 
 use super::expert_loads::{BlockLoads, ExpertLoadsFile, RecordedLoads};
 use super::info::{RunInfo, RunVersions};
@@ -29,7 +29,8 @@ use std::time::{Duration, Instant};
 
 /// The time since the last flush after which [`RunWriter::record`] passes all collected lines to the system.
 const FLUSH_INTERVAL: Duration = Duration::from_secs(1);
-/// The number of bytes of collected metrics at which [`RunWriter::record`] passes all lines to the system earlier.
+/// The number of bytes of collected metrics at which [`RunWriter::record`] passes all lines to the system, even if
+/// [`FLUSH_INTERVAL`] is not over.
 const FLUSH_BYTES: usize = 1 << 16;
 /// The time between two summaries.
 const SUMMARY_INTERVAL: Duration = Duration::from_secs(10);
@@ -103,7 +104,7 @@ impl RunWriter {
                 return Ok(*writer);
             }
         }
-        // A job's id begins with the time at which it began.
+        // A job's id begins with the time at which the job began.
         let stamp = job.rsplit_once('-').map_or(job, |(stamp, _)| stamp);
         let stem = format!("{}-{}", plan.name, stamp);
         for number in 1..=MAX_SAME_NAMES {

@@ -226,7 +226,7 @@ impl ParameterDomain {
                 let now = value.as_i64().unwrap_or(*low);
                 let moved = ((now as f64 * if up { 1.2 } else { 0.8 } - *low as f64) / *step as f64).round() as i64;
                 let own = (now - low) / step;
-                // Otherwise, a small number would stay the same.
+                // If a fifth of the number is less than half a step, the number moves by one step instead.
                 let moved = if moved == own { own + if up { 1 } else { -1 } } else { moved };
                 (low + moved.clamp(0, (high - low) / step) * step).into()
             }

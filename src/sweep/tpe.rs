@@ -12,7 +12,7 @@ use serde_json::Value;
 
 /// The number of trials whose parameters are drawn at random before the first estimate.
 pub(super) const STARTUP_TRIALS: usize = 10;
-/// The number of values among which the most promising one is taken.
+/// The number of drawn values from which the most promising one is taken.
 const CANDIDATES: usize = 24;
 /// The maximum number of good trials.
 const MAX_GOOD: usize = 25;
@@ -51,7 +51,7 @@ enum Density {
 struct Component {
     mean: f64,
     deviation: f64,
-    /// The probability of the range before it is cut off.
+    /// The probability that the distribution assigns to the range before it is cut off at the ends of the range.
     mass: f64,
 }
 
@@ -107,7 +107,7 @@ impl Density {
         }
     }
 
-    /// Returns the logarithm of the density at a place.
+    /// Returns the logarithm of the density at a place, without a constant that all densities over a range share.
     fn log_at(&self, place: f64) -> f64 {
         match self {
             Self::Choice(probabilities) => probabilities[(place as usize).min(probabilities.len() - 1)].ln(),

@@ -62,7 +62,7 @@ impl TimelineSpan {
         self
     }
 
-    /// Adds a number that is shown with the event, at most two per event.
+    /// Adds a number that is shown with the event. An event has room for two numbers; any others are ignored.
     pub fn with(mut self, name: &'static str, number: u64) -> Self {
         if let Some((_, event)) = &mut self.0
             && let Some(free) = event.numbers.iter_mut().find(|(name, _)| name.is_empty())

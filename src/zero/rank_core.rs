@@ -58,7 +58,7 @@ pub(crate) struct RankCore {
     pub(super) placement: Placement,
     pub(super) zero: ZeroConfig,
     pub(super) dtype: DType,
-    /// The number of ranks in a group that keeps a second copy of gathered parameters. 1: no group keeps one.
+    /// The number of ranks in a group that keeps a second copy of gathered parameters, or 1 if none keeps one.
     pub(super) second_group: usize,
     /// The memory tier of whole parameters.
     pub(super) tensor_tier: MemoryTier,
@@ -101,7 +101,7 @@ pub(crate) struct RankCore {
     pub(super) diverted: DivertedGradient,
     pub(super) divided: DividedBackward,
     pub(super) recomputation: RecomputeSettings,
-    /// The seed for stochastic rounding. `None`: rounding to nearest.
+    /// The seed for stochastic rounding. `None` means rounding to nearest.
     pub(super) rounding: Option<AtomicU64>,
     /// The number of the current update, on which rounding depends.
     pub(super) update: AtomicU64,
@@ -143,13 +143,13 @@ pub(crate) struct RankCoreParts {
     /// The ranks among which experts are divided, if they are.
     pub experts: Option<ExpertRanks>,
     pub zero: ZeroConfig,
-    /// The number of ranks in a group that keeps a second copy of gathered parameters. 1: no group keeps one.
+    /// The number of ranks in a group that keeps a second copy of gathered parameters, or 1 if none keeps one.
     pub second_group: usize,
     pub reduce_plan: ReducePlan,
     pub share_plan: SharePlan,
     pub dtype: DType,
     pub recomputation: RecomputeSettings,
-    /// The seed for stochastic rounding. `None`: rounding to nearest.
+    /// The seed for stochastic rounding. `None` means rounding to nearest.
     pub rounding: Option<u64>,
     pub registered: RegisteredModel,
     pub buffer_sync: BufferSync,
@@ -402,7 +402,7 @@ impl RankCore {
         if self.zero.load_from_fp32_weights { DType::F32 } else { self.dtype }
     }
 
-    /// Returns the seed for stochastic rounding. `None`: rounding to nearest.
+    /// Returns the seed for stochastic rounding, or `None` if states are rounded to nearest.
     pub fn rounding_seed(&self) -> Option<u64> {
         self.rounding.as_ref().map(|seed| seed.load(Ordering::Relaxed))
     }

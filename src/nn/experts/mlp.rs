@@ -53,8 +53,8 @@ impl ExpertMlp {
         let ((_, both), (width, _)) = (gate_up.widths(), down.widths());
         if gate_up.experts() != down.experts() || both != 2 * width {
             bail!(
-                "experts: gate and up of {} experts have {both} outputs, and down of {} experts has {width} inputs; the \
-                 numbers of experts must be equal, and there must be {} outputs",
+                "experts: gate and up of {} experts have {both} outputs, and down of {} experts has {width} inputs; \
+                 the numbers of experts must be equal, and there must be {} outputs",
                 gate_up.experts(),
                 down.experts(),
                 2 * width
@@ -66,7 +66,8 @@ impl ExpertMlp {
     /// Declares that the tensors of each expert belong to a separate unit; build `units` with
     /// [`routed_units`](crate::zero::routed_units), in the order of the experts. At stage 3, an expert is then gathered
     /// only if a row on any rank chose it. Experts are gathered, used and released a few at a time: as many as
-    /// `stage3_prefetch_bucket_size` allows, but at least one. All ranks must run the layer.
+    /// `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow, but at least one. All ranks must run the
+    /// layer.
     ///
     /// # Errors
     /// A number of units that differs from that of the experts.
@@ -105,8 +106,8 @@ impl ExpertMlp {
         };
         if !(self.gate_up.has_kernels_for(x) && self.down.has_kernels_for(x)) {
             bail!(
-                "experts: the input is {:?} on {:?}; with expert_parallel, the input and the experts must have the same \
-                 dtype, f32, bf16 or f16, on the CPU",
+                "experts: the input is {:?} on {:?}; with expert_parallel, the input and the experts must be on the \
+                 CPU and have the same dtype: f32, bf16 or f16",
                 x.dtype(),
                 x.device()
             )

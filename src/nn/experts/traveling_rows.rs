@@ -4,9 +4,9 @@
 //!   own rows --send_rows--> rows of all ranks that chose an expert of this rank --experts--> results --return_results--> sum
 //! ```
 //!
-//! A row is sent to each rank at most once, however many of the rank's experts it chose; there, the weighted results of these
-//! experts are summed. The sums of all ranks are added in the order of the ranks, which is that of the experts. No row
-//! is dropped. Even a rank that neither sends nor receives a row takes part, with messages without elements.
+//! A row is sent to each rank at most once, however many of the rank's experts it chose; there, the weighted results of
+//! these experts are summed. The sums of all ranks are added in the order of the ranks, which is that of the experts.
+//! No row is dropped. Even a rank that neither sends nor receives a row takes part, with messages without elements.
 
 use super::{ExpertAssignment, Routing};
 use crate::graph::{Grad, OpInputs, is_without_gradients};
@@ -35,10 +35,10 @@ pub(super) struct RowRoutes {
     received: Vec<usize>,
     /// The rows in the order in which they are sent: rank by rank, in ascending order.
     rows: Vec<u32>,
-    /// For each row, the places at which it is sent, in the order of the ranks.
+    /// For each row, its positions in `rows`, in the order of the ranks.
     places: Vec<u32>,
     place_starts: Vec<u32>,
-    /// For each choice of a row, the place at which the row is sent to the rank of the chosen expert.
+    /// For each choice of a row, the position in `rows` at which the row is sent to the rank of the chosen expert.
     place_of_choice: Vec<u32>,
     /// The number of experts that each row chooses.
     choices: usize,
@@ -115,7 +115,8 @@ impl RowRoutes {
         Self { exchange, sent, received: Vec::new(), rows, places, place_starts, place_of_choice, choices: k }
     }
 
-    /// Exchanges the choices of all rows and their weights. Returns the choices of the received rows, and their weights.
+    /// Exchanges the choices of all rows, and their weights. Returns the choices of the received rows, and the weights
+    /// of these choices.
     fn exchange_choices(&self, routing: &Routing, experts: usize) -> Result<(ExpertAssignment, Vec<f32>)> {
         let k = self.choices;
         let own = with_wide(routing.weights(), |weights| {
@@ -198,7 +199,8 @@ impl RowRoutes {
     /// # Errors
     /// A failed collective.
     pub fn return_results(self: &Arc<Self>, y: &Tensor, shape: &Shape) -> Result<Tensor> {
-        // If another rank differentiates the layer, this one must send gradients to it, even if it trains nothing itself.
+        // If another rank differentiates the layer, this rank must send gradients to it, even if this rank itself
+        // trains nothing.
         let is_silent = !y.track_op() && self.exchange.trains() && !is_without_gradients();
         let y = if is_silent { Var::from_tensor(y)?.as_tensor().clone() } else { y.contiguous()? };
         with_element!(y.dtype(), NAME, E => self.return_results_as::<E>(&y, shape))
@@ -239,7 +241,7 @@ impl RowRoutes {
         }
     }
 
-    /// Returns the places of each row, in the order of the ranks.
+    /// Returns, for each row, its positions in `rows`, in the order of the ranks.
     fn by_row(&self) -> RowSlots<'_> {
         RowSlots { slots: &self.places, starts: &self.place_starts }
     }

@@ -318,7 +318,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         }
     }
 
-    /// Ends a unit's forward pass: releases the unit, unless its backward pass comes within
+    /// Ends a unit's forward pass: releases the unit, unless it will be used again within
     /// `stage3_max_reuse_distance`. A packed unit is released whatever the distance, because packing would save nothing
     /// if everything stayed unpacked between the forward and the backward pass.
     pub fn leave_forward(&mut self, core: &R, unit: UnitId) -> Result<()> {

@@ -2,7 +2,7 @@
 //!
 //! | file | contents |
 //! | --- | --- |
-//! | `var_builder_backend.rs`, `share_plan.rs` | the `VarBuilder` backend: registers parameters, shards them among ranks |
+//! | `var_builder_backend.rs`, `share_plan.rs` | the `VarBuilder` backend: registers parameters and shards them |
 //! | `share_storage.rs` | the memory and the files in which a rank keeps its share |
 //! | `state_storage.rs` | the storage of a state of a sub-group |
 //! | `sub_group.rs`, `sub_group_builder.rs` | the share, sub-group by sub-group, and its layout |

@@ -90,7 +90,8 @@ impl RankCore {
         Ok(flags.iter().any(|flag| flag[0] != 0.0))
     }
 
-    /// Sets this rank's part of a gradient that has been reduced. Returns false if there is none.
+    /// Sets this rank's part of a gradient that has been reduced. Returns false if this rank holds the parameter, but
+    /// there is no such gradient.
     pub fn set_own_gradient(&self, param: ParamId, own: &[f32]) -> Result<bool> {
         if !self.holds(param) {
             return Ok(true);
