@@ -18,7 +18,7 @@ fn tiny() -> [PathBuf; 2] {
 }
 
 /// Returns the folders of all checkpoints, including the larger ones, which exist (next to the repository) only on
-/// machines on which they were generated. If these are missing, `test` leaves them out.
+/// machines on which they were generated. If the larger ones are missing, reports that `test` runs without them.
 fn all<T: Fn()>(test: T) -> Vec<PathBuf> {
     let shared = repository().join("../shared/deepspeed_checkpoints");
     let mut folders = tiny().to_vec();

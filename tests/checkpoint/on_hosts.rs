@@ -268,7 +268,7 @@ fn a_tag_that_only_one_host_committed_is_passed_over() {
             let text = text.unwrap_err();
             assert!(text.contains("it is incomplete across all hosts"), "{text}");
         }
-        // The next save uses this name.
+        // The next save can use the tag `two`.
         let (ranks, _) = on(&[2, 2], 3, |engine, host| {
             engine.load_checkpoint(dirs[host].path(), None, &LoadOptions::default())?.unwrap();
             step(engine)?;

@@ -113,7 +113,7 @@ fn what_is_coded_between_hosts_alone_is_exact_on_one_host() {
 
 #[test]
 fn results_lie_in_the_memory_of_the_arguments_where_that_has_room() {
-    // There are several pieces, and more bytes than are copied through the cache.
+    // There are several pieces, and the gathered buffer is so large that copies bypass the cache.
     let (world, n) = (3, 500_001);
     all(world, |comm| {
         let mut shard = Flat::with_capacity(DType::F32, n * world);
@@ -292,7 +292,7 @@ fn a_rank_that_has_left_is_named_although_another_one_is_awaited_first() {
             Ok(Some(error))
         }
         1 => {
-            // This rank computes until rank 0 has its error.
+            // This rank enters no collective until rank 0 has its error.
             told.wait();
             Ok(Some(comm.barrier().wait().unwrap_err()))
         }

@@ -352,7 +352,7 @@ fn training_300_steps_with_both_kinds_of_compression_ends_within_a_percent_of_th
     check_300_steps(&[("exact f32", 2, [false, false], json!({})), ("both", 2, [true, true], json!({}))]);
 }
 
-/// Compares each run with the first one that has as many ranks, which is exact.
+/// Compares each run with the exact one, which is the first run with the same number of ranks.
 fn check_300_steps(runs: &[CompressedRun]) {
     const STEPS: usize = 300;
     let run = |(_, world, quantized, more): &CompressedRun| {

@@ -224,7 +224,7 @@ fn recorded_weights_and_states_are_met() {
                     // The Newton-Schulz iteration is computed in bf16.
                     () if hyper["ns_method"] == "standard" && shape.len() > 1 => 2e-2,
                     // The portable level rounds each product before adding it, whereas PyTorch does not; the recorded
-                    // values themselves are 9e-7 from the formula in f64.
+                    // values themselves differ by 9e-7 from the formula in f64.
                     () if hyper["ns_method"] == "gram" && shape.len() > 1 && products_are_rounded() => 2e-6,
                     () => 1e-6,
                 };

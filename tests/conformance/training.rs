@@ -26,7 +26,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// The largest relative difference that is allowed from the record of an f32 run.
+/// The largest allowed relative difference from the record of an f32 run.
 const F32: f64 = 2e-6;
 
 // ---- cases -----------------------------------------------------------------------------------------------------
@@ -325,9 +325,9 @@ fn a_predivide_factor_equal_to_the_world_size_leaves_the_mean_at_stage_3() {
 
 #[test]
 fn a_growing_loss_scale_does_not_change_the_update() {
-    // The quirk: DeepSpeed unscales with the scale that has just doubled, so the updates of steps 2 and 4 are halved.
-    // Until this affects the losses, at step 3, the run is compared with this record; from then on, it is compared with
-    // the record with a static scale, which has four steps, and with a run in f32.
+    // The quirk: DeepSpeed unscales with the scale that has just doubled, so the updates of steps 2 and 4 (counted from
+    // 0) are halved, which changes the losses from step 3 on. Therefore, only steps 0 and 1 are compared with this
+    // record; all steps are compared with a run in f32, and the first four with the record of a static scale.
     const RTOL: f64 = 0.01;
     let still = case("trace-fp16-static128-z1");
     let plain = case("trace-sgd-z1-w2");

@@ -33,7 +33,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// Returns every stage, combined with offload if the stage supports it.
+/// Returns all stages, with and without offload if the stage supports it.
 fn variants(folder: &Path) -> Vec<(u8, Value)> {
     let nvme = || json!({"device": "nvme", "nvme_path": folder});
     let released = json!({"stage3_param_persistence_threshold": 0});

@@ -107,7 +107,8 @@ fn weights_after(world: usize, stage: u8, dtype: &str, reduce: Reduce) -> Vec<Ve
 #[test]
 fn gradients_of_no_sync_are_reduced_with_those_after_it() {
     for world in 1..=3 {
-        // Both parameters end at minus the sum over two steps, four micro steps and all ranks.
+        // Both parameters end at minus the sum of their gradients over two steps of four micro steps each and over all
+        // ranks.
         let micro_steps = [0, 1, 2, 0, 1, 2, 0, 1].map(|micro| 1 + micro);
         let sum: usize = (0..world).map(|rank| micro_steps.iter().map(|micro| micro + rank).sum::<usize>()).sum();
         for stage in 0..2 {
@@ -159,7 +160,7 @@ fn no_sync_reduces_nothing_holds_whole_gradients_and_gives_the_same_bits_at_stag
         };
         let held = train(0, true);
         assert_eq!(held, train(1, true), "world {world}");
-        // With one rank, there is only one order.
+        // With one rank, there is only one order of summation.
         assert_eq!(held == train(0, false), world == 1, "world {world}");
     }
 }
@@ -458,7 +459,7 @@ fn a_rate_that_was_not_set_is_that_of_the_file_after_a_load_and_without_the_opti
         engine.set_lr(0.02)?;
         let (dir, tag) = at("set");
         engine.save_checkpoint(dir, tag, Value::Null)?;
-        // A run that loads an earlier checkpoint gets the rate from that time.
+        // A run that loads an earlier checkpoint gets the rate of that time.
         let (dir, tag) = at("configured");
         engine.load_checkpoint(dir, tag, &LoadOptions::default())?;
         assert_eq!(engine.lr(), [0.3]);

@@ -255,7 +255,7 @@ fn training_goes_on_from_an_export_as_from_the_original_without_optimizer_state(
 
 type Log = Arc<Mutex<Vec<String>>>;
 
-/// Records the order in which collectives begin.
+/// A communicator that records the order in which collectives begin.
 struct Recording {
     inner: Arc<dyn Communicator>,
     log: Log,

@@ -71,7 +71,8 @@ fn the_masks_of_a_second_forward_are_those_of_its_gradients_also_where_they_are_
         let loss = outputs.iter().map(|y| y.sum_all().unwrap()).reduce(|a, b| (a + b).unwrap()).unwrap();
         engine.backward(&loss).unwrap();
         engine.step().unwrap();
-        // One step of SGD at a learning rate of 1 subtracts the sum of both masks, which are 2 where an element was kept.
+        // One step of SGD at a learning rate of 1 subtracts the sum of both masks, which are 2 where an element was
+        // kept.
         let after = engine.eval(|m| m.forward(&ones())).unwrap();
         let expected: Vec<f32> =
             values(&outputs[0]).unwrap().iter().zip(values(&outputs[1]).unwrap()).map(|(a, b)| 1.0 - a - b).collect();

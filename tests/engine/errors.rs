@@ -147,7 +147,7 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
             assert_eq!((engine.global_steps(), engine.skipped_steps()), (5, 3));
             Ok(rows)
         });
-        // DeepSpeed's stage 0 does not support hysteresis.
+        // As in DeepSpeed, stage 0 does not support hysteresis.
         let scales = if stage == 0 { [128.0, 64.0, 32.0] } else { [256.0, 128.0, 64.0] };
         for rows in results.unwrap() {
             assert_eq!(rows.unwrap(), [(1, scales[0]), (2, scales[1]), (3, scales[2])], "stage {stage}");
@@ -156,7 +156,8 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
     }
 }
 
-/// Returns a function whose loss is 0, and whose gradient is infinite on rank 1: the slope of the square root at 0.
+/// Returns a function that computes a loss of 0, whose gradient is infinite on rank 1: the slope of the square root at
+/// 0.
 fn root_loss(rank: usize) -> impl FnMut(&Tensor) -> Result<Tensor> {
     move |param| if rank == 1 { (param * 0.5)?.sqrt()?.sum_all() } else { param.sum_all() }
 }

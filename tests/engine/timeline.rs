@@ -224,7 +224,8 @@ fn ranks_that_are_threads_share_a_trace_and_compute_the_same() {
         let trace = Trace::read(&path);
         assert_eq!(trace.ranks(), [0, 1].into());
         for (rank, unit) in [(0, "layer.0"), (0, "layer.1"), (1, "layer.0"), (1, "layer.1")] {
-            // The event of a backward pass begins with one of candle-zero's operations, or when the unit is gathered.
+            // Below stage 3, a unit's backward pass is recorded only if its output comes from one of candle-zero's
+            // operations; the blocks of this model end with an addition by Candle.
             for what in if stage == 3 { &["forward", "backward"][..] } else { &["forward"] } {
                 let times = trace.times(rank, |cat, name| cat == "unit" && name == format!("{what} {unit}"));
                 assert_eq!(times.len(), 10, "{what} of {unit}, stage {stage}");

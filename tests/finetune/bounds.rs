@@ -43,7 +43,7 @@ fn with_template(source: &str) -> TempDir {
     desk
 }
 
-/// Creates the same folder with a changed tokenizer.json.
+/// Creates the folder of [`desk`] with a changed tokenizer.json.
 fn with_tokenizer(change: impl FnOnce(&mut Value)) -> TempDir {
     let desk = desk();
     let path = desk.path().join("model/tokenizer.json");
@@ -111,7 +111,7 @@ fn a_tokenizer_without_an_end_is_named_and_a_damaged_one_is_no_panic() {
     });
     let error = refused(&desk, "chats.jsonl");
     assert!(error.contains("its added token \"\\t\" is empty after normalization"), "{error}");
-    // The tokens of the tokenizers library would differ from one process to the next.
+    // The tokens that the tokenizers library returns would differ from one process to the next.
     let desk = with_tokenizer(|json| {
         json["normalizer"] = json!({"type": "Lowercase"});
         for (token, content) in [(2, "<Quick>"), (3, "<quick>")] {

@@ -242,7 +242,7 @@ fn other_templates_have_their_answers_found() {
         rendered.targets.into_iter().map(|span| rendered.text[span].to_string()).collect::<Vec<_>>()
     };
     let turns = [("user", "a [/INST] b"), ("assistant", " c "), ("user", "d"), ("assistant", "c")];
-    // Mistral: the only header is the end of the question; the system prompt accompanies the last question.
+    // Mistral: the only header of an answer is the end of the question.
     let mistral = "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]\
                    {% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}";
     assert_eq!(targets(mistral, &turns), ["c</s>", "c</s>"]);

@@ -202,7 +202,7 @@ fn data_without_labels_to_learn_is_refused() {
     insta::assert_snapshot!(said(prepare(&folder, &[source], &strict).unwrap_err()), @r#"line 3 of DIR/val.csv cannot be used: its label "maybe" is not one of the known labels (no, yes); correct it, or leave out --strict to skip such lines"#);
 }
 
-/// Replaces the weights in the folder by changed copies of the fixture's weights.
+/// Replaces the weights in the folder with changed copies of the fixture's weights.
 fn change_weights(folder: &Path, change: impl Fn(String, Tensor) -> Option<(String, Tensor)>) {
     let changed: HashMap<String, Tensor> =
         tensors("bert/model/model.safetensors").into_iter().filter_map(|(name, tensor)| change(name, tensor)).collect();

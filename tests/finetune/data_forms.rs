@@ -135,7 +135,7 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
     let history = r#"{"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]]}"#;
     holds(&generate(history), &["user\na<|im_end|>", "⟦b<|im_end|>⟧", "⟦d<|im_end|>⟧"]);
     holds(&generate(&format!("{{{chat}, \"history\": [[\"a\", \"b\"]]}}")), &["refused", "it has history"]);
-    // Each of these records has a key that states how good it is.
+    // Each of these records has a key that rates the record or its answers.
     holds(&generate(&format!("{{{chat}, \"score\": 0.1}}")), &["1 record (line 1) has a score, which is ignored"]);
     let scored = r#"{"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 2.0, "score_rejected": 8}"#;
     holds(&made(CHATML, scored, TrainingTask::Prefer, ""), &["has a better score for the rejected answer"]);

@@ -1,5 +1,5 @@
-//! GGUF files of all families of decoders: their tensors, values and keys are those of llama.cpp's converter, and models
-//! that llama.cpp computes differently are refused.
+//! GGUF files of all families of decoders: their tensors, values and keys are those of llama.cpp's converter, and
+//! models that llama.cpp computes differently are refused.
 
 use crate::fixtures::path;
 use candle_core::quantized::GgmlDType;

@@ -29,7 +29,7 @@ fn published(name: &str) -> tempfile::TempDir {
     folder
 }
 
-/// Returns the configuration without what files do not contain.
+/// Returns the configuration without the padding token, which these GGUF files do not contain.
 fn without_padding(config: &DecoderConfig) -> DecoderConfig {
     DecoderConfig { padding: None, ..config.clone() }
 }
@@ -119,8 +119,9 @@ fn write_file(file: &Path, metadata: &HashMap<String, Value>, tensors: &[RawTens
     std::fs::write(file, [bytes, data].concat()).unwrap();
 }
 
-/// Returns the blocks of one output in llama.cpp's format, given those of the published format, in which a byte has two
-/// neighbors: in llama.cpp's, it has two elements that are half a block apart.
+/// Returns the blocks of one output in llama.cpp's format, given those in the published format. A byte of the published
+/// format contains two neighboring elements; a byte of llama.cpp's format contains two elements that are half a block
+/// apart.
 fn repacked(blocks: &[u8], scales: &[u8]) -> Vec<u8> {
     let of_block = |(block, scale): (&[u8], &u8)| {
         let code = |at: usize| block[at / 2] >> (4 * (at % 2)) & 15;
@@ -184,7 +185,7 @@ fn a_gpt_oss_in_mxfp4_has_the_weights_and_the_logits_of_its_folder() {
         }
     }
     assert!(experts > 0);
-    // The other weights are in f16 in the file, which holds all but the smallest values of bf16 exactly.
+    // The other weights have been rounded to f16, which represents all but the smallest bf16 values exactly.
     let ids = Tensor::new(vec![vec![1u32, 5, 9, 200, 17, 3, 44, 2]], &Device::Cpu).unwrap();
     let [own, found] = [&base, &read].map(|base| {
         let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();

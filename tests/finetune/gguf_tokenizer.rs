@@ -214,7 +214,7 @@ proptest! {
     }
 }
 
-/// Writes a tokenizer.json with the pieces and the merges that transformers derives from them.
+/// Creates a folder whose tokenizer.json contains the pieces, and the merges that transformers derives from them.
 fn sentence_piece_folder(normalizer: &Json, before: &Json) -> tempfile::TempDir {
     let folder = copy("llama");
     let pieces = pieces();
@@ -308,7 +308,7 @@ fn tokenizers_that_llama_cpp_does_not_have_are_refused() {
         assert!(!file.exists());
         error.to_string().replace(folder.path().to_str().unwrap(), "DIR")
     };
-    // Puts a merge after all others, apart from another one into the same token.
+    // Moves the first of two successive merges that result in the same token to the end of the list.
     let apart = |json: &mut Json| {
         let merges = json["model"]["merges"].as_array_mut().unwrap();
         let made = |merge: &Json| format!("{}{}", merge[0].as_str().unwrap(), merge[1].as_str().unwrap());

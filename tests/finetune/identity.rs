@@ -125,7 +125,7 @@ fn a_base_that_was_changed_is_found_whatever_weight_it_is() {
     desk.trained("first", &["--save", "saves"]);
     let file = desk.model.join("model.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
-    // Flips the lowest bit of one weight in the middle of the file.
+    // Flips one bit of a weight in the middle of the file.
     let place = bytes.len() / 2 / 4 * 4 + 1;
     bytes[place] ^= 1;
     std::fs::write(&file, bytes).unwrap();
@@ -139,7 +139,7 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     let lines = std::fs::read_to_string(desk.path("a.jsonl")).unwrap();
     std::fs::write(desk.path("many.jsonl"), lines.repeat(20)).unwrap();
     desk.trained("whole", &["--data", "many.jsonl"]);
-    // The folder is that of a run that was stopped after step 2: that step's checkpoint is the newest.
+    // The folder is made to look like that of a run that was stopped after step 2, whose checkpoint is the newest.
     desk.trained("first", &["--data", "many.jsonl", "--save", "saves", "--save_every", "2"]);
     let tags = |dir: &Path| {
         let mut tags: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -173,7 +173,7 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
 #[test]
 fn rows_of_a_step_that_nobody_gave_stay_on_another_number_of_ranks_or_are_named() {
     let desk = Desk::new();
-    // The default on three ranks is 3 rows.
+    // The default on three ranks is 3 rows per step.
     desk.trained("first", &["--save", "saves", "-n", "3"]);
     desk.trained("same", &["--save", "saves", "--resume"]);
     assert_eq!(desk.adapter("first"), desk.adapter("same"));

@@ -267,8 +267,8 @@ fn an_adapter_of_experts_for_another_mixture_is_refused_by_tensor() {
 
 const NF4: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
-/// Takes three steps with adapters of attention and experts on a base in 4 bits, except layer `kept`, and returns
-/// losses and adapters.
+/// Takes three steps with adapters of attention and experts on a base in 4 bits, in which layer `kept` is not packed.
+/// Returns losses and adapters.
 fn train_on_four_bits(model: &str, world: usize, stage: u8, kept: Option<usize>) -> (Vec<f64>, Vec<Vec<f32>>) {
     let base = MOE.base(model);
     let lora = "r=4,targets=q_proj,target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj";

@@ -1,5 +1,5 @@
-//! Runs of `zerorun finetune` on mixtures: the auxiliary loss of all ranks together, the loads of experts, experts that no
-//! token chooses, packed experts, and refusals.
+//! Runs of `zerorun finetune` on mixtures: the auxiliary loss of all ranks together, the loads of experts, experts that
+//! no token chooses, packed experts, and refusals.
 
 use crate::moe::MOE;
 use crate::runs::{self, chats, finetune};

@@ -40,7 +40,8 @@ fn rows(samples: Vec<Sample>) -> Vec<Vec<Sample>> {
     rows
 }
 
-/// Returns ids, targets and the positions of sequences. A position's target is the next token of its sample.
+/// Returns the ids, the targets and the sequences of rows. The target at a position is the next token of the same
+/// sample.
 fn batch(rows: &[Vec<Sample>]) -> (Tensor, Tensor, Sequences) {
     let (mut ids, mut targets) = (Vec::new(), Vec::new());
     for row in rows {

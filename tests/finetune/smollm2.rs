@@ -61,7 +61,7 @@ fn the_real_model_has_the_logits_and_losses_of_transformers() {
     }
 }
 
-/// Returns number `i` of a sequence in [-1, 1), by the rule in recipe.py.
+/// Returns number `i` of a sequence in [-1, 1), by the rule that generated the initial adapter of the recording.
 fn uniform(seed: u64, i: u64) -> f32 {
     let z = ((seed << 32) + i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

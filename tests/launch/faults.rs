@@ -328,7 +328,7 @@ fn a_rank_that_is_killed_is_named_by_all_others_within_seconds() {
     killed(Case { steps: 1000, ..case(2, "initialize", 0, Deed::GoOn) }, 1);
     killed(case(0, "forward", 3, Deed::Stay), 5);
     killed(case(2, "between", 1, Deed::Stay), 0);
-    // These ranks are killed at an arbitrary point while training is running.
+    // In the next four cases, the rank is killed at an arbitrary point while training is running.
     killed(Case { steps: 1000, ..case(1, "step", 3, Deed::GoOn) }, 0);
     killed(Case { steps: 1000, ..case(3, "step", 2, Deed::GoOn) }, 4);
     killed(Case { steps: 1000, ..case(2, "step", 0, Deed::GoOn) }, 9);

@@ -108,9 +108,9 @@ fn shards_of_each_host_change_no_bit_and_only_sums_of_gradients_cross() {
             let steps = train_by(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &train_gpt, &in_groups, &metrics);
             assert_eq!(steps, expected, "{mpi:?}, groups of {ranks}");
             let [reduced, bytes] = between_hosts(&metrics, "reduce_scatter");
-            // Two remote ranks send their parts of one of the four pieces in f32. Ranks with the same shard also send each
-            // other the sums of their pieces: one sum from each group on the other host, which one rank on this host
-            // receives for its complete group.
+            // Two remote ranks send their parts of one of the four pieces in f32. Ranks with the same shard also send
+            // each other the sums of their pieces: one sum from each group on the other host, which one rank on this
+            // host receives for its complete group.
             assert_eq!(bytes, (2 + 1) * (reduced / 4 * 4), "{mpi:?}, groups of {ranks}");
             assert_eq!(between_hosts(&metrics, "all_gather")[1], 0, "{mpi:?}, groups of {ranks}");
         });
@@ -260,8 +260,8 @@ fn weights_compressed_between_hosts_alone_cross_as_int8_and_on_one_host_nothing_
         };
         let (coded, [gathered, bytes]) = run(&key, "both");
         assert_ne!(coded, exact, "{mpi:?}");
-        // One byte per element and four bytes per block, for one shard per lane. In f32, there would be four bytes per
-        // element.
+        // Each lane receives one shard, with one byte per element and four bytes per block. In f32, there would be four
+        // bytes per element.
         let least = gathered + gathered / 32;
         assert!((least..least + gathered / 100).contains(&bytes), "{mpi:?}: {bytes} of {gathered}");
         assert_eq!(run(&with_copy, "copy").0, coded, "{mpi:?}");
@@ -438,9 +438,9 @@ fn data(rank: usize, len: usize, dtype: DType) -> Flat {
     Flat::from_f32((0..len).map(|i| value(rank, i)).collect(), dtype)
 }
 
-/// Returns a command that simulates, on this host, several hosts with these numbers of ranks. The simulated hosts differ
-/// only in their names. The program and its arguments are appended. Returns `None` if names cannot be set, or if the
-/// MPI library is missing.
+/// Returns a command that simulates, on this host, several hosts with these numbers of ranks. The simulated hosts
+/// differ only in their names. The program and its arguments are appended. Returns `None` if names cannot be set, or if
+/// the MPI library is missing.
 fn named_hosts(mpi: Mpi, ranks: &[usize]) -> Option<Command> {
     let given = Command::new("unshare").args(["-u", "true"]).output();
     if !given.is_ok_and(|output| output.status.success()) {
@@ -729,7 +729,7 @@ fn as_a_rank() {
             let error = comm.all_reduce(data(rank, n, DType::F32), 7).wait().unwrap_err();
             println!("rank {rank} reports: {error}");
         }
-        (role, _) => panic!("a role {role}"),
+        (role, _) => panic!("unknown role {role}"),
     }
 }
 

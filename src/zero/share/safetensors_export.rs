@@ -27,8 +27,8 @@ impl RankCore {
     /// final name only once it is complete and on disk.
     ///
     /// # Errors
-    /// A communication error; a write error on rank 0, which leaves the ranks in step: the model must not be lost
-    /// because of a full disk or a wrong path.
+    /// A communication error, or a write error on rank 0. After a write error, all ranks return an error and can
+    /// continue, so that a full disk or a wrong path does not cost the model.
     pub fn export(&self, path: &Path, dtype: DType) -> Result<(), CollectiveFailure> {
         let model = self.model_parameters()?;
         let mut file =
@@ -112,7 +112,7 @@ impl RankCore {
     }
 
     /// Collective if the parameter is on some ranks only: returns the whole parameter on all ranks. `whole` is the
-    /// whole parameter on the ranks that hold it, and not used on the others.
+    /// whole parameter on the ranks that hold it, and is not used on the others.
     fn spread_from_holders(&self, param: usize, whole: Flat) -> Result<Flat> {
         if self.params[param].expert.is_none() {
             return Ok(whole);
@@ -130,7 +130,8 @@ struct SafetensorsExport {
 }
 
 impl SafetensorsExport {
-    /// Writes the header. An existing file is replaced if it is an earlier export of the same parameters.
+    /// Begins the file and writes its header. An existing file at `path` must be empty or an earlier export of the same
+    /// parameters.
     fn begin(path: &Path, model: &[ModelParameter], buffers: &[ModelBuffer], dtype: DType) -> std::io::Result<Self> {
         let header = header(model, buffers, dtype);
         let tensors: serde_json::Map<String, Value> = serde_json::from_slice(&header)?;

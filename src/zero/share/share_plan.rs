@@ -57,7 +57,7 @@ pub(crate) const OUTER_WEIGHTS: &str = "outer_weights";
 /// The name of the momentum of the outer optimizer.
 pub(crate) const OUTER_MOMENTUM: &str = "outer_momentum";
 
-/// The name of the mean change of fragments that have been exchanged but have not taken effect when a checkpoint is
+/// The name of the mean change of fragments whose exchange has ended but has not taken effect when a checkpoint is
 /// saved.
 pub(crate) const OUTER_CHANGE: &str = "outer_change";
 
@@ -99,7 +99,8 @@ impl SharePlan {
     /// Returns whether a rank holds only its shard of a parameter with weights in this format, and gathers the whole
     /// parameter when it is needed. Otherwise the parameter's tensor always holds all of it. Stage 3 always shards
     /// packed parameters. It shards other parameters too, unless frozen parameters are packed, a shard is a whole
-    /// parameter and weights are kept where the model computes: the rank would hold the unpacked parameters twice.
+    /// parameter and weights are kept where the model computes, because the rank would then hold the unpacked
+    /// parameters twice.
     pub fn shards(&self, weights: WeightFormat) -> bool {
         let shares = self.mesh.shards() > 1 || self.offloads_weights || !self.packs;
         self.placement.params.is_sharded() && (shares || weights.packing().is_some())

@@ -130,8 +130,8 @@ impl RankCore {
     }
 
     /// Passes elements `range` of a parameter's state to `take`, which should only copy them, because state in memory
-    /// is locked while `take` runs. The range must be part of the elements that this rank owns, and begin where one of
-    /// their [`pieces`] begins.
+    /// is locked while `take` runs. The range must be part of the elements that this rank owns, and must begin where
+    /// one of their [`pieces`] begins.
     pub fn read_state(
         &self,
         state: ParamStateKind,
@@ -192,6 +192,7 @@ impl RankCore {
 
     /// Sets elements `range` of a parameter's state. Setting weights also sets the 16-bit shards. The range must be
     /// part of the elements that this rank owns. `values` returns the values of a range of the parameter's elements.
+    /// Does nothing if the state is stored in the parameter's tensor.
     pub fn write_state(
         &self,
         state: ParamStateKind,

@@ -141,7 +141,8 @@ impl VarBuilderBackend {
         lock(&self.0).complete = Some(complete);
     }
 
-    /// Replaces the source of initial values. If the model asks whether a tensor exists, it is looked up in `source`.
+    /// Replaces the source of initial values. If the model asks whether a tensor exists, the backend also searches
+    /// `source`.
     pub fn with_source(self, source: WeightSource) -> Self {
         lock(&self.0).source = source;
         self

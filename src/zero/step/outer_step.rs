@@ -211,8 +211,8 @@ impl RankCore {
         self.set_values(self.outer(OUTER_WEIGHTS), param, part, outer)
     }
 
-    /// Sets elements, owned by this rank, of a parameter's state, and the same elements of the parameter's tensor if
-    /// this rank holds the full tensor.
+    /// Sets elements `range` of a parameter's state, which this rank owns. If the state is the weights and this rank
+    /// holds the full tensor, also sets the same elements of the tensor.
     fn set_values(&self, state: ParamStateKind, param: ParamId, range: Range<usize>, values: Vec<f32>) -> Result<()> {
         if state == ParamStateKind::Weights && !self.shards(param) {
             residency::with_values(&self.params[param].tensor, |whole| {

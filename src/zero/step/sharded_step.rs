@@ -93,7 +93,8 @@ pub(crate) fn vote<R: StepExecutor>(
     })
 }
 
-/// Updates this rank's share, sub-group by sub-group, and publishes it if parameters are replicated.
+/// Updates this rank's share, sub-group by sub-group. If ranks update shards of parameters that every rank holds
+/// (stages 1 and 2), also publishes the shards.
 pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters<'_>) -> Result<()> {
     let mut publisher = WeightPublisher::new(core.zero().allgather_bucket_size);
     let mut publish = |slot: &SubGroupPosition| publisher.push(core, slot.param);
@@ -166,7 +167,7 @@ impl RankCore {
         false
     }
 
-    /// Waits for the thread of an update that runs while the model computes, unless this thread is panicking.
+    /// Waits for the thread of an update that runs while the model computes, unless the calling thread is panicking.
     pub fn give_up_update(&self) {
         #[cfg(feature = "cuda")]
         if !std::thread::panicking()

@@ -3,7 +3,7 @@
 /// The requests of a step. They are the same on all ranks after the vote.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct StepRequests {
-    /// Whether all ranks report their memory and their times for the record of the run after the step.
+    /// Whether, after the step, all ranks report their memory and times for the record of the run.
     pub report: bool,
     /// Whether the user has asked for a checkpoint.
     pub save: bool,

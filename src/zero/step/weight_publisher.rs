@@ -80,7 +80,8 @@ impl<R: StepExecutor> WeightPublisher<R> {
         while let Some(PendingPublication { layout, pending, held }) = self.buckets.due(left) {
             let chunks = core.wait(pending)?;
             drop(held);
-            // The ledger does not change: there are as many elements as before, in another buffer.
+            // Putting the weights into the tensors does not change the ledger: the tensors have as many elements as
+            // before.
             layout.unpack(core, chunks, |param, whole| core.put(param, whole))?;
         }
         Ok(())

@@ -42,8 +42,8 @@ struct UpdateDirection<B> {
     _held: MemoryLedgerEntry,
 }
 
-/// Collective: returns the factor of the learning rate for each parameter, or nothing if no optimizer needs norms. As
-/// in a vote, each rank sums its piece of every parameter, even if it holds more.
+/// Collective: returns the factor of the learning rate for each parameter, or an empty list if no optimizer needs
+/// norms. As in a vote, each rank sums its piece of every parameter, even if it holds more.
 pub(super) fn trust_ratios<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],

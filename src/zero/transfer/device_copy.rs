@@ -2,7 +2,7 @@
 //! (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
 //!
 //! ```text
-//!   gradients   summed on the GPU -> in the same pass, this rank's part leaves -> its share on the host, or in files
+//!   gradients   summed on the GPU -> in the same backward pass, this rank's part -> its share on the host, or in files
 //!   updates     the step on the host -> weights of one parameter go to the GPU while the next are computed
 //!   shards      on the host, or read from a file -> GPU -> gathered there
 //! ```
