@@ -187,7 +187,8 @@ fn divided_experts_that_are_frozen_or_packed_or_recompute_have_the_same_bits_at_
         let frozen = builder.trainable(|name, _| !name.contains("experts"));
         frozen.quantized(WeightPacking::Nf4(Nf4Scales::Bf16), |name, dims| name.contains("experts") && dims.len() == 2)
     };
-    // Only one expert, which is on one rank, and the last layer are trained, so nothing before that expert is.
+    // Only one expert, which is on one rank, and the last layer are trained, so nothing before that expert needs a
+    // gradient.
     let one = |builder: EngineBuilder| {
         builder.trainable(|name, _| name.starts_with("layer.1.mlp.experts.6.") || name.starts_with("last"))
     };

@@ -306,7 +306,7 @@ pub enum FinetuneError {
     /// No folder for tokenized samples is known.
     #[error("there is no folder for tokenized samples: neither XDG_CACHE_HOME nor HOME is set; give one with --cache")]
     NoCache,
-    /// A record that cannot be used, with options that do not allow this.
+    /// A record that cannot be used, if the options are strict.
     #[error(
         "{unit} {line} of {} cannot be used: {reason}; correct it, or leave out --strict to skip such {unit}s",
         path.display(),
