@@ -21,7 +21,7 @@ use std::sync::{Barrier, Mutex};
 struct Counting;
 
 static LIVE: AtomicIsize = AtomicIsize::new(0);
-/// The maximum of `LIVE` since it was last reset.
+/// The maximum of `LIVE` since `PEAK` was last reset.
 static PEAK: AtomicIsize = AtomicIsize::new(0);
 static ALONE: Mutex<()> = Mutex::new(());
 

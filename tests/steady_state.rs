@@ -157,8 +157,8 @@ fn memory_does_not_grow_from_step_to_step() {
     let _alone = alone();
     for (bf16, world, stage) in cases() {
         let steps = &train(world as usize, stage, bf16, 10)[4..];
-        // A leak occurs in every step. A list of collectives in progress may double its capacity once, in the first
-        // step in which more of them are pending than ever before.
+        // A leak would occur in every step. A list of collectives in progress may double its capacity once, in the
+        // first step in which more of them are pending than ever before.
         let without_growth = steps.iter().filter(|step| step.grown == 0).count();
         let grown: i64 = steps.iter().map(|step| step.grown).sum();
         let what = format!("bf16 {bf16}, {world} ranks, stage {stage}: {grown} bytes more, {steps:?}");

@@ -1,5 +1,5 @@
 //! Jobs that are asked to end while they cannot continue, because no one reads their output or because starting them
-//! takes long.
+//! takes a long time.
 
 use std::process::{Child, ExitStatus};
 use std::time::Duration;

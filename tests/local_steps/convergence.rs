@@ -27,7 +27,7 @@ fn tokens(data: &TokenData, starts: impl Iterator<Item = usize>) -> (Tensor, Ten
 }
 
 /// Trains on the first nine tenths of the corpus, calling `after` after each step. Returns the validation loss on the
-/// rest, and the bytes that this rank received from other islands, or from all other ranks without islands.
+/// rest, and the bytes that this rank received from other islands or, if there are no islands, from all other ranks.
 pub(super) fn trained(
     comm: Arc<dyn Communicator>,
     local_steps: Option<Value>,

@@ -270,7 +270,7 @@ fn islands_that_are_killed_twice_and_join_twice_are_within_one_percent_of_synchr
     let dir = dir.path();
     let server = Server::start();
     let start = |slot: usize| island_of(&server, slot, "as_an_island_that_trains_nano", dir, ("", steps));
-    // Waits until island 0 has taken a share of the steps.
+    // Waits until island 0 has taken the given share of its steps.
     let reached = |share: f64| {
         let first = (steps as f64 * share) as u64;
         wait_up_to(Duration::from_secs(3600), "a step of island 0", || {

@@ -27,7 +27,7 @@ use rank_state::{PeerFailure, RankFault};
 use region::{Plant, SharedMemoryRegion, Sleep};
 use std::sync::Arc;
 
-/// A wait that never sleeps: loom runs another thread at each turn.
+/// A wait that never sleeps, because loom runs another thread each time the wait spins.
 const AWAKE: SpinLimits = SpinLimits { spins: 1000, yields: 0 };
 /// A wait that checks once before it sleeps.
 const SLEEPY: SpinLimits = SpinLimits { spins: 1, yields: 0 };

@@ -3,8 +3,8 @@
 //! - Atomic words are loom's. A load may return any value that the C11 memory model allows it to return.
 //! - The cell of the job is loom's: loom reports two accesses, of which at least one writes, unless one happens before
 //!   the other.
-//! - A pause lets another thread run. There is no clock: [`Settings::sleep`] determines whether a helper sleeps after
-//!   its first look or keeps looking.
+//! - A pause lets another thread run. There is no clock: [`Settings::sleep`] determines whether a helper that finds no
+//!   job sleeps at once or keeps looking.
 //! - The lock of the caller is a word, because loom's mutex cannot be used again after a panic.
 //!
 //! Loom treats SeqCst as acquire and release (and a little more), so a thread passes a SeqCst fence, which loom

@@ -66,8 +66,8 @@ pub(super) fn run(function: &Function, args: &[Tensor]) -> (Tensor, Vec<Tensor>)
     (y.detach(), tensors.iter().map(of).collect())
 }
 
-/// Asserts that each value of `got` differs from `want` by at most `tolerance` times the larger of the value and
-/// `floor`.
+/// Asserts that each value of `got` differs from that of `want` by at most `tolerance` times `floor`, or times the
+/// magnitude of the value of `want` if that is larger.
 fn close(got: &[f64], want: &[f64], tolerance: f64, floor: f64, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
     for (i, (g, w)) in got.iter().zip(want).enumerate() {

@@ -122,7 +122,7 @@ fn evaluation_drops_nothing() {
         bits(&engine.eval(|gpt| gpt.forward(&ids(0, 0))).unwrap())
     };
     assert!(logits(0.5) == logits(0.0));
-    // Generation without an engine drops nothing either, although training does.
+    // Generation without an engine drops nothing, either, although training does.
     let model = |dropout| {
         let backend = candle_nn::VarMap::new();
         let gpt = Gpt::new(&gpt(dropout, false), VarBuilder::from_varmap(&backend, DType::F32, &Device::Cpu)).unwrap();

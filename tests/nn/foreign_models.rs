@@ -135,8 +135,8 @@ fn a_model_whose_graph_is_cut_is_refused_with_the_names_of_its_parameters() {
     }
 }
 
-/// Returns the error of the first step of a model in which only some parameters are trained. A user may freeze the
-/// others after mistaking parameters without a gradient for the cause of an error.
+/// Returns the error of the first step of a model in which only some parameters are trained. Users may freeze the
+/// others because an earlier error named them as parameters without a gradient, although a cut graph is the cause.
 fn first_error<M>(
     stage: u8,
     build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,

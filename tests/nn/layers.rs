@@ -313,7 +313,8 @@ fn run(function: &Function, args: &[Tensor]) -> (Vec<f64>, Vec<Vec<f64>>) {
     (flat(&y), tensors.iter().map(|t| flat(grads.get(t).expect("a gradient for every argument"))).collect())
 }
 
-/// Asserts that `got` differs from `want` by at most `relative` times each value plus `absolute` times the largest.
+/// Asserts that each value of `got` differs from that of `want` by at most `relative` times the latter plus `absolute`
+/// times the largest value of `want`.
 pub fn close(got: &[f64], want: &[f64], relative: f64, absolute: f64, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
     let largest = want.iter().fold(1e-3f64, |m, x| m.max(x.abs()));
@@ -386,7 +387,7 @@ fn gradients_are_the_slopes_of_the_values() {
                     value(&args)
                 };
                 let slope = (shifted(step) - shifted(-step)) / f64::from(2.0 * step);
-                // The third derivative, which is large for scaled arguments, bounds the difference.
+                // The error of the slope is proportional to the third derivative, which is large for scaled arguments.
                 let error = (slope - grad[i]).abs();
                 assert!(error <= 5e-3 * largest, "{} argument {a} element {i}: {slope} not {}", case.name, grad[i]);
             }

@@ -216,7 +216,7 @@ fn rows_whose_target_is_ignored_count_for_nothing() {
             let (value, mut grads) = (loss.to_scalar::<f32>().unwrap(), loss.backward().unwrap());
             (value, grads.remove(x).unwrap(), grads.remove(&w))
         };
-        // Checks the rows that count, and the zeros between them.
+        // Checks that the loss and the gradients are those without the ignored rows, whose own gradients are zero.
         let check = |x: &Var, loss: Tensor, of_alone: Tensor| {
             let (some, some_x, some_w) = with_grads(loss, x);
             let (all, all_x, all_w) = with_grads(of_alone, x);

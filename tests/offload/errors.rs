@@ -214,7 +214,7 @@ fn too_small(at: &Path, other: &Path) -> Value {
 }
 
 /// Trains after filling the file system of `at`, in which space is already reserved for the engine's files. Returns the
-/// steps, or the error, for each kind of access, with and without kept inputs in files.
+/// steps, or the error, for each kind of access, with and without inputs kept in files.
 fn full(at: &Path) -> Value {
     let mut runs = vec![];
     for access in [DiskAccess::Direct, DiskAccess::Cached, DiskAccess::Mapped] {

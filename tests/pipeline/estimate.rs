@@ -68,7 +68,7 @@ fn the_memory_of_each_rank_is_that_of_the_engine() {
         if dtype == "bf16" {
             config["bf16"] = json!({"enabled": true});
         }
-        // In the other cases, the estimate is only an upper bound: the gradient of a tied weight is accumulated after
+        // Without `exact`, the estimate is only an upper bound: the gradient of a tied weight is accumulated after
         // the others, and the gradients of one chunk, or of a divided backward pass, are fewer than those of all the
         // rank's layers.
         let exact = !model.tie_word_embeddings && pipeline.get("schedule").is_none();

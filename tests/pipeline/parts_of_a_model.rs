@@ -1,5 +1,5 @@
 //! Weight files, parameter groups, frozen parts and stages without parameters work when a model's parts are on
-//! different ranks. Models and configurations that cannot be divided are refused.
+//! different ranks. Models that cannot be divided, and configurations that do not fit a pipeline, are refused.
 
 use super::same_bits::{Batch, LAYERS, Model, batch, config, loss, module, parameters, residual};
 use candle_core::{DType, Device, Tensor};

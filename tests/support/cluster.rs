@@ -194,7 +194,7 @@ impl Hosts {
         pids.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 
-    /// Returns the IDs of the processes on a host whose program has this name.
+    /// Returns the IDs of a host's processes that run a program with this name.
     pub fn processes(&self, host: usize, program: &str) -> Vec<i32> {
         let of = |pid: &i32| {
             let file = std::fs::read_link(format!("/proc/{pid}/exe"));
@@ -213,7 +213,7 @@ impl Hosts {
         Some(command)
     }
 
-    /// Returns a command on the first host that finds this `mpirun` on its PATH. The program and its arguments are
+    /// Returns a command that runs on the first host, with this `mpirun` on its PATH. The program and its arguments are
     /// appended.
     pub fn with(&self, mpi: Mpi) -> Option<Command> {
         let a = &self.names[0];

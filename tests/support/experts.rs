@@ -64,7 +64,7 @@ pub struct Shape {
     /// Whether each expert is a unit. Otherwise, all experts are gathered with their block.
     pub units: bool,
     pub checkpointed: bool,
-    /// Whether the experts have an adapter and a bias in their last projection.
+    /// Whether both projections of the experts have an adapter, and the last one also has a bias.
     pub adapter: bool,
 }
 

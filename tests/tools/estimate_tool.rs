@@ -9,7 +9,7 @@ fn estimate(args: &[&str]) -> Output {
     zerorun().arg("estimate").args(args).output().unwrap()
 }
 
-/// Writes a configuration to a folder, which is removed when the value is dropped.
+/// Writes a configuration to a folder, which is removed when the returned `TempDir` is dropped.
 fn config_of(config: &Value) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = folder.path().join("ds_config.json");

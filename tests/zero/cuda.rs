@@ -90,8 +90,8 @@ fn an_absent_parameter_is_an_error_with_its_name() {
 /// The variable that is set for a child process, which runs the body of a single test.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
-/// Runs `test` alone in a process with a variable of the mock, because other tests use the same GPUs. Returns the lines
-/// of its output from the word `stage` on.
+/// Runs `test` alone in a process with a variable of the mock, because other tests use the same GPUs. Returns its lines
+/// of output that contain the word `stage`, each from that word on.
 fn alone(test: &str, (name, value): (&str, u64)) -> String {
     alone_with(test, name, &value.to_string(), "use NCCL")
 }

@@ -220,9 +220,10 @@ pub enum FinetuneError {
         /// The message of the template or of the renderer.
         reason: String,
     },
-    /// A message of the assistant whose position in the rendered text is uncertain.
+    /// A message whose position in the rendered text is uncertain: one of the assistant's, or one that contains a text
+    /// with which answers begin.
     #[error(
-        "the position of message {message} (of the assistant) in the rendered text is uncertain: {reason}; write {{% \
+        "the position of message {message} in the rendered text is uncertain: {reason}; write {{% \
          generation %}} before and {{% endgeneration %}} after the assistant's text, including its end token, in a \
          copy of the chat template"
     )]
@@ -305,7 +306,7 @@ pub enum FinetuneError {
     /// No folder for tokenized samples is known.
     #[error("there is no folder for tokenized samples: neither XDG_CACHE_HOME nor HOME is set; give one with --cache")]
     NoCache,
-    /// A record that cannot be used, with options that do not allow this.
+    /// A record that cannot be used, if the options are strict.
     #[error(
         "{unit} {line} of {} cannot be used: {reason}; correct it, or leave out --strict to skip such {unit}s",
         path.display(),
@@ -413,7 +414,7 @@ pub enum FinetuneError {
     LogitsNotFinite,
     /// A trained weight that is NaN or infinite.
     #[error(
-        "the trained {tensor} has the value {value} (element {element}): the last steps have diverged, and no result \
+        "the trained {tensor} has the value {value} (element {element}): training has diverged, and no result \
          is written; lower the learning rate, and continue from an earlier checkpoint or start over"
     )]
     Diverged {

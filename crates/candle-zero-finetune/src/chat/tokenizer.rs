@@ -201,9 +201,9 @@ impl Tokenizer {
     }
 }
 
-/// Finds added tokens that prevent the tokenizers crate from encoding. A token that the normalizer reduces to nothing
-/// is found everywhere, and the search never ends. If the normalizer makes two tokens equal, the crate finds one of
-/// them at random, differently in each process.
+/// Finds added tokens with which the tokenizers crate cannot encode reliably. A token that the normalizer reduces to
+/// nothing is found everywhere, and the search never ends. If the normalizer makes two tokens equal, the crate finds
+/// one of them at random, differently in each process.
 fn problem_of_added_tokens(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Option<String>> {
     let Some(normalizer) = inner.get_normalizer() else { return Ok(None) };
     let added = inner.get_added_tokens_decoder().into_iter().filter(|(_, token)| token.normalized);

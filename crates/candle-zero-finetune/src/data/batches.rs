@@ -112,7 +112,7 @@ impl Batches {
 
     fn new(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, rows_in: RowOrder, pad: u32) -> Self {
         let groups = dataset.len() / dataset.group();
-        assert!(groups > 0 && groups <= u32::MAX as usize, "{groups} samples");
+        assert!(groups > 0 && groups <= u32::MAX as usize, "{groups} groups of samples");
         assert!(shape.micro > 0 && shape.accumulation > 0 && shape.rank < shape.world, "{shape:?}");
         let (members, rows) = match packed_rows(&dataset, packing, rows_in) {
             Some((order, row_of)) => by_row(&order, &row_of),

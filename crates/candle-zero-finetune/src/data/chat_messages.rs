@@ -263,7 +263,7 @@ fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), Recor
                     "a part of its content has type {other:?}, which is not supported; use type \"text\""
                 ));
             }
-            (None, None) => return Err(format!("a part of its content is {} without type and text", kind(&part))),
+            (None, None) => return Err(format!("a part of its content is {} with neither type nor text", kind(&part))),
         }
     }
     fields.push(("content".into(), parts.into_iter().collect()));

@@ -130,8 +130,8 @@ impl Dataset {
         hasher.finish()
     }
 
-    /// Returns a number that changes with the ids and targets of the samples, their order and their weights, but not
-    /// with the files that they come from.
+    /// Returns a number that changes with the ids, targets and labels of the samples, their order and their weights,
+    /// but not with the files that they come from.
     pub(crate) fn content(&self) -> u64 {
         let mut hasher = twox_hash::XxHash3_64::new();
         for FileSamples { cache, weight, first, end, key, .. } in &self.parts {
@@ -160,7 +160,8 @@ impl Dataset {
         }
     }
 
-    /// Returns the number of tokens of all samples. Each file counts once.
+    /// Returns the number of tokens in all files. Each file counts completely and once, whatever its weight and even
+    /// after [`split`](Self::split).
     pub fn tokens(&self) -> u64 {
         self.parts.iter().map(|part| part.cache.tokens()).sum()
     }

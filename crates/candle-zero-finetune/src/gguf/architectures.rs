@@ -36,7 +36,8 @@ pub(super) enum WindowRule {
     None,
     /// No blocks, although there is a key.
     Unused,
-    /// In each period, the first blocks. If they are optional, a model may have no windows at all.
+    /// In each period of `period` blocks, the first `windowed` ones. If `is_optional` is set, a model may have no
+    /// windows at all.
     Pattern { period: usize, windowed: usize, is_optional: bool },
 }
 
@@ -175,7 +176,7 @@ const fn mixture(renormalize: bool, has_width: bool) -> Option<MixtureRule> {
     Some(MixtureRule { order: RouterOrder::SoftmaxThenTop { renormalize }, gate: ExpertGate::Silu, has_width })
 }
 
-/// All architectures that are written. llama.cpp has no separate architecture for Mixtral.
+/// All architectures for which GGUF files are written. llama.cpp has no separate architecture for Mixtral.
 const ARCHITECTURES: [GgufArchitecture; 22] = [
     LLAMA,
     GgufArchitecture { model_types: &["mixtral"], mixture: mixture(true, false), ..LLAMA },
