@@ -24,7 +24,7 @@ impl GgufFile {
                 format!("one of {}", SUPPORTED_ARCHITECTURES.join(", ")),
             ));
         }
-        // Other architectures may have the key, too, if it is 0.
+        // Files of architectures without experts may have the key, too, with the value 0.
         let experts = match keys.number("expert_count")? {
             None | Some(0.0) => None,
             Some(_) => keys.size("expert_count")?,
@@ -167,7 +167,8 @@ impl ArchitectureKeys<'_> {
         }
     }
 
-    /// Returns the scaling of Llama 3.1 and later, for which a file has a factor for each frequency.
+    /// Returns the scaling of Llama 3.1 and later, for which a file has a factor for each frequency, or null if
+    /// the file has no such factors.
     fn llama3(&self, head: usize) -> Result<Json> {
         use candle_zero::models::{RotaryConfig, RotaryScaling};
         use candle_zero::nn::frequencies::Llama3RopeScaling;
