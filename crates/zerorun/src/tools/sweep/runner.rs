@@ -24,7 +24,7 @@ const TICK: Duration = Duration::from_millis(50);
 struct RunningJob {
     job: SweepJob,
     process: JobProcess,
-    /// The number of times that the job was killed since its newest checkpoint.
+    /// The number of times that the job was killed after it had saved its newest checkpoint.
     kills: u32,
     /// The step of the newest checkpoint when the job was last started or killed.
     saved: u64,
@@ -38,7 +38,7 @@ enum JobProcess {
         was_busy: bool,
     },
     Started(Child),
-    /// The result of the job is known.
+    /// The process has ended, or the result of the job was already known when the sweep continued.
     Ended,
 }
 
@@ -259,7 +259,7 @@ impl SweepRunner {
         }
     }
 
-    /// Ends all trials, and waits until they have ended. A second signal kills them.
+    /// Sends a signal to all trials, and waits until they have ended. A further signal from the user kills them.
     fn stop_all(&mut self, events: &Receiver<LauncherEvent>, signal: Signal) {
         self.signal(signal);
         loop {
