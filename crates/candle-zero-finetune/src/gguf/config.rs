@@ -113,7 +113,7 @@ impl GgufFile {
     }
 }
 
-/// Returns the base of the wavelengths of files that do not specify it.
+/// Returns the base of the rotary wavelengths for files that do not specify it.
 fn default_theta(architecture: &str) -> f64 {
     if architecture == "gemma3" { 1e6 } else { 1e4 }
 }
@@ -159,7 +159,8 @@ impl ArchitectureKeys<'_> {
                     "attention_factor": more * (1.0 + 0.1 * factor.max(1.0).ln()),
                     "beta_fast": self.number("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                     "beta_slow": self.number("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
-                    // There is no key. All published files of gpt-oss have this value in their config.json.
+                    // The metadata has no key for this. All published models of gpt-oss have this value in their
+                    // config.json.
                     "truncate": self.architecture != GPT_OSS,
                 }))
             }

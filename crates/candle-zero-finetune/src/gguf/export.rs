@@ -179,7 +179,7 @@ struct OutputsOf {
 }
 
 impl<'a> ParameterOrigin<'a> {
-    /// Returns the source of a tensor that is the parameter.
+    /// Returns the source of a tensor that contains a parameter unchanged.
     fn unchanged(name: &'a str, shape: &'a [usize]) -> Self {
         Self { name, shape, form: TensorForm::Same, outputs: OutputsOf { which: 0, tensors: 1 }, plus_one: false }
     }
