@@ -68,7 +68,7 @@ fn files_are_recognized_their_lines_judged_and_their_targets_shown() {
     insta::assert_snapshot!(stdout(&output), @r#"
     chats.jsonl: chat messages, text: 3 records, 2 samples, 22 tokens, 10 of them targets
       1 record (line 2) could not be used (line 2: it is not JSON (EOF while parsing a value at column 12))
-      more than a tenth are skipped: zerorun finetune accepts the file only with --allow_skipped
+      more than a tenth of the records are skipped: zerorun finetune accepts the file only with --allow_skipped
     pairs.csv: prompt and completion: 2 records, 2 samples, 12 tokens, 4 of them targets
       2 records (lines 2, 3) are used verbatim, without the model's chat template; for an instruct model, give messages, or --columns instruction=prompt,output=completion
 

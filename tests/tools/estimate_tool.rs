@@ -272,7 +272,7 @@ fn a_pipeline_is_estimated_rank_by_rank() {
     a step takes 1.165 s, instead of 2.000 s on one rank
 
     not included:
-    - activations, of which each rank holds as many micro batches at a time as the table shows
+    - the activations of the micro batches that a rank holds at a time (the last column of the table)
     - data on its way to the model, and a checkpoint while it is written
     - the program itself: its code, its threads, and memory that the allocator keeps
     assumed:

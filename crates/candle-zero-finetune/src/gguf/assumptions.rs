@@ -161,7 +161,7 @@ impl GgufArchitecture {
             .or_else(|| (0..config.blocks.len()).find_map(of_block))
     }
 
-    /// Returns what about rotary positions llama.cpp does not compute.
+    /// Returns which property of a block's rotary positions llama.cpp does not support.
     fn rotary_problem(&self, config: &DecoderConfig, rotary: &RotaryConfig) -> Option<String> {
         let name = self.name;
         if let Some(growth) = rotary.query_growth {
@@ -177,8 +177,8 @@ impl GgufArchitecture {
             }
             RotaryScaling::Llama3(_) if !self.factors.llama3 => is_missing("llama3"),
             RotaryScaling::LongRope(_) if !self.factors.longrope => is_missing("longrope"),
-            // llama.cpp always rounds the bounds of YaRN's ramp. All published files of gpt-oss ask for bounds that are
-            // not rounded, but there are such files in llama.cpp's format nonetheless.
+            // llama.cpp always rounds the bounds of YaRN's ramp. All published models of gpt-oss specify bounds that
+            // are not rounded, but they are used in llama.cpp's format nonetheless.
             RotaryScaling::Yarn(yarn) if yarn.frequencies.truncate != (name != GPT_OSS) => {
                 Some(self.assumes("rope_parameters.truncate", yarn.frequencies.truncate, name != GPT_OSS))
             }

@@ -24,7 +24,7 @@ impl GgufFile {
                 format!("one of {}", SUPPORTED_ARCHITECTURES.join(", ")),
             ));
         }
-        // Other architectures may have the key, too, if it is 0.
+        // Files of architectures without experts may have the key, too, with the value 0.
         let experts = match keys.number("expert_count")? {
             None | Some(0.0) => None,
             Some(_) => keys.size("expert_count")?,
@@ -113,7 +113,7 @@ impl GgufFile {
     }
 }
 
-/// Returns the base of the wavelengths of files that do not specify it.
+/// Returns the base of the rotary wavelengths for files that do not specify it.
 fn default_theta(architecture: &str) -> f64 {
     if architecture == "gemma3" { 1e6 } else { 1e4 }
 }
@@ -159,7 +159,8 @@ impl ArchitectureKeys<'_> {
                     "attention_factor": more * (1.0 + 0.1 * factor.max(1.0).ln()),
                     "beta_fast": self.number("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                     "beta_slow": self.number("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
-                    // There is no key. All published files of gpt-oss have this value in their config.json.
+                    // The metadata has no key for this. All published models of gpt-oss have this value in their
+                    // config.json.
                     "truncate": self.architecture != GPT_OSS,
                 }))
             }
@@ -167,7 +168,8 @@ impl ArchitectureKeys<'_> {
         }
     }
 
-    /// Returns the scaling of Llama 3.1 and later, for which a file has a factor for each frequency.
+    /// Returns the scaling of Llama 3.1 and later, for which a file has a factor for each frequency, or null if
+    /// the file has no such factors.
     fn llama3(&self, head: usize) -> Result<Json> {
         use candle_zero::models::{RotaryConfig, RotaryScaling};
         use candle_zero::nn::frequencies::Llama3RopeScaling;

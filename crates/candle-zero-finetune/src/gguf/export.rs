@@ -157,12 +157,12 @@ fn general_keys(architecture: &str, base: &Path, format: GgufFormat) -> Vec<(Str
 /// The source of a written tensor.
 enum TensorOrigin<'a> {
     Values(Vec<f32>),
-    /// The numbers of experts and the names of their parameters, each of which has this shape.
+    /// The indices of experts with the names of their parameters, and the shape of each of these parameters.
     Experts(Vec<(usize, &'a str)>, &'a [usize]),
     Parameter(ParameterOrigin<'a>),
 }
 
-/// A parameter that a tensor contains, or of which it contains some outputs.
+/// A parameter of which a tensor contains all or some outputs.
 struct ParameterOrigin<'a> {
     name: &'a str,
     shape: &'a [usize],
@@ -171,7 +171,7 @@ struct ParameterOrigin<'a> {
     plus_one: bool,
 }
 
-/// The outputs of a parameter that one of several tensors contains: they alternate between the tensors.
+/// The outputs of a parameter that a tensor contains: every `tensors`-th output, beginning with output `which`.
 #[derive(Debug, Clone, Copy)]
 struct OutputsOf {
     which: usize,
@@ -179,7 +179,7 @@ struct OutputsOf {
 }
 
 impl<'a> ParameterOrigin<'a> {
-    /// Returns the source of a tensor that is the parameter.
+    /// Returns the source of a tensor that contains a parameter unchanged.
     fn unchanged(name: &'a str, shape: &'a [usize]) -> Self {
         Self { name, shape, form: TensorForm::Same, outputs: OutputsOf { which: 0, tensors: 1 }, plus_one: false }
     }

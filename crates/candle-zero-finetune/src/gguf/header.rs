@@ -76,7 +76,7 @@ impl GgufHeader {
             let name = bytes.text("the name of a tensor")?;
             let info = bytes.tensor(&name)?;
             if tensors.insert(name.clone(), info).is_some() {
-                return Err(format!("it has two tensors of the name {name}"));
+                return Err(format!("it has two tensors named {name}"));
             }
         }
         let alignment = alignment(&metadata)?;
@@ -206,7 +206,7 @@ impl<'a> HeaderBytes<'a> {
         self.array_elements = self.array_elements.saturating_add(len);
         if self.array_elements > MAX_ARRAY_ELEMENTS {
             return Err(format!(
-                "its metadata has lists of {} values up to {key}, but may have at most {MAX_ARRAY_ELEMENTS}",
+                "the lists in its metadata up to {key} have {} values, but may have at most {MAX_ARRAY_ELEMENTS}",
                 self.array_elements
             ));
         }

@@ -17,8 +17,8 @@ const READ: [(&str, &str, &str); 5] = [
     ("llama", "mixtral", "MixtralForCausalLM"),
 ];
 
-/// Returns the type in transformers of the mixture that a file of architecture `name` contains, and its class, if it
-/// contains one.
+/// Returns the transformers type and class of the mixture in a file of architecture `name`, or `None` if the file
+/// contains no mixture.
 pub(super) fn mixture_in_file(name: &str, experts: Option<usize>) -> Option<(&'static str, &'static str)> {
     let has_mixture = name != "llama" || experts.is_some();
     let known = READ.into_iter().find(|(known, ..)| *known == name && has_mixture);
@@ -61,7 +61,7 @@ pub(super) fn config_json((model_type, class): (&str, &str), keys: &Architecture
         }
         "qwen3_moe" => set("norm_topk_prob", true.into()),
         "olmoe" => set("norm_topk_prob", false.into()),
-        // All blocks are mixtures, and this key is that of the experts' width.
+        // All blocks are mixtures, and this key specifies the experts' width.
         "gpt_oss" => set("intermediate_size", keys.size("expert_feed_forward_length")?.unwrap_or(dense).into()),
         _ => (),
     }

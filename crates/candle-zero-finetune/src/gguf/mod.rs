@@ -11,7 +11,7 @@
 //! | `mixture_keys.rs` | the metadata of mixtures of experts |
 //! | `writer.rs` | the file format |
 //! | `export.rs`, `model_keys.rs` | a merged model and its metadata as a file |
-//! | `tokenizer_export.rs`, `sentence_piece_export.rs` | its tokenizer |
+//! | `tokenizer_export.rs`, `sentence_piece_export.rs` | the tokenizer of a written model |
 
 mod architecture_keys;
 mod architectures;

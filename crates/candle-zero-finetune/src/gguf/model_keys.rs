@@ -35,8 +35,8 @@ impl GgufArchitecture {
     }
 
     fn sizes(&self, config: &DecoderConfig) -> Vec<(&'static str, GgufValue)> {
-        // If llama.cpp applies no windows, its blocks attend to more positions than the model's beyond their windows, so
-        // the context ends at the smallest window.
+        // If llama.cpp ignores an architecture's windows, its blocks also attend to positions outside the model's
+        // windows, so the context ends at the smallest window.
         let windows = config.blocks.iter().filter_map(|block| block.window);
         let ctx = match self.windows {
             WindowRule::Pattern { .. } => config.ctx,

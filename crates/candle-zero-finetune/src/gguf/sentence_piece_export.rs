@@ -1,8 +1,8 @@
 //! Builds the scores of SentencePiece's pieces from the merges of a tokenizer.json with BPE and byte fallback.
 //!
 //! llama.cpp merges any two neighbors whose texts together are a piece, the one with the highest score first. A
-//! tokenizer.json has a list of merges instead, of which the earliest that is possible comes first. Transformers makes
-//! that list from the scores of the pieces: for each piece, all pairs of pieces that it consists of.
+//! tokenizer.json has a list of merges instead, of which the earliest possible one is applied first. Transformers
+//! builds that list from the scores of the pieces: for each piece, all pairs of pieces that it consists of.
 
 use super::tokenizer::{BYTE, NORMAL, SPACE, UNKNOWN, USER_DEFINED};
 use serde_json::{Value as Json, json};
@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// The tokens of a tokenizer: their texts and types, by their ids.
 pub(super) type Tokens<'a> = BTreeMap<usize, (&'a str, i32)>;
 
-/// The maximum number of merges: scores are numbers in f32, which counts up to this number.
+/// The maximum number of merges: scores are in f32, which represents every whole number up to this one.
 const MAX_MERGES: usize = 1 << 24;
 
 /// Returns whether the model of a tokenizer.json is that of SentencePiece: BPE whose unknown characters become bytes.
@@ -55,7 +55,7 @@ pub(super) fn adds_space(tokenizer: &Json) -> Result<bool, String> {
 /// Changes the types of the byte tokens and of the unknown token `unknown`.
 ///
 /// # Errors
-/// The text of a byte without a token.
+/// A byte without a token.
 pub(super) fn set_types(tokens: &mut Tokens<'_>, unknown: Option<&str>) -> Result<(), String> {
     let mut bytes = HashSet::new();
     for (text, kind) in tokens.values_mut() {
@@ -80,11 +80,12 @@ fn byte_of(text: &str) -> Option<u8> {
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok()).flatten()
 }
 
-/// Returns the score of each of the `rows` tokens: minus the position of the first merge into the piece. A piece without
-/// merges has a score below those of all others.
+/// Returns the score of each of the `rows` tokens: minus the position of the first merge into the piece. A normal
+/// piece without merges has a lower score than any piece with merges. Other tokens without merges have a score of 0.
 ///
 /// # Errors
-/// Merges that llama.cpp would not apply in the same order, or pairs that only llama.cpp would merge.
+/// Merges that yield no token, or that llama.cpp would not apply in the same order; pairs that only llama.cpp would
+/// merge; too many merges.
 pub(super) fn scores(tokens: &Tokens<'_>, merges: &[(&str, &str)], rows: usize) -> Result<Vec<f32>, String> {
     const WHY: &str = "llama.cpp's SentencePiece derives merges from one score per token; write a Hugging Face folder \
                        and convert it with llama.cpp";
@@ -100,7 +101,7 @@ pub(super) fn scores(tokens: &Tokens<'_>, merges: &[(&str, &str)], rows: usize) 
     for (rank, (a, b)) in merges.iter().enumerate() {
         let text = format!("{a}{b}");
         let Some((id, kind)) = ids.get(text.as_str()).copied() else {
-            return Err(format!("its merge of {a:?} and {b:?} makes no token"));
+            return Err(format!("its merge of {a:?} and {b:?} yields no token"));
         };
         // Tokens that match their text wherever it occurs are never merged.
         if kind == NORMAL {

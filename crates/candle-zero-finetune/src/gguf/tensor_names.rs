@@ -6,11 +6,10 @@ use candle_zero::nn::RotaryPairs;
 /// The place of a parameter in a GGUF file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TensorPlace {
-    /// The names of the tensors that contain the parameter: one, or that of the experts' gates and that of their second
-    /// projections.
+    /// The names of the tensors that contain the parameter: one, or two for the experts' gate and up projections.
     pub names: Vec<String>,
     pub form: TensorForm,
-    /// Whether 1 is added to all elements.
+    /// Whether 1 is added to all elements in the file.
     pub plus_one: bool,
 }
 
@@ -24,7 +23,7 @@ pub(super) enum TensorForm {
     /// In each head, which has this many rows, the rows of the first and the second half alternate: llama.cpp rotates
     /// adjacent elements, while transformers rotates the two halves.
     Interleaved(usize),
-    /// The tensor contains such a parameter for each expert; this is the one of the expert with this number.
+    /// The tensor contains one parameter of this kind for each expert; this one belongs to the expert with this index.
     OfExpert(usize),
     /// The parameter has one row, and the tensor is a vector.
     Vector,

@@ -75,7 +75,7 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
             let pre = match pre_tokenizer_name(&tokenizer["pre_tokenizer"]).map_err(wrong)? {
                 // llama.cpp's name for the same pattern without normalization.
                 "qwen2" if tokenizer["normalizer"]["type"] != "NFC" => "deepseek-r1-qwen",
-                // llama.cpp's name for the same pattern with merges of words that are tokens.
+                // llama.cpp's name for the same pattern if words that are tokens are also built by merges.
                 "llama-bpe" if model["ignore_merges"] != true => "dbrx",
                 pre => pre,
             };
@@ -139,8 +139,8 @@ fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str,
     };
     let Some((bytes, before)) = steps.split_last().filter(|(last, _)| last["type"] == "ByteLevel") else {
         return Err(
-            "it is neither byte-level nor has it byte_fallback; only byte-level BPE and SentencePiece's BPE can be \
-                    written as GGUF"
+            "it is neither byte-level nor does it have byte_fallback; only byte-level BPE and SentencePiece's BPE can \
+                    be written as GGUF"
                 .into(),
         );
     };

@@ -35,7 +35,7 @@ struct TensorSource {
     /// The shape of the parameter.
     shape: Vec<usize>,
     form: TensorForm,
-    /// Whether 1 was added to all elements.
+    /// Whether 1 was added to all elements in the file.
     plus_one: bool,
 }
 
@@ -213,8 +213,8 @@ impl GgufFile {
         Ok(values)
     }
 
-    /// Returns elements `range` of a parameter that is read from these tensors, and for each tensor which elements were
-    /// needed.
+    /// Returns elements `range` of a parameter that is read from these tensors, and the range of elements that
+    /// were needed from each tensor.
     fn of_source(
         &self,
         source: &TensorSource,

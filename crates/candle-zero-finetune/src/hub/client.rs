@@ -72,7 +72,7 @@ const MAX_LISTING_BYTES: u64 = 1 << 26;
 const MAX_CERTIFICATE_BYTES: u64 = 1 << 24;
 /// The maximum number of redirects to the description of a file.
 const MAX_REDIRECTS: usize = 8;
-/// The number of characters of a server's message that are shown.
+/// The maximum number of characters of a server's message that are shown.
 const MAX_SHOWN_CHARS: usize = 200;
 /// The name of the listing in messages.
 const LISTING_NAME: &str = "the list of files";

@@ -82,7 +82,8 @@ impl Snapshot {
     /// Returns the first required file that is missing.
     pub fn missing(&self, parts: FileSelection) -> Result<Option<String>> {
         let mut needed: Vec<String> = vec![CONFIG.into()];
-        // A repository has a tokenizer in one of several forms. Only the first is usual.
+        // A repository has a tokenizer in one of several forms. The first, which is the most common, is required unless
+        // another form is complete.
         if !TOKENIZERS[1..].iter().any(|files| files.iter().all(|file| self.has(file))) {
             needed.extend(TOKENIZERS[0].iter().map(ToString::to_string));
         }

@@ -123,7 +123,7 @@ impl InitialValues for Mxfp4Files {
     }
 }
 
-/// Writes elements `range` of the matrices `[inputs, outputs]` of all experts, one after the other.
+/// Unpacks elements `range` of the matrices `[inputs, outputs]` of all experts, expert by expert, into `values`.
 fn unpack(blocks: &[u8], scales: &[u8], [inputs, outputs]: [usize; 2], range: Range<usize>, values: &mut [f32]) {
     let each = inputs / BLOCK;
     // Rows of the same expert whose inputs are in the same blocks are written together.

@@ -36,8 +36,9 @@ pub(crate) const COMPANION_FILES: [&str; 12] = [
 /// The files of a tokenizer.
 pub(crate) const TOKENIZER: &[&str] = COMPANION_FILES.split_at(10).0.split_at(1).1;
 
-/// Copies the existing [`COMPANION_FILES`] from one folder to another, and writes `config` as its `config.json`, with
-/// the dtype of the weights.
+/// Writes `config` into the folder `to` as its `config.json`, with the dtype of the weights and without a
+/// `quantization_config`, and copies the existing [`COMPANION_FILES`] and additional chat templates there from the
+/// folder `from`.
 pub(crate) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: ConsolidatedDtype) -> Result<()> {
     if let Some(config) = config.as_object_mut() {
         // The key is called `dtype` in transformers 5, and `torch_dtype` in transformers 4.

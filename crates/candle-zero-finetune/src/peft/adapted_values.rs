@@ -94,7 +94,7 @@ impl AdaptedValues {
 
     /// Returns the values for a model of `dtype` whose weights are packed if `rule` returns true
     /// ([`EngineBuilder::quantized`](candle_zero::EngineBuilder::quantized)). Magnitudes are initialized with the norms
-    /// of the unpacked weights, so that an adapter has no effect at first.
+    /// of the weights after packing and unpacking, so that an adapter has no effect at first.
     #[must_use]
     pub fn quantized(
         self,

@@ -61,7 +61,7 @@ impl Adapter {
         Self { config, base, saved: None, path: PathBuf::new(), tensors }
     }
 
-    /// Returns the adapter of a classifier, which includes the complete parameters of the modules `saved`
+    /// Marks this adapter as that of a classifier, which includes the complete parameters of the modules `saved`
     /// (`modules_to_save` of PEFT's task type SEQ_CLS).
     #[must_use]
     pub fn of_classifier(self, saved: Vec<String>) -> Self {
@@ -251,7 +251,7 @@ impl Adapter {
     }
 
     /// Writes the folder `out`, which must be absent or empty, as PEFT does. `parameters` are the names of all
-    /// parameters of the base, which determine the layout of its weights.
+    /// parameters of the base, which determine the prefix of the tensors' names and the layout of the base's weights.
     ///
     /// # Errors
     /// [`Error::Io`]; a folder that is not empty. On an error, `out` is unchanged.

@@ -203,7 +203,7 @@ pub(super) fn is_of_experts(module: &str) -> bool {
 }
 
 /// Returns the target that selects a module in a block: the last part of its path. If the head also has modules
-/// of that name, as in BERT and RoBERTa, it is the path within the block.
+/// of that name, as in BERT and RoBERTa, the target is the path within the block.
 fn target_name(module: &str) -> Option<&str> {
     const NAMES_IN_HEADS: [&str; 1] = ["dense"];
     let last = module.rsplit('.').next()?;

@@ -8,7 +8,7 @@ pub(crate) const PACKING: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQu
 
 /// Returns whether QLoRA quantizes a parameter of a decoder or an encoder, given its name and shape. QLoRA quantizes
 /// the weights of all linear layers in the model's blocks, including those of experts. As in PEFT, embeddings, the
-/// output projection, norms, biases and routers stay in the model's precision.
+/// output projection, norms, biases, routers and the gates of shared experts stay in the model's precision.
 ///
 /// This is the rule for [`EngineBuilder::quantized`](candle_zero::EngineBuilder::quantized).
 pub fn is_quantized(name: &str, shape: &[usize]) -> bool {

@@ -1,5 +1,5 @@
 //! Chooses how many rows a step has and how full they are, unless the options or the DeepSpeed configuration specify
-//! the number of rows. If the data has enough samples, an epoch then has at least a few dozen steps.
+//! the number of rows. If the data has enough samples, an epoch then has at least 30 steps.
 //!
 //! ```text
 //!   many rows       8 rows a step

@@ -78,8 +78,8 @@ impl ExpertWatch {
             if !dead.is_empty() {
                 let (experts, of) = (if dead.len() == 1 { "expert" } else { "experts" }, load.choices.len());
                 messages.push(format!(
-                    "warning: in the last steps, no token chose {experts} {} (of {of}) in layer {}; a load-balancing loss \
-                     (--router_aux_loss_coef 0.01) makes the choices more even",
+                    "warning: in recent steps, no token chose {experts} {} (of {of}) in layer {}; a load-balancing \
+                     loss (--router_aux_loss_coef 0.01) makes the choices more even",
                     dead.join(", "),
                     watched.block
                 ));
@@ -114,7 +114,7 @@ mod tests {
             let messages = watch.observe(&[load(1, &[50, 40, 0]), load(3, &[30, 30 + step % 3, 30])]);
             assert_eq!(messages.len(), usize::from(step == 3), "step {step}");
             if let [message] = &messages[..] {
-                insta::assert_snapshot!(message, @"warning: in the last steps, no token chose expert 2 (of 3) in layer 1; a load-balancing loss (--router_aux_loss_coef 0.01) makes the choices more even");
+                insta::assert_snapshot!(message, @"warning: in recent steps, no token chose expert 2 (of 3) in layer 1; a load-balancing loss (--router_aux_loss_coef 0.01) makes the choices more even");
             }
         }
         // An expert that is chosen from time to time is not dead.

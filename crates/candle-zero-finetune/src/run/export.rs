@@ -150,7 +150,7 @@ fn export(engine: &mut TrainingEngine, path: &Path) -> Result<Result<()>> {
 /// result. Collective.
 ///
 /// # Errors
-/// [`OutputError`]; a failed collective.
+/// [`OutputError`]; a trained weight that is not finite; a failed collective.
 pub(super) fn finish(
     engine: &mut TrainingEngine,
     card: &ModelCard<'_>,

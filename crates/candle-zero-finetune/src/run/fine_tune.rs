@@ -87,7 +87,7 @@ pub struct FineTune {
 }
 
 impl FineTune {
-    /// Builds the model on the ranks of `comm`, or resumes from a checkpoint. Collective.
+    /// Builds the model on the ranks of `comm` and, if requested, resumes from the newest checkpoint. Collective.
     ///
     /// # Errors
     /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run or with more steps
@@ -449,7 +449,8 @@ impl FineTune {
     /// to continue. Collective: all ranks must pass the same prompt.
     ///
     /// # Errors
-    /// Errors of [`Generator::answer`]; a model that is a classifier; a failed collective.
+    /// Errors of [`Generator::answer`]; a classifier; a model that is divided among the ranks of a pipeline; a failed
+    /// collective.
     pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<GeneratedText> {
         let PreparedRun { start, tokenizer, template, .. } = &self.prepared;
         let StartModel::Decoder { base, config } = start else {

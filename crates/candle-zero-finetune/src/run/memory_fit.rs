@@ -134,7 +134,7 @@ impl MemoryDemand<'_> {
             _ if self.shapes.is_quantized() => place.stage() == 3,
             // A single rank has no other ranks to shard with.
             StatePlacement::Memory(stage) => *stage == 0 || self.ranks > 1,
-            // Less is gathered at a time, but both a shard and the elements gathered from it are in memory.
+            // Gathering less at a time saves nothing on a single rank, whose shards are as large as the parameters.
             StatePlacement::Sparing => self.ranks > 1,
             StatePlacement::OptimizerInFiles | StatePlacement::AllInFiles => true,
         };
@@ -367,7 +367,7 @@ struct PlacementCandidate {
 enum ShardRanks {
     /// All ranks of the job.
     All,
-    /// This many ranks of each host.
+    /// The ranks of each host, of which there are this many.
     OfHost(usize),
 }
 

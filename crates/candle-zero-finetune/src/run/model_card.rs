@@ -1,5 +1,5 @@
-//! Writes the files next to a result's weights: for an adapter, the tokenizer's files; and in any case, a README that
-//! describes the model and its use, and a record of the run.
+//! Writes the files next to a result's weights: a README that describes the model and its use, a record of the run and,
+//! for an adapter, the tokenizer's files.
 
 use super::options::{Objective, TuningMethod};
 use super::prepare::PreparedRun;

@@ -170,7 +170,7 @@ pub struct Options {
     pub base_name: Option<String>,
     /// The training data.
     pub data: Vec<Source>,
-    /// The folder for the result, which must be absent or empty until the end.
+    /// The folder for the result. It must be absent or empty, or contain only what the run that is resumed wrote there.
     pub out: PathBuf,
     /// The weights that are trained. Default: LoRA of rank 16 on all projections.
     pub method: TuningMethod,
@@ -394,7 +394,7 @@ impl Options {
     }
 }
 
-/// The limits on rows in a step and on tokens in a row, beyond those of any real run.
+/// The limits on rows in a step and on tokens in a row, which no real run reaches.
 const MAX_ROWS: usize = 1 << 24;
 const MAX_CTX: usize = 1 << 27;
 

@@ -283,7 +283,7 @@ impl PreparedRun {
         Ok(Self { options, start, values, adapter, ctx, tokenizer, template, training, validation, is_claimed })
     }
 
-    /// Returns the run recorded in the newest checkpoint, if this run continues from an existing one.
+    /// Returns the run recorded in the newest checkpoint, if this run may resume and there is a checkpoint.
     pub(super) fn saved(&self) -> Option<SavedRun> {
         let saving = self.options.saving.as_ref().filter(|saving| saving.resume)?;
         SavedRun::newest(&saving.dir)
@@ -355,7 +355,7 @@ impl PreparedRun {
         }
     }
 
-    /// Returns the padding token.
+    /// Returns the padding token or, if the tokenizer has none, its end-of-text token, or else 0.
     pub(crate) fn pad(&self) -> u32 {
         let ids = ["pad_token", "eos_token"].map(|name| self.tokenizer.special_id(name));
         ids.into_iter().flatten().next().unwrap_or(0)

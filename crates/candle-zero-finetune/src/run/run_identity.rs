@@ -2,8 +2,8 @@
 //! different settings may resume from them only if the user allows it; otherwise, it is refused with a list of the
 //! differences.
 //!
-//! The identity excludes everything that does not change the result by design: the number of ranks, stage and offload,
-//! the micro batch, where and how often checkpoints are saved, and how often the model is validated.
+//! The identity excludes everything that, by design, does not change the result: the number of ranks, stage and
+//! offload, the micro batch, where and how often checkpoints are saved, and how often the model is validated.
 
 use crate::error::FinetuneError;
 use crate::error::Result;

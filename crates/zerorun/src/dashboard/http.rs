@@ -118,7 +118,7 @@ impl HttpRequest {
         Ok(Ok(request))
     }
 
-    /// Parses the head of a request. Returns it with the length of its body.
+    /// Parses the head of a request. Returns the request and the length of its body.
     fn parse(head: &[u8]) -> Result<(Self, usize), HttpRefusal> {
         let bad = |text: &str| HttpRefusal::new(400, text);
         let head = std::str::from_utf8(head).map_err(|_| bad("the request is not UTF-8"))?;

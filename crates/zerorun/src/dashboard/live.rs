@@ -163,8 +163,8 @@ fn add(all: &mut Value, news: &RunNews) {
     }
 }
 
-/// Returns the new rows. If the run has repeated steps, also returns the step after which the page must drop its
-/// earlier rows.
+/// Returns the new rows and, because the run may have repeated steps, the step after which the page must drop its
+/// earlier rows. The step is `None` if the lines only add values to steps.
 fn rows(lines: &[MetricsLine]) -> (Option<u64>, Vec<MetricsRow>) {
     let (mut after, mut rows) = (None::<u64>, BTreeMap::<u64, MetricsRow>::new());
     for line in lines {

@@ -131,7 +131,8 @@ impl ShowDataArguments {
             if report.skips_many() {
                 _ = writeln!(
                     text,
-                    "  more than a tenth are skipped: zerorun finetune accepts the file only with --allow_skipped"
+                    "  more than a tenth of the records are skipped: zerorun finetune accepts the file only with \
+                     --allow_skipped"
                 );
             }
         }

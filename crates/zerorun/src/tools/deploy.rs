@@ -114,7 +114,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
         return Err(CommandLineError(DeployArguments::command().error(ErrorKind::ValueValidation, text)));
     }
     for option in arguments.ignored() {
-        eprint(&format!("zerorun: deploy: {option}, so it is ignored"));
+        eprint(&format!("zerorun: deploy: {option}"));
     }
     let filled_in = match arguments.filled_in() {
         Ok(text) => text,
@@ -124,18 +124,20 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 }
 
 impl DeployArguments {
-    /// Returns the options that have no meaning for the type of cluster, with the reason.
+    /// Returns messages about the given options that have no effect on the type of cluster.
     fn ignored(&self) -> Vec<&'static str> {
         let is_mpijob = self.cluster == ClusterKind::Mpijob;
         let mut ignored = Vec::new();
         if self.secret.is_some() && is_mpijob {
-            ignored.push("--secret is for launchers, and mpirun starts the ranks of an MPIJob");
+            ignored.push("--secret has no effect on an MPIJob, in which mpirun starts the ranks and no launcher runs");
         }
         if self.secret.is_some() && self.cluster == ClusterKind::Slurm {
-            ignored.push("--secret names a Secret of Kubernetes");
+            ignored.push("--secret is ignored: it names a Secret of Kubernetes, which a Slurm job cannot use");
         }
         if self.max_restarts > 0 && is_mpijob {
-            ignored.push("--max_restarts is for launchers, and mpirun starts the ranks of an MPIJob");
+            ignored.push(
+                "--max_restarts has no effect on an MPIJob, in which mpirun starts the ranks and no launcher runs",
+            );
         }
         ignored
     }

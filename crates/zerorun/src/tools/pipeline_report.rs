@@ -24,7 +24,7 @@ pub(super) struct PipelineReport {
 
 /// The needs that are not estimated.
 const NOT_INCLUDED: [&str; 3] = [
-    "activations, of which each rank holds as many micro batches at a time as the table shows",
+    "the activations of the micro batches that a rank holds at a time (the last column of the table)",
     "data on its way to the model, and a checkpoint while it is written",
     "the program itself: its code, its threads, and memory that the allocator keeps",
 ];

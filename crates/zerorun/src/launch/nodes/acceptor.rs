@@ -26,7 +26,7 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 /// The maximum number of bytes from a stranger that has not proved that it belongs to the job.
 pub(super) const MAX_UNPROVED_BYTES: usize = 1 << 20;
-/// The maximum number of strangers, and the fraction of this process's open file limit that they may use.
+/// The maximum number of strangers, and the divisor of this process's open file limit that gives a second maximum.
 const MAX_STRANGERS: usize = 64;
 const OPEN_FILES_DIVISOR: u64 = 4;
 /// The maximum number of messages about refused hosts, so that a program that keeps connecting does not fill the disk.

@@ -76,7 +76,8 @@ fn is_key(name: &str, key: &str) -> bool {
     name == key || name.strip_suffix(key).is_some_and(|rest| rest.ends_with('.'))
 }
 
-/// Returns whether a value is the requested one: as a number, or as text in which `*` matches anything.
+/// Returns whether a value matches the requested one, compared as numbers or as text. In the requested text, `*`
+/// matches anything.
 fn is_value(value: &Value, asked: &str) -> bool {
     match (value, asked.parse::<f64>()) {
         (Value::Number(number), Ok(asked)) => number.as_f64() == Some(asked),
@@ -85,7 +86,7 @@ fn is_value(value: &Value, asked: &str) -> bool {
     }
 }
 
-/// Keeps the runs that fulfil all filters.
+/// Keeps the runs that match all filters.
 ///
 /// # Errors
 /// Fails if no run has the key of a filter.

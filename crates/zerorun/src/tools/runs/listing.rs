@@ -95,7 +95,7 @@ impl ListFlags {
     }
 }
 
-/// Returns the error about a run with a damaged line.
+/// Returns an error about the run if its record has a damaged line.
 pub(super) fn partly_damaged(run: &RecordedRun) -> Option<Error> {
     let problem = run.summary().problem.clone()?;
     Some(RunError::Damaged { path: run.folder().to_owned(), problem: format!("{problem}; the rest is shown") }.into())

@@ -59,7 +59,7 @@ pub(in crate::tools) fn at_step(value: Option<ValueAtStep>) -> String {
     value.map_or("-".into(), |value| loss(value.value))
 }
 
-/// Returns a loss with four decimals.
+/// Returns a loss, with four decimals unless it is very large or not finite.
 pub(in crate::tools) fn loss(value: f64) -> String {
     if value.is_finite() && value.abs() < 1e6 { format!("{value:.4}") } else { number(value) }
 }

@@ -100,7 +100,7 @@ fn script_of(starter: &TrialStarter, best: &SweepTrial, commands: &str) -> Strin
     )
 }
 
-/// Quotes a word for the script, which replaces [`OUT`] and [`HERE`] with its folders.
+/// Quotes a word for the script, and replaces [`OUT`] and [`HERE`] with the script's variables for these folders.
 fn quoted(word: &OsString) -> String {
     let safe = literal_word(&word.to_string_lossy());
     match safe.starts_with('\'') {

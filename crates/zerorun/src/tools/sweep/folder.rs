@@ -184,7 +184,8 @@ impl SweepFolder {
         }
     }
 
-    /// Writes the sweep or, if the folder already contains one, checks that it is the same.
+    /// Writes the sweep or, if the folder already contains one, checks that it is the same, apart from
+    /// [`FREE_KEYS`].
     pub(super) fn store(&self, sweep: &StoredSweep) -> Result<()> {
         if self.has_sweep()? {
             let differences = self.read()?.differences(sweep);

@@ -289,7 +289,7 @@ mod tests {
         let bytes = std::fs::read(&path).unwrap();
         let best = whole.best().unwrap().number;
         assert_eq!((best, whole.failures()), (1, 1));
-        // 43 is a prime number, so lines are cut at all positions.
+        // 43 is a prime number, so lines are cut at many different positions.
         for cut in (0..bytes.len()).step_by(43) {
             std::fs::write(&path, &bytes[..cut]).unwrap();
             let again = run(&path, result);

@@ -181,7 +181,7 @@ struct ReadySweep {
     _lock: FolderLock,
 }
 
-/// Begins the sweep that a file and flags define, or continues it.
+/// Prepares the sweep that the sweep file and the flags define, whether it is new or continues.
 fn begin(flags: &SweepFlags) -> Result<ReadySweep> {
     let (origin, table) = flags.definition()?;
     let definition = SweepDefinition::new(&origin, &table)?;
@@ -200,7 +200,7 @@ fn begin(flags: &SweepFlags) -> Result<ReadySweep> {
 }
 
 impl SweepResumeFlags {
-    /// Continues the sweep in a folder.
+    /// Prepares the sweep in the folder to continue.
     fn ready(&self) -> Result<ReadySweep> {
         let folder = SweepFolder::at(&self.folder)?;
         let StoredSweep { definition: mut table, directory, configuration } = folder.read()?;

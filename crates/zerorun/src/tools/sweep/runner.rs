@@ -29,7 +29,7 @@ const BUSY_INTERVAL: Duration = Duration::from_secs(1);
 struct RunningJob {
     job: SweepJob,
     process: JobProcess,
-    /// The number of times that the job was killed since its newest checkpoint.
+    /// The number of times that the job was killed after it had saved its newest checkpoint.
     kills: u32,
     /// The step of the newest checkpoint when the job was last started or killed.
     saved: u64,
@@ -340,7 +340,7 @@ impl SweepRunner {
         }
     }
 
-    /// Ends all trials, and waits until they have ended. A second signal kills them.
+    /// Sends a signal to all trials, and waits until they have ended. A further signal from the user kills them.
     fn stop_all(&mut self, events: &Receiver<LauncherEvent>, signal: Signal) {
         self.signal(signal);
         loop {

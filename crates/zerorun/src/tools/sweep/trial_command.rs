@@ -24,7 +24,7 @@ const OWN_FLAGS: [(&str, &str); 9] = [
     ("--steps", "the sweep's key steps sets it"),
     ("--epochs", "the sweep's key steps sets the length of a trial"),
     ("--metrics", "the record of each trial contains its metrics"),
-    ("--run", "the record of each trial is named after it"),
+    ("--run", "the record of each trial is named after the trial"),
     ("--runs", "the records of trials are in the folder of the sweep"),
     ("--num_ranks", "the sweep's key ranks sets it"),
 ];

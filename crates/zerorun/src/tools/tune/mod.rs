@@ -316,7 +316,7 @@ impl TuneSearch {
         (!names.is_empty()).then(|| names.join("; "))
     }
 
-    /// Searches stages, offload and micro batches. Returns false if the search ends here.
+    /// Searches stages, offload and micro batches. Returns false if the search ends early.
     fn search_batches(&mut self) -> Result<bool> {
         let mut without_gain = 0;
         for sizes in self.space.ladders() {

@@ -17,7 +17,7 @@ pub(super) struct SearchSpace {
     original: Value,
     ranks: usize,
     run: RunValues,
-    /// The number of samples per step, if the original specifies it.
+    /// The number of samples per step, if the original specifies this number or the micro batch.
     batch: Option<usize>,
     stages: Vec<u8>,
     micro_batches: Vec<usize>,
@@ -73,8 +73,9 @@ impl SearchSpace {
         let micro_batches: Vec<usize> = sizes.iter().copied().filter(fits).collect();
         if micro_batches.is_empty() {
             let problem = format!(
-                "none of the micro batches {sizes:?} can be tried with {} ranks; give --micro_batches that divide \
-                 train_batch_size (if the configuration sets it) and are within the bounds of autotuning",
+                "none of the micro batches {sizes:?} can be tried with {} ranks; give --micro_batches whose \
+                 product with the number of ranks divides train_batch_size (if the configuration sets it) and that are \
+                 within the bounds of autotuning",
                 config.world_size
             );
             return Err(ToolError::Tune { problem }.into());
@@ -112,7 +113,7 @@ impl SearchSpace {
         config
     }
 
-    /// Returns the micro batches for each stage and offload, in ascending order.
+    /// Returns the candidates for each stage and offload, with the micro batches in ascending order.
     pub(super) fn ladders(&self) -> Vec<Vec<TuneCandidate>> {
         let mut sizes = self.micro_batches.clone();
         sizes.sort_unstable();
@@ -170,7 +171,7 @@ impl SearchSpace {
             3 => ("zero_optimization.reduce_scatter", switch()),
             _ => return None,
         };
-        // The current value, given or by default.
+        // This is the current value, whether given or the default.
         let resolved = self.load(&self.config(best)).map(|config| config.to_deepspeed_json());
         let now = resolved.map_or(Value::Null, |config| get(&config, key).clone());
         let is_same = |value: &Value| *value == now || value.as_f64().is_some_and(|v| now.as_f64() == Some(v));
@@ -188,7 +189,7 @@ fn names(config: &Value, key: &str) -> bool {
     !config[key].is_null() && config[key] != "auto"
 }
 
-/// Writes the old form `zero_optimization: true` as a section, to which keys can be added.
+/// Replaces the old form of `zero_optimization`, true or false, with a section, to which keys can be added.
 fn with_section(mut config: Value) -> Value {
     let Some(on) = config["zero_optimization"].as_bool() else { return config };
     let mut section = json!({"stage": u8::from(on)});

@@ -26,7 +26,8 @@ use std::sync::Mutex;
 use std::time::SystemTime;
 use trials::{BestSoFar, ShownTrial};
 
-/// The maximum number of trials that the page receives, the best first. Running trials are sent in addition.
+/// The maximum number of trials that the page receives, the best first. Running trials beyond this number
+/// are sent, too.
 const MAX_TRIALS: usize = 500;
 
 /// The reader of the sweeps in a folder.
