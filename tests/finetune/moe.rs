@@ -257,13 +257,11 @@ fn follow(name: &str, kind: &str) {
             [0, 3].map(|stage| train(name, run, &batches, Training { world, stage, recompute: false, limit: 1.0 }));
         let first = &runs[0];
         assert_eq!((losses.len(), first.losses.len()), (20, 20));
-        let (mut worst_loss, mut worst_balance) = (0f64, 0f64);
-        for step in 0..20 {
-            worst_loss = worst_loss.max((first.losses[step] - losses[step]).abs());
-            if kind == "aux" {
-                worst_balance = worst_balance.max((first.balances[step] - numbers(&run["aux_loss"])[step]).abs());
-            }
-        }
+        let farthest = |found: &[f64], want: &[f64]| {
+            found.iter().zip(want).fold(0f64, |most, (found, want)| most.max((found - want).abs()))
+        };
+        let worst_loss = farthest(&first.losses, &losses);
+        let worst_balance = if kind == "aux" { farthest(&first.balances, &numbers(&run["aux_loss"])) } else { 0.0 };
         let worst = |run: &Run| norms.iter().zip(&run.norms).fold(0f64, |most, (a, b)| most.max((b / a - 1.0).abs()));
         let mut worst_norm = worst(first);
         if worst_norm > NORM && name == "gpt_oss" {

@@ -6,10 +6,7 @@
 //! slow to read. If `a` has few rows, packed columns are not kept: a task packs a small piece of `b`, multiplies all
 //! rows by it and continues with the next piece. `b` is then read once, and nothing of its size is written.
 //!
-//! Packing columns whose elements are adjacent along the inner dimension transposes them, which takes a considerable
-//! part of the time unless `a` has many rows. If the words of such columns can be read in place, the operands of a
-//! product with few rows are exchanged: the transposed result is the product of the transposed operands, and only the
-//! rows of `a` are packed.
+//! The operands of some products are exchanged first ([`super::exchanged`]).
 //!
 //! If `a` must be packed, the first tasks pack it, once for all threads. The other tasks wait until this is done. Tasks
 //! start in order, so the tasks that they wait for are already running.
@@ -29,7 +26,6 @@ use super::tile_epilogue::{TilePosition, finish};
 use super::unpacked;
 use crate::kernels::element::Element;
 use crate::kernels::parallel;
-use crate::kernels::vector::{MAX_LANES, SimdVector};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -189,36 +185,6 @@ fn are_exchanged<W: ElementArithmetic<E>, E: Element>(a: &GemmOperand<E>, b: &Ge
     b.is_words::<W>() && b.outer >= MIN_ROWS && a.outer > FEW_ROWS && a.outer <= 2 * W::COLS && idle <= W::LANES * 3 / 8
 }
 
-/// Transposes a strip of sums: `rows` rows of `cols` columns, a multiple of a vector's lanes, which start `stride` apart.
-/// Each row of the result has as many elements as a vector has lanes, of which the first `rows` are sums.
-///
-/// # Safety
-/// The processor must have the vectors' instructions; `rows` is at most the number of lanes, and all elements exist.
-unsafe fn transpose<V: SimdVector>(
-    (sums, stride): (*const f32, usize),
-    (rows, cols): (usize, usize),
-    turned: *mut f32,
-) {
-    // SAFETY: as the caller promises.
-    unsafe {
-        V::with(
-            #[inline(always)]
-            || {
-                for col in (0..cols).step_by(V::LANES) {
-                    let mut vectors = [V::zero(); MAX_LANES];
-                    for (row, vector) in vectors.iter_mut().enumerate().take(rows) {
-                        *vector = V::load(sums.add(row * stride + col));
-                    }
-                    V::transpose(&mut vectors);
-                    for (i, vector) in vectors.iter().enumerate().take(V::LANES) {
-                        vector.store(turned.add((col + i) * V::LANES));
-                    }
-                }
-            },
-        )
-    }
-}
-
 /// The layout of the words of `a`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum OperandLayout {
@@ -233,34 +199,34 @@ enum OperandLayout {
 
 /// Memory that tasks share.
 #[derive(Clone, Copy)]
-struct SharedPointer<T>(*mut T);
+pub(super) struct SharedPointer<T>(*mut T);
 
 // SAFETY: it is only an address; the tasks write disjoint parts, and read what others have written only after they have
 // seen, through an atomic counter, that it is complete.
 unsafe impl<T: Send> Sync for SharedPointer<T> {}
 
 impl<T> SharedPointer<T> {
-    fn at(&self, i: usize) -> *mut T {
+    pub(super) fn at(&self, i: usize) -> *mut T {
         self.0.wrapping_add(i)
     }
 }
 
 /// A part of the product: the rows of a region, summed over a span of the inner dimension.
 pub(super) struct GemmPart<'a, E, C> {
-    sink: &'a EpilogueOutput<'a, C>,
+    pub(super) sink: &'a EpilogueOutput<'a, C>,
     a: GemmOperand<E>,
-    b: GemmOperand<E>,
+    pub(super) b: GemmOperand<E>,
     layout: OperandLayout,
     few: bool,
     exchanged: bool,
-    rows: Range<usize>,
+    pub(super) rows: Range<usize>,
     /// All blocks of steps. `span` selects those of this part.
-    blocks: EvenSplit,
-    span: Range<usize>,
+    pub(super) blocks: EvenSplit,
+    pub(super) span: Range<usize>,
     grid: TaskGrid,
     packed_a: SharedPointer<f32>,
     /// Sums to which the other spans are still to be added, row-major, with rows padded to full vectors.
-    sums: Option<SharedPointer<f32>>,
+    pub(super) sums: Option<SharedPointer<f32>>,
     /// The number of finished tasks that pack `a`.
     packed: AtomicUsize,
 }
@@ -274,7 +240,7 @@ struct AccumulatorTile([f32; MAX_SUMS]);
 
 impl<E: Element, C: Element> GemmPart<'_, E, C> {
     /// Returns the steps of this part.
-    fn steps(&self) -> Range<usize> {
+    pub(super) fn steps(&self) -> Range<usize> {
         let start = self.blocks.piece(self.span.start).start;
         start..self.blocks.piece(self.span.end - 1).end
     }
@@ -375,7 +341,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     }
 
     /// Returns the words of `a`, starting at a row and a step of this part.
-    fn words_of_a<W: ElementArithmetic<E> + Microkernels>(&self, row: usize, step: usize) -> StridedWords {
+    pub(super) fn words_of_a<W: ElementArithmetic<E> + Microkernels>(&self, row: usize, step: usize) -> StridedWords {
         let steps = self.steps();
         match self.layout {
             OperandLayout::InPlace => {
@@ -450,62 +416,6 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                 }
             }
             row += n_rows;
-        }
-    }
-
-    /// Does the same as [`GemmPart::compute`] for exchanged operands, in strips of as many rows as a vector has lanes.
-    /// `strips` has room for the sums of a strip, and for their transpose.
-    fn compute_exchanged<W: ElementArithmetic<E> + Microkernels>(
-        &self,
-        rows: Range<usize>,
-        cols: Range<usize>,
-        panels: ColumnPanels,
-        packed_b: *const f32,
-        strips: *mut f32,
-    ) {
-        let steps = self.steps();
-        let width = panels.vectors() * W::LANES;
-        let turned = strips.wrapping_add(W::LANES * width);
-        for first in rows.clone().step_by(W::LANES) {
-            let count = W::LANES.min(rows.end - first);
-            let (sums, stride) = match &self.sums {
-                Some(sums) => {
-                    let stride = self.b.outer.next_multiple_of(W::LANES);
-                    (sums.at(first * stride + cols.start), stride)
-                }
-                None => (strips, width),
-            };
-            for block in self.span.clone() {
-                let block_steps = self.blocks.piece(block);
-                let step = block_steps.start - steps.start;
-                let start = if block > 0 { AccumulatorInit::Add } else { AccumulatorInit::Zero };
-                let mut row = 0;
-                while row < count {
-                    let n_rows = microkernel::rows::<W>(count - row);
-                    let a = self.words_of_a::<W>(first + row, step);
-                    for (vector, vectors) in (0..panels.count()).map(|panel| panels.get(panel)) {
-                        let b = packed_b.wrapping_add((vector * steps.len() + vectors * step) * W::LANES);
-                        let sums = sums.wrapping_add(row * stride + vector * W::LANES);
-                        // SAFETY: the processor has the instructions; the operands exist or are packed; the kernel reads
-                        // `n_rows` rows and `vectors` vectors of them for the block's steps; the sums have room for
-                        // these rows and vectors, and only this task accesses them.
-                        unsafe {
-                            microkernel::select::<W>(n_rows, vectors)(block_steps.len(), a, b, sums, stride, start);
-                        }
-                    }
-                    row += n_rows;
-                }
-            }
-            if self.span.end == self.blocks.count {
-                let col = self.rows.start + first;
-                let place = TilePosition { row: cols.start, rows: cols.len(), col, cols: count };
-                // SAFETY: the processor has the instructions; both strips have full vectors, and only this task accesses
-                // them and these elements of the result.
-                unsafe {
-                    transpose::<W::V>((sums, stride), (count, width), turned);
-                    finish::<W::V, C>(self.sink, place, turned, W::LANES);
-                }
-            }
         }
     }
 

@@ -13,6 +13,7 @@ mod arithmetic;
 mod blocked;
 mod column_sums;
 mod epilogue;
+mod exchanged;
 mod grouped;
 mod matrix;
 mod microkernel;
