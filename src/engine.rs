@@ -430,8 +430,8 @@ impl<M> Engine<M> {
         let now = self.scaler.scale();
         let consequence = match &self.scaler {
             LossScaler::None => "the weights stay as they are".to_string(),
-            LossScaler::Static { .. } => format!("the loss scale stays {scale} (fp16.loss_scale)"),
-            LossScaler::Dynamic(_) if now == scale => format!("the loss scale stays {scale} this time"),
+            LossScaler::Static { .. } => format!("the loss scale stays at {scale} (fp16.loss_scale)"),
+            LossScaler::Dynamic(_) if now == scale => format!("the loss scale stays at {scale} this time"),
             LossScaler::Dynamic(_) => format!("the loss scale falls from {scale} to {now}"),
         };
         let number = self.global_steps + 1;

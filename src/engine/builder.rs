@@ -200,7 +200,8 @@ impl EngineBuilder {
     /// is the same as `zero_optimization.ignore_unused_parameters: true`.
     ///
     /// Missing gradients are known only when the backward pass has finished. Therefore, gradients are held until then
-    /// at every stage, as they always are at stage 1: a rank has its full gradient in memory once per micro step.
+    /// at every stage, as they always are at stage 1: at the end of each backward pass, a rank holds the full gradient in
+    /// memory.
     #[must_use]
     pub fn ignore_unused_parameters(mut self) -> Self {
         self.ignore_unused_parameters = true;

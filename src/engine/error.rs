@@ -251,8 +251,8 @@ pub enum EngineError {
     },
     /// Gradients overflowed in many optimizer steps in a row with a constant loss scale.
     #[error(
-        "gradients overflowed in {steps} optimizer steps in a row, and the loss scale stays {scale} (fp16.loss_scale): \
-         no weight will ever change; let the scale adapt (fp16.loss_scale 0), set a smaller one, or train in bf16"
+        "gradients overflowed in {steps} optimizer steps in a row, and the loss scale stays at {scale} \
+         (fp16.loss_scale): no weight will ever change; let the scale adapt (fp16.loss_scale 0), set a smaller one, or train in bf16"
     )]
     StaticLossScaleTooLarge {
         /// The loss scale.

@@ -111,7 +111,7 @@ impl std::error::Error for MeshError {}
 pub struct RankMesh {
     /// The axes from the outermost to the innermost.
     order: [MeshAxis; 6],
-    /// The number of ranks along each axis, indexed as `MeshAxis::ALL`.
+    /// The number of ranks along each axis, in the order of `MeshAxis::ALL`.
     lengths: [usize; 6],
 }
 

@@ -59,7 +59,7 @@ impl ShareLayout {
         let room = share.next_multiple_of(block).next_multiple_of(self.step);
         let begins = self.fills_memory(room);
         if begins {
-            // The weights of a sub-group have one storage. If the storage changes, a new sub-group begins.
+            // The weights of a sub-group are either all in memory or all in files.
             self.rules.clear();
         }
         if self.rules.len() <= class {

@@ -1,4 +1,4 @@
-//! A linear layer with a low-rank adapter, as one operation: y = x W + s D(x) A^T B^T + bias + residual, where D is
+//! A linear layer with a low-rank adapter, as one operation: y = x W^T + s D(x) A^T B^T + bias + residual, where D is
 //! dropout. With DoRA, the columns of the product are also scaled by m / |W + s B A|.
 //!
 //! ```text

@@ -298,7 +298,7 @@ mod tests {
         for overflow in [vec![true; 19], vec![false], vec![true; 19]].concat() {
             scaler.update(overflow).unwrap();
         }
-        insta::assert_snapshot!(scaler.update(true).unwrap_err(), @"gradients overflowed in 20 optimizer steps in a row, and the loss scale stays 100000000000000000000000000000000000000 (fp16.loss_scale): no weight will ever change; let the scale adapt (fp16.loss_scale 0), set a smaller one, or train in bf16");
+        insta::assert_snapshot!(scaler.update(true).unwrap_err(), @"gradients overflowed in 20 optimizer steps in a row, and the loss scale stays at 100000000000000000000000000000000000000 (fp16.loss_scale): no weight will ever change; let the scale adapt (fp16.loss_scale 0), set a smaller one, or train in bf16");
         assert_eq!(scaler.state().unwrap().scale, 1e38);
     }
 

@@ -44,7 +44,8 @@ const TOKEN_PREFIXES: [&str; 16] = [
 ];
 const MIN_TOKEN_TAIL: usize = 16;
 
-/// Returns whether a flag or key with this name has a secret as its value. A number of tokens is not a secret.
+/// Returns whether a flag or key with this name has a secret as its value. A token count, such as
+/// `max_tokens`, is not a secret.
 fn names_secret(name: &str) -> bool {
     let mut words: Vec<String> = vec![String::new()];
     let mut was_lower = false;

@@ -34,7 +34,7 @@ fn a_run_that_never_trains_is_told_and_is_no_success() {
     let output = folder.train(2, &["--steps", "3"]);
     let errors = stderr(&output);
     assert_eq!(output.status.code(), Some(1), "{errors}");
-    let first = "[rank 0] [candle-zero] step 1 is skipped: a gradient is not finite (skipped so far: 1); the loss scale stays \
+    let first = "[rank 0] [candle-zero] step 1 is skipped: a gradient is not finite (skipped so far: 1); the loss scale stays at \
                  100000000000000000000000000000000000000 (fp16.loss_scale)\n";
     assert!(errors.contains(first), "{errors}");
     assert!(errors.contains("error: nothing was learned: all 3 steps were skipped"), "{errors}");

@@ -227,7 +227,10 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
     // The buffers are read into memory, where each has its own storage.
     let bytes = buffers.iter().fold(0u64, |sum, (_, tensor)| sum.saturating_add(tensor.bytes()));
     match bytes > archive.stored().saturating_mul(MAX_BUFFER_SHARING) {
-        true => Err(format!("the buffers of module have {bytes} bytes, but all stored data has {}", archive.stored())),
+        true => Err(format!(
+            "the buffers in module take {bytes} bytes, but the file stores only {} bytes",
+            archive.stored()
+        )),
         false => Ok((buffers, unread)),
     }
 }

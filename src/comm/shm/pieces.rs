@@ -31,7 +31,7 @@ use super::region::{SLOT_BYTES, SharedMemoryRegion, spin_loop, yield_now};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// The number of turns of a wait before the thread sleeps. The thread spins first, for at most about ten microseconds.
+/// The number of checks that a wait makes before the thread sleeps. The thread spins first, for at most about ten microseconds.
 /// Then it yields to other threads between checks: the thread of the awaited rank may be on this core.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SpinLimits {

@@ -42,7 +42,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "managed_gradient_accumulation": Bool, "true", refuse("gradient_accumulation_steps determines where a step ends; Engine::set_train_batch_size changes it during a run"), "The engine decides the accumulation boundary.";
     "seq_parallel_communication_data_type": DTYPE, "\"fp32\"", none("there is no sequence parallelism"), "Format of sequence-parallel gradients.";
     "sequence_parallel_size": POSITIVE, "null", refused_above_one("sequence parallelism is not implemented"), "Ranks that share one sequence.";
-    "data_parallel_size": POSITIVE, "null", none("every rank is data-parallel, so this size is the number of ranks"), "Data axis of the rank mesh.";
+    "data_parallel_size": POSITIVE, "null", none("this size is derived: the number of ranks or, with a pipeline, the number of pipelines"), "Data axis of the rank mesh.";
     "use_data_before_expert_parallelism": Bool, "false", none("the ranks among which experts are divided are neighbours"), "Order of ranks for mixtures of experts.";
     "disable_allgather": Bool, "false", none("it has no effect in DeepSpeed 0.19.8 either"), "Legacy switch.";
     "dataloader_drop_last": Bool, "false", none("there is no short batch, because data::Loader is endless and continues with the next pass; a custom loader decides for itself"), "Drop the incomplete last batch.";

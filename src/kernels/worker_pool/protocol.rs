@@ -20,7 +20,7 @@
 //! end to check.
 //!
 //! Loom finds the deliberate mistakes in its tests: a job that is opened, looked at, left, closed or waited for with
-//! Relaxed, one that stays open for helpers, SeqCst that orders nothing, and a missing wake-up. The following mistakes
+//! Relaxed, one that stays open for helpers, SeqCst operations without a total order, and a missing wake-up. The following mistakes
 //! were made in this file by hand, one by one, and each was found too: waking without the lock, falling asleep without
 //! a second look, `asleep` that is never incremented, closing that does not wait, no closing when the caller panics, a
 //! helper's panic that is not caught or not cleared, entering without taking a place, entering a different job from the

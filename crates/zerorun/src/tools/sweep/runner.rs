@@ -233,8 +233,7 @@ impl SweepRunner {
         running.process = JobProcess::Due(until);
         if !std::mem::replace(&mut running.was_busy, true) {
             self.display.line(&format!(
-                "another process, of the killed sweep or on a lost host, is still saving trial {}; waiting until it \
-                 ends",
+                "a process of the killed sweep or on a lost host is still saving trial {}; waiting until it ends",
                 running.job.trial
             ));
         }
