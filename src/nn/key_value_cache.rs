@@ -39,8 +39,9 @@ pub struct KeyValueCache {
     len: usize,
     /// The minimum number of positions that the next allocation has room for.
     wanted: usize,
+    /// The keys and values on the CPU; `None` if they are on another device.
     host: Option<HostCache>,
-    /// The keys and values on a device other than the CPU, `[batch, positions, kv_heads * head]`, and their sizes.
+    /// The keys and values on another device, `[batch, positions, kv_heads * head]`, and their sizes.
     device: Option<(CacheSizes, [Tensor; 2])>,
 }
 
@@ -129,7 +130,7 @@ impl KeyValueCache {
     /// or if the attention is bidirectional.
     pub fn fused_attention(&mut self, qkv: &Tensor, n_head: usize, options: &AttentionOptions) -> Result<Tensor> {
         let h = fused_heads(qkv, n_head)?;
-        self.check(&h, qkv.dtype(), &[qkv])?;
+        self.check(&h, (qkv.dtype(), qkv.device().is_cpu()), &[qkv])?;
         let rule = one_way(options, &h)?;
         let width = n_head * h.head;
         if !qkv.device().is_cpu() {
@@ -200,7 +201,7 @@ impl KeyValueCache {
         options: &AttentionOptions,
     ) -> Result<Tensor> {
         let h = grouped_heads(q, k, v, n_head, n_kv_head)?;
-        self.check(&h, k.dtype(), &[q, k, v])?;
+        self.check(&h, (k.dtype(), k.device().is_cpu()), &[q, k, v])?;
         check_sinks(sinks, n_head)?;
         let rule = one_way(options, &h)?;
         if !q.device().is_cpu() {
@@ -221,7 +222,7 @@ impl KeyValueCache {
     }
 
     /// Rejects inputs that do not match the cache.
-    fn check(&self, h: &AttentionShape, dtype: DType, inputs: &[&Tensor]) -> Result<()> {
+    fn check(&self, h: &AttentionShape, (dtype, on_cpu): (DType, bool), inputs: &[&Tensor]) -> Result<()> {
         if !is_without_gradients() && inputs.iter().any(|input| input.track_op()) {
             bail!(
                 "attention with a cache has no backward pass, but a graph of its input is being recorded; detach \
@@ -231,6 +232,10 @@ impl KeyValueCache {
         let (len, time, limit) = (self.len, h.time, self.limit);
         if time > limit - len {
             bail!("attention with a cache: {time} positions after {len} exceed the cache's limit of {limit}")
+        }
+        if len > 0 && on_cpu != self.host.is_some() {
+            let [held, new] = if on_cpu { ["another device", "the CPU"] } else { ["the CPU", "another device"] };
+            bail!("attention with a cache: it holds positions on {held}, but the new input is on {new}")
         }
         let new = CacheSizes::of(h, dtype);
         let on_device = || self.device.as_ref().map(|(sizes, _)| *sizes);
@@ -272,6 +277,7 @@ impl KeyValueCache {
 
     /// Returns the cache's memory, with room for this number of positions.
     fn with_room(&mut self, sizes: CacheSizes, positions: usize) -> &mut HostCache {
+        self.device = None;
         let old = self.host.take().filter(|host| host.sizes == sizes);
         let host = match old {
             Some(host) if positions <= host.capacity => host,
@@ -305,6 +311,7 @@ impl KeyValueCache {
         let sinks = sinks.map(Tensor::detach);
         let all = [&q.detach(), &keys, &values];
         let y = composed::with_some_sinks(all, sinks.as_ref(), (h.heads, h.kv_heads), options, None)?;
+        self.host = None;
         self.device = Some((CacheSizes::of(h, keys.dtype()), [keys, values]));
         self.len += h.time;
         Ok(y)
@@ -371,8 +378,13 @@ mod tests {
             assert_eq!(device.size_in_bytes(), 2 * 2 * 9 * 12 * 4);
             // The keys have the same width, but are those of other heads.
             let other = AttentionShape { time: 1, heads: 8, kv_heads: 4, head: 3, ..h };
-            let [host, device] =
-                [&host, &device].map(|cache| cache.check(&other, DType::F32, &[]).unwrap_err().to_string());
+            let refusal = |cache: &KeyValueCache, h: &AttentionShape, on_cpu: bool| {
+                cache.check(h, (DType::F32, on_cpu), &[]).unwrap_err().to_string()
+            };
+            let next = AttentionShape { time: 1, ..h };
+            assert!(refusal(&host, &next, false).contains("positions on the CPU"));
+            assert!(refusal(&device, &next, true).contains("positions on another device"));
+            let [host, device] = [refusal(&host, &other, true), refusal(&device, &other, false)];
             assert!(device.contains("it holds") && device == host, "{device}");
         }
     }

@@ -119,7 +119,10 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         let few = rows <= FEW_ROWS && inner > 0;
         let spans = EvenSplit::new(blocks.count, if few { usize::MAX } else { SPAN_BLOCKS }, 1);
         let span_steps = (blocks.most() * spans.most()).max(1);
-        let most_rows = if layout == OperandLayout::InPlace { rows } else { (WORDS_OF_A / span_steps).max(MIN_ROWS) };
+        let most_rows = match layout {
+            OperandLayout::InPlace => usize::MAX,
+            _ => (WORDS_OF_A / span_steps).max(MIN_ROWS),
+        };
         let regions = EvenSplit::new(rows, most_rows, W::LANES.max(W::ROWS));
         Self { sink, a, b, layout, few, exchanged, blocks, spans, regions, span_steps }
     }

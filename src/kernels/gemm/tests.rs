@@ -308,7 +308,7 @@ fn the_epilogue_is_applied_to_the_sums_in_f32() {
 
 fn check_rows<E: Element>() {
     for method in SimdMethod::available::<E>() {
-        for (n, k) in [(1, 700), (5, 40), (64, 64), (70, 4200), (256, 768), (300, 1026)] {
+        for (n, k) in [(1, 700), (5, 40), (64, 64), (70, 4200), (256, 768), (300, 1025), (300, 1026)] {
             let a = numbers::<E>(200 * k, 3);
             for transposed in [false, true] {
                 let b = Stored::<E>::new(k, n, 0, transposed, 4);
@@ -355,7 +355,7 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
 }
 
 /// The numbers of rows of several products, some of which are empty, small or large.
-const GROUPS: [usize; 9] = [3, 0, 70, 1, 16, 17, 0, 33, 66];
+const GROUPS: [usize; 11] = [3, 0, 70, 1, 32, 16, 17, 0, 33, 48, 66];
 
 /// Returns the results of one product for each of [`GROUPS`], computed in one pass or one by one.
 fn grouped<E: Element, C: Element>(

@@ -129,8 +129,8 @@ impl SimdVector for PortableVector {
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: the caller guarantees that the numbers exist.
-        Self::of(unsafe { from.cast::<[f32; LANES]>().read() })
+        // SAFETY: the caller guarantees that the numbers exist. Pairs of 16-bit numbers may have any alignment.
+        Self::of(unsafe { from.cast::<[f32; LANES]>().read_unaligned() })
     }
 
     #[inline(always)]

@@ -64,7 +64,7 @@ impl GgufHeader {
         let key_count = bytes.count("metadata keys", MIN_KEY_BYTES)?;
         let mut metadata = HashMap::new();
         for _ in 0..key_count {
-            let key = bytes.text("a metadata key")?;
+            let key = bytes.name("a metadata key")?;
             let kind = bytes.u32(&key)?;
             let value = bytes.value(kind, &key, 0)?;
             if metadata.insert(key.clone(), value).is_some() {
@@ -73,7 +73,7 @@ impl GgufHeader {
         }
         let mut tensors = HashMap::new();
         for _ in 0..tensor_count {
-            let name = bytes.text("the name of a tensor")?;
+            let name = bytes.name("the name of a tensor")?;
             let info = bytes.tensor(&name)?;
             if tensors.insert(name.clone(), info).is_some() {
                 return Err(format!("it has two tensors named {name}"));
@@ -101,6 +101,9 @@ fn alignment(metadata: &HashMap<String, Value>) -> Result<usize, String> {
         None => Err(format!("{KEY} must be a positive whole number")),
     }
 }
+
+/// The maximum number of bytes in a metadata key or in the name of a tensor. llama.cpp's names have at most 64.
+const MAX_NAME_BYTES: usize = 1024;
 
 /// The bytes of a file, and how many of them were read.
 struct HeaderBytes<'a> {
@@ -160,8 +163,20 @@ impl<'a> HeaderBytes<'a> {
     fn text(&mut self, what: &str) -> Result<String, String> {
         let len = self.count(&format!("bytes in {what}"), 1)?;
         let bytes = self.take(len, what)?;
-        // Some tokens are not valid UTF-8.
-        Ok(String::from_utf8_lossy(bytes).into_owned())
+        // Some tokens are not valid UTF-8, and some writers end strings with zeros.
+        Ok(String::from_utf8_lossy(bytes).trim_end_matches('\0').to_owned())
+    }
+
+    /// Reads a key or a name, which messages show.
+    fn name(&mut self, what: &str) -> Result<String, String> {
+        let name = self.text(what)?;
+        if name.len() > MAX_NAME_BYTES {
+            return Err(format!("{what} has {} bytes, but must have at most {MAX_NAME_BYTES}", name.len()));
+        }
+        match name.chars().any(char::is_control) {
+            true => Err(format!("{what} contains control characters: {name:?}")),
+            false => Ok(name),
+        }
     }
 
     /// Reads a value of a type.
@@ -305,6 +320,16 @@ mod tests {
                 assert!(GgufHeader::read(&bytes[..len]).is_err(), "{len}");
             }
         }
+    }
+
+    #[test]
+    fn zeros_at_the_end_of_strings_are_removed_and_names_that_messages_cannot_show_are_refused() {
+        let keys = [key("a\0", 8, &text("llama\0\0"))].concat();
+        let header = GgufHeader::read(&file(3, 0, 1, &keys)).unwrap();
+        assert!(matches!(&header.metadata["a"], Value::String(value) if value == "llama"));
+        let refused = |name: &str| GgufHeader::read(&file(3, 0, 1, &key(name, 7, &[1]))).unwrap_err();
+        assert_eq!(refused(&"x".repeat(1025)), "a metadata key has 1025 bytes, but must have at most 1024");
+        assert_eq!(refused("a\u{1b}[31m"), r#"a metadata key contains control characters: "a\u{1b}[31m""#);
     }
 
     #[test]

@@ -77,7 +77,8 @@ pub(super) fn set_types(tokens: &mut Tokens<'_>, unknown: Option<&str>) -> Resul
 /// Returns the byte that a token such as `<0x0A>` stands for.
 fn byte_of(text: &str) -> Option<u8> {
     let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
-    (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok()).flatten()
+    let are_two = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+    are_two.then(|| u8::from_str_radix(digits, 16).ok()).flatten()
 }
 
 /// Returns the score of each of the `rows` tokens: minus the position of the first merge into the piece. A normal

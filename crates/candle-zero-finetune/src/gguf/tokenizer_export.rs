@@ -72,13 +72,7 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
             ]
         }
         false => {
-            let pre = match pre_tokenizer_name(&tokenizer["pre_tokenizer"]).map_err(wrong)? {
-                // llama.cpp's name for the same pattern without normalization.
-                "qwen2" if tokenizer["normalizer"]["type"] != "NFC" => "deepseek-r1-qwen",
-                // llama.cpp's name for the same pattern if words that are tokens are also built by merges.
-                "llama-bpe" if model["ignore_merges"] != true => "dbrx",
-                pre => pre,
-            };
+            let pre = byte_level_name(&tokenizer).map_err(wrong)?;
             let merges = merges.into_iter().map(|(a, b)| format!("{a} {b}")).collect();
             vec![
                 ("tokenizer.ggml.model".to_owned(), GgufValue::String("gpt2".into())),
@@ -102,15 +96,15 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
             keys.push((format!("tokenizer.ggml.add_{kind}_token"), GgufValue::Bool(around.contains(&id))));
         }
     }
-    keys.extend(template_keys(named_templates(folder)?));
+    keys.extend(template_keys(named_templates(folder)?).map_err(wrong)?);
     keys.push(("tokenizer.ggml.tokens".into(), GgufValue::Strings(tokens)));
     keys.push(("tokenizer.ggml.token_type".into(), GgufValue::I32s(kinds)));
     Ok(keys)
 }
 
 /// Returns the keys of chat templates as llama.cpp's converter writes them: the default template, the others by name,
-/// and a list of their names.
-fn template_keys(named: BTreeMap<String, String>) -> Vec<(String, GgufValue)> {
+/// and a list of their names. Fails if two names differ only in characters that keys do not have.
+fn template_keys(named: BTreeMap<String, String>) -> std::result::Result<Vec<(String, GgufValue)>, String> {
     const KEY: &str = "tokenizer.chat_template";
     let clean = |name: &str| name.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
     let (mut keys, mut names) = (vec![], vec![]);
@@ -120,6 +114,9 @@ fn template_keys(named: BTreeMap<String, String>) -> Vec<(String, GgufValue)> {
             "" => {}
             _ => {
                 let name = clean(&name);
+                if names.contains(&name) {
+                    return Err(format!("two of its chat templates would be named {name} in a GGUF file; rename one"));
+                }
                 keys.push((format!("{KEY}.{name}"), GgufValue::String(template)));
                 names.push(name);
             }
@@ -128,7 +125,29 @@ fn template_keys(named: BTreeMap<String, String>) -> Vec<(String, GgufValue)> {
     if !names.is_empty() {
         keys.push((format!("{KEY}s"), GgufValue::Strings(names)));
     }
-    keys
+    Ok(keys)
+}
+
+/// Returns llama.cpp's name for a byte-level BPE tokenizer. The name determines the pattern that splits texts, and
+/// whether words that are tokens are also built by merges. llama.cpp has no normalization, so a tokenizer with NFC has
+/// different tokens there for texts that are not in this form.
+fn byte_level_name(tokenizer: &Json) -> std::result::Result<&'static str, String> {
+    const REMEDY: &str = "write a Hugging Face folder and convert it with llama.cpp";
+    let pre = pre_tokenizer_name(&tokenizer["pre_tokenizer"])?;
+    let normalizer = &tokenizer["normalizer"];
+    if !normalizer.is_null() && normalizer["type"] != "NFC" {
+        return Err(format!("its normalizer is {normalizer}, which llama.cpp does not have; {REMEDY}"));
+    }
+    let ignores_merges = tokenizer["model"]["ignore_merges"] == true;
+    match (pre, ignores_merges) {
+        ("qwen2", false) if normalizer.is_null() => Ok("deepseek-r1-qwen"),
+        ("llama-bpe", false) => Ok("dbrx"),
+        _ if ignores_merges == matches!(pre, "llama-bpe" | "tekken") => Ok(pre),
+        _ => Err(format!(
+            "its ignore_merges is {ignores_merges}, but llama.cpp assumes {} for the pre-tokenizer {pre}; {REMEDY}",
+            !ignores_merges
+        )),
+    }
 }
 
 /// Returns llama.cpp's name for the pre-tokenizer, or why there is none.
@@ -144,6 +163,13 @@ fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str,
                 .into(),
         );
     };
+    if bytes["add_prefix_space"] == true {
+        return Err(
+            "it adds a space before texts (add_prefix_space), which llama.cpp's byte-level BPE does not; write \
+                    a Hugging Face folder and convert it with llama.cpp"
+                .into(),
+        );
+    }
     let splits = bytes["use_regex"] != false;
     let unknown = || {
         format!(
@@ -154,7 +180,13 @@ fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str,
     match before {
         [] if splits => Ok("gpt-2"),
         [digits] if splits && digits["type"] == "Digits" && digits["individual_digits"] == true => Ok("smollm"),
-        [split] if !splits && split["type"] == "Split" => {
+        // Both forms keep the matches of the pattern as words.
+        [split]
+            if !splits
+                && split["type"] == "Split"
+                && [("Isolated", false), ("Removed", true)]
+                    .contains(&(split["behavior"].as_str().unwrap_or_default(), split["invert"] == true)) =>
+        {
             let pattern = &split["pattern"]["Regex"];
             let known = [(LLAMA3, "llama-bpe"), (QWEN2, "qwen2"), (GPT4O, "gpt-4o"), (TEKKEN, "tekken")];
             known.iter().find(|(known, _)| pattern == known).map(|(_, name)| *name).ok_or_else(unknown)
@@ -212,5 +244,50 @@ mod tests {
         );
         assert!(pre_tokenizer_name(&json!({"type": "Metaspace"})).unwrap_err().contains("neither byte-level"));
         assert!(pre_tokenizer_name(&Json::Null).unwrap_err().contains("neither byte-level"));
+    }
+
+    #[test]
+    fn what_a_name_of_llama_cpp_does_not_say_is_refused() {
+        let named = |pattern: &str, ignores: bool, change: fn(&mut Json)| {
+            let split =
+                json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+            let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "use_regex": false});
+            let mut tokenizer = json!({
+                "model": {"type": "BPE", "ignore_merges": ignores},
+                "normalizer": null,
+                "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes]},
+            });
+            change(&mut tokenizer);
+            byte_level_name(&tokenizer)
+        };
+        let same = |_: &mut Json| ();
+        assert_eq!(named(LLAMA3, true, same).as_deref(), Ok("llama-bpe"));
+        assert_eq!(named(LLAMA3, false, same).as_deref(), Ok("dbrx"));
+        assert_eq!(named(TEKKEN, true, same).as_deref(), Ok("tekken"));
+        assert_eq!(named(QWEN2, false, same).as_deref(), Ok("deepseek-r1-qwen"));
+        assert_eq!(named(QWEN2, false, |all| all["normalizer"] = json!({"type": "NFC"})).as_deref(), Ok("qwen2"));
+        let inverted = |all: &mut Json| {
+            let split = &mut all["pre_tokenizer"]["pretokenizers"][0];
+            (split["behavior"], split["invert"]) = ("Removed".into(), true.into());
+        };
+        assert_eq!(named(GPT4O, false, inverted).as_deref(), Ok("gpt-4o"));
+        let refused = |name: std::result::Result<&str, String>, part: &str| {
+            let text = name.unwrap_err();
+            assert!(text.contains(part), "{text}");
+        };
+        refused(named(TEKKEN, false, same), "its ignore_merges is false");
+        refused(named(QWEN2, true, same), "its ignore_merges is true");
+        refused(named(LLAMA3, true, |all| all["normalizer"] = json!({"type": "Lowercase"})), "Lowercase");
+        let spaced = |all: &mut Json| all["pre_tokenizer"]["pretokenizers"][1]["add_prefix_space"] = true.into();
+        refused(named(LLAMA3, true, spaced), "add_prefix_space");
+        let merged = |all: &mut Json| all["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "MergedWithNext".into();
+        refused(named(LLAMA3, true, merged), "not one of the supported pre-tokenizers");
+    }
+
+    #[test]
+    fn chat_templates_whose_keys_would_be_equal_are_refused() {
+        let templates = |names: [&str; 2]| template_keys(names.map(|name| (name.to_owned(), "x".to_owned())).into());
+        assert_eq!(templates(["default", "tool_use"]).unwrap().len(), 3);
+        assert!(templates(["tool-use", "tool_use"]).unwrap_err().contains("named tool_use"));
     }
 }

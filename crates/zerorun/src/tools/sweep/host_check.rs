@@ -28,15 +28,24 @@ const MAX_PROBE_BYTES: u64 = 4096;
 
 /// Describes this host.
 pub(super) fn describe(probe: &Path, program: Option<&Path>) -> HostCheck {
-    let sees_lock = File::open(probe)
-        .is_ok_and(|file| matches!(flock(&file, FlockOperation::NonBlockingLockExclusive), Err(Errno::WOULDBLOCK)));
     HostCheck {
         version: VERSION.into(),
         contents: files::read_text(probe, MAX_PROBE_BYTES).map_err(|why| why.to_string()),
-        sees_lock,
+        lock: sees_lock(probe),
         has_program: program.is_none_or(Path::is_file),
         cores: cores(),
         memory: available_memory(),
+    }
+}
+
+/// Returns whether the sweep's lock on a file is visible, and otherwise the reason.
+fn sees_lock(probe: &Path) -> std::result::Result<(), String> {
+    // NFS grants an exclusive lock only to a file that is open for writing.
+    let file = OpenOptions::new().read(true).write(true).open(probe).map_err(|why| why.to_string())?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => Ok(()),
+        Ok(()) => Err("it could lock a file that this host has locked".into()),
+        Err(errno) => Err(std::io::Error::from(errno).to_string()),
     }
 }
 
@@ -145,9 +154,9 @@ fn problem(found: &HostCheck, probe: &HostProbe, folder: &SweepFolder, program: 
         }
         Ok(_) => {}
     }
-    if !found.sees_lock {
+    if let Err(why) = &found.lock {
         return Some(format!(
-            "it does not see the locks of this host in {at}, so two hosts could train the same trial; mount the file \
+            "it does not see the locks of this host in {at} ({why}), so two hosts could train the same trial; mount the file \
              system with locks that all hosts see (NFS without nolock or local_lock, Lustre with flock), or {remedy}"
         ));
     }

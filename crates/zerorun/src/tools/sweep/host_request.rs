@@ -69,8 +69,8 @@ pub(super) struct HostCheck {
     pub(super) version: String,
     /// The contents of the probe, or why it cannot be read.
     pub(super) contents: Result<String, String>,
-    /// Whether the sweep's lock on the probe is visible.
-    pub(super) sees_lock: bool,
+    /// Whether the sweep's lock on the probe is visible, and otherwise the reason.
+    pub(super) lock: Result<(), String>,
     /// Whether the program of the trials exists.
     pub(super) has_program: bool,
     pub(super) cores: usize,
@@ -79,10 +79,10 @@ pub(super) struct HostCheck {
 }
 
 impl HostAnswer {
-    /// Returns the line that a host prints.
+    /// Returns the line that a host prints, after a line break.
     pub(super) fn to_line(&self) -> String {
-        // An enum of text and numbers always has a JSON form.
-        format!("{PREFIX}{}", serde_json::to_string(self).unwrap_or_default())
+        // An enum of text and numbers always has a JSON form. The host's shell may have printed text without a line break.
+        format!("\n{PREFIX}{}", serde_json::to_string(self).unwrap_or_default())
     }
 
     /// Finds the answer in a host's output.

@@ -212,6 +212,8 @@ impl SweepResumeFlags {
             // The paths of the definition are relative to the directory of the sweep.
             let path = std::path::absolute(file).unwrap_or_else(|_| file.clone());
             table.insert("hostfile".into(), as_text(path.as_os_str())?.into());
+            // The filters were for the hosts of the other file.
+            ["include", "exclude"].iter().for_each(|key| _ = table.remove(*key));
         }
         let definition = SweepDefinition::new(&folder.path().display().to_string(), &table)?;
         let mut template = CommandTemplate::new(&definition, &directory, Some(&configuration))?;

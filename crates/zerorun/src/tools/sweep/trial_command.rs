@@ -397,7 +397,7 @@ fn is_word_of(word: &OsString, flag: &str) -> bool {
     let name = word.to_str().map(|word| word.split_once('=').map_or(word, |(name, _)| name));
     name.is_some_and(|name| name.starts_with("--") && normal(name) == normal(flag))
         || flag == "--num_ranks" && ["-n", "--num_gpus"].iter().any(|short| word == short)
-        || flag == "--hostfile" && word == "-H"
+        || flag == "--hostfile" && name.is_some_and(|name| name.starts_with("-H"))
 }
 
 /// Returns values with which a domain is checked: all of a choice, or both ends of a range.
