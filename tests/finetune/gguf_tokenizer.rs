@@ -59,19 +59,20 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
         by(format!(r"{word}*{lower}+{ending}|{word}+{lower}*{ending}|\p{{N}}{digits}|{rest}"))
     };
     let cuts = [
-        (vec![bytes(true)], Json::Null),
-        (vec![digits, bytes(true)], Json::Null),
-        (vec![split("{1,3}"), bytes(false)], Json::Null),
-        (vec![split(""), bytes(false)], Json::Null),
-        (vec![cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}"), bytes(false)], Json::Null),
-        (vec![cased("", ""), bytes(false)], Json::Null),
+        (vec![bytes(true)], Json::Null, false),
+        (vec![digits, bytes(true)], Json::Null, false),
+        (vec![split("{1,3}"), bytes(false)], Json::Null, false),
+        (vec![split(""), bytes(false)], Json::Null, false),
+        (vec![cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}"), bytes(false)], Json::Null, false),
+        (vec![cased("", ""), bytes(false)], Json::Null, true),
         // As in Qwen's tokenizer.
-        (vec![split(""), bytes(false)], json!({"type": "NFC"})),
+        (vec![split(""), bytes(false)], json!({"type": "NFC"}), false),
     ];
-    for (steps, normalizer) in cuts {
+    for (steps, normalizer, ignores_merges) in cuts {
         let (folder, _alone, file) = folder_and_file(|json| {
             json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": steps});
             json["normalizer"] = normalizer.clone();
+            json["model"]["ignore_merges"] = ignores_merges.into();
         });
         let (own, found) = (Tokenizer::open(folder.path()).unwrap(), Tokenizer::open(&file).unwrap());
         for text in TEXTS {
