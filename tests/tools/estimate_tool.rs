@@ -160,7 +160,7 @@ fn hosts_add_their_bytes_a_step_and_a_table() {
         stdout(&output)
     };
     let text = run(&["--network", "1Gbit,1ms", "--step", "0.1"]);
-    let (start, end) = (text.find("2 hosts of").unwrap(), text.find("on this machine 4 ranks").unwrap());
+    let (start, end) = (text.find("2 hosts of").unwrap(), text.find("on this machine, 4 ranks").unwrap());
     insta::assert_snapshot!(text[start..end].trim_end(), @"
     2 hosts of 4 ranks           collectives     into a host   out of a host
     reduce_scatter                         9         3.2 MiB         3.2 MiB
