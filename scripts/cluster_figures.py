@@ -113,12 +113,12 @@ def training(config, metrics, steps):
     return [*words, "--ds_config", config, "--metrics", metrics]
 
 
-def step_of(metrics):
-    """Returns the median seconds of a step, ignoring the first three, and the bytes between hosts per step, from the summary."""
+def step_of(metrics, ignored=3):
+    """Returns the median seconds of a step, ignoring the first ones, and the bytes between hosts per step, from the summary."""
     lines = [json.loads(line) for line in Path(metrics).read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     phases = ["forward_ms", "backward_ms", "step_ms"]
-    seconds = [sum(line[phase] for phase in phases) / 1e3 for line in steps[3:]]
+    seconds = [sum(line[phase] for phase in phases) / 1e3 for line in steps[ignored:]]
     kinds = lines[-1]["comm"]["kinds"]
     between = sum(kind["between_hosts_bytes"] for kind in kinds.values())
     return statistics.median(seconds), between / len(steps)

@@ -12,13 +12,12 @@ of 1,024 tokens in bf16. In a full fine-tuning, optimizer states are in files. T
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from cluster_figures import RELEASE, ROOT, Cable, environment, run
+from cluster_figures import RELEASE, ROOT, Cable, environment, run, step_of
 
 MICRO_BATCHES = 8
 # For each setting: flags of `zerorun finetune`, and the configuration. With two data-parallel ranks, each has half of the micro batches.
@@ -29,16 +28,6 @@ SETTINGS = {
     "LoRA, stage 3": (LORA, {"zero_optimization": {"stage": 3}}),
     "full, stage 3": (["--full"], {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}),
 }
-
-
-def figures(metrics):
-    """Returns the median seconds of a step, ignoring the first, and the bytes between hosts per step."""
-    lines = [json.loads(line) for line in Path(metrics).read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    seconds = [sum(line[phase] for phase in ["forward_ms", "backward_ms", "step_ms"]) / 1e3 for line in steps[1:]]
-    kinds = lines[-1]["comm"]["kinds"]
-    between = sum(kind["between_hosts_bytes"] for kind in kinds.values())
-    return statistics.median(seconds), between / len(steps)
 
 
 def main():
@@ -67,10 +56,9 @@ def main():
                 rate, delay = cable.split(",")
                 hosts = Cable(program, rate, delay, Path(folder))
                 try:
-                    measured = train(hosts, env, given, work, model, fixtures, flags, config)
+                    seconds, between = train(hosts, env, given, work, model, fixtures, flags, config)
                 finally:
                     hosts.close()
-                seconds, between = measured
                 print(f"| {name} | {float(rate) / 1e9:g} Gbit/s, {float(delay) / 1e3:g} ms | {seconds:.2f} s | {between / 1e6:.1f} MB |",
                       flush=True)
 
@@ -98,7 +86,7 @@ def train(hosts, env, given, work, model, fixtures, flags, config):
     errors = [job.communicate()[1] for job in jobs]
     if any(job.returncode for job in jobs):
         sys.exit("".join(errors))
-    return figures(metrics)
+    return step_of(metrics, ignored=1)
 
 
 if __name__ == "__main__":

@@ -307,6 +307,12 @@ pub(super) fn rotary_pairs(name: &str) -> Option<RotaryPairs> {
     ARCHITECTURES.iter().find(|known| known.name == name).map(|known| known.pairs)
 }
 
+/// Returns the number of blocks of the largest Gemma of the architecture `name`, or `None` for other architectures.
+pub(super) fn largest_gemma(name: &str) -> Option<usize> {
+    let known = ARCHITECTURES.iter().find(|known| known.name == name)?;
+    if let ScaleRule::Gemma { largest, .. } = known.scales { Some(largest) } else { None }
+}
+
 impl GgufArchitecture {
     /// Returns the architecture for models with the `model_type` of transformers, or why there is none.
     pub fn of_type(model_type: &str) -> Result<Self, String> {

@@ -2,8 +2,9 @@
 //! llama.cpp's converter.
 
 use super::architecture_keys::ArchitectureKeys;
-use super::architectures::GPT_OSS;
+use super::architectures::{GPT_OSS, largest_gemma};
 use super::mixture_keys::{config_json as mixture_json, mixture_in_file};
+use super::model_keys::usual_attention_factor;
 use super::weights::GgufFile;
 use crate::error::Result;
 use serde_json::{Value as Json, json};
@@ -70,11 +71,7 @@ impl GgufFile {
         let sliding = keys.size("attention.sliding_window")?;
         // The metadata does not contain `query_pre_attn_scalar`, which differs in the largest Gemmas. llama.cpp
         // recognizes them by their number of blocks.
-        let largest = match architecture {
-            "gemma2" => 46,
-            _ => 62,
-        };
-        let scalar = if blocks == largest { hidden / heads } else { head };
+        let scalar = if largest_gemma(architecture) == Some(blocks) { hidden / heads } else { head };
         let more = match architecture {
             "llama" => json!({"hidden_act": "silu", "attention_bias": has("blk.0.attn_q.bias")}),
             "qwen2" | "qwen2moe" | "qwen3" | "qwen3moe" => json!({"hidden_act": "silu", "use_sliding_window": false}),
@@ -150,13 +147,13 @@ impl ArchitectureKeys<'_> {
             Some("yarn") => {
                 let factor = self.need_number("rope.scaling.factor")?;
                 let original = self.need_number("rope.scaling.original_context_length")?;
-                // llama.cpp multiplies the factor that follows from YaRN's paper by this value.
+                // llama.cpp multiplies the usual factor by this value.
                 let more = self.number("rope.scaling.attn_factor")?.unwrap_or(1.0);
                 Ok(json!({
                     "rope_type": "yarn",
                     "factor": factor,
                     "original_max_position_embeddings": original as u64,
-                    "attention_factor": more * (1.0 + 0.1 * factor.max(1.0).ln()),
+                    "attention_factor": more * usual_attention_factor(factor),
                     "beta_fast": self.number("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                     "beta_slow": self.number("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
                     // The metadata has no key for this. All published models of gpt-oss have this value in their

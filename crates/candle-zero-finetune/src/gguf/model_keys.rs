@@ -5,6 +5,11 @@ use super::mixture_keys::metadata as mixture_metadata;
 use super::writer::GgufValue;
 use candle_zero::models::{DecoderConfig, NormKind, NormPlacement, RotaryConfig, RotaryScaling, YarnScaling};
 
+/// Returns the attention factor that follows from YaRN's paper.
+pub(super) fn usual_attention_factor(factor: f64) -> f64 {
+    1.0 + 0.1 * factor.max(1.0).ln()
+}
+
 impl GgufArchitecture {
     /// Returns the keys that describe a model of this architecture.
     pub fn keys(&self, config: &DecoderConfig) -> Vec<(String, GgufValue)> {
@@ -97,8 +102,8 @@ impl GgufArchitecture {
             RotaryScaling::None if self.scales == ScaleRule::Logits => keys.push(kind("none")),
             RotaryScaling::Linear { factor } => keys.extend([kind("linear"), ("rope.scaling.factor", number(*factor))]),
             RotaryScaling::Yarn(YarnScaling { frequencies, attention_factor }) => {
-                // llama.cpp multiplies the factor that follows from YaRN's paper by this one.
-                let usual = 1.0 + 0.1 * frequencies.factor.max(1.0).ln();
+                // llama.cpp multiplies the usual factor by the one in the file.
+                let usual = usual_attention_factor(frequencies.factor);
                 let original = frequencies.original_max_position_embeddings;
                 keys.extend([
                     kind("yarn"),

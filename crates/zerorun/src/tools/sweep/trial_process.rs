@@ -29,14 +29,15 @@ pub(super) enum TrialStart {
 impl TrialProcess {
     /// Returns how the process has ended, or `None` if it is still running.
     pub(super) fn end(&mut self, results: &TrialResults, job: &SweepJob) -> Result<Option<ProcessEnd>> {
-        let Self::Here(child) = self else {
-            let Self::There(remote) = self else { return Ok(None) };
-            return remote.end();
-        };
-        let status = child
-            .try_wait()
-            .map_err(|source| Error::from(LaunchError::Setup { what: "waiting for a trial", source }))?;
-        status.map(|status| results.end(job, status).map(ProcessEnd::Job)).transpose()
+        match self {
+            Self::Here(child) => {
+                let status = child
+                    .try_wait()
+                    .map_err(|source| Error::from(LaunchError::Setup { what: "waiting for a trial", source }))?;
+                status.map(|status| results.end(job, status).map(ProcessEnd::Job)).transpose()
+            }
+            Self::There(remote) => remote.end(),
+        }
     }
 
     /// Returns whether the process has ended.
