@@ -73,10 +73,17 @@ pub fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
     Ok(Some((path, manifest)))
 }
 
-/// Returns whether the folder `dir` contains a checkpoint that a run may resume from.
+/// Returns whether the folder `dir` contains a checkpoint that a run may resume from: in the folder itself, or in that of
+/// an island.
 #[doc(hidden)]
 pub fn has_checkpoints(dir: &Path) -> bool {
-    folder::latest(dir).is_ok_and(|latest| latest.is_some())
+    let has_latest = |dir: &Path| folder::latest(dir).is_ok_and(|latest| latest.is_some());
+    let islands = std::fs::read_dir(dir).into_iter().flatten().flatten().filter(|entry| {
+        let name = entry.file_name();
+        let number = name.to_str().and_then(|name| name.strip_prefix("island_"));
+        number.is_some_and(|number| number.parse::<usize>().is_ok())
+    });
+    has_latest(dir) || islands.into_iter().any(|entry| has_latest(&entry.path()))
 }
 
 impl CheckpointListing {

@@ -172,6 +172,17 @@ fn server(walk: &mut ConfigWalk<'_>, islands: Option<usize>) -> (Option<String>,
     (Some(address), min_islands)
 }
 
+/// Returns the number of slots for islands in an unresolved configuration if its islands meet at a server. Values of the
+/// wrong type are reported when the configuration is resolved.
+#[doc(hidden)]
+pub fn island_slots(config: &Value) -> Option<usize> {
+    let section = config.get(SECTION)?.as_object()?;
+    let own = section.get("server").is_some_and(Value::is_string);
+    let has_server = own || std::env::var(ISLAND_SERVER).is_ok_and(|address| !address.is_empty());
+    let slots = section.get("islands").filter(|_| has_server)?.as_u64()?;
+    usize::try_from(slots).ok().filter(|slots| *slots > 0)
+}
+
 /// Returns whether a text has the form `HOST:PORT`.
 pub fn is_address(text: &str) -> bool {
     let parts = text.rsplit_once(':').filter(|(host, _)| !host.is_empty() && !host.contains(char::is_whitespace));

@@ -34,9 +34,9 @@ mod walk;
 pub use crate::notice::LogLevel;
 pub use error::{ConfigProblem, ConfigRule, TextPosition};
 pub(crate) use local_steps::ISLAND_SERVER;
-#[doc(hidden)]
-pub use local_steps::is_address;
 pub use local_steps::{IslandWire, LocalStepsConfig};
+#[doc(hidden)]
+pub use local_steps::{is_address, island_slots};
 pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring, RunRecordConfig, WandbConfig};
 pub use note::ConfigNote;
 pub use pipeline::PipelineConfig;

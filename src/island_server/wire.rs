@@ -1,6 +1,6 @@
 //! Changes on the wire, and their mean.
 
-use crate::config::IslandWire;
+use crate::config::{IslandWire, LocalStepsConfig};
 use crate::precision::{Flat, FlatMut, FlatRef, IntFormat};
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
@@ -27,6 +27,14 @@ impl From<IslandWire> for ChangeFormat {
             IslandWire::Int8 => Self::Int8,
             IslandWire::Int4 => Self::Int4,
         }
+    }
+}
+
+impl LocalStepsConfig {
+    /// Returns the number of bytes in which `wire_dtype` represents the change in `elements` weights, or `None` if no memory
+    /// could hold that many.
+    pub fn change_bytes(&self, elements: u64) -> Option<u64> {
+        ChangeFormat::from(self.wire).encoded_len(elements)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Counts the activation bytes that a decoder keeps for the backward pass, from its configuration.
 
 use super::{BlockMlp, DecoderConfig, QueryKeyNorms};
+use crate::nn::MAX_LOGITS_BYTES;
 
 /// A forward and a backward pass of a decoder, for which the activations are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,9 +16,6 @@ pub struct ActivationPass {
     pub trains_base: bool,
 }
 
-/// The approximate maximum number of bytes of logits that exist at a time, doubled to include the operands of their
-/// products.
-const MAX_LOGITS_BYTES: usize = 2 * (26 << 20);
 /// The minimum number of rows of logits.
 const MIN_LOGITS_ROWS: usize = 64;
 
@@ -48,6 +46,7 @@ impl DecoderConfig {
         let inner = self.mixture.as_ref().filter(|_| has_sparse).map_or(0, |mixture| mixture.intermediate(width));
         let passing = of_tokens((2 * dense.max(inner) + 3 * width) * element);
         let output = if trains_base { self.vocab.saturating_mul(width).saturating_mul(4 + element) } else { 0 };
+        // A few logits are counted twice, because the operands of their products are then of a similar size.
         let logits = MAX_LOGITS_BYTES
             .min(2 * of_tokens(self.vocab * element))
             .max(MIN_LOGITS_ROWS.min(tokens) * self.vocab * element);

@@ -92,7 +92,7 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOption
 const NAME: &str = "cross_entropy";
 
 /// The approximate maximum number of bytes of logits that exist at a time.
-const CHUNK: usize = 52 << 20;
+pub(crate) const MAX_LOGITS_BYTES: usize = 52 << 20;
 
 /// Computes [`cross_entropy`] for the logits h w of hidden states `h` `[.., width]`. The logits are never in memory all
 /// at once: they are computed, and turned into gradients, for a block of rows at a time. `weight` is `[classes, width]`
@@ -283,7 +283,7 @@ impl LossHead {
             dweight.fill(0.0);
             return (losses, (dh, dweight));
         }
-        let rows = CHUNK / size_of::<E>() / classes.max(1);
+        let rows = MAX_LOGITS_BYTES / size_of::<E>() / classes.max(1);
         let step = (rows / 64 * 64).max(64).min(targets.len());
         let mut logits = buffer::<E>(step * classes);
         for start in (0..targets.len()).step_by(step) {

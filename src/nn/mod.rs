@@ -84,6 +84,7 @@ pub use clamp::clamped;
 pub use columns::columns;
 pub(crate) use columns::joined_columns;
 pub use convolution::{Conv1d, ConvTranspose1d, conv_transpose1d, conv_transpose1d_no_bias, conv1d, conv1d_no_bias};
+pub(crate) use cross_entropy::MAX_LOGITS_BYTES;
 pub use cross_entropy::{
     LossOptions, cross_entropy, cross_entropy_with, linear_cross_entropy, linear_cross_entropy_with,
     linear_log_probabilities,

@@ -33,6 +33,7 @@ mod hub;
 #[cfg(feature = "hub")]
 mod hub_server;
 mod identity;
+mod islands;
 mod logits;
 mod lora;
 mod merge_tool;

@@ -70,8 +70,8 @@ pub use run::fine_tune::FineTune;
 pub use run::memory_fit::{MemoryDemand, MemoryFit, memory_of_rank};
 pub use run::objective::Validation;
 pub use run::options::{
-    CheckpointOptions, LrDecay, ModelPrecision, Objective, Options, PipelineStages, TrainingLength, TuningMethod,
-    ValidationData, WarmupLength,
+    CheckpointOptions, LocalStepsOptions, LrDecay, ModelPrecision, Objective, Options, PipelineStages, TrainingLength,
+    TuningMethod, ValidationData, WarmupLength,
 };
 pub use run::prepare::PreparedRun;
 pub use run::step_report::{StepReport, StopReason};

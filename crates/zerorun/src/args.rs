@@ -1,6 +1,7 @@
 //! Parses the command line. Everything after the script's name belongs to the script.
 
 use super::host_flags::HostFlags;
+use super::island_flags::IslandFlags;
 use super::launcher_variables::{LauncherVariables, of_process};
 use super::ranks_per_host;
 use crate::error::Result;
@@ -9,7 +10,6 @@ use crate::launch::comm_backend::CommBackend;
 use crate::launch::console::CommandLineError;
 use crate::launch::core_binding::CoreBinding;
 use crate::launch::hosts::core_list::CoreList;
-use crate::launch::ranks::IslandPlace;
 use crate::launch::run_flags::RunFlags;
 use crate::tools;
 use clap::error::ErrorKind;
@@ -104,15 +104,8 @@ struct ZerorunArguments {
     #[command(flatten)]
     run: RunFlags,
 
-    /// Take part in a run with local steps as one island, through the island server at this address (zerorun
-    /// island-server); replaces local_steps.server
-    #[arg(long = "island_server", alias = "island-server", value_name = "HOST:PORT", value_parser = server_address)]
-    island_server: Option<String>,
-
-    /// With an island server: the slot to request, from 0 [default: after a restart, the previous slot; otherwise, the
-    /// lowest free one]
-    #[arg(long = "island_slot", alias = "island-slot", value_name = "N")]
-    island_slot: Option<u16>,
+    #[command(flatten)]
+    islands: IslandFlags,
 
     /// Maximum number of job restarts, in total, after a rank failure [also: $PET_MAX_RESTARTS]
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
@@ -218,7 +211,7 @@ fn read_beside(
         master_port: typed.master_port,
         prometheus: typed.prometheus,
         run: typed.run,
-        island: IslandPlace { server: typed.island_server, slot: typed.island_slot },
+        island: typed.islands.place(),
         max_restarts: typed.max_restarts,
         min_ranks: usize::from(typed.min_ranks.unwrap_or(typed.ranks)),
         timeline: typed.timeline,
@@ -245,10 +238,8 @@ fn wrong_launcher(typed: &ZerorunArguments) -> Option<String> {
         ("--bind_cores_to_rank", typed.bind_cores_to_rank),
         ("--prometheus", typed.prometheus.is_some()),
         ("--dashboard", typed.run.dashboard.is_some()),
-        ("--island_server", typed.island_server.is_some()),
-        ("--island_slot", typed.island_slot.is_some()),
     ];
-    typed.hosts.wrong_launcher(&own)
+    typed.hosts.wrong_launcher(&[own.as_slice(), &typed.islands.given()].concat())
 }
 
 /// Returns the conflict of `--min_ranks` with the other options, if any.
@@ -269,16 +260,6 @@ fn wrong_min_ranks(typed: &ZerorunArguments) -> Option<String> {
     (fewest > ranks).then(|| {
         format!("--min_ranks {fewest} is above --num_ranks {ranks}; give at most {ranks}, or a larger --num_ranks")
     })
-}
-
-/// Checks the address of an island server.
-fn server_address(text: &str) -> std::result::Result<String, String> {
-    match candle_zero::config::is_address(text) {
-        true => Ok(text.to_owned()),
-        false => {
-            Err("give a name or an address, a colon and a port from 1 to 65535, for example host0:29600".to_string())
-        }
-    }
 }
 
 /// Parses a duration such as `500ms`, `90s`, `10m`, `2h` or `90`.

@@ -9,6 +9,7 @@ mod completions;
 mod dashboard;
 mod error;
 mod host_flags;
+mod island_flags;
 mod launch;
 mod launcher_variables;
 mod man;

@@ -13,6 +13,7 @@ use crate::peft::qlora::{PACKING, quantized_except};
 use candle_zero::comm::Communicator;
 use candle_zero::comm::agree::ranks_per_host;
 use candle_zero::comm::stats::network_bench::rate_between_hosts;
+use candle_zero::config::island_slots;
 use candle_zero::estimate::Shapes;
 use candle_zero::models::{ActivationPass, Decoder, DecoderClassifier, DecoderConfig};
 use candle_zero::util::fnv1a;
@@ -136,7 +137,8 @@ pub(super) fn placed(
     // Each output has a separate folder, because an offload folder serves only one job at a time.
     let out = std::path::absolute(&options.out).unwrap_or_else(|_| options.out.clone());
     let folder = own_cache()?.join(format!("offload/{:016x}", fnv1a(out.as_os_str().as_encoded_bytes())));
-    let may_divide = options.objective == Objective::Generate && options.pipeline.is_none();
+    let local_steps = config.get("local_steps").filter(|section| !section.is_null());
+    let may_divide = options.objective == Objective::Generate && options.pipeline.is_none() && local_steps.is_none();
     let divisions = if may_divide { divisions(sizes.blocks.len(), world, network.hosts) } else { Vec::new() };
     let demand = MemoryDemand {
         shapes: &shapes,
@@ -144,6 +146,7 @@ pub(super) fn placed(
         recompute,
         ranks: world,
         ranks_per_host: ranks.per_host,
+        islands: islands_of_job(&config, network.hosts),
         network: ranks.network,
         pipeline: (!divisions.is_empty()).then(|| pipeline.bytes_between_hosts(network.hosts)),
         activations: &activations,
@@ -151,6 +154,16 @@ pub(super) fn placed(
         folder: &folder,
     };
     chosen(&demand, &pipeline, &divisions)
+}
+
+/// Returns the number of islands that the ranks of this job form. If the islands meet at a server, the job is one island.
+fn islands_of_job(config: &Value, hosts: usize) -> usize {
+    match config.get("local_steps").and_then(Value::as_object) {
+        Some(section) if island_slots(config).is_none() => {
+            section.get("islands").and_then(Value::as_u64).map_or(hosts, |islands| islands.max(1) as usize)
+        }
+        _ => 1,
+    }
 }
 
 /// Returns the numbers of ranks along a pipeline with which every host holds a part of a model with `blocks` blocks,
@@ -225,6 +238,7 @@ mod tests {
             recompute,
             ranks: world,
             ranks_per_host: 2,
+            islands: 1,
             network: Some(117e6),
             pipeline: Some(pipeline.bytes_between_hosts(2)),
             activations: &activations,

@@ -1,14 +1,56 @@
 //! Builds the engine's configuration for a run: the user's file, if there is one, completed from the options.
 
-use super::options::{ModelPrecision, Options, misused};
+use super::options::{LocalStepsOptions, ModelPrecision, Options, misused};
 use crate::error::Result;
-use candle_zero::config::{Config, RunValues, read_value};
+use candle_zero::config::{Config, RunValues, island_slots, read_value};
 use candle_zero::util::counted;
 use serde_json::{Map, Value, json};
 
-/// Returns the file's configuration, or an empty one.
+/// Returns the file's configuration, or an empty one, with the options' settings of local steps.
+///
+/// # Errors
+/// A file that cannot be read; settings of local steps that contradict it.
 pub(super) fn read(options: &Options) -> Result<Value> {
-    options.ds_config.as_deref().map_or(Ok(json!({})), read_value)
+    let mut config = options.ds_config.as_deref().map_or(Ok(json!({})), read_value)?;
+    set_local_steps(&mut config, &options.local_steps)?;
+    Ok(config)
+}
+
+/// Completes the section `local_steps`. A section of the wrong type is reported when the configuration is resolved.
+fn set_local_steps(config: &mut Value, given: &LocalStepsOptions) -> Result<()> {
+    let section = config.get("local_steps").unwrap_or(&Value::Null);
+    if *given == LocalStepsOptions::default() || !config.is_object() || !(section.is_null() || section.is_object()) {
+        return Ok(());
+    }
+    let numbers = [
+        ("--local_steps", "steps", given.steps),
+        ("--islands", "islands", given.islands.map(|islands| islands as u64)),
+    ];
+    for (flag, key, number) in numbers {
+        if let (Some(number), Some(found)) = (number, explicit_value(section.get(key)))
+            && found.as_u64() != Some(number)
+        {
+            return Err(conflict(flag, number, &format!("local_steps.{key}"), found));
+        }
+    }
+    if section.is_null() {
+        config["local_steps"] = json!({});
+    }
+    for (_, key, number) in numbers {
+        if let Some(number) = number {
+            config["local_steps"][key] = json!(number);
+        }
+    }
+    if let Some(server) = &given.server {
+        config["local_steps"]["server"] = json!(server);
+    }
+    Ok(())
+}
+
+/// Returns the number of ranks that share the rows of a step if this job has `ranks` ranks: if islands meet at a server,
+/// those of all slots.
+pub(super) fn ranks_of_all_islands(config: &Value, ranks: usize) -> usize {
+    ranks.saturating_mul(island_slots(config).unwrap_or(1))
 }
 
 /// The parts into which the ranks divide the rows of a micro step: ranks, or pipelines of several ranks.

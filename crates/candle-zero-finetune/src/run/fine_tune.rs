@@ -52,6 +52,17 @@ struct RunState {
     loss: Option<f64>,
 }
 
+/// How a run began.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum RunStart {
+    /// With the base model.
+    New,
+    /// From a checkpoint.
+    Resumed(PathBuf),
+    /// As an island, with the state of islands that were already training.
+    Joined,
+}
+
 /// A fine-tuning run.
 pub struct FineTune {
     prepared: PreparedRun,
@@ -70,7 +81,7 @@ pub struct FineTune {
     settings: Value,
     state: RunState,
     ended: Option<StopReason>,
-    resumed: Option<PathBuf>,
+    start: RunStart,
     skipped_before: u64,
     first_step: u64,
     chosen: Option<String>,
@@ -103,7 +114,7 @@ impl FineTune {
         let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
         let identity = identity.transpose().inspect_err(abort)?;
         let settings = json!(plan.settings(&prepared));
-        let RunPlan { config, rates, pipeline, training, validation, total, shorter, chosen } = plan;
+        let RunPlan { config, rates, pipeline, training, validation, validation_parts, total, shorter, chosen } = plan;
         prepared.options.outputs_with(&config).check().inspect_err(|error| comm.abort(&error.to_string()))?;
         let claims = match comm.rank() == 0 && !prepared.is_claimed {
             true => {
@@ -118,7 +129,8 @@ impl FineTune {
         let how = TrainingEngineOptions { config, rates, in_pipeline: pipeline.is_some(), record };
         let mut engine = TrainingEngine::build(&prepared, how, comm.clone())?;
         let ((part, _), parameters) = (engine.data_position(), engine.parameter_counts()?);
-        let (training, validation) = (training.of_rank(part), validation.map(|batches| batches.of_rank(part)));
+        let training = training.of_rank(part);
+        let validation = validation.map(|batches| batches.of_rank(part % validation_parts));
         let mut run = Self {
             prepared,
             engine,
@@ -133,7 +145,7 @@ impl FineTune {
             settings,
             state: RunState::default(),
             ended: None,
-            resumed: None,
+            start: RunStart::New,
             skipped_before: 0,
             first_step: 0,
             chosen,
@@ -148,10 +160,21 @@ impl FineTune {
         Ok(run)
     }
 
-    /// Resumes from the newest checkpoint, if requested and if one exists.
+    /// Continues with the state of the other islands, if this island has joined them, or else from the newest
+    /// checkpoint, if requested and if one exists.
     fn resume(&mut self) -> Result<()> {
-        let Some(saving) = self.prepared.options.saving.clone() else { return Ok(()) };
-        self.engine.check_save_dir(&saving.dir)?;
+        let saving = self.prepared.options.saving.clone();
+        if let Some(saving) = &saving {
+            self.engine.check_save_dir(&saving.dir)?;
+        }
+        if self.engine.global_steps() > 0 {
+            // Loads no weights, but returns what the other islands had saved.
+            let kept = saving.map(|saving| self.engine.load_checkpoint(&saving.dir)).transpose()?.flatten();
+            let state = kept.map(|kept| kept.client_state["finetune"].clone()).unwrap_or_default();
+            self.begin(RunStart::Joined, state);
+            return Ok(());
+        }
+        let Some(saving) = saving else { return Ok(()) };
         if !saving.resume {
             return Ok(());
         }
@@ -167,18 +190,26 @@ impl FineTune {
             let saved = SavedRun::of(loaded.path.clone(), self.engine.global_steps(), &loaded.client_state);
             self.check_saved(Some(&saved))?;
         }
-        self.state = serde_json::from_value(loaded.client_state["finetune"].clone()).unwrap_or_default();
-        (self.first_step, self.skipped_before) = (self.engine.global_steps(), self.engine.skipped_steps());
         // A run that was killed after its last save may have left more checkpoints than are kept.
         if let (0, Some(keep), Some(tag)) = (self.comm.rank(), saving.keep, loaded.path.file_name()) {
-            checkpoint::keep_newest(&saving.dir, keep, &tag.to_string_lossy());
+            // An island has a separate folder.
+            let dir = if loaded.path.is_dir() { loaded.path.parent() } else { None };
+            checkpoint::keep_newest(dir.unwrap_or(&saving.dir), keep, &tag.to_string_lossy());
         }
-        self.resumed = Some(loaded.path);
+        let state = loaded.client_state["finetune"].clone();
+        self.begin(RunStart::Resumed(loaded.path), state);
+        Ok(())
+    }
+
+    /// Begins at the engine's step. `state` is this run's state in a checkpoint's client state.
+    fn begin(&mut self, start: RunStart, state: Value) {
+        self.state = serde_json::from_value(state).unwrap_or_default();
+        (self.first_step, self.skipped_before) = (self.engine.global_steps(), self.engine.skipped_steps());
+        self.start = start;
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
         if self.state.stale >= patience {
             self.ended = Some(StopReason::NoImprovement);
         }
-        Ok(())
     }
 
     /// Checks, on rank 0, that this run may continue from a checkpoint.
@@ -194,7 +225,7 @@ impl FineTune {
     /// Refuses, before the first step, result folders with files that this run may not replace. It may replace its own
     /// files only if it continues from a checkpoint.
     fn check_result(&mut self) -> Result<()> {
-        if self.resumed.is_none() {
+        if self.start == RunStart::New {
             let saving = self.prepared.options.saving.as_ref();
             self.written = OutputDigests::empty(saving.map(|saving| saving.dir.as_path()));
         }
@@ -265,7 +296,15 @@ impl FineTune {
 
     /// Returns the checkpoint that the run resumed from.
     pub fn resumed(&self) -> Option<&Path> {
-        self.resumed.as_deref()
+        match &self.start {
+            RunStart::Resumed(checkpoint) => Some(checkpoint),
+            RunStart::New | RunStart::Joined => None,
+        }
+    }
+
+    /// Returns the step at which this run, as an island, has joined others that were already training.
+    pub fn joined(&self) -> Option<u64> {
+        (self.start == RunStart::Joined).then_some(self.first_step)
     }
 
     /// Returns why the run has ended, once [`step`](Self::step) returns `None`.

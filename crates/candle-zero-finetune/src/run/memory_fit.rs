@@ -7,9 +7,9 @@
 
 use crate::error::{FinetuneError, Result};
 use candle_zero::comm::CollectiveKind;
-use candle_zero::config::Config;
+use candle_zero::config::{Config, LocalStepsConfig};
 use candle_zero::estimate::{Estimate, EstimateOptions, Shapes};
-use candle_zero::util::binary;
+use candle_zero::util::{binary, counted};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -27,6 +27,9 @@ pub struct MemoryDemand<'a> {
     pub ranks: usize,
     /// The number of ranks on each host.
     pub ranks_per_host: usize,
+    /// The number of islands that these ranks form; 1 if they exchange gradients in every step, or if they form one of
+    /// several islands that meet at a server.
+    pub islands: usize,
     /// The bytes per second that a host receives from the others, if this rate is known.
     pub network: Option<f64>,
     /// The bytes that a host would receive in a step if the hosts were connected as a pipeline, if that is possible.
@@ -87,7 +90,7 @@ impl MemoryDemand<'_> {
         // Gathers between hosts take the longest, so all candidates that keep the shards within each host, even those
         // with states in files, are tried before any that shards over all hosts.
         let over_all = |candidate: &PlacementCandidate| PlacementCandidate { shards: ShardRanks::All, ..*candidate };
-        let over_all: Vec<_> = match self.ranks_per_host < self.ranks {
+        let over_all: Vec<_> = match self.ranks_per_host < self.island_ranks() {
             true => candidates.iter().filter(|candidate| candidate.place.stage() == 3).map(over_all).collect(),
             false => Vec::new(),
         };
@@ -110,8 +113,9 @@ impl MemoryDemand<'_> {
 
     /// Returns the possible numbers of rows in a micro batch, largest first.
     fn micro_batches(&self) -> Result<Vec<usize>> {
-        let batch = self.load(&json!({"stage": 0}), None, false)?.batch;
-        let rows = batch.train_batch_size / self.ranks;
+        let config = self.load(&json!({"stage": 0}), None, false)?;
+        let batch = config.batch;
+        let rows = batch.train_batch_size / config.world_size;
         let is_given = self.config.get(MICRO_BATCH).is_some();
         let is_one = |size: &usize| if is_given { *size == batch.train_micro_batch_size_per_gpu } else { true };
         let small = (1..=rows.isqrt()).filter(|size| rows.is_multiple_of(*size));
@@ -133,14 +137,14 @@ impl MemoryDemand<'_> {
             // Packed weights stay packed only at stage 3.
             _ if self.shapes.is_quantized() => place.stage() == 3,
             // A single rank has no other ranks to shard with.
-            StatePlacement::Memory(stage) => *stage == 0 || self.ranks > 1,
+            StatePlacement::Memory(stage) => *stage == 0 || self.island_ranks() > 1,
             // Gathering less at a time saves nothing on a single rank, whose shards are as large as the parameters.
-            StatePlacement::Sparing => self.ranks > 1,
+            StatePlacement::Sparing => self.island_ranks() > 1,
             StatePlacement::OptimizerInFiles | StatePlacement::AllInFiles => true,
         };
         let in_memory: Vec<StatePlacement> = in_memory.into_iter().filter(is_of_use).collect();
         let on_disk = [StatePlacement::OptimizerInFiles, StatePlacement::AllInFiles];
-        let shards = match self.ranks_per_host < self.ranks {
+        let shards = match self.ranks_per_host < self.island_ranks() {
             true => ShardRanks::OfHost(self.ranks_per_host),
             false => ShardRanks::All,
         };
@@ -150,6 +154,11 @@ impl MemoryDemand<'_> {
         all.extend(on_disk.iter().flat_map(|place| [with(false)(place), with(true)(place)]));
         all.retain(|candidate| self.recompute.is_none_or(|recompute| candidate.recompute == recompute));
         all
+    }
+
+    /// Returns the number of ranks among which states are sharded.
+    fn island_ranks(&self) -> usize {
+        self.ranks / self.islands.max(1)
     }
 
     /// Returns the configuration with a section for parameters and states.
@@ -177,8 +186,9 @@ impl MemoryDemand<'_> {
             zero["mics_shard_size"] = json!(ranks);
         }
         let config = self.load(&zero, Some(micro_batch), recompute)?;
-        let state = Estimate::with(self.shapes, &config, EstimateOptions { recompute, ..EstimateOptions::default() })?
-            .host_bytes();
+        let hosts = self.host_network().hosts;
+        let options = EstimateOptions { recompute, hosts, ..EstimateOptions::default() };
+        let state = Estimate::with(self.shapes, &config, options)?.host_bytes();
         Ok(MemoryFit {
             config: self.config(&zero, Some(micro_batch), recompute),
             stage: place.stage(),
@@ -202,10 +212,47 @@ impl MemoryDemand<'_> {
         if self.shapes.is_quantized() {
             choice.why += ". Packed weights stay packed only at stage 3";
         }
-        if self.ranks_per_host < self.ranks {
+        let config = self.load(&json!({"stage": 0}), Some(choice.micro_batch), choice.recompute)?;
+        if let Some(local_steps) = &config.local_steps {
+            choice.why += &self.between_islands(local_steps, &choice)?;
+        } else if self.ranks_per_host < self.ranks {
             choice.why += &self.between_hosts(&choice)?;
         }
         Ok(choice)
+    }
+
+    /// Returns a description of how much an island receives with this choice, and without local steps.
+    fn between_islands(&self, local_steps: &LocalStepsConfig, choice: &MemoryFit) -> Result<String> {
+        let (network, steps) = (self.host_network(), local_steps.steps);
+        let once = local_steps.change_bytes(self.shapes.num_trained() as u64).unwrap_or(u64::MAX) as f64;
+        let every = if steps == 1 { "step".to_owned() } else { format!("{steps} steps") };
+        if local_steps.server.is_some() {
+            // The server adds the changes, and returns their mean.
+            let bytes = (once / steps as f64) as u64;
+            return Ok(format!(
+                ". This island trains independently, and every {every} it exchanges the changes in its weights with the others \
+                 through the server; in a step, it receives {} on average",
+                network.moved(bytes)
+            ));
+        }
+        // The islands divide the sum of the changes among each other, and then gather it.
+        let others = 1.0 - 1.0 / self.islands as f64;
+        let bytes = (2.0 * others * once / steps as f64) as u64;
+        let mut text = format!(
+            ". The {} of {} train independently, and every {every} they exchange the changes in their weights; in a step, an \
+             island receives {} on average",
+            counted(self.islands, "island"),
+            counted(self.island_ranks(), "rank"),
+            network.moved(bytes)
+        );
+        if network.hosts > 1 {
+            let mut config = self.config.clone();
+            config.as_object_mut().map(|config| config.remove("local_steps"));
+            let plain = MemoryDemand { config: &config, islands: 1, ..*self };
+            let [gathers, sums] = plain.bytes_into_host(0, choice.micro_batch, choice.recompute)?;
+            text += &format!("; without local steps, a host would receive {}", network.moved(gathers + sums));
+        }
+        Ok(text)
     }
 
     /// Returns the bytes that a host receives in the gathers and in the sums of a step if all ranks form one group.
@@ -469,6 +516,7 @@ mod tests {
             recompute,
             ranks,
             ranks_per_host,
+            islands: 1,
             network,
             pipeline,
             activations,

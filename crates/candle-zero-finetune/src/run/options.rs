@@ -153,6 +153,20 @@ pub enum PipelineStages {
     Number(usize),
 }
 
+/// Settings of local steps, with which islands of ranks train independently and exchange the changes in their weights after
+/// many steps. Settings that are given complete the section `local_steps` of the DeepSpeed configuration.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct LocalStepsOptions {
+    /// The number of steps that an island takes between two exchanges. Default: 100 if one of the other settings is
+    /// given.
+    pub steps: Option<u64>,
+    /// The number of islands, or of slots for islands if they meet at a server. Default: one island per host.
+    pub islands: Option<usize>,
+    /// The address of an island server, `HOST:PORT`: this job is one of several islands. Default: the islands are parts
+    /// of this job.
+    pub server: Option<String>,
+}
+
 /// All options of a fine-tuning run. Options that are not set have suitable defaults.
 ///
 /// ```
@@ -187,6 +201,9 @@ pub struct Options {
     /// Default: the section `pipeline` of the DeepSpeed configuration; without a configuration, a pipeline is used on
     /// several hosts if the model does not fit into the memory of one host.
     pub pipeline: Option<PipelineStages>,
+    /// Local steps. Default: the section `local_steps` of the DeepSpeed configuration; without a configuration, all ranks
+    /// exchange their gradients in every step.
+    pub local_steps: LocalStepsOptions,
     /// The precision of the model. Default: f32.
     pub precision: ModelPrecision,
     /// The length of training. Default: three epochs, or up to fifteen with few samples.
@@ -264,6 +281,7 @@ impl Options {
             objective: Objective::Generate,
             ds_config: None,
             pipeline: None,
+            local_steps: LocalStepsOptions::default(),
             precision: ModelPrecision::F32,
             length: TrainingLength::Auto,
             lr: None,

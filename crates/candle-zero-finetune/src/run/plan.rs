@@ -31,6 +31,8 @@ pub(super) struct RunPlan {
     /// The batches of rank 0. [`Batches::of_rank`] returns those of the others.
     pub training: Batches,
     pub validation: Option<Batches>,
+    /// The number of parts into which the validation data is divided.
+    pub validation_parts: usize,
     /// The number of steps of the run.
     pub total: u64,
     /// The number of tokens in a row, if rows are made shorter so that an epoch has more steps.
@@ -51,16 +53,19 @@ impl RunPlan {
         let order = options.shuffle.then_some(options.seed).map_or(RowOrder::Sequential, RowOrder::Shuffled);
         let mut config = engine_config::read(options)?;
         let stages = requested_stages(options, &mut config, ranks.world)?;
-        let parts = DataParts { count: ranks.world / stages.unwrap_or(1), are_pipelines: stages.is_some() };
+        let all_ranks = engine_config::ranks_of_all_islands(&config, ranks.world);
+        let parts = DataParts { count: all_ranks / stages.unwrap_or(1), are_pipelines: stages.is_some() };
         let unit = parts.count.max(1).saturating_mul(options.micro_batch.max(1));
         let usual = prepared.packing();
         let pace = BatchSizing::new(&prepared.training, usual, order, unit, remembered);
         let (config, takes_pace) = engine_config::filled_in(config, options, parts, pace.rows, prepared.hidden_size())?;
         let Placed { config, pipeline, chosen } = placed(prepared, config, memory, (ranks, stages))?;
-        let parts = ranks.world / pipeline.map_or(1, |pipeline| pipeline.ranks);
+        let along = pipeline.map_or(1, |pipeline| pipeline.ranks);
+        let own_parts = ranks.world / along;
+        // The configuration itself counts the ranks of other islands.
         let resolve =
-            |warmup, steps| engine_config::resolve(&config, options, parts, prepared.hidden_size(), warmup, steps);
-        let shape = BatchShape::new(&resolve(1, 2)?.batch, parts, 0);
+            |warmup, steps| engine_config::resolve(&config, options, own_parts, prepared.hidden_size(), warmup, steps);
+        let shape = BatchShape::new(&resolve(1, 2)?.batch, all_ranks / along, 0);
         let (packing, pad) = (if takes_pace { pace.packing } else { usual }, prepared.pad());
         let data = prepared.training.clone();
         let training = match options.shuffle {
@@ -75,15 +80,15 @@ impl RunPlan {
         let rates =
             LearningRates::new(options.peak_lr(prepared.hidden_size()), options.warmup, total, options.scheduler);
         let config = resolve(rates.warmup(), total)?;
-        // A validation does not accumulate gradients.
-        let shape = BatchShape { accumulation: 1, ..shape };
+        // A validation does not accumulate gradients. An island that is a separate job validates on all of the data.
+        let shape = BatchShape { accumulation: 1, world: own_parts, ..shape };
         let validation = prepared.validation.clone();
         let validation = validation.map(|data| Batches::validation(data, usual, shape, pad));
         let shorter = match packing {
             SequencePacking::Packed { .. } if packing != usual => Some(training.longest_row()),
             _ => None,
         };
-        Ok(Self { config, rates, pipeline, training, validation, total, shorter, chosen })
+        Ok(Self { config, rates, pipeline, training, validation, validation_parts: own_parts, total, shorter, chosen })
     }
 
     /// Returns the identity of the run, for its checkpoints. Reads all weights of the base.
@@ -197,6 +202,22 @@ fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
     settings.insert("batch".into(), json!(plan.config.batch.train_batch_size));
     let delayed = plan.config.zero.offload_optimizer.as_ref().and_then(|offload| offload.delayed_update_after);
     settings.insert("delayed_update_after".into(), json!(delayed));
+    if let Some(local_steps) = &plan.config.local_steps {
+        let wire = format!("{:?}", local_steps.wire).to_lowercase();
+        for (name, value) in [
+            ("steps", json!(local_steps.steps)),
+            ("islands", json!(local_steps.islands)),
+            ("outer_lr", json!(local_steps.outer_lr)),
+            ("outer_momentum", json!(local_steps.outer_momentum)),
+            ("nesterov", json!(local_steps.nesterov)),
+            ("fragments", json!(local_steps.fragments)),
+            ("fragment_delay", json!(local_steps.fragment_delay)),
+            ("fragment_alpha", json!(local_steps.fragment_alpha)),
+            ("wire_dtype", json!(wire)),
+        ] {
+            settings.insert(format!("local_steps.{name}"), value);
+        }
+    }
     // A DeepSpeed scheduler specifies its steps in its own settings.
     if plan.config.scheduler.is_none() {
         let (shape, warmup) = (plan.rates.shape(), plan.rates.warmup());

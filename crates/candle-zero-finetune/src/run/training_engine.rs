@@ -85,6 +85,10 @@ impl TrainingEngine {
         let Options { method, seed, .. } = &prepared.options;
         let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
         builder = builder.initial_values(prepared.values.clone());
+        builder = builder.same_on_all_ranks("training data", prepared.training.content());
+        if let Some(validation) = &prepared.validation {
+            builder = builder.same_on_all_ranks("validation data", validation.content());
+        }
         if let Some(record) = record {
             builder = builder.run(record);
         }
@@ -128,6 +132,14 @@ impl TrainingEngine {
         match self {
             Self::Whole(engine) => (engine.rank(), engine.world_size()),
             Self::Pipeline(engine) => engine.data_position(),
+        }
+    }
+
+    /// Returns the number of this rank's island, counted from 0, and the number of islands, if the ranks take local steps.
+    pub fn island(&self) -> Option<(usize, usize)> {
+        match self {
+            Self::Whole(engine) => engine.island(),
+            Self::Pipeline(_) => None,
         }
     }
 

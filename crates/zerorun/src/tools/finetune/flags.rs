@@ -1,12 +1,13 @@
 //! The flags of `zerorun finetune`, and their conversion to options.
 
 use crate::error::Result;
+use crate::island_flags::{ISLANDS, IslandFlags};
 use crate::tools::resolve_model::{HELP, ResolvedModel};
 use crate::tools::sample_flags::SampleFlags;
 use candle_zero::nn::LoraConfig;
 use candle_zero_finetune::{
-    CheckpointOptions, LrDecay, ModelPrecision, Objective, Options, PipelineStages, Source, TrainingLength,
-    TuningMethod, ValidationData, WarmupLength,
+    CheckpointOptions, LocalStepsOptions, LrDecay, ModelPrecision, Objective, Options, PipelineStages, Source,
+    TrainingLength, TuningMethod, ValidationData, WarmupLength,
 };
 use clap::{Args, ValueEnum, value_parser};
 use std::num::NonZeroUsize;
@@ -70,6 +71,20 @@ pub(super) struct FinetuneFlags {
     /// a configuration, a pipeline only if there are several hosts and one host cannot hold the model]
     #[arg(long, value_name = "RANKS|auto")]
     pipeline: Option<PipelineStages>,
+
+    /// Local steps: islands of ranks train independently for this many steps, and then exchange the changes in their
+    /// weights [default: as in the configuration's section local_steps; 100 with --islands or --island_server]
+    #[arg(long = "local_steps", alias = "local-steps", value_name = "H", value_parser = value_parser!(u64).range(1..),
+          help_heading = ISLANDS)]
+    local_steps: Option<u64>,
+
+    /// With local steps: the number of islands, each with the same number of ranks; with --island_server, the number of
+    /// slots for islands [default: one island per host]
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..), help_heading = ISLANDS)]
+    islands: Option<u16>,
+
+    #[command(flatten)]
+    pub(super) island: IslandFlags,
 
     /// Number format of the model during training
     #[arg(long, value_enum, default_value_t)]
@@ -284,6 +299,11 @@ impl FinetuneFlags {
             },
             ds_config: self.ds_config.clone(),
             pipeline: self.pipeline,
+            local_steps: LocalStepsOptions {
+                steps: self.local_steps,
+                islands: self.islands.map(usize::from),
+                server: self.island.island_server.clone(),
+            },
             precision: match self.dtype {
                 FinetuneDtype::F32 => ModelPrecision::F32,
                 FinetuneDtype::Bf16 => ModelPrecision::Bf16,

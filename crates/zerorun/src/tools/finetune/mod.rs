@@ -103,6 +103,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
         .and_then(|matches| Ok((FinetuneArguments::from_arg_matches(&matches)?, matches)));
     let (mut arguments, matches) = matches.map_err(|error| CommandLineError(foreign_flags::explained(error)))?;
     let own = [("--max_restarts", arguments.max_restarts > 0), ("--dashboard", arguments.run.dashboard.is_some())];
+    let own = [own, arguments.flags.island.given()].concat();
     let hosts = &arguments.hosts;
     let wrong = hosts.wrong_launcher(&own).or_else(|| hosts.wrong_min_nodes(arguments.max_restarts));
     let wrong = wrong.or_else(|| arguments.run.wrong());
@@ -198,7 +199,7 @@ impl FinetuneArguments {
             master_port: self.master_port,
             prometheus: None,
             run: self.run.clone(),
-            island: ranks::IslandPlace::default(),
+            island: self.flags.island.place(),
             restart: 0,
             timeline: None,
             multi_host: None,

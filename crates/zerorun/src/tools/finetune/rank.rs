@@ -8,7 +8,7 @@ use candle_zero::monitor::{MetricsWriter, Progress};
 use candle_zero::offload::OffloadReport;
 use candle_zero::stop_signal::{asked_to_stop, is_planned_stop};
 use candle_zero::util::counted;
-use candle_zero_finetune::{FineTune, Options, PreparedRun, Rewards, Sampling, StepReport, StopReason};
+use candle_zero_finetune::{FineTune, Options, PreparedRun, Rewards, Sampling, StepReport, StopReason, TrainingEngine};
 use serde::Serialize;
 use std::path::Path;
 use std::process::ExitCode;
@@ -150,7 +150,10 @@ fn introduce(run: &FineTune) {
         let (pipelines, waiting) = (counted(engine.data_position().1, "pipeline"), 100.0 * run.waiting_share());
         format!(", in {pipelines} of {along} ranks, which wait for {waiting:.0} % of a step")
     });
-    print(format!("{trained} of {names} parameter tensors are trained, at stage {stage} on {ranks}{division}"));
+    let islands = islands(engine);
+    print(format!(
+        "{trained} of {names} parameter tensors are trained, at stage {stage} on {ranks}{division}{islands}"
+    ));
     if run.waiting_share() > 0.5 {
         eprint(&format!(
             "zerorun: warning: the ranks of the pipeline wait longer than they compute, because a step has only {} micro \
@@ -182,6 +185,22 @@ fn introduce(run: &FineTune) {
     if let Some(checkpoint) = resumed {
         print(format!("continues after step {at}: {}", checkpoint.display()));
     }
+    if let Some(at) = run.joined() {
+        print(format!("continues after step {at}, with the state of the other islands"));
+    }
+}
+
+/// Describes the islands of a run with local steps.
+fn islands(engine: &TrainingEngine) -> String {
+    let (Some((island, islands)), Some(local_steps)) = (engine.island(), &engine.config().local_steps) else {
+        return String::new();
+    };
+    let this = if local_steps.server.is_some() { format!(" (this is island {island})") } else { String::new() };
+    format!(
+        ", in {}{this}, which exchange the changes in their weights every {}",
+        counted(islands, "island"),
+        counted(local_steps.steps, "step")
+    )
 }
 
 /// Returns a warning with a remedy if a run is too short to learn much.
@@ -209,7 +228,8 @@ fn times(epochs: f64) -> String {
 }
 
 fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
-    if run.resumed().is_some() { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }
+    let continues = run.resumed().is_some() || run.joined().is_some();
+    if continues { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }
 }
 
 /// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message reports this
