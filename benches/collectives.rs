@@ -2,7 +2,7 @@
 //!
 //!     cargo bench --bench collectives
 //!
-//! Each time is measured from a common start until the slower rank is done. Bytes per second refer to the complete,
+//! A measurement lasts from a common start until the slower rank is done. Bytes per second refer to the complete,
 //! unsharded buffer. The yardstick, `copy`, is a plain copy through shared memory: both ranks simultaneously read a
 //! buffer of that size, which the other rank has written, from the pages of a memfd into their own memory. All of this
 //! memory has been touched beforehand. Copies and collectives alternate, so that both run with the machine in the same

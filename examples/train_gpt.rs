@@ -302,7 +302,7 @@ fn is_by_signal() -> bool {
     !matches!(asked_to_stop(), Ok(false))
 }
 
-/// How a run without errors ended.
+/// The outcome of a run without errors.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ended {
     Trained,

@@ -400,8 +400,8 @@ impl Images {
         Ok(images)
     }
 
-    /// Generates `count` images by a rule that depends only on `seed`, with as nearly as possible the same number of
-    /// images in each class. Mirroring an image does not change its class.
+    /// Generates `count` images by a rule that depends only on `seed`. The numbers of images in the classes differ by
+    /// at most one. Mirroring an image does not change its class.
     fn made(side: usize, count: usize, seed: u64) -> Self {
         let mut images = Self { side, pixels: Vec::with_capacity(count * 3 * side * side), classes: Vec::new() };
         for number in 0..count {

@@ -57,7 +57,7 @@ export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64 -cpu max -L /
 for manifest in Cargo.toml tests/kernels/Cargo.toml; do
     cargo fetch --locked --target "$triple" --manifest-path "$manifest" || skip 'the crates for aarch64 cannot be fetched'
 done
-# Tests whose cases take minutes on an emulated processor try a part of them.
+# Tests whose cases take minutes on an emulated processor try only some of these cases.
 export CANDLE_ZERO_TEST_EMULATED=1
 # Only some warnings are errors, because compilers newer than the project's have new warnings.
 RUSTFLAGS='-D unused' cargo check --locked --workspace --all-targets --target "$triple" || exit 1

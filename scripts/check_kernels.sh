@@ -4,9 +4,9 @@
 #
 #   scripts/check_kernels.sh [TOOLKIT]
 #
-# TOOLKIT is a folder created by scripts/fetch_cuda.sh, target/cuda-toolkit by default. That script is called if the folder does
-# not exist. The exit status is 1 if a file does not compile or produces a warning, or if a kernel spills registers to memory. It is
-# 77 if the compiler is not available; the last line gives the reason.
+# TOOLKIT is a folder created by scripts/fetch_cuda.sh, target/cuda-toolkit by default. If it does not contain nvcc, fetch_cuda.sh
+# is called to create it. The exit status is 1 if a file does not compile or produces a warning, or if a kernel spills registers to
+# memory. It is 77 if the compiler is not available; the last line gives the reason.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 toolkit=${1:-${CARGO_TARGET_DIR:-target}/cuda-toolkit}

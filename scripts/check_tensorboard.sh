@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Reads candle-zero's event files with TensorBoard's reader: every value must equal that in the metrics file of the same run.
-# One run ends normally. Another is killed while it trains, and everything that it had written must be readable too.
+# One run ends normally. Another is killed while it trains, and everything that it has written must be readable too.
 #
 #   scripts/check_tensorboard.sh VENV
 #

@@ -7,7 +7,7 @@
 
 The hosts are network namespaces on this machine, each with one rank and half of the cores, connected by the simulated cable of
 scripts/cable.c. The script must be run as root, on an otherwise idle machine, with MPICH in target/mpi. A step has 8 micro batches
-of 1,024 tokens in bf16. In a full fine-tuning, optimizer states are in files. The first step is not counted. Prints Markdown.
+of 1,024 tokens in bf16. In full fine-tuning, optimizer states are in files. The first step is not counted. Prints Markdown.
 """
 
 import argparse

@@ -8,7 +8,7 @@
 # The tests read files of this checkout, so it must have the same path on both machines. GPU_CHECKS selects checks, for example
 # GPU_CHECKS="tests bandwidth": tests, gpt2, figures, bandwidth, overlap.
 #
-# Exit code: 0 all checks passed, 1 a check failed, 2 this machine has no GPU or no CUDA toolkit.
+# Exit code: 0 if all checks passed, 1 if a check failed, 2 if this machine has no GPU or no CUDA toolkit.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 # Makes CUDA number GPUs in the same way as nvidia-smi.

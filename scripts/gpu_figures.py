@@ -9,7 +9,7 @@ tokens/s is the median of all steps except the first three. MFU is the number of
 name that nvidia-smi shows. PASS means that the losses are finite and decrease, and that all rows of a model have the same first losses.
 A configuration that does not fit in GPU memory is not a failure, unless none of the model's configurations fits, or it needs less GPU
 memory than one that fits. The GPUs are those of CUDA_VISIBLE_DEVICES, in the order of nvidia-smi.
-Exit code: 0 nothing failed, 1 something failed.
+Exit code: 0 if nothing failed, 1 if something failed.
 """
 
 import argparse

@@ -12,7 +12,7 @@ the backward pass is the time that the GPU spends on it or, without a GPU, that 
 PASS means that gradient transfers (reduce_scatter, all_reduce, and copies to the host) overlap with the backward pass for at least
 half of their time, and that all transfers that the configuration needs are present. All-gathers also overlap with the forward pass
 and have no verdict. With one GPU, there are no collectives.
-Exit code: 0 nothing failed, 1 something failed.
+Exit code: 0 if nothing failed, 1 if something failed.
 """
 
 import argparse

@@ -259,7 +259,7 @@ def document():
     """Lets rustdoc write the JSON of all packages in one command, whose dependencies have the features of the other builds."""
     command = ["cargo", "doc", "--release", "-q", "--no-deps", "--features", FEATURES]
     flags = "-Z unstable-options --output-format json --document-hidden-items --cap-lints allow"
-    # Only rustdoc gets RUSTC_BOOTSTRAP: cargo would check all dependencies again because of it.
+    # Only rustdoc gets RUSTC_BOOTSTRAP: otherwise, cargo would check all dependencies again.
     with tempfile.TemporaryDirectory() as folder:
         rustdoc = Path(folder) / "rustdoc"
         rustdoc.write_text('#!/bin/sh\nRUSTC_BOOTSTRAP=1 exec rustdoc "$@"\n')

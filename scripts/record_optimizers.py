@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Records the weights that reference implementations of optimizers reach, for tests/engine/recorded_optimizers.rs.
 
-Adafactor is transformers' own, Schedule-Free AdamW is facebookresearch's own (package schedulefree), and LARS, which PyTorch does
-not provide, is written here from its paper (arXiv 1708.03888, algorithm 1).
+Adafactor is that of transformers, Schedule-Free AdamW is that of facebookresearch (package schedulefree), and LARS, which PyTorch
+does not provide, is implemented here from its paper (arXiv 1708.03888, algorithm 1).
 
     python3 -m venv venv && venv/bin/pip install torch transformers schedulefree
     venv/bin/python scripts/record_optimizers.py > tests/fixtures/recorded_optimizers.json

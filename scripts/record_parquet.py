@@ -64,7 +64,7 @@ write("chats.lz4", CHATS, compression="lz4", use_dictionary=False, use_byte_stre
       column_encoding={"messages.list.element.role": "DELTA_BYTE_ARRAY",
                        "messages.list.element.content": "DELTA_LENGTH_BYTE_ARRAY"})
 write("chats.plain", CHATS, compression="none", use_compliant_nested_type=False, version="1.0")
-# Messages as JSON text, as in tables that only have text columns.
+# Messages as JSON text, as in tables that have only text columns.
 write("chats.text", [{**row, "messages": json.dumps(row["messages"], ensure_ascii=False)} for row in CHATS])
 
 # A file for each record format, with additional columns whose types and compressions are not supported.

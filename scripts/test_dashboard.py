@@ -3,11 +3,11 @@
 
     scripts/test_dashboard.py ZERORUN [--install] [--screenshots DIR]
 
-Starts a small fine-tuning job with two ranks and --dashboard, and `zerorun dash` on its folder of runs and on planted records. Checks
-that the page shows the curve of the running job growing, saves and stops on request, refuses to act without the token, compares two
-runs, shows a rank that was killed, works after the job has ended, runs nothing that names, log lines, samples or settings contain, and requests
-nothing from other hosts. Then it watches a sweep and the loads of a mixture's experts (dashboard_views.py). --screenshots writes pictures
-of the page with made-up runs into a folder.
+Starts a small fine-tuning job with two ranks and --dashboard, and `zerorun dash` on its folder of runs and on planted records.
+Checks that the page shows the curve of the running job growing, saves and stops on request, refuses to act without the token,
+compares two runs, shows a rank that was killed, works after the job has ended, runs nothing that names, log lines, samples or
+settings contain, and requests nothing from other hosts. Then it checks the views of a sweep and of the loads of a mixture's experts
+(dashboard_views.py). --screenshots writes pictures of the page with made-up runs into a folder.
 
 Needs Debian's packages chromium and chromium-driver, which --install installs if it runs as root; without them, the script prints
 the reason and exits with 77.

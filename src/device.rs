@@ -3,8 +3,7 @@
 use crate::error::Result;
 use candle_core::Device;
 
-/// Returns the CPU; with feature `cuda`, the GPU whose index is the local rank. If there are more ranks than GPUs,
-/// ranks share GPUs round-robin.
+/// Returns the GPU whose index is the local rank. If there are more ranks than GPUs, ranks share GPUs round-robin.
 ///
 /// # Errors
 /// No GPU is available, or a rank's environment cannot be parsed.
@@ -22,7 +21,7 @@ pub(crate) fn default() -> Result<Device> {
     Ok(Device::new_cuda(local_rank % gpus.max(1))?)
 }
 
-/// Returns the CPU; with feature `cuda`, the GPU whose index is the local rank.
+/// Returns the CPU.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn default() -> Result<Device> {
     Ok(Device::Cpu)

@@ -223,8 +223,8 @@ impl<M> Engine<M> {
     /// pass is then collective at every stage.
     ///
     /// This library's layers keep no activations. Candle's own operations on parameters keep activations until the end
-    /// of the enclosing unit, or outside units until the end of `run`; [`build_for_eval`](Self::build_for_eval) avoids
-    /// that too. [`nn::Dropout`](crate::nn::Dropout) drops nothing.
+    /// of the enclosing unit, or, outside units, until the end of `run`; [`build_for_eval`](Self::build_for_eval)
+    /// avoids that too. [`nn::Dropout`](crate::nn::Dropout) drops nothing.
     ///
     /// # Errors
     /// The error of `run`; a failed collective.
@@ -419,8 +419,8 @@ impl<M> Engine<M> {
         Ok(weights_changed)
     }
 
-    /// Reports on rank 0 that a step with loss scale `scale` was skipped: each of the first skipped steps, then
-    /// increasingly rarely.
+    /// Reports on rank 0 that a step with loss scale `scale` was skipped. Each of the first skipped steps is reported,
+    /// and later ones are reported increasingly rarely.
     fn report_overflow(&self, scale: f64) {
         const REPORTED_SKIPS: u64 = 10;
         let skipped = self.skipped_steps;
@@ -484,8 +484,8 @@ impl<M> Engine<M> {
     }
 
     /// Returns whether the job has completed the number of steps given by the environment variable
-    /// `CANDLE_ZERO_STOP_AT`, after which it is to pause. A program that ends for this reason, rather than because of
-    /// a signal, has not failed.
+    /// `CANDLE_ZERO_STOP_AT`, after which the job is to pause. A program that ends for this reason, rather than because
+    /// of a signal, has not failed.
     pub fn is_planned_stop(&self) -> bool {
         is_planned_stop(self.global_steps)
     }

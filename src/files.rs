@@ -51,7 +51,7 @@ pub fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
 }
 
 /// Replaces the file at `path` in one step: a reader sees either the old or the new content. Nothing is synced to disk,
-/// so a loss of power may lose both. Until the file is complete, its name begins with `prefix`.
+/// so both may be lost in a power failure. Until the file is complete, its name begins with `prefix`.
 pub fn replace_unsynced(path: &Path, prefix: &str, bytes: &[u8]) -> Result<()> {
     let mut file = new_beside(folder_of(path), prefix)?;
     file.write_all(bytes)?;
@@ -98,8 +98,8 @@ pub fn read_text(path: impl AsRef<Path>, most: u64) -> Result<String> {
     String::from_utf8(read(path, most)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
 
-/// Returns an error unless `path` does not exist, is an empty file, or is a file that begins with `begins`, which marks
-/// an earlier output of the same kind. `what` names this kind in the error.
+/// Checks that `path` does not exist, is an empty file, or is a file that begins with `begins`, which marks an earlier
+/// output of the same kind. `what` names this kind in the error.
 ///
 /// # Errors
 /// A file of another kind, or one that cannot be read.

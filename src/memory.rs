@@ -42,8 +42,8 @@ pub enum MemoryKind {
     /// Inputs that recomputing units keep in a file until the backward pass.
     Activations,
     /// The memory that a rank of a pipeline keeps for micro batches whose backward pass is not complete: the inputs and
-    /// outputs of its stages, and what the second part of a divided backward pass needs. Activations between the layers
-    /// of a stage are not counted.
+    /// outputs of its stages, and the values that the second part of a divided backward pass needs. Activations between
+    /// the layers of a stage are not counted.
     StageActivations,
     /// Activations and gradients on their way between the stages of a pipeline, and those that wait for their turn: a
     /// sent message until this rank knows that it has been sent, a received one until the stage has used it, and the
@@ -410,8 +410,8 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
         grown
     }
 
-    /// Returns the same buffer in a GPU's memory, or on the host. If it has to move, it exists in both for a short
-    /// time.
+    /// Returns the same buffer in a GPU's memory, or on the host. If the buffer must move, it exists in both for a
+    /// short time.
     ///
     /// # Errors
     /// The allocation or the copy fails.

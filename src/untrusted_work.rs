@@ -70,7 +70,7 @@ static SLOTS: Mutex<Vec<WatchedThreadRef>> = Mutex::new(vec![]);
 
 thread_local! {
     static SLOT: WatchedThreadRef = register();
-    /// The nesting depth of this thread's work.
+    /// 1 while this thread runs sandboxed work, however deeply nested; 0 otherwise.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -152,7 +152,7 @@ impl Drop for SandboxGuard {
 fn text_of(panic: Box<dyn Any + Send>) -> String {
     const MAX_SHOWN_CHARS: usize = 200;
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    // The text is truncated, because the message about a text that is not valid UTF-8 contains all its bytes.
+    // The text is truncated, because the message about invalid UTF-8 contains all the bytes.
     text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").chars().take(MAX_SHOWN_CHARS).collect()
 }
 
@@ -172,9 +172,9 @@ fn begin() {
     });
 }
 
-/// If limits are set for the memory or the threads of this process (`ulimit`), makes the process end with an error at
-/// any later panic that occurs because a thread or a stack cannot be created. The error names the cause: too little
-/// memory within these limits.
+/// Makes the process end with an error at any later panic that occurs because a thread or a stack cannot be created, if
+/// limits are set for the memory or the threads of this process (`ulimit`). The error names the cause: too little memory
+/// within these limits.
 pub fn explain_limits() {
     use rustix::process::Resource;
     let is_set = |resource| rustix::process::getrlimit(resource).current.is_some();

@@ -418,7 +418,7 @@ const CHAIN_ROWS: usize = 1024;
 /// The number of bytes in the result of one layer of the chain.
 const ACTIVATION: isize = (CHAIN_ROWS * CHAIN_WIDTH * 4) as isize;
 
-/// A hundred of candle-nn's layers, `per_unit` of them in each unit, or all outside units.
+/// One hundred candle-nn layers, with `per_unit` of them in each unit, or all of them outside units.
 struct Chain(Vec<Unit<Layers>>, Layers);
 
 struct Layers(Vec<Linear>);

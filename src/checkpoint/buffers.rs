@@ -32,7 +32,7 @@ pub struct SavedBuffer {
     pub bytes: Vec<u8>,
 }
 
-/// Returns the file's bytes for the current buffers; `None` if there are none.
+/// Returns the file's bytes for the current buffers; `None` if there are no buffers.
 pub(super) fn snapshot(buffers: &[ModelBuffer], dir: &Path) -> Result<Option<Vec<u8>>> {
     if buffers.is_empty() {
         return Ok(None);
@@ -44,7 +44,7 @@ pub(super) fn snapshot(buffers: &[ModelBuffer], dir: &Path) -> Result<Option<Vec
     file_of(&buffers.iter().map(now).collect::<Result<Vec<_>>>()?, dir)
 }
 
-/// Returns the file's bytes for the buffers in several files, some of which may be empty; `None` if there are none.
+/// Returns the file's bytes for the buffers in several files, some of which may be empty; `None` if there are no buffers.
 pub(super) fn joined(files: &[Vec<u8>], dir: &Path) -> Result<Option<Vec<u8>>> {
     let mut all = Vec::new();
     for bytes in files.iter().filter(|bytes| !bytes.is_empty()) {

@@ -211,7 +211,7 @@ impl Iterator for PartStream<'_> {
     }
 }
 
-/// Reads the bytes that this rank sends.
+/// The reader of the bytes that this rank sends.
 struct PartSender<'a> {
     located: &'a LocatedCheckpoint,
     open: Option<(usize, PartSource)>,
@@ -248,7 +248,7 @@ fn unreadable(path: &Path, why: &std::io::Error) -> Error {
     CheckpointError::Unusable { path: path.to_owned(), problem }.into()
 }
 
-/// Writes the bytes that this host needs.
+/// The writer of the bytes that this host needs.
 struct PartReceiver<'a> {
     folder: &'a Path,
     located: &'a LocatedCheckpoint,

@@ -40,7 +40,7 @@ pub(super) const VISIBILITY_PREFIX: &str = ".candle-zero-seen-";
 pub(super) const FETCHED_PREFIX: &str = ".candle-zero-fetched-";
 /// The prefix of a checkpoint that is being replaced, on a file system that cannot exchange names.
 const REPLACED_PREFIX: &str = ".candle-zero-replaced-";
-/// The file that names the process writing the folder, on a file system without locks.
+/// The file that names the process that writes to the folder, on a file system without locks.
 const OWNER_FILE: &str = ".candle-zero-owner";
 /// The maximum size of [`OWNER_FILE`] in bytes.
 const MAX_OWNER_BYTES: u64 = 256;
@@ -76,8 +76,8 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
     Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }
 
-/// Creates an empty folder for `tag`, which no other process clears as long as the returned file is open. Leftovers of
-/// unfinished saves are removed.
+/// Creates an empty folder for `tag`. No other process clears the folder as long as the returned file is open.
+/// Leftovers of unfinished saves are removed.
 pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
     let (path, from) = (dir.join(tag), saving(dir, tag));
     if path.symlink_metadata().is_ok() && !is_tag(&path) {

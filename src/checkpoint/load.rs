@@ -148,7 +148,8 @@ impl Checkpoint {
         &self.path
     }
 
-    /// Returns elements `range` of parameter `param` in state `state`, in f32. Both are indices in the manifest.
+    /// Returns elements `range` of parameter `param` in state `state`, in f32. `param` and `state` are
+    /// indices in the manifest.
     ///
     /// # Errors
     /// Fails with [`CheckpointError::Unusable`] if the bytes cannot be read or do not match their checksum.

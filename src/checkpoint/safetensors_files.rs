@@ -18,7 +18,7 @@ pub struct TensorEntry {
     pub bytes: u64,
 }
 
-/// Receives the bytes of a tensor, piece by piece.
+/// The receiver of the bytes of a tensor, piece by piece.
 pub(crate) type TensorSink<'a> = &'a mut dyn FnMut(&[u8]) -> Result<()>;
 
 /// Writes the tensors into `folder` and returns the names of their files. A file has at most `most` bytes of tensor

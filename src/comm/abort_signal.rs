@@ -5,7 +5,8 @@ use super::shm::region::SharedMemoryRegion;
 use crate::error::{CommError, without_backtrace};
 use std::sync::{Arc, OnceLock};
 
-/// Notifies the other ranks, once, that this rank gives up. It is shared by the training thread and the comm thread.
+/// The signal to the other ranks that this rank gives up, sent at most once. The training thread and the comm thread
+/// share it.
 pub(super) struct AbortSignal {
     region: Arc<SharedMemoryRegion>,
     rank: usize,

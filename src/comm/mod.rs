@@ -174,7 +174,7 @@ pub trait Communicator: Send + Sync {
     }
 
     /// Sums `input` (world size x n elements) over ranks; rank r receives elements `r * n .. (r + 1) * n`, in
-    /// the memory of `input` (whose capacity it keeps).
+    /// the memory of `input`, whose capacity is kept.
     fn reduce_scatter(&self, input: Flat, tag: u64) -> Pending<Flat> {
         self.reduce_scatter_as(WireFormat::Exact, input, tag)
     }

@@ -84,7 +84,7 @@ pub struct RankEnv {
     pub shm_fd: Option<RawFd>,
     /// Whether MPI connects the ranks: an MPI launcher (mpirun, mpiexec, srun) started them, or zerorun lets MPI do so.
     pub mpi: bool,
-    /// How long a rank waits for the others in a collective.
+    /// The time that a rank waits for the others in a collective.
     pub timeout: Duration,
 }
 

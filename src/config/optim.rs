@@ -106,7 +106,7 @@ fn betas(walk: &ConfigWalk<'_>) -> (f64, f64) {
 /// Returns a parameter that is a list of two numbers.
 fn pair(walk: &ConfigWalk<'_>, key: &str) -> (f64, f64) {
     let numbers = walk.get(&of(key)).and_then(Value::as_array).map(Vec::as_slice);
-    let Some([a, b]) = numbers else { panic!("the table of keys guarantees that {key} are two numbers") };
+    let Some([a, b]) = numbers else { panic!("the table of keys guarantees that {key} has two numbers") };
     (a.as_f64().unwrap_or_default(), b.as_f64().unwrap_or_default())
 }
 
@@ -242,8 +242,8 @@ fn schedule_free(walk: &ConfigWalk<'_>) -> ScheduleFreeConfig {
     }
 }
 
-/// Checks what AdamWScheduleFree needs from other sections: the average of the weights is kept in master weights, and
-/// nothing but the optimizer may change it.
+/// Checks the settings that AdamWScheduleFree needs in other sections: the average of the weights is kept in master
+/// weights, and only the optimizer may change it.
 pub(super) fn check_averaging(
     walk: &mut ConfigWalk<'_>,
     optimizer: Option<&OptimizerConfig>,

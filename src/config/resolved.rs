@@ -23,9 +23,8 @@ pub struct Config {
     pub gradient_clipping: f64,
     /// `prescale_gradients`: divide by the world size before the reduction.
     pub prescale_gradients: bool,
-    /// `gradient_predivide_factor`: the number by which gradients are divided before the reduction; after it, they are
-    /// divided by the remaining factor of the world size. 1, the default: all of the division is done before the
-    /// reduction.
+    /// `gradient_predivide_factor`: gradients are divided by this number before the reduction, and by world size / this
+    /// number after the reduction. With 1, the default, they are divided by the world size before the reduction.
     pub gradient_predivide_factor: f64,
     /// `gradient_allreduce_op`: average or sum over ranks.
     pub gradient_allreduce_op: GradientOp,
@@ -307,7 +306,7 @@ impl ZeroConfig {
         self.quantized_gradients || self.quantized_weights && self.stage == ZeroStage::Three || in_16_bits
     }
 
-    /// Returns how `world_size` ranks divide the sharded state. If the groups do not fit that number, as may happen in
+    /// Returns how `world_size` ranks divide the sharded state. If the groups do not fit that number, as can happen in
     /// an estimate for a different number of ranks, the state is divided among all ranks.
     pub(crate) fn mesh(&self, world_size: usize) -> ShardMesh {
         let ranks = self.mics_shard_size.filter(|ranks| world_size.is_multiple_of(*ranks));
@@ -384,8 +383,8 @@ impl OffloadParam {
 /// `aio`: the settings of requests to the files of `nvme`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Aio {
-    /// `block_size`: the number of bytes of a request. It is rounded down to a multiple of 4 KiB; at least 4 KiB and at
-    /// most 16 MiB are used. Default 1 MiB.
+    /// `block_size`: the size of a request in bytes, rounded down to a multiple of 4 KiB, and limited to the range from
+    /// 4 KiB to 16 MiB. Default 1 MiB.
     pub block_size: usize,
     /// `queue_depth`: the number of requests in flight per unit of `intra_op_parallelism`. Default 8.
     pub queue_depth: usize,
@@ -420,7 +419,7 @@ pub enum OptimizerConfig {
 }
 
 impl OptimizerConfig {
-    /// Returns whether the optimizer has betas that a schedule may change.
+    /// Returns whether the optimizer has betas that a schedule can change.
     pub(crate) fn has_betas(&self) -> bool {
         match self {
             Self::Adam(_) | Self::Lion(_) | Self::Lamb(_) | Self::ScheduleFree(_) => true,
@@ -570,7 +569,7 @@ pub struct ScheduleFreeConfig {
     pub eps: f64,
     /// The decoupled weight decay. Default 0.
     pub weight_decay: f64,
-    /// The number of steps in which the learning rate grows. Default 0.
+    /// The number of steps during which the learning rate grows. Default 0.
     pub warmup_steps: u64,
     /// The exponent of the step's number in the step's weight in the average. Default 0.
     pub r: f64,
@@ -641,8 +640,8 @@ pub enum PerGroup {
 }
 
 impl PerGroup {
-    /// Returns the number for a group. If the list is too short, returns its last number; a schedule refuses such a
-    /// list.
+    /// Returns the number for a group. If the list is too short, returns its last number; schedules refuse a list that
+    /// is too short.
     pub fn of(&self, group: usize) -> f64 {
         match self {
             Self::All(number) => *number,

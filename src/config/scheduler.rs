@@ -83,8 +83,8 @@ fn of(key: &str) -> String {
     format!("{SCHEDULER}.params.{key}")
 }
 
-/// Reads a rate, or one rate per parameter group; `None` if it is absent. The engine's builder determines the number of
-/// groups.
+/// Reads a rate, or one rate per parameter group. Returns `None` if the key is absent. The engine's builder determines
+/// the number of groups.
 fn given_rate(walk: &mut ConfigWalk<'_>, key: &str) -> Option<PerGroup> {
     let rate = match walk.get(&of(key))? {
         Value::Array(rates) => PerGroup::Each(rates.iter().filter_map(Value::as_f64).collect()),
@@ -238,7 +238,7 @@ fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer:
     }
     let per_step = cycle.cycle_max_mom * cycle.decay_mom_rate / cycle.decay_step_size;
     if cycle.decay_step_size > 0.0 && per_step > 0.0 {
-        // The first step after the cycle follows as many steps as the cycle has, plus one for the start.
+        // The steps of the cycle, plus one step for its start, come before the first step after the cycle.
         let grown = ((1.0 - cycle.cycle_max_mom) / per_step).ceil();
         let step = cycle.cycle_first_step_size + cycle.cycle_second_step_size + 1.0 + grown;
         let text = format!(

@@ -32,7 +32,7 @@ impl Config {
     ///
     /// # Errors
     /// Fails if the file cannot be read, the text is not Hjson, a key is given twice, or a rule is broken. Messages
-    /// give the line and column. Fails, too, if `world_size` is 0 or differs from that of a `Config`.
+    /// give the line and column. Also fails if `world_size` is 0 or differs from that of a `Config`.
     pub fn load(source: impl Into<ConfigSource>, world_size: usize) -> Result<Self> {
         Self::load_for(source, world_size, &RunValues::default())
     }

@@ -11,7 +11,7 @@ const MIN_SIMILARITY_ACROSS_SECTIONS: f64 = 0.8;
 /// Names longer than this resemble no key and are not compared, because comparing very long names takes seconds.
 const MAX_COMPARED_CHARS: usize = 100;
 
-/// Names in PyTorch, Transformers and Lightning for keys of DeepSpeed.
+/// Names that PyTorch, Transformers and Lightning use for DeepSpeed's keys.
 const OTHER_NAMES: [(&str, &str); 16] = [
     ("learning_rate", "lr"),
     ("epsilon", "eps"),

@@ -324,7 +324,7 @@ impl<'a> ConfigWalk<'a> {
         self.get(path).and_then(Value::as_f64).unwrap_or_else(|| panic!("{path} is a number in the table"))
     }
 
-    /// Returns the value of a key that holds a list of strings; empty if its section is absent.
+    /// Returns the value of a key that holds a list of strings. The list is empty if the key's section is absent.
     pub fn strings(&self, path: &str) -> Vec<String> {
         let strings = self.get(path).and_then(Value::as_array).into_iter().flatten();
         strings.filter_map(|value| value.as_str().map(String::from)).collect()

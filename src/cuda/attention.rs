@@ -27,7 +27,7 @@ mod tile_launch;
 
 /// Returns whether the kernels support attention of these sizes on this device.
 pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
-    // From compute capability 8.0 on, tensor cores support bfloat16, and a block may have enough shared memory.
+    // From compute capability 8.0 on, tensor cores support bfloat16, and a block can have enough shared memory.
     let capable = device.cuda_stream().context().compute_capability().is_ok_and(|(major, _)| major >= 8);
     let rows = h.batch.saturating_mul(h.time);
     let elements = rows.saturating_mul(h.heads).saturating_mul(h.head);

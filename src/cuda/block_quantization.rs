@@ -86,7 +86,7 @@ impl BlockQuantizer {
         unsafe { parts.run(&self.decode, arguments![count, elements, elements_apart, bytes, bytes_apart]) }
     }
 
-    /// Sums `count` unquantized elements of this rank and the decoded elements of the other ranks, in rank order in
+    /// Sums `count` unquantized elements of this rank and the decoded elements of the other ranks, in rank order and in
     /// f32, and rounds once.
     ///
     /// # Safety

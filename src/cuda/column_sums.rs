@@ -32,7 +32,7 @@ impl RowChunking {
 
     /// Allocates room for the chunks' sums.
     pub fn room(&self, device: &CudaDevice) -> Result<CudaSlice<f32>> {
-        // SAFETY: the kernel that receives it writes all sums of all chunks.
+        // SAFETY: the kernel that receives this buffer writes all sums of all chunks.
         unsafe { device.alloc((self.chunks * self.width).max(1)) }
     }
 

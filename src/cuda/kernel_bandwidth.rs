@@ -77,8 +77,8 @@ impl KernelBench {
         }
     }
 
-    /// Returns numbers from 1/8 to 1, or also their negatives. Zeros would take exceptional paths, such as that of a
-    /// division whose numerator is 0.
+    /// Returns numbers with magnitudes from 1/8 to 1. If `signed` is set, about half of them are negative. Zeros would
+    /// take exceptional paths, such as that of a division whose numerator is 0.
     fn numbers(&self, dtype: DType, len: usize, signed: bool) -> DeviceFlat {
         let number = |i: usize| {
             let bits = crate::util::mix(i as u64);

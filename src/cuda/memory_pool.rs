@@ -1,7 +1,7 @@
 //! The pool from which the driver allocates memory for tensors and buffers.
 //!
-//! By default, the pool returns all free memory to the system whenever the host waits for the GPU, as in each step and
-//! in each concurrent copy. The memory of the next computation would then have to be mapped again.
+//! By default, the pool returns all free memory to the system whenever the host waits for the GPU, which happens in
+//! each step and in each concurrent copy. The memory of the next computation would then have to be mapped again.
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{result, sys};
@@ -19,7 +19,7 @@ fn of(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>> {
     Ok(Some(unsafe { result::device::get_mem_pool(context.cu_device()) }.w()?))
 }
 
-/// Keeps memory that this process frees from now on for later allocations instead of returning it to the system.
+/// Makes the pool keep freed memory for later allocations instead of returning it to the system.
 ///
 /// # Errors
 /// Returns an error if the driver reports one.

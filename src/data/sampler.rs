@@ -28,7 +28,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Creates a sampler of the samples in `data`. Each has `ctx` input tokens and as many targets, shifted by one.
+    /// Creates a sampler for the samples in `data`. Each has `ctx` input tokens and as many targets, shifted by one.
     ///
     /// # Errors
     /// [`DataError::TooShort`] if `data` does not contain one full sample and, in sequential order, another token.

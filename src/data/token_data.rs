@@ -179,8 +179,8 @@ impl TokenData {
         }
     }
 
-    /// Informs the system that tokens `start .. start + count` will be needed soon, so that those that are not in
-    /// memory are read from their file in the background.
+    /// Informs the system that tokens `start .. start + count` will be needed soon, so that the system reads missing
+    /// tokens from their file in the background.
     ///
     /// # Panics
     ///

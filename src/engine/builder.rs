@@ -64,7 +64,7 @@ impl EngineBuilder {
     /// environment describes (zerorun, mpirun or srun; on one host, also torchrun's variables, whichever program has
     /// set them).
     ///
-    /// A process may have several engines, at the same time or one after the other, for example for a GAN, or for a
+    /// A process can have several engines, at the same time or one after the other, for example for a GAN, or for a
     /// teacher and a student. Engines of one job share its communicator, by default or because each of them was given
     /// that communicator. All ranks must therefore build and call the engines in the same order, and from one thread.
     /// An error that stops one engine stops the others, and [`Engine::comm_report`] counts the collectives of all of
@@ -219,10 +219,10 @@ impl EngineBuilder {
         self
     }
 
-    /// Trains only the parameters for which `rule`, given name and shape, returns true, and freezes all others. The
-    /// rule must be the same on all ranks. Frozen parameters are sharded, gathered and offloaded like all others, and
-    /// have no gradient, master weights or optimizer states. [`Engine::set_trainable`] changes the selection between
-    /// steps. Default: all parameters are trained except those of [frozen groups](ParameterGroup::frozen).
+    /// Trains only the parameters for which `rule`, given the name and the shape, returns true, and freezes all others.
+    /// The rule must be the same on all ranks. Frozen parameters are sharded, gathered and offloaded like all others,
+    /// and have no gradient, master weights or optimizer states. [`Engine::set_trainable`] changes the selection
+    /// between steps. Default: all parameters are trained except those of [frozen groups](ParameterGroup::frozen).
     ///
     /// A unit whose parameters are all frozen keeps no graph if its input has none. Outside units, Candle's own
     /// operations still compute gradients of frozen parameters, which are dropped; the operations of
@@ -242,11 +242,11 @@ impl EngineBuilder {
         self
     }
 
-    /// Quantizes the frozen parameters for which `rule`, given name and shape, returns true, in the format `packing`.
-    /// Both must be the same on all ranks. At stage 3, a rank's share is packed in memory and in files, packed bytes
-    /// are gathered, and a unit's parameters are unpacked while the unit needs them. Below stage 3, where every rank
-    /// keeps full parameters, the model computes with the same values but uses the memory of its own precision. Takes
-    /// precedence over `zero_quantized_nontrainable_weights`.
+    /// Quantizes the frozen parameters for which `rule`, given the name and the shape, returns true, in the format
+    /// `packing`. Both must be the same on all ranks. At stage 3, a rank's share is packed in memory and in files,
+    /// packed bytes are gathered, and a unit's parameters are unpacked while the unit needs them. Below stage 3, where
+    /// every rank keeps full parameters, the model computes with the same values but uses the memory of its own
+    /// precision. Takes precedence over `zero_quantized_nontrainable_weights`.
     ///
     /// Blocks run through a parameter's elements in row-major order; the last one may be shorter.
     #[must_use]

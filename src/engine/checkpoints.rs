@@ -21,10 +21,10 @@ use std::path::{Path, PathBuf};
 impl<M> Engine<M> {
     /// Saves the complete state of the training run as checkpoint `tag` in folder `dir`, points `latest` to it, and
     /// returns the checkpoint's folder. If `checkpoint.writer.decoupled` is set, the checkpoint is written in the
-    /// background. Without a tag, it is named `global_stepN`. Collective: every rank must call it with the same
-    /// arguments; `client_state` is taken from rank 0. If the tags differ between ranks, `checkpoint.tag_validation`
-    /// decides what happens. With `checkpoint.upload_to`, the checkpoint is uploaded to an object store while training
-    /// continues; the next save waits for the upload.
+    /// background. Without a tag, the checkpoint is named `global_stepN`. Collective: every rank must call it with the
+    /// same arguments; `client_state` is taken from rank 0. If the tags differ between ranks,
+    /// `checkpoint.tag_validation` decides what happens. With `checkpoint.upload_to`, the checkpoint is uploaded to an
+    /// object store while training continues; the next save waits for the upload.
     ///
     /// # Errors
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation,

@@ -374,7 +374,7 @@ fn check_groups(config: &Config, comm: &dyn Communicator) -> Result<()> {
     }
 }
 
-/// Returns an error if experts cannot be divided among ranks in the way in which the engine trains.
+/// Returns an error if this engine's settings do not allow experts to be divided among ranks.
 fn check_experts(config: &Config, grouping: &ParameterGrouping, device: &Device, has_pipeline: bool) -> Result<()> {
     if config.expert_parallel_size == 1 {
         return Ok(());
@@ -408,7 +408,7 @@ fn check_experts(config: &Config, grouping: &ParameterGrouping, device: &Device,
     }
 }
 
-/// Returns whether each group of `ranks` neighbours is on one host, as far as can be seen from the ranks `here`.
+/// Returns whether each group of `ranks` consecutive ranks is on one host, judging by `here`, the ranks of this host.
 fn lie_on_one_host(ranks: usize, here: &Range<usize>) -> bool {
     here.start.is_multiple_of(ranks) && here.len().is_multiple_of(ranks)
 }

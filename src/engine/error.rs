@@ -232,7 +232,7 @@ pub enum EngineError {
         nonfinite_advice(*step)
     )]
     NonFiniteGradient {
-        /// The parameter and the rank, as far as they are known on this rank.
+        /// The parameter and the rank, if this rank knows them; otherwise, the ranks whose gradients are not finite.
         where_: String,
         /// The optimizer step, counted from 0.
         step: u64,

@@ -8,9 +8,9 @@ use candle_nn::VarBuilder;
 
 impl<M> Engine<M> {
     /// Builds the model again, for evaluation: from then on, [`eval`](Self::eval) passes this instance to its closure.
-    /// It has no weights of its own (its tensors are the parameters' values, before and after every step), and Candle
-    /// keeps no activations of its operations, so that evaluation needs no more memory than it would with a model
-    /// without variables.
+    /// The instance has no separate weights (its tensors are the parameters' values, before and after every step), and
+    /// Candle keeps no activations of its operations, so that evaluation needs no more memory than it would with a
+    /// model without variables.
     ///
     /// `build` is the closure that the engine was initialized with. State that an instance keeps in addition to its
     /// parameters, such as counters or running statistics in variables that did not come from its `VarBuilder`, is not

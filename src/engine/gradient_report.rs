@@ -7,8 +7,8 @@
 //!
 //! Both are zero for a linear loss with a correct gradient. Rounding, random draws and kinks (ReLU, max pooling) make
 //! both equally large, randomly and independently in every direction. A wrong gradient makes the gap large and does not
-//! affect the bend. A large gap therefore counts as a mistake as soon as it is unlikely that gaps exceed bends by
-//! so much along so many directions by chance.
+//! affect the bend. A large gap therefore counts as a mistake as soon as chance is unlikely to make gaps exceed bends
+//! by so much along so many directions.
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
@@ -72,7 +72,7 @@ pub struct GradientRow {
     /// The name of the parameter, or of the group of parameters that were perturbed together.
     pub name: String,
     /// The change in the loss along the direction, according to the gradient that the backward pass computed. If
-    /// several directions were checked, this and the following fields are those of the direction with the largest
+    /// several directions were checked, this field and the following ones are those of the direction with the largest
     /// difference relative to the allowed one.
     pub by_gradient: f64,
     /// The change in the loss, measured with forward passes whose parameters are perturbed.
@@ -81,7 +81,7 @@ pub struct GradientRow {
     pub allowed: f64,
     /// The expected size of the change for a gradient of this norm.
     pub expected: f64,
-    /// The part of the difference that rounding may cause.
+    /// The part of the difference that rounding can cause.
     pub noise: f64,
     /// The number of directions that were checked, each in a separate step.
     pub directions: u32,

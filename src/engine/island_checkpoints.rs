@@ -27,8 +27,8 @@ pub(super) struct SavedByIslands {
     is_own: bool,
 }
 
-/// Returns the checkpoint that an island that is a separate job loads: its own or, if it has none, that of the island
-/// in slot 0. Collective among the ranks of the island.
+/// Returns the checkpoint that an island loads if it is a separate job: its own or, if the island has none, that of the
+/// island in slot 0. Collective among the ranks of the island.
 fn saved_by_itself(
     islands: &Islands,
     dir: &Path,

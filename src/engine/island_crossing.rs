@@ -140,7 +140,7 @@ impl ServerCrossing {
         lens: Vec<u64>,
         fingerprint: Vec<(String, u64)>,
     ) -> Result<()> {
-        /// Stands for "no slot".
+        /// The number that represents "no slot".
         const ANY: u64 = u64::MAX;
         let slot = match self.asked {
             Some(slot) => Some(slot as u64),

@@ -77,7 +77,7 @@ impl<M> Engine<M> {
     }
 
     /// Receives a donation into the states of this rank and returns the donor's manifest, or `None` if no island is
-    /// left to join. If a donor dies, a different donor begins anew.
+    /// left to join. If a donor dies, another donor begins anew.
     fn receive_donation(&mut self) -> Result<Option<Manifest>> {
         let Some(islands) = &self.islands else { return Ok(None) };
         let (Some(link), island) = (link(islands)?, islands.ranks.island.clone()) else { return Ok(None) };

@@ -189,7 +189,7 @@ impl Islands {
         let own = std::mem::take(&mut self.samples[fragment]) as f64;
         let all: f64 = across.gather_f64(vec![own]).wait()?.iter().flatten().sum();
         if all == 0.0 {
-            // Nothing has changed, and momentum by itself must not change weights.
+            // Nothing has changed, and without a change, the momentum must not move the weights.
             return Ok(());
         }
         let weight = own / all;

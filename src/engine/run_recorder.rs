@@ -29,7 +29,7 @@ pub(super) struct WaitingRecord {
 /// A record that is being written.
 pub(super) struct OpenRecord {
     pub writer: RunWriter,
-    /// When the ranks last reported.
+    /// The time of the last report of the ranks.
     reported: Option<Instant>,
 }
 

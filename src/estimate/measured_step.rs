@@ -5,8 +5,8 @@ use crate::error::{Error, EstimateError, Result};
 use serde_json::Value;
 use std::path::Path;
 
-/// The number of steps at the start of a run that allocate memory and record the order of units. They are left out, but
-/// never more than half of all steps.
+/// The number of initial steps of a run, which allocate memory and record the order of units. These steps are left out,
+/// but never more than half of all steps.
 const FIRST_STEPS: usize = 3;
 /// The metrics that report the phases of a step.
 const PHASES: [&str; 3] = ["forward_ms", "backward_ms", "step_ms"];

@@ -13,7 +13,7 @@ pub const DEGREES: [usize; 6] = [1, 4, 16, 64, 256, 1024];
 pub const STAGES: [(&str, ZeroStage); 3] =
     [("Pos", ZeroStage::One), ("Pos+g", ZeroStage::Two), ("Pos+g+p", ZeroStage::Three)];
 
-/// The bytes per parameter of mixed precision training with Adam: 16-bit weights, 16-bit gradients, and f32 weights
+/// The bytes per parameter of mixed-precision training with Adam: 16-bit weights, 16-bit gradients, and f32 weights
 /// with two moments (the paper's K = 12).
 const BYTES_PER_PARAMETER: [f64; 3] = [2.0, 2.0, 12.0];
 

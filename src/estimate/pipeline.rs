@@ -100,7 +100,8 @@ impl PipelineEstimate {
 
     /// Predicts a step, given the step of one rank that accumulates the gradients of the same micro batches, and the
     /// seconds that a message between two ranks takes. Forward passes, gradients of inputs and gradients of weights are
-    /// assumed to take the same time, and stages to take times in proportion to their parameters without embeddings.
+    /// assumed to take the same time. The time of a stage is assumed to be proportional to the number of its
+    /// parameters, without embeddings.
     pub fn step(&self, measured: &MeasuredStep, message_s: f64) -> SimulatedPipeline {
         let each = measured.step_s() / (3 * self.schedule.micro_batches()) as f64;
         let cost = |share: &f64| {

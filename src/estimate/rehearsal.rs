@@ -1,9 +1,9 @@
 //! A dry run of a training step that only counts: it makes the engine's decisions without memory, files or other ranks.
 //!
 //! Layout, gathers, reductions, optimizer sweeps and publications are decided by [`crate::zero`], both for the engine
-//! and for the rehearsal. Every buffer is a [`MetaBuffer`] and recorded in a [`MemoryLedger`], and the bytes that would
-//! be transferred are counted. Decisions that depend on the model's operations assume a typical model: units run in the
-//! order of registration, and gradients arrive in the reverse order.
+//! and for the rehearsal. Every buffer is a [`MetaBuffer`] and is recorded in a [`MemoryLedger`], and the bytes that
+//! would be transferred are counted. Decisions that depend on the model's operations assume a typical model: units run
+//! in the order of registration, and gradients arrive in the reverse order.
 
 use super::EstimateOptions;
 use super::meta_buffer::MetaBuffer;
@@ -67,7 +67,7 @@ pub(super) struct Rehearsal<'a> {
     share_plan: SharePlan,
     /// The number of ranks in a group that keeps a second copy of gathered parameters, or 1 if there is no such group.
     second_group: usize,
-    /// The memory tier of whole parameters.
+    /// The memory tier of full parameters.
     tier: MemoryTier,
     /// The memory tier of the share, unless it is in files.
     share_place: MemoryTier,
@@ -88,11 +88,11 @@ pub(super) struct Rehearsal<'a> {
     leaves: LeafUnits,
     /// The bytes of the model's buffers, which every training forward pass broadcasts from rank 0.
     buffers: usize,
-    /// The buffers, and the parameters that stay whole throughout.
+    /// The entries that last for the complete rehearsal: buffers, full parameters, and the space of delayed updates.
     _whole: Vec<MemoryLedgerEntry>,
 }
 
-/// An optimizer without states, assumed if the configuration names none.
+/// An optimizer without states, assumed if the configuration has no optimizer.
 const PLAIN: OptimizerConfig =
     OptimizerConfig::Sgd(SgdConfig { lr: 0.0, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false });
 
@@ -384,7 +384,7 @@ impl<'a> Rehearsal<'a> {
 
     /// Runs the routed units that `params` belong to, as if the inputs of all ranks together chose all of them. In a
     /// forward pass (`agrees`), ranks agree on the chosen units. If experts are divided among ranks, all ranks first
-    /// exchange the numbers of rows that travel. The rows themselves are not counted.
+    /// exchange the numbers of rows that they will send. The rows themselves are not counted.
     fn run_routed<'p>(
         &self,
         gather: &mut ParamGatherer<Self>,
@@ -414,7 +414,7 @@ impl<'a> Rehearsal<'a> {
         Ok(())
     }
 
-    /// Returns the ledger's counts alongside those that the ZeRO formula gives.
+    /// Returns the ledger's counts together with those that the ZeRO formula gives.
     pub fn report(&self) -> MemoryReport {
         self.ledger_report(self.plan.accumulate)
     }

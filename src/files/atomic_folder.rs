@@ -120,7 +120,7 @@ pub fn must_stay(out: &Path) -> bool {
     is_mount || is_current || !may_write(parent)
 }
 
-/// Returns whether this user may create files in a folder, as far as its permissions show.
+/// Returns whether this user may create files in a folder, according to the folder's permissions.
 pub(super) fn may_write(folder: &Path) -> bool {
     rustix::fs::access(folder, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK).is_ok()
 }

@@ -11,7 +11,7 @@ use std::path::Path;
 /// bytes for a moment, so that quotas are included.
 ///
 /// # Errors
-/// [`OutputError::Refused`] if no file can be created, [`OutputError::NoSpace`] if the bytes would not fit.
+/// [`OutputError::Refused`] if no file can be created; [`OutputError::NoSpace`] if the bytes would not fit.
 pub fn check_free_space(folder: &Path, bytes: u64) -> Result<()> {
     let file = tempfile::tempfile_in(folder).map_err(|e| refused(folder, &e))?;
     if reserves(&file, folder, bytes) {
@@ -23,8 +23,8 @@ pub fn check_free_space(folder: &Path, bytes: u64) -> Result<()> {
 
 /// Returns whether the file can grow to `bytes` bytes.
 fn reserves(file: &File, folder: &Path, bytes: u64) -> bool {
-    /// The type number of tmpfs. Nothing is reserved on such a file system: it would fill the pages with zeros one by
-    /// one, and the free space that it reports is exact.
+    /// The type number of tmpfs. Nothing is reserved on tmpfs, because a reservation would fill the pages with zeros
+    /// one by one, and because the free space that tmpfs reports is exact.
     const TMPFS: i64 = 0x0102_1994;
     #[allow(clippy::useless_conversion, reason = "the field's width differs between systems")]
     let is_memory = rustix::fs::fstatfs(file).is_ok_and(|s| i64::from(s.f_type) == TMPFS);

@@ -204,8 +204,8 @@ fn number(folder: &Path) -> Result<(u64, u64)> {
 
 /// Returns the process that holds a lock on the file with that inode, if the system reports it.
 pub(crate) fn owner(inode: u64) -> Option<u32> {
-    // One read into a large buffer returns a page of locks as of one moment. Between two reads, locks move in the list,
-    // and a lock can be missed or seen twice.
+    // A read into a large buffer returns a page of locks, all as of the same moment. Between two reads, locks move in
+    // the list, and a lock can be missed or seen twice.
     let mut locks = Vec::new();
     let mut buffer = vec![0; 1 << 16];
     let mut file = File::open("/proc/locks").ok()?;

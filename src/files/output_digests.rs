@@ -1,4 +1,4 @@
-//! The digests of a run's output files, so that the run may replace its own files, and nothing else.
+//! The digests of a run's output files, which allow the run to replace its own files and nothing else.
 
 use super::{AtomicFile, read, read_text};
 use serde::{Deserialize, Serialize};
@@ -52,8 +52,8 @@ impl OutputDigests {
         known.is_some_and(|known| is_file() && digest(path).is_ok_and(|digest| known.contains(&digest)))
     }
 
-    /// Returns whether the run may write its files into the folder: it contains unchanged files of the run, and no
-    /// other file with one of their names. Otherwise returns the reason as an error.
+    /// Checks that the run may write its files into the folder: the folder must contain unchanged files of the run, and
+    /// no other file with one of their names. Otherwise, returns the reason as an error.
     pub fn may_replace(&self, part: &str, folder: &Path) -> std::result::Result<(), String> {
         let names = self.of.get(part).into_iter().flatten().map(|(name, _)| folder.join(name));
         let (own, others): (Vec<_>, Vec<_>) =

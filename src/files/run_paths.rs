@@ -284,7 +284,7 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
         // This is in addition to the lock that saving a checkpoint takes there.
         OutputKind::Checkpoints => place.join(".candle-zero-job.lock"),
         _ if stays => place.join(LOCK),
-        // The folder is read-only, so that no lock file can be created next to the output.
+        // The folder is read-only, so no lock file can be created next to the output.
         _ if !may_write(beside) => return Ok(None),
         _ => beside.join(lock_name(place.file_name().unwrap_or_default())),
     };

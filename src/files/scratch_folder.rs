@@ -1,8 +1,8 @@
 //! Scratch folders, in which outputs are created next to their final path.
 //!
-//! Such a folder is locked as long as its job lives, and contains a marker file. A marked folder without a lock is left
-//! over from a killed job, and the next job that writes to the same parent folder removes it. Any other folder with a
-//! similar name stays, unless it is empty.
+//! A scratch folder is locked while its job is running, and contains a marker file. A marked folder without a lock is
+//! left over from a killed job, and the next job that writes to the same parent folder removes it. Any other folder
+//! with a similar name stays, unless it is empty.
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use std::ffi::OsStr;
@@ -95,7 +95,7 @@ impl Drop for ScratchFolder {
     }
 }
 
-/// Removes folders of dead jobs in `parent` whose names begin with `prefix`. Those that cannot be removed stay.
+/// Removes folders of dead jobs in `parent` whose names begin with `prefix`. Folders that cannot be removed stay.
 pub fn sweep(parent: &Path, prefix: &str) {
     let me = rustix::process::geteuid().as_raw();
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {

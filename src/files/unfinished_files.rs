@@ -1,8 +1,8 @@
 //! Files that a job is writing into a folder that it has locked with [`FolderLock`].
 //!
-//! Until such a file is complete, its name begins with [`UNFINISHED`]. A killed job leaves the unfinished file and the
-//! lock file behind; the next job that writes to the folder, or creates another folder next to it, removes the
-//! unfinished file.
+//! Until a file is complete, its name begins with [`UNFINISHED`]. A killed job leaves the unfinished file and the lock
+//! file behind; the next job that writes to the folder, or creates another folder next to it, removes the unfinished
+//! file.
 
 use super::lock::{FolderLock, FolderLockOutcome, LOCK};
 use super::scratch_folder::is_named;
@@ -25,7 +25,7 @@ pub(crate) fn unfinished_files(folder: &Path) -> impl Iterator<Item = PathBuf> {
     files.map(|entry| entry.path())
 }
 
-/// Removes the unfinished files in a folder that this process has locked. Those that cannot be removed stay.
+/// Removes the unfinished files in a folder that this process has locked. Files that cannot be removed stay.
 pub(crate) fn remove_unfinished(folder: &Path) {
     for path in unfinished_files(folder) {
         _ = std::fs::remove_file(path);

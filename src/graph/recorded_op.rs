@@ -31,9 +31,10 @@ impl InputGradSink {
         self.0.as_deref().filter(|slot| slot.is_open())
     }
 
-    /// Calls `weight_gradient` with the gradient of a layer's output, to deliver that of the layer's weight. It is
-    /// called immediately or, if the backward pass is divided and the weight is a parameter, later and with a copy of
-    /// the output's gradient. Until then, `weight_gradient` keeps `kept` bytes of memory, those of the layer's input.
+    /// Calls `weight_gradient` with the gradient of a layer's output, to deliver that of the layer's weight.
+    /// `weight_gradient` is called immediately or, if the backward pass is divided and the weight is a parameter, later
+    /// and with a copy of the output's gradient. Until then, `weight_gradient` keeps `kept` bytes of memory, those of
+    /// the layer's input.
     pub fn now_or_later<E: TensorElement>(
         &self,
         grad: &[E],

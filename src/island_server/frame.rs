@@ -17,7 +17,7 @@ const GROWTH: u64 = 1 << 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum FrameKind {
-    /// To the server: who connects ([`Hello`](super::messages::Hello)).
+    /// To the server: the identity of the rank that connects ([`Hello`](super::messages::Hello)).
     Hello = 1,
     /// To the server: the change in a fragment.
     Change = 2,

@@ -18,18 +18,18 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a rank tries to reach a server that is not listening yet.
+/// The time for which a rank tries to reach a server that is not listening yet.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The time between two attempts, and between two checks of whether another rank has failed.
 const INTERVAL: Duration = Duration::from_millis(100);
-/// How long a rank waits for the server's reason after another rank of its island has failed.
+/// The time for which a rank waits for the server's reason after another rank of its island has failed.
 const REASON: Duration = Duration::from_secs(1);
 /// The time limit of one attempt to connect.
 const ATTEMPT: Duration = Duration::from_secs(10);
 /// The number of parts of a donation that are received ahead.
 const PARTS_AHEAD: usize = 8;
 
-/// How an island enters a run.
+/// The way in which an island enters a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Entrance {
     /// With its own weights.
@@ -95,8 +95,8 @@ struct Inbox {
 }
 
 impl IslandLink {
-    /// Connects this rank, and waits until all ranks of its island are connected and the server has given it a slot.
-    /// `failure` returns the failure of another rank, if one is known.
+    /// Connects this rank, and waits until all ranks of its island are connected and the server has given the island a
+    /// slot. `failure` returns the failure of another rank, if one is known.
     ///
     /// # Errors
     /// Fails if the server cannot be reached, is another program or refuses the island, or if another rank has failed.

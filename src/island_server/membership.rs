@@ -201,7 +201,7 @@ impl Membership {
 
     /// Checks a rank's numbers, and compares its island with the others.
     fn check(&self, hello: &Hello) -> Result<(), String> {
-        /// More ranks, slots and fragments than any run has.
+        /// The maximum number of ranks, and of slots. The maximum number of fragments is 16 times as large.
         const MOST: usize = 1 << 16;
         let Hello { position, run, lens, slot, .. } = hello;
         let fits = (1..=MOST).contains(&run.ranks)
@@ -365,7 +365,7 @@ impl Membership {
         }
     }
 
-    /// If no member is left, lets the waiting islands begin without a donor.
+    /// Lets the waiting islands begin without a donor, because no member is left.
     fn form_again(&mut self) {
         self.rounds.clear();
         (self.is_running, self.donation, self.last_closed) = (false, None, None);
@@ -563,7 +563,7 @@ impl Membership {
         }
     }
 
-    /// Names a donor if islands wait to join, and returns its slot and the number of the donation.
+    /// Names a donor if islands wait to join, and returns the donor's slot and the number of the donation.
     fn begin_donation(
         &mut self,
         key: RoundKey,

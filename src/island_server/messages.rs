@@ -15,7 +15,7 @@ pub(super) const MAX_MANIFEST: u64 = 256 << 20;
 /// The maximum number of bytes in a part of a donation.
 pub(super) const MAX_PART: u64 = 16 << 20;
 
-/// The key of a fragment's exchange. Keys are ordered as the exchanges follow one another.
+/// The key of a fragment's exchange. Keys sort in the order of the exchanges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) struct RoundKey {
     /// The step after which the fragment is sent, counted from 1.

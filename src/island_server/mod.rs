@@ -51,5 +51,5 @@ pub const LAUNCHER: &str = "CANDLE_ZERO_LAUNCHER_ID";
 /// The time without a sign of life after which the other side of a connection counts as dead.
 const DEFAULT_SILENCE: Duration = Duration::from_secs(60);
 
-/// The time after which a side that has nothing to send gives a sign of life.
+/// The time after which a side that has nothing to send sends a sign of life.
 const BEAT: Duration = Duration::from_secs(1);

@@ -315,7 +315,7 @@ impl SharedServer {
 /// The beginning of each reason that concerns the program at the other end and not the network.
 const FOREIGN: &str = "it is not an island";
 
-/// How a connection has ended.
+/// The cause of a connection's end.
 enum ReadEnd {
     Foreign,
     Network,

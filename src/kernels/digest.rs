@@ -40,9 +40,9 @@ impl SimdLoop for DigestChunk<'_> {
 /// An odd number without a pattern: 2^64 divided by the golden ratio.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Absorbs one stripe. For each word, adds the product of the two halves of the word XOR a key, which changes from
-/// stripe to stripe, to the word's lane, and the word itself to the neighbouring lane (the inner loop of XXH3, Collet
-/// 2019).
+/// Absorbs one stripe (the inner loop of XXH3, Collet 2019). Each word is XORed with a key, which changes from stripe
+/// to stripe. The product of the two halves of the result is added to the word's lane, and the word itself is added to
+/// the neighbouring lane.
 #[inline(always)]
 fn absorb(stripe: &[u8; 8 * LANES], keys: &mut [u64; LANES], sums: &mut [u64; LANES]) {
     let (numbers, _) = stripe.as_chunks::<8>();

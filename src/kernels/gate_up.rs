@@ -17,8 +17,8 @@ fn rows_per_task(width: usize) -> usize {
 pub enum ExpertGate {
     /// silu(gate) * up.
     Silu,
-    /// (up + 1) * gate * sigmoid(alpha * gate), after clamping the gate from above at `limit` and `up` to within
-    /// `limit` of 0.
+    /// (up + 1) * gate * sigmoid(alpha * gate), after the gate is clamped to at most `limit`, and `up` to the range
+    /// from -`limit` to `limit`.
     Clamped { alpha: f32, limit: f32 },
 }
 

@@ -114,7 +114,7 @@ pub(crate) fn normal(x: f32) -> f32 {
     0.5 + 0.5 * erf(x * std::f32::consts::FRAC_1_SQRT_2)
 }
 
-/// Returns the error function, with a relative error of at most 5e-7: x p(x^2) / q(x^2) with Eigen's coefficients.
+/// Returns the error function of x, with a relative error of at most 5e-7: x p(x^2) / q(x^2) with Eigen's coefficients.
 /// For |x| of at least 4, it is 1 or -1 in f32.
 #[inline(always)]
 pub fn erf(x: f32) -> f32 {

@@ -53,7 +53,7 @@ pub fn layer_norm<E: Element>(x: &[E], weight: &[f32], bias: &[f32], eps: f32, y
     });
 }
 
-/// Computes those gradients of [`layer_norm`]'s input, weight and bias that are requested.
+/// Computes the requested gradients of [`layer_norm`]'s input, weight and bias.
 ///
 /// `dx` is overwritten, or added to if its flag is set, and rounded once. `dweight` and `dbias` are overwritten.
 ///
@@ -106,8 +106,8 @@ pub fn rms_norm<E: Element>(x: &[E], weight: &[f32], eps: f32, y: &mut [E], stat
     });
 }
 
-/// Computes those gradients of [`rms_norm`]'s input and weight that are requested, like [`layer_norm_backward`] but
-/// without the means of the row and of d.
+/// Computes the requested gradients of [`rms_norm`]'s input and weight, like [`layer_norm_backward`] but without the
+/// means of the row and of d.
 pub fn rms_norm_backward<E: Element>(
     x: &[E],
     weight: &[f32],

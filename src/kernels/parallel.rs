@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Runs `task(0)`, ..., `task(n_tasks - 1)`. Each free thread takes the next task in this order.
 ///
-/// Tasks are taken in the order of their indices. The calling thread takes part, so it never waits for other threads to
-/// wake up. With one thread or one task, everything runs on the calling thread, in order.
+/// The calling thread takes part, so it never waits for other threads to wake up. With one thread or one task,
+/// everything runs on the calling thread, in order.
 pub fn for_each(n_tasks: usize, task: impl Fn(usize) + Sync) {
     let threads = rayon::current_num_threads().min(n_tasks);
     if threads <= 1 {
@@ -34,7 +34,7 @@ pub fn for_each(n_tasks: usize, task: impl Fn(usize) + Sync) {
 /// Mutable data that is split into parts, one for each task.
 ///
 /// # Safety
-/// Parts of different indices must never overlap.
+/// Parts with different indices must never overlap.
 pub unsafe trait DisjointParts: Sync {
     /// The part that one task receives.
     type Part;

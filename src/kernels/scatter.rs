@@ -18,8 +18,8 @@ pub struct ScatterIndices {
 const ELEMENTS_PER_TASK: usize = 1 << 14;
 
 impl ScatterIndices {
-    /// Calls `write` with the index of each element of the source that has a target, and with that element of the
-    /// result. Elements with the same target come in the source's order.
+    /// Calls `write` for each element of the source that has a target, with the index of this element and a reference
+    /// to its target. Elements with the same target come in the source's order.
     fn each(&self, y: &mut [f32], write: impl Fn(usize, &mut f32) + Sync) {
         // Each task reads all targets, and uses those in its part of the result.
         let tasks = (y.len() / ELEMENTS_PER_TASK).clamp(1, rayon::current_num_threads());
@@ -46,8 +46,8 @@ impl ScatterIndices {
         self.each(y, |number, value| *value += source[number]);
     }
 
-    /// Returns, for each element of the source, whether [`ScatterIndices::set`] leaves it in the result (of `results`
-    /// elements), because no later element overwrites it.
+    /// Returns, for each element of the source, whether it remains in the result (of `results` elements) after
+    /// [`ScatterIndices::set`]: it has a target, and no later element overwrites it.
     pub fn survives(&self, results: usize) -> Vec<bool> {
         let mut taken = vec![false; results];
         let mut stays = vec![false; self.places.len()];

@@ -9,10 +9,10 @@
 //!   helper:     looks ── enters ── works ── leaves ── looks ... sleeps
 //! ```
 //!
-//! All state is in one word, `state`: the number of the job, the number of helpers that may still enter, and the number
-//! of helpers inside. The job is stored next to it, and is written only while no helper may enter and none is inside. A
-//! process has one pool, which runs one job at a time: a second caller, or a task that calls a kernel itself, works
-//! without helpers.
+//! The state of a job is in one word, `state`: the number of the job, the number of helpers that may still enter, and
+//! the number of helpers inside. The job is stored next to it, and is written only while no helper may enter and none
+//! is inside. A process has one pool, which runs one job at a time: a second caller, or a task that calls a kernel
+//! itself, works without helpers.
 
 mod primitives;
 mod protocol;

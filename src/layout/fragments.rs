@@ -6,8 +6,8 @@
 //!                                      arrive            0        1        0
 //! ```
 //!
-//! Each fragment is exchanged once in H steps (Streaming DiLoCo, arXiv 2501.18512). It is sent after a step, and takes
-//! effect after the step that is `delay` steps later.
+//! Each fragment is exchanged once every H steps (Streaming DiLoCo, arXiv 2501.18512). It is sent after a step, and
+//! takes effect after the step that is `delay` steps later.
 
 /// The steps at which fragments are sent and take effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub(crate) struct FragmentSchedule {
 }
 
 impl FragmentSchedule {
-    /// Creates the schedule of `fragments` fragments, each of which is exchanged once in `steps` steps.
+    /// Creates the schedule of `fragments` fragments, each of which is exchanged once every `steps` steps.
     ///
     /// # Panics
     /// Panics if there are no fragments, if two fragments would be sent after the same step, or if a fragment would be
@@ -71,8 +71,8 @@ pub(crate) fn fragments_of(elements: &[usize], fragments: usize) -> Vec<usize> {
     elements.iter().map(&mut fragment).collect()
 }
 
-/// Returns the number of elements that `len` elements take in an exchange between `islands` islands: each island sums
-/// one part of them, and the length of a part is a multiple of `alignment`.
+/// Returns the padded length of `len` elements in an exchange between `islands` islands: each island sums one part of
+/// them, and the length of a part is a multiple of `alignment`.
 pub(crate) fn exchanged_len(len: usize, islands: usize, alignment: usize) -> usize {
     len.div_ceil(islands).next_multiple_of(alignment) * islands
 }

@@ -12,7 +12,7 @@
 //!
 //! Every rank has one coordinate per axis. Ranks are numbered in the order of their coordinates; the coordinate along
 //! the last axis changes fastest. Ranks that differ only in their coordinate along an axis form a group along that
-//! axis. A collective along an axis is one among the ranks of each group.
+//! axis. A collective along an axis runs among the ranks of each group.
 //!
 //! The mesh determines which rank computes what. [`ShardMesh`](super::ShardMesh) determines how the shards of a
 //! parameter are distributed among the ranks of one group along the data axis.

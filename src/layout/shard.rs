@@ -79,7 +79,7 @@ impl ShardCut {
         self.expert.is_none_or(|expert| expert.is_on(rank))
     }
 
-    /// Returns the same cut among the ranks that hold the parameter, numbered from 0 on.
+    /// Returns the same cut among the ranks that hold the parameter, numbered from 0.
     #[must_use]
     pub fn among_holders(self) -> Self {
         Self { expert: None, ..self }

@@ -16,7 +16,7 @@ pub struct ShareLayout {
     sub_group_size: usize,
     /// The open sub-group of each class.
     rules: Vec<SubGroupFill>,
-    /// The number of elements of weights in memory so far; `None` once a share does not stay in memory.
+    /// The number of elements of weights in memory so far; `None` after the first share that is in a file.
     kept: Option<usize>,
 }
 
@@ -51,9 +51,9 @@ impl ShareLayout {
         Self { step, weights_in_memory, ..self }
     }
 
-    /// Places the share of a parameter, which has `shard` elements if shares are shards, otherwise `whole` elements.
-    /// Its room is a number of complete blocks of `block` elements. Parameters of different classes (numbers from 0)
-    /// are in different sub-groups, because they have different states.
+    /// Places a parameter's share, which has `shard` elements if shares are shards, and `whole` elements otherwise. The
+    /// share's room is a number of complete blocks of `block` elements. Parameters of different classes (numbers from
+    /// 0) are in different sub-groups, because they have different states.
     pub fn push(&mut self, shard: usize, whole: usize, class: usize, block: usize) -> SharePosition {
         let share = if self.sharded { shard } else { whole };
         let room = share.next_multiple_of(block).next_multiple_of(self.step);
@@ -78,8 +78,8 @@ impl ShareLayout {
     }
 }
 
-/// Returns how many of `groups` sub-groups keep their optimizer states in memory: the first ones do. This is
-/// DeepSpeed's rule for `ratio`, the fraction of sub-groups that is offloaded.
+/// Returns the number of sub-groups, out of `groups`, that keep their optimizer states in memory; they are the first
+/// ones. This is DeepSpeed's rule for `ratio`, the fraction of sub-groups that is offloaded.
 pub fn groups_in_memory(groups: usize, ratio: f64) -> usize {
     ((1.0 - ratio) * groups as f64) as usize
 }

@@ -29,7 +29,7 @@ impl DecoderConfig {
         let ActivationPass { tokens, element, recompute, trains_base } = pass;
         let (width, blocks) = (self.hidden_size, self.blocks.len());
         let of_tokens = |bytes: usize| tokens.saturating_mul(bytes);
-        // Blocks differ in what follows attention.
+        // Blocks differ in the layers that follow attention.
         let sparse = self.sparse_blocks().count();
         let [of_dense, of_sparse] = [BlockMlp::Dense, BlockMlp::Mixture].map(|mlp| self.kept_by_block(mlp, element));
         let largest = match (sparse, blocks - sparse) {

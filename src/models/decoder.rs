@@ -118,7 +118,7 @@ impl DecoderConfig {
         Ok(Embedding::new(self.vocab, self.hidden_size, self.inner(vb).pp(name))?.padding(self.padding))
     }
 
-    /// Builds a block, which shares rotary tables with others.
+    /// Builds a block, which shares rotary tables with other blocks.
     pub(super) fn block(
         &self,
         block: usize,

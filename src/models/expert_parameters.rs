@@ -35,8 +35,8 @@ impl DecoderConfig {
         EXPERT_PARAMETERS.map(|name| format!("{}layers.{block}.{EXPERTS}.{name}", self.prefix))
     }
 
-    /// Returns which part of a parameter of all experts the tensor `name` contains, and the module of that parameter's
-    /// adapter with the settings `lora`. Returns `None` for biases and other tensors.
+    /// Returns the part of a parameter of all experts that the tensor `name` contains, with the module of that
+    /// parameter's adapter according to the settings `lora`. Returns `None` for biases and other tensors.
     #[doc(hidden)]
     pub fn expert_part(&self, name: &str, lora: &LoraConfig) -> Option<ExpertPart> {
         let mixture = self.mixture.as_ref()?;

@@ -21,7 +21,7 @@ const MAX_CONFIG_BYTES: u64 = 16 << 20;
 impl DecoderConfig {
     /// Reads the configuration from the `config.json` of a Hugging Face model, as transformers 5 or 4 writes it. The
     /// configuration's `ctx` is the file's `max_position_embeddings` (or `n_positions`), times the scaling factor of
-    /// dynamic frequencies if the file asks for them; `ctx` may be lowered before a model is built.
+    /// dynamic frequencies if the file requests them; `ctx` can be lowered before a model is built.
     ///
     /// Known `model_type`s: cohere, cohere2, gemma2, gemma3 (its text part), gemma3_text, glm, glm4, gpt2, gpt_oss,
     /// granite, llama (Llama 2 and 3, TinyLlama, SmolLM2), ministral, ministral3, mistral, mistral3 (its text part),

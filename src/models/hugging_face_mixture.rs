@@ -9,8 +9,8 @@ use crate::error::Result;
 use crate::nn::{ExpertGate, RouterOptions, RouterOrder};
 use serde_json::Value;
 
-/// Reads the mixture of a model with `blocks` blocks, and what follows attention in each of them. The mixture is `None`
-/// if no block is sparse.
+/// Reads the mixture of a model with `blocks` blocks, and the layers that follow attention in each of them. The mixture
+/// is `None` if no block is sparse.
 pub(super) fn mixture(
     keys: &JsonKeys<'_>,
     family: &ModelFamily,

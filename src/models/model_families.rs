@@ -1,4 +1,4 @@
-//! The families of decoders: the classes of transformers, with what distinguishes them and their defaults for keys that
+//! The families of decoders: the model classes of transformers, with their differences and their defaults for keys that
 //! files omit.
 
 use super::json_keys::JsonKeys;

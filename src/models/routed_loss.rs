@@ -6,7 +6,7 @@ use crate::nn::{LossOptions, Routing, Sequences, WeightLayout, linear_cross_entr
 use candle_core::{Result, Tensor, bail};
 
 impl<A: Architecture> LanguageModel<A> {
-    /// Returns the loss of [`LanguageModel::loss_packed`], without the load-balancing loss, and what the routers did
+    /// Returns the loss of [`LanguageModel::loss_packed`], without the load-balancing loss, and a report of the routers
     /// ([`RouterReport::add_to`] adds the two losses). `counts` has one element for each token; tokens with `false`
     /// (padding) count neither in the loads nor in the load-balancing loss.
     ///
@@ -29,7 +29,7 @@ impl<A: Architecture> LanguageModel<A> {
         Ok((linear_cross_entropy_with(&states, weight, WeightLayout::OutIn, targets, options)?, report))
     }
 
-    /// Returns the result of [`LanguageModel::log_probabilities`] and what the routers did, as in
+    /// Returns the result of [`LanguageModel::log_probabilities`] and a report of the routers, as in
     /// [`LanguageModel::routed_loss`].
     ///
     /// # Errors
@@ -46,7 +46,7 @@ impl<A: Architecture> LanguageModel<A> {
         Ok((linear_log_probabilities(&states, weight, WeightLayout::OutIn, targets, cap)?, report))
     }
 
-    /// Returns the input of the output projection, and what the routers did.
+    /// Returns the input of the output projection, and a report of the routers.
     fn routed(
         &self,
         ids: &Tensor,

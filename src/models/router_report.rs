@@ -1,4 +1,4 @@
-//! The states of a model with routers, and a report of what the routers did.
+//! The states of a model with routers, and a report of the routers' choices.
 
 use crate::nn::{Routing, SyncBalanceLoss, add, scaled_in_f32};
 use candle_core::{Result, Tensor};
@@ -21,7 +21,7 @@ pub struct BalanceLossOptions<'a> {
     pub coefficient: f64,
 }
 
-/// How often a block's router chose each expert.
+/// The loads of a block's experts: how often the block's router chose each of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpertLoad {
     /// The number of the block.
@@ -30,7 +30,7 @@ pub struct ExpertLoad {
     pub choices: Vec<u64>,
 }
 
-/// A report of what the routers did in a forward pass. It is empty for a model without mixtures.
+/// A report of the routers' choices in a forward pass. It is empty for a model without mixtures.
 #[derive(Debug, Clone, Default)]
 pub struct RouterReport {
     /// The loads of the experts of each sparse block. Padding is left out.

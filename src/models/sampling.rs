@@ -58,7 +58,7 @@ pub fn next_token(logits: &[f32], temperature: f64, rng: &mut TokenRng) -> u32 {
 /// Keeps the `top_k` largest of `logits` (0 keeps all), and of those the most likely ones whose probabilities,
 /// softmax(logits / temperature), add up to `top_p` (1 keeps all), but at least one. The others become minus infinity,
 /// as do those that are NaN. Of equal logits, the first ones are kept. Nothing changes if neither limit applies, or at
-/// temperature 0 or below, because the largest is chosen anyway.
+/// temperature 0 or below, at which the largest logit is chosen anyway.
 pub fn keep_likeliest(logits: &mut [f32], top_k: usize, top_p: f64, temperature: f64) {
     let by_rank = top_k > 0 && top_k < logits.len();
     if !(temperature > 0.0 && (by_rank || top_p < 1.0)) {

@@ -47,7 +47,7 @@ pub trait Monitor: Send {
     }
 }
 
-/// A milestone of a run that monitors note.
+/// A milestone of a run, as passed to [`Monitor::note`].
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum RunMilestone<'a> {
@@ -91,16 +91,16 @@ pub struct RunDescription {
     pub samples: u64,
 }
 
-/// How a run ended.
+/// The outcome of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum RunEnding {
-    /// The program ended it normally.
+    /// The program ended the run normally.
     Finished,
-    /// A signal, or a request from the dashboard, asked it to end.
+    /// A signal, or a request from the dashboard, asked the run to end.
     Stopped,
-    /// An error ended it.
+    /// An error ended the run.
     Failed,
 }
 

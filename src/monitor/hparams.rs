@@ -69,7 +69,7 @@ fn info(name: &str, value: &Hyperparameter) -> ProtobufMessage {
     }
 }
 
-/// Returns a value of a summary whose metadata contain a record of the plugin.
+/// Returns a value of a summary whose metadata contains a record of the plugin.
 fn value(tag: &str, field: u32, record: &ProtobufMessage) -> ProtobufMessage {
     let content = ProtobufMessage::default().message(field, record);
     let plugin = ProtobufMessage::default().text(1, "hparams").message(2, &content);

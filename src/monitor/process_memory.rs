@@ -11,7 +11,7 @@ pub fn rss_bytes() -> Option<u64> {
     bytes_of("VmRSS:", &std::fs::read_to_string("/proc/self/status").ok()?)
 }
 
-/// Returns the memory in bytes that this process could still allocate: what the system has available, within the limits
+/// Returns the memory in bytes that this process can still allocate: the system's available memory, within the limits
 /// of the process's control groups (of a container, or of a job). Returns `None` if the system does not report it.
 pub fn available_memory() -> Option<u64> {
     Some(crate::offload::available_memory()).filter(|bytes| *bytes > 0)

@@ -8,8 +8,8 @@
 //! summary  1 value: 1 tag (string) | 2 simple_value (f32), or 8 tensor and 9 metadata (hparams.rs)
 //! ```
 //!
-//! A session log marks the step from which a run continues. TensorBoard then leaves out what an earlier file contains
-//! about later steps, which are repeated.
+//! A session log marks the step from which a run continues. TensorBoard then ignores the values of later steps in
+//! earlier files, because these steps are repeated.
 
 use super::crc32c::masked;
 use super::protobuf::ProtobufMessage;

@@ -265,9 +265,9 @@ struct LossHead {
 }
 
 impl LossHead {
-    /// Returns the losses of the rows that count, and the gradients of the sum of the losses, in which each loss is
-    /// multiplied by its scale, with respect to these rows of `h` and to `weight`. Gradients that are not wanted are
-    /// empty.
+    /// Returns the losses of the rows that count, and gradients with respect to these rows of `h` and to `weight`: the
+    /// gradients of the sum of the losses, in which each loss is multiplied by its scale. Gradients that are not wanted
+    /// are empty.
     fn run<E: TensorElement>(
         &self,
         h: &[E],

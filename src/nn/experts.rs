@@ -13,8 +13,8 @@
 //!
 //! With expert parallelism, rows travel to the ranks that hold their experts (`traveling_rows.rs`).
 //!
-//! An expert whose tensors are separate may be a unit of its own ([`crate::zero::routed_units`],
-//! [`ExpertMlp::with_units`]), which is gathered at stage 3 only if a row on any rank chose it.
+//! An expert whose tensors are separate can be a unit ([`crate::zero::routed_units`], [`ExpertMlp::with_units`]), which
+//! is gathered at stage 3 only if a row on any rank chose it.
 
 mod adapter;
 mod assignment;

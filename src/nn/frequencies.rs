@@ -133,7 +133,7 @@ pub fn dynamic(
     default(width, theta * growth.powf(width as f64 / (width as f64 - 2.0)))
 }
 
-/// Returns the standard frequencies, each divided by a factor of its own (rope type "longrope", arXiv 2402.13753).
+/// Returns the standard frequencies, each divided by a separate factor (rope type "longrope", arXiv 2402.13753).
 ///
 /// # Errors
 /// The errors of [`default`]; a number of factors that differs from the number of pairs; a factor that is not a finite

@@ -12,8 +12,8 @@ use crate::tensor::element::{TensorElement, with_all, with_element};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::fmt::{self, Display, Formatter};
 
-/// The keys and values that one attention layer has computed for a text, or for a batch of texts of the same length, so
-/// that the layer only needs to compute those of new positions.
+/// The keys and values that one attention layer has computed for a text, or for a batch of texts of the same length.
+/// With a cache, the layer needs to compute only those of new positions.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor};

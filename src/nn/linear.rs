@@ -160,7 +160,7 @@ impl<E: TensorElement> LinearBackward<E> {
 }
 
 /// A layer y = x w^T + b with a weight `[out, in]`, whose parameters are named "weight" and "bias" like those of
-/// PyTorch's `nn.Linear` and candle-nn's.
+/// PyTorch's `nn.Linear` and of candle-nn's `Linear`.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Tensor,

@@ -159,7 +159,7 @@ impl MatmulOperandLayout {
     }
 
     /// Returns the operand's gradient, whose matrices have `rows` and `columns`. Each of these matrices is a sum over
-    /// the positions in the result's batch where the operand's matrix is used. The terms are products, with inner
+    /// the positions in the result's batch at which the operand's matrix is used. The terms are products, with inner
     /// dimension `inner`, of the two matrices that `factors` returns for a position.
     fn gradient<'a, E: TensorElement>(
         self,

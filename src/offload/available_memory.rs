@@ -1,5 +1,5 @@
-//! The memory that this process may still allocate: the system's available memory, within the limits of its control
-//! groups.
+//! The memory that this process can still allocate: the system's available memory, within the limits of the process's
+//! control groups.
 //!
 //! A container, a Slurm job or a systemd scope limits memory in the process's group or in a group above it, through
 //! version 1 or 2 of the kernel's interface, and does not always have its own view of the file system. Therefore, the
@@ -15,8 +15,8 @@ struct CgroupLimit {
     left: u64,
 }
 
-/// Returns the number of bytes that this process can still allocate, where the page cache counts as free, or 0 if the
-/// system does not report this number.
+/// Returns the number of bytes that this process can still allocate, or 0 if the system does not report this number.
+/// The page cache counts as free.
 #[doc(hidden)]
 pub fn available_memory() -> u64 {
     available(&read_file)
@@ -102,7 +102,7 @@ impl CgroupMount {
         Some(Self { version, root: place.next()?.into(), point: place.next()?.into() })
     }
 
-    /// Returns the folders of the group `path` and of those above it, as far as this mount shows them.
+    /// Returns the folders of the group `path` and of the groups above it that this mount shows.
     fn folders(&self, path: &str) -> Vec<PathBuf> {
         let path = Path::new(path);
         // A path that is not below the mounted group, or leads out of that group, belongs to a different view of the

@@ -294,8 +294,8 @@ impl DiskBenchRun<'_> {
         // also makes the measured writes like those of a step, which overwrite data.
         io.choose(if accesses.contains(&DiskAccess::Direct) { DiskAccess::Direct } else { DiskAccess::Cached });
         self.time("filling the files", |files| files.pass(io, true, &mut buffers))?;
-        // Space that was never written is not read from the disk, so what this pass found in the page cache does not
-        // count.
+        // Space that was never written is not read from the disk, so the fraction that this pass found in the page
+        // cache does not count.
         self.cached = None;
         let mut rounds = vec![[Vec::new(), Vec::new()]; accesses.len()];
         for _ in 0..ROUNDS {

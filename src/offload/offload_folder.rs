@@ -67,8 +67,9 @@ pub(super) struct SpaceDemand {
 }
 
 impl OffloadFolder {
-    /// Checks `path`, and creates the folder if its parent exists or it is below the home folder. The first rank of a
-    /// job locks it for all ranks. Files have no names, so several engines of a process need no separate folders.
+    /// Checks `path`, and creates the folder if its parent exists or the path is below the home folder. The first rank
+    /// of a job locks the folder for all ranks. Files have no names, so several engines of a process need no separate
+    /// folders.
     pub fn open(path: &Path, is_first: bool) -> Result<Arc<Self>> {
         let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
         let found = match std::fs::metadata(path) {
@@ -206,8 +207,8 @@ fn unnamed_file(folder: &Path) -> Result<File> {
     Err(OffloadError::Folder { path: folder.to_owned(), problem }.into())
 }
 
-/// Creates the folder if its parent exists, or if it is below the user's home. Elsewhere, a missing parent may mean
-/// that a disk is not mounted or that the path is wrong.
+/// Creates the folder if its parent exists, or if the path is below the user's home. Elsewhere, a missing parent may
+/// mean that a disk is not mounted or that the path is wrong.
 fn create(path: &Path) -> std::io::Result<()> {
     let parent = folder_of(path);
     if !parent.is_dir() && std::env::home_dir().is_some_and(|home| home.is_dir() && path.starts_with(home)) {

@@ -119,7 +119,7 @@ impl OffloadStore {
         access
     }
 
-    /// Returns how a sweep divides files into windows.
+    /// Returns the settings for a sweep through the files.
     pub fn windows(&self) -> WindowSettings {
         WindowSettings::new(self.settings.as_ref(), self.io.access())
     }

@@ -24,7 +24,7 @@ use std::ops::Range;
 /// ```
 ///
 /// With relative steps, `lr` is the smaller of 1 / sqrt(t) and 0.01 or, with `warmup_init`, 1e-6 * t. `rms` is the root
-/// mean square over the whole parameter. A tensor with more than two dimensions is a batch of matrices in the last two,
+/// mean square over the full parameter. A tensor with more than two dimensions is a batch of matrices in the last two,
 /// whose rows and columns are separate, but which share one `rms`. A parameter with fewer dimensions has a second
 /// moment for each element, `v = b2 * v + (1 - b2) * (g^2 + eps_0)`, and `u = g / sqrt(v)`.
 ///

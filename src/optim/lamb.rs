@@ -12,7 +12,7 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 
 /// LAMB: Adam's direction, scaled to the norm of the parameter.
 ///
-/// `g` is the scaled gradient, `t` is the number of the step, and `|x|` is the L2 norm of the whole parameter:
+/// `g` is the scaled gradient, `t` is the number of the step, and `|x|` is the L2 norm of the full parameter:
 ///
 /// ```text
 /// m  = b1 * m + (1 - b1) * g

@@ -12,7 +12,7 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 
 /// LARS: SGD with momentum whose learning rate is scaled by the ratio of the norms of the parameter and its gradient.
 ///
-/// `g` is the scaled gradient, and `|x|` is the L2 norm of the whole parameter:
+/// `g` is the scaled gradient, and `|x|` is the L2 norm of the full parameter:
 ///
 /// ```text
 /// c  = trust_coefficient * |p| / (|g| + wd * |p| + eps)       1 if |p| or |g| is 0

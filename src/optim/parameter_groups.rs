@@ -145,7 +145,7 @@ impl ParameterGroup {
     /// Keeps the parameters of this group, for example norms and routers, in f32 in a 16-bit model. This applies to the
     /// model's tensors, to their gradients and to the shards of the parameters. The parameters then have no master
     /// weights, and are gathered in f32. Their gradients are reduced in `communication_data_type`, like all others. The
-    /// model has to compute with tensors of both dtypes: layers of [`candle_zero::nn`](crate::nn) do, whereas
+    /// model must compute with tensors of both dtypes: layers of [`candle_zero::nn`](crate::nn) do, whereas
     /// candle-nn's need a cast around them. The corresponding configuration key is `data_types.keep_in_fp32_modules`.
     #[must_use]
     pub fn keep_f32(mut self) -> Self {
@@ -271,7 +271,7 @@ impl ParameterGrouping {
         self.copied.as_deref() != Some(name) && self.trains_rule()(name, shape)
     }
 
-    /// Returns a predicate that returns whether a parameter is trained at the start, on any rank.
+    /// Returns a predicate for the parameters that are trained at the start, on any rank.
     pub fn trains_rule(&self) -> TrainableFilter {
         let (given, trainable) = (self.given.clone(), self.trainable.clone());
         Arc::new(move |name, shape| {
@@ -285,7 +285,7 @@ impl ParameterGrouping {
         self.given.iter().enumerate().filter(|(_, group)| group.is_frozen).map(|(index, _)| index)
     }
 
-    /// Returns the number that stands for a parameter's group before groups are [settled](Self::settle).
+    /// Returns the number that identifies a parameter's group before groups are [settled](Self::settle).
     pub fn group(&self, name: &str, shape: &[usize]) -> usize {
         let given = self.given.iter().position(|group| group.selects(name, shape));
         let use_muon = given.and_then(|i| self.given[i].use_muon);

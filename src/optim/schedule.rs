@@ -59,7 +59,7 @@ pub trait LrSchedule: Send + Sync {
         self.lr(applied)
     }
 
-    /// Returns the betas of the optimizer step after `applied` steps; `None` stands for the optimizer's own. An
+    /// Returns the betas of the optimizer step after `applied` steps; `None` means the optimizer's own. An
     /// optimizer without betas keeps its momentum.
     fn betas(&self, applied: u64) -> Option<(f64, f64)> {
         let _ = applied;

@@ -256,7 +256,7 @@ impl StepWeights {
 
     /// Returns the share of step `step` in the average of all steps up to it.
     fn share(&self, step: u64) -> f64 {
-        // Without a warm-up, and with `r` = 0, all steps have the same weight, so nothing has to be added up.
+        // Without a warm-up, and with `r` = 0, all steps have the same weight, so no sum is needed.
         if self.r == 0.0 && self.warmup_steps <= 1 {
             return 1.0 / step as f64;
         }

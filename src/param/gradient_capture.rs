@@ -26,7 +26,7 @@ pub(crate) trait GradientSink: Send + Sync {
     /// Returns whether gradients count in the backward pass that this thread runs. Otherwise they are dropped, or not
     /// even computed if an operation can do without them.
     fn takes_gradients(&self) -> bool;
-    /// Takes the gradient of `param`, which is complete as far as this backward pass is concerned.
+    /// Takes the gradient of `param`, to which this backward pass adds nothing more.
     fn gradient_arrived(&self, param: ParamId, grad: DeferredGradient) -> Result<()>;
     /// Reports that a backward pass in which gradients do not count has differentiated all uses of `param`.
     fn passed_by(&self, param: ParamId) -> Result<()>;
@@ -93,7 +93,7 @@ mod tests {
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
     }
 
-    /// Returns how many parts of the gradient of a weight that `forward` uses were left for later, and the gradient.
+    /// Returns the number of parts left for later of the gradient of a weight that `forward` uses, and the gradient.
     fn gradient_of(is_divided: bool, forward: impl Fn(&Tensor) -> Result<Tensor>) -> (usize, Vec<f32>) {
         let arrived = Arc::new(Arrived::default());
         let storage = (

@@ -94,7 +94,7 @@ impl Param {
         }
     }
 
-    /// Returns how the parameter is cut into shards.
+    /// Returns the parameter's cut into shards.
     pub fn cut(&self) -> ShardCut {
         ShardCut { numel: self.numel, block: self.block.load(Ordering::Relaxed), expert: self.expert }
     }
@@ -115,7 +115,7 @@ impl Param {
         ParamClass::new(self.role, trained, self.weights)
     }
 
-    /// Returns how the weights are packed if parameters are sharded.
+    /// Returns the packing of the weights, if there is one. It applies only if parameters are sharded.
     pub fn packing(&self) -> Option<WeightPacking> {
         self.weights.packing()
     }

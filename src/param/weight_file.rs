@@ -35,7 +35,7 @@ impl WeightFile {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
         // SAFETY: the map is only read. If another process truncated the file, reading the map would raise SIGBUS;
-        // nothing in candle-zero writes weights in place, and copying a whole model to avoid the signal would be too
+        // nothing in candle-zero writes weights in place, and copying a complete model to avoid the signal would be too
         // expensive.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let bad = |e: safetensors::SafeTensorError| {

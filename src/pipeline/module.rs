@@ -18,7 +18,7 @@ pub trait PipelineLayer<B>: Send {
 
     /// Returns the layer's output in inference, where it may differ: the last layer of
     /// [`decoder_pipeline`](crate::models::decoder_pipeline) returns logits instead of the loss. If a text is
-    /// continued, `state` contains what this layer has kept for the tokens before `x`.
+    /// continued, `state` contains the state that this layer has kept for the tokens before `x`.
     ///
     /// # Errors
     /// Any error of the layer's operations.
@@ -53,8 +53,8 @@ impl InferenceState {
         self.position
     }
 
-    /// Returns what the layer has kept for the tokens before the input. The layer may change it. A layer that has kept
-    /// nothing begins with the result of `new`. Returns `None` if no text is continued.
+    /// Returns the state that the layer has kept for the tokens before the input. The layer may change this state. A
+    /// layer that has kept nothing begins with the result of `new`. Returns `None` if no text is continued.
     pub fn kept<T: Any + Send>(&mut self, new: impl FnOnce() -> T) -> Option<&mut T> {
         self.position?;
         let kept = self.kept.take().and_then(|kept| kept.downcast::<T>().ok()).unwrap_or_else(|| Box::new(new()));

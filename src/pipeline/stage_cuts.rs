@@ -64,10 +64,10 @@ pub fn uniform_cuts(layers: usize, stages: usize) -> Result<StageCuts, TooManySt
     Ok(StageCuts { bounds: (0..=stages).map(|stage| stage * each + stage.min(more)).collect() })
 }
 
-/// Divides layers with these weights into stages so that the largest sum of weights of a stage, multiplied by the
-/// stage's `slowness`, is as small as possible. Of equally good divisions, the most even one is returned: the one with
-/// the smallest sum of squares. Weights are numbers of parameters (`partition: parameters`), or measured seconds; the
-/// slowness of equal hosts is 1.
+/// Divides layers with these weights into stages so that the largest cost of a stage is as small as possible. The cost
+/// is the sum of the stage's weights, multiplied by its `slowness`. Of equally good divisions, the most even one is
+/// returned: the one with the smallest sum of squared costs. Weights are numbers of parameters
+/// (`partition: parameters`), or measured seconds; the slowness of equal hosts is 1.
 ///
 /// # Errors
 /// There are more stages than layers.

@@ -49,7 +49,7 @@ impl IntFormat {
         elements.div_ceil(BLOCK) * SCALE + self.code_bytes(elements)
     }
 
-    /// Returns how many elements fit into `bytes` bytes in full blocks.
+    /// Returns the number of elements that fit into `bytes` bytes in full blocks.
     pub fn whole_blocks_in(self, bytes: usize) -> usize {
         bytes / self.encoded_len(BLOCK) * BLOCK
     }

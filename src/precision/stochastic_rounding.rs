@@ -56,7 +56,7 @@ impl SimdLoop for StochasticRound<'_> {
         for (i, (x, y)) in src.iter().zip(dst).enumerate() {
             let bits = x.to_bits();
             let rounded = (bits.wrapping_add(dice.roll(first + i as u64)) >> 16) as u16;
-            // Infinities and NaNs stay what they are.
+            // Infinities and NaNs stay unchanged.
             let special = (bits >> 16) as u16 | u16::from(bits & 0x007f_ffff != 0) << 6;
             *y = bf16::from_bits(if bits & 0x7f80_0000 == 0x7f80_0000 { special } else { rounded });
         }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 /// The minimum time between two replacements of the file.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// How often the routers of a mixture chose each expert in a step, over all ranks.
+/// The loads of a mixture's experts in a step: how often the routers chose each expert, over all ranks.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RecordedLoads {
@@ -28,7 +28,7 @@ pub struct RecordedLoads {
     pub blocks: Vec<BlockLoads>,
 }
 
-/// How often the router of a block chose each expert.
+/// The loads of a block's experts: how often the block's router chose each of them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct BlockLoads {

@@ -1,8 +1,8 @@
 //! `summary.json`: a summary of the metrics and events of a run. Listing runs does not require reading the other files.
 //!
 //! The summary contains the number of bytes of each file that it covers. A reader compares these numbers with the
-//! lengths of the files, adds what has been appended since, and reads everything if the files are shorter or if steps
-//! were repeated.
+//! lengths of the files, and adds the lines that have been appended since. If the files are shorter, or if steps were
+//! repeated, the reader starts again from the beginning.
 
 use super::metrics::{LOSS, MetricsLine, MetricsRow, WholeMetrics};
 use super::{EVENTS, FORMAT, MAX_FILE_BYTES, METRICS, SUMMARY, lines};
@@ -63,7 +63,7 @@ pub struct RunSummary {
     pub sessions: u64,
     /// The number of times that the launcher had restarted the job when the last session began.
     pub restart: u64,
-    /// The outcome of the run, unless the run has not ended or was killed.
+    /// The outcome of the run, or `None` if the run has not ended or was killed.
     pub outcome: Option<RunEnding>,
     /// The last error of the last session.
     pub error: Option<String>,

@@ -1,4 +1,4 @@
-//! Reads what has been appended to the files of a run since they were last read.
+//! Reads the lines that have been appended to the files of a run since they were last read.
 
 use super::metrics::MetricsLine;
 use super::{EARLIER_LOG, EVENTS, LAUNCH, LOG, METRICS, SAMPLES, lines};
@@ -12,7 +12,7 @@ const MAX_NEWS: u64 = 4 << 20;
 /// The maximum number of bytes of the log that one call of [`RunTail::look`] reads.
 const MAX_LOG_NEWS: u64 = 256 << 10;
 
-/// A reader of what is appended to the files of a run.
+/// A reader of the lines that are appended to the files of a run.
 #[derive(Debug, Clone)]
 pub struct RunTail {
     folder: PathBuf,
@@ -70,7 +70,7 @@ impl RunTail {
         self.positions
     }
 
-    /// Reads what has been appended since the last call, in complete lines. Damaged lines are left out.
+    /// Reads the complete lines that have been appended since the last call. Damaged lines are left out.
     ///
     /// # Errors
     /// A file cannot be read.
@@ -134,7 +134,7 @@ fn appended_text(folder: &Path, at: &mut u64) -> Result<Vec<String>> {
     Ok(all)
 }
 
-/// Adds the complete lines of a text after a position, at most the last [`MAX_LOG_NEWS`] bytes of them. Returns the
+/// Adds the complete lines of a text after a position, but only those in the last [`MAX_LOG_NEWS`] bytes. Returns the
 /// position after them.
 fn text_lines(path: &Path, from: u64, all: &mut Vec<String>) -> std::io::Result<u64> {
     let mut file = lines::open(path)?;

@@ -464,7 +464,7 @@ fn runs_that_saved(plan: &RecordPlan, loaded: &LoadedFrom) -> Vec<PathBuf> {
     found.into_iter().map(|(_, folder)| folder).collect()
 }
 
-/// Returns a folder's path without links, or the address of an object store unchanged.
+/// Returns a folder's path with all links resolved, or the address of an object store unchanged.
 fn absolute(folder: &Path) -> PathBuf {
     folder.canonicalize().unwrap_or_else(|_| folder.to_owned())
 }

@@ -17,8 +17,7 @@ pub(super) fn generation_end(reached: u64, every: u64, steps: u64) -> u64 {
 }
 
 /// Returns the numbers of the trials to replace, and those of the trials to branch from, once all members have reached
-/// the end of a generation or have failed. A failed trial ranks last. Both lists are empty if all trials
-/// have failed.
+/// the end of a generation or have failed. A failed trial ranks last. Both lists are empty if all trials have failed.
 pub(super) fn quantiles(trials: &[SweepTrial], quantile: f64, goal: SweepGoal) -> (Vec<usize>, Vec<usize>) {
     let has_failed = |trial: &SweepTrial| matches!(trial.state, TrialState::Failed(_));
     let mut ranked: Vec<&SweepTrial> = members(trials).collect();
@@ -41,7 +40,7 @@ pub(super) fn quantiles(trials: &[SweepTrial], quantile: f64, goal: SweepGoal) -
     (replaced, numbers(&ranked[..best]))
 }
 
-/// Returns the parameters of a branch: each is drawn anew with the probability `resample`, and otherwise perturbed.
+/// Returns the parameters of a branch: each is drawn anew with probability `resample`, and otherwise perturbed.
 pub(super) fn explored(
     space: &SweepSpace,
     parameters: &TrialParameters,

@@ -1,4 +1,4 @@
-//! The parameters of the next trial, by each searcher.
+//! The choice of the next trial's parameters, for each searcher.
 
 use super::random::{DrawnFor, RandomStream};
 use super::settings::{SweepSearcher, SweepSettings, TrialScheduler};
@@ -7,7 +7,7 @@ use super::tpe::{self, STARTUP_TRIALS};
 use super::trial::{SweepTrial, TrialState};
 use crate::util::permute;
 
-/// The maximum number of suggestions for a trial, if earlier trials had the suggested parameters.
+/// The maximum number of suggestions for a trial, if earlier trials already have the suggested parameters.
 const REDRAWS: usize = 100;
 
 /// Returns the parameters of the trial after `trials`.

@@ -39,7 +39,7 @@ impl SweepGoal {
 pub enum SweepSearcher {
     /// Every combination once; in random order if the scheduler compares trials before all have begun.
     Grid,
-    /// At random; in a finite space, no combination twice.
+    /// At random; in a finite space, no combination twice, except with population-based training.
     #[default]
     Random,
     /// By a tree-structured Parzen estimator, after ten random trials.

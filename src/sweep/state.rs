@@ -1,4 +1,4 @@
-//! The state of a sweep: which trial is trained next, and what its results lead to.
+//! The state of a sweep: which trial is trained next, and the consequences of its results.
 
 use super::error::SweepError;
 use super::pbt::{explored, generation_end, members, quantiles};

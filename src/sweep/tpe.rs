@@ -16,7 +16,7 @@ pub(super) const STARTUP_TRIALS: usize = 10;
 const CANDIDATES: usize = 24;
 /// The maximum number of good trials.
 const MAX_GOOD: usize = 25;
-/// The number of times that a value outside the range is drawn again.
+/// The maximum number of draws of a value that must be in the range.
 const REDRAWS: usize = 100;
 
 /// Returns the parameters of the next trial. `ranked` contains the parameters of earlier trials, the best first.
@@ -125,7 +125,7 @@ impl Density {
     }
 }
 
-/// Returns the standard normal distribution function (Abramowitz and Stegun 7.1.26, an error of at most 1e-7).
+/// Returns the standard normal distribution function (Abramowitz and Stegun 7.1.26, with an error of at most 1e-7).
 fn normal_cdf(x: f64) -> f64 {
     let z = x.abs() / std::f64::consts::SQRT_2;
     let t = 1.0 / (1.0 + 0.327_591_1 * z);

@@ -111,7 +111,7 @@ pub(super) fn listen() {
         let handlers: [(libc::c_int, Handler); 3] =
             [(libc::SIGSEGV, overflowed), (libc::SIGBUS, overflowed), (libc::SIGABRT, aborted)];
         handlers.map(|(signal, handler)| {
-            // SAFETY: a zeroed action is the default one. The handlers use only what handlers may use, and run on the
+            // SAFETY: a zeroed action is the default one. The handlers do only what is async-signal-safe, and run on the
             // stack that the standard library provides to each thread for stack overflow signals.
             unsafe {
                 let mut action = MaybeUninit::<libc::sigaction>::zeroed().assume_init();

@@ -175,7 +175,7 @@ impl RankCore {
         Ok(grad)
     }
 
-    /// Returns the index of the parameter with that name.
+    /// Returns the index of the parameter with this name.
     pub fn param_named(&self, name: &str) -> Option<ParamId> {
         self.params.iter().position(|param| param.name == name)
     }

@@ -8,7 +8,7 @@
 //! | `step/` | the optimizer step: vote, update, publish |
 //! | `transfer/` | pending collectives and copies between host and GPU |
 //! | `gpu/` | work on the GPU: packs gradients, updates the shares on it, times the model's work |
-//! | `check/` | checks that gradients are right, and finds mistakes in a program and differences between ranks |
+//! | `check/` | checks that gradients are correct, and finds mistakes in a program and differences between ranks |
 //!
 //! | file | contents |
 //! | --- | --- |

@@ -340,7 +340,7 @@ impl RankCore {
         self.gpus.get().into_iter().for_each(GpuCollectives::abort);
     }
 
-    /// Collective, called after all ranks have been compared: connects the GPUs of all ranks by NCCL from now on,
+    /// Collective, called after all ranks have been compared: connects the GPUs of all ranks through NCCL from now on,
     /// if models compute on them and NCCL can connect them. Resources whose creation waits for all of the GPU's work
     /// are created now rather than later.
     ///

@@ -153,7 +153,7 @@ pub(crate) trait StepExecutor: ShareStorage {
         self.info().tier
     }
 
-    /// Enters a buffer in the ledger until the result is dropped.
+    /// Enters a buffer in the ledger. The entry lasts until the result is dropped.
     fn hold(&self, kind: MemoryKind, buffer: &Self::Buffer) -> MemoryLedgerEntry {
         self.ledger().hold_in(MemoryTier::at::<Self::Buffer>(&buffer.place()), kind, buffer.capacity_in_bytes())
     }

@@ -387,7 +387,7 @@ fn a_job_killed_at_any_moment_leaves_a_whole_checkpoint_at_most_one_save_old() {
     println!("{kills} kills, {before} steps");
 }
 
-/// Returns the command for 60 steps of a small model that is saved in every step; `dir` gets all outputs.
+/// Returns the command for 60 steps of a small model, with a save after each step. All outputs go to `dir`.
 fn sixty_steps(dir: &Path, restarts: u32) -> std::process::Command {
     let settings = dir.join("config.json");
     std::fs::write(&settings, config(3, 1, json!({}), json!({"bf16": {"enabled": true}})).to_string()).unwrap();

@@ -233,7 +233,7 @@ fn states(dir: &Path) -> Vec<(String, Vec<u32>)> {
 
 #[test]
 fn every_stage_and_world_size_loads_what_every_other_has_saved() {
-    // A step has 12 micro-batches for any world size.
+    // A step has 12 micro batches for any world size.
     let with = |stage: u8, world: usize| {
         let more = json!({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24});
         config(stage, 12 / world, zero(), more)

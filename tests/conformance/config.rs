@@ -80,7 +80,7 @@ fn check(case: &Value) -> Option<String> {
     }
 }
 
-/// Returns the configuration that `set_train_batch_size` leads to on a running engine.
+/// Returns the configuration that results from `set_train_batch_size` on a running engine.
 fn set(input: &Value) -> Result<Config> {
     let world_size = usize_at(input, "world_size");
     let keys = json!({

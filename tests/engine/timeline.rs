@@ -91,7 +91,7 @@ impl Trace {
         self.events.iter().map(|(_, rank, ..)| *rank).collect()
     }
 
-    /// Returns the number of microseconds in which units compute while data is transferred.
+    /// Returns the number of microseconds during which units compute while data is transferred.
     fn overlap(&self, rank: u64) -> f64 {
         let compute = without(&self.times(rank, |cat, _| cat == "unit"), &self.times(rank, |cat, _| cat == "wait"));
         let travel = self.times(rank, |cat, name| cat == "collective" && name != "control" && name != "barrier");

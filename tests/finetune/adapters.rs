@@ -84,7 +84,7 @@ impl Place {
         said.into_iter().collect()
     }
 
-    /// Returns the message, which must be the same from all three commands.
+    /// Returns the message, which must be the same from all commands.
     fn refused_alike(&self) -> String {
         let said = self.refused();
         let first = said[0].trim_start_matches("zerorun: ").to_owned();

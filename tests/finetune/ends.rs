@@ -1,4 +1,5 @@
-//! How runs end: signals without checkpoints, checkpoints that are kept, and the report on preferences.
+//! How runs end: signals without checkpoints, the checkpoints that are kept, the report on preferences, the files of a
+//! result, and the record of a run.
 
 use crate::fixtures::path;
 use crate::runs::{chats, finetune, write};

@@ -120,7 +120,7 @@ fn write_file(file: &Path, metadata: &HashMap<String, Value>, tensors: &[RawTens
 }
 
 /// Returns the blocks of one output in llama.cpp's format, given those in the published format. A byte of the published
-/// format contains two neighboring elements; a byte of llama.cpp's format contains two elements that are half a block
+/// format contains two neighbouring elements; a byte of llama.cpp's format contains two elements that are half a block
 /// apart.
 fn repacked(blocks: &[u8], scales: &[u8]) -> Vec<u8> {
     let of_block = |(block, scale): (&[u8], &u8)| {

@@ -64,7 +64,7 @@ fn snapshot(home: &Path) -> PathBuf {
     home.join("hub/models--org--tiny/snapshots").join(COMMIT)
 }
 
-/// Returns the byte range of each request for weights; it is empty if the request has none.
+/// Returns the byte range of each request for weights, or an empty string for a request without a range.
 fn of_weights(server: &Server) -> Vec<String> {
     let storage = "GET /storage/model.safetensors";
     server

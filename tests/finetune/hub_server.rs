@@ -13,7 +13,7 @@ pub const NAME: &str = "org/tiny";
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 pub const TOKEN: &str = "hf_right";
 
-/// The faults of the server.
+/// The faults that the server simulates.
 #[derive(Debug, Clone, Default)]
 pub struct Faults {
     /// The file ("" for the list) for which every request is refused, with the status, code and message of the
@@ -27,11 +27,11 @@ pub struct Faults {
     pub no_parts: bool,
     /// The number of requests for files that are answered with 503.
     pub busy: usize,
-    /// A false size that is reported for weights.
+    /// A false size that is reported for the weights.
     pub size: Option<u64>,
     /// Whether only the right token is accepted.
     pub is_private: bool,
-    /// A pause before the bytes of weights.
+    /// The pause before the bytes of the weights are sent.
     pub pause: Duration,
     /// A replacement for the list.
     pub list: Option<&'static str>,
@@ -49,7 +49,7 @@ struct Hub {
     files: BTreeMap<String, Vec<u8>>,
     faults: Mutex<Faults>,
     requests: Mutex<Vec<String>>,
-    /// The address that serves the bytes of weights, on another host.
+    /// The address on another host that serves the bytes of the weights.
     storage: SocketAddr,
 }
 

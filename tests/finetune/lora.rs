@@ -126,7 +126,7 @@ fn follow(model: &str, case: &str) {
             assert!(*first == run.adapter, "{what}: bits differ from those of stage 0");
         }
     }
-    // PEFT's final adapter is read, written and read again, applied to the base and merged into it.
+    // PEFT's final adapter is read, written, read again, applied to the base, and merged into it.
     let out = tempfile::tempdir().unwrap();
     let names = base.config().parameters().unwrap();
     let read = Adapter::read(final_file.parent().unwrap()).unwrap();

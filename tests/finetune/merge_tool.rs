@@ -36,7 +36,7 @@ fn a_merged_model_answers_as_the_base_with_the_adapter_does() {
     assert_eq!(answer(&out, &[]), with);
     assert_ne!(answer(&llama, &[]), with);
 
-    // The file name selects the GGUF format. With a tokenizer next to it, such a file is also a model.
+    // The file name selects the GGUF format. A GGUF file with a tokenizer next to it is also a model.
     let gguf = copy("llama");
     std::fs::remove_file(gguf.path().join("config.json")).unwrap();
     std::fs::remove_file(gguf.path().join("model.safetensors")).unwrap();

@@ -237,8 +237,8 @@ fn train(name: &str, run: &Value, batches: &[Tensor], how: Training) -> Run {
                 None => 0.0,
             });
         }
-        // Moving the parameters changes no choices of experts, so the gradient check can compare the first gradient
-        // with finite differences.
+        // Moving the parameters does not change the choice of experts, so the gradient check can compare the first
+        // gradient with finite differences.
         let report = engine.gradient_report().expect("a gradient report");
         assert!(report.rows.iter().all(|row| row.verdict == GradientCheckVerdict::Right), "{report}");
         engine.export_safetensors(&file)?;

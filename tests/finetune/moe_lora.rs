@@ -108,8 +108,8 @@ fn check_adapter(adapter: &Adapter, recorded: &Value, what: &str) {
     }
 }
 
-/// Checks an adapter that PEFT has trained or has begun training with: applied to the base, merged into the base, and
-/// written again.
+/// Checks an adapter that PEFT has trained, or with which PEFT has begun training: it is applied to the base, merged
+/// into the base, and written again.
 fn check_result(case: &str, stage: &str, want: f64) {
     let base = base_of(case);
     let folder = MOE.path(format!("lora/{case}/{stage}"));
@@ -268,7 +268,7 @@ fn an_adapter_of_experts_for_another_mixture_is_refused_by_tensor() {
 const NF4: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
 /// Takes three steps with adapters of attention and experts on a base in 4 bits, in which layer `kept` is not packed.
-/// Returns losses and adapters.
+/// Returns the losses and the adapters.
 fn train_on_four_bits(model: &str, world: usize, stage: u8, kept: Option<usize>) -> (Vec<f64>, Vec<Vec<f32>>) {
     let base = MOE.base(model);
     let lora = "r=4,targets=q_proj,target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj";
@@ -318,7 +318,7 @@ fn experts_in_four_bits_give_the_same_bits_at_every_stage() {
 
 #[test]
 fn no_block_of_four_bits_has_elements_of_two_experts() {
-    // Each expert has almost the same values whether it is packed together with the others or alone.
+    // Each expert has almost the same values whether it is packed together with the others or separately.
     let base = MOE.base("gpt_oss");
     let rounded = |values: &[f32]| {
         let mut bytes = vec![0; NF4.packed_len(values.len())];

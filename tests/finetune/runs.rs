@@ -106,7 +106,7 @@ fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
             println!("{what}: {steps} steps of {batch} of {rows} rows");
             // An epoch has at least 30 steps, if there are enough samples.
             assert!(steps >= (count / world).min(30) as u64, "{what}: {steps} steps");
-            // If rows are not full, there are only as many as these steps require.
+            // If rows are not full, there are no more of them than these steps require.
             assert!(rows <= full.max(60 * world), "{what}: {rows} rows");
             // A run never has more epochs than requested, except for the rest of the last step.
             assert!((epochs - 1.0) * (rows as f64) < batch as f64, "{what}: {epochs} epochs");
@@ -120,7 +120,11 @@ fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
             );
         }
         if full >= 60 {
-            assert_eq!(planned(&options, 1).2, planned(&options, 2).2, "the rows of a step do not depend on the ranks");
+            assert_eq!(
+                planned(&options, 1).2,
+                planned(&options, 2).2,
+                "the rows of a step do not depend on the number of ranks"
+            );
         }
     }
 }
@@ -239,7 +243,7 @@ fn a_run_that_goes_on_from_a_checkpoint_ends_with_the_bits_of_one_that_never_sto
 fn validation_keeps_the_best_model_and_patience_ends_the_training() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 40);
-    // Such a high rate soon makes the model worse.
+    // A rate this high soon makes the model worse.
     let options = Options {
         validation: Some(ValidationData::Part(0.25)),
         eval_every: Some(1),

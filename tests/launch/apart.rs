@@ -51,7 +51,7 @@ fn as_a_rank() {
     std::process::exit(3);
 }
 
-/// Returns the error message of a rank, which must have ended by itself with an error.
+/// Returns the error message of a rank. The rank must have exited with code 3.
 fn said(rank: Child) -> String {
     let output = rank.wait_with_output().unwrap();
     let told = stderr(&output);

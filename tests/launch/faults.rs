@@ -1,8 +1,9 @@
 //! Ranks that die, panic, leave, hang or stop responding in the middle of real training under the real `zerorun`: the
-//! others end by themselves within seconds, with an error that names the rank, and no processes or files remain.
+//! other ranks exit within seconds, without being stopped and with an error that names the rank, and no processes or
+//! files remain.
 //!
 //! The training program is this test binary itself (`training_program` below), which `zerorun` starts again on each
-//! rank with the fault in its environment. Therefore, it is built with the tests, and users do not see it
+//! rank with the fault in its environment. Therefore, the program is built with the tests, and users do not see it
 //! among the examples.
 
 use std::collections::BTreeSet;

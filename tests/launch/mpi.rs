@@ -333,8 +333,8 @@ fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
     with_each(test, |mpi| {
         let name = launcher(mpi);
         assert_eq!(train(start(mpi, name), &train_gpt, 3, folder.path(), name), expected, "{mpi:?}");
-        // These are checked: an environment variable on the other host, the working directory, and the exit code of a
-        // rank.
+        // The following are checked: an environment variable on the other host, the working directory, and the exit
+        // code of a rank.
         let script = program(folder.path(), "rank", "echo \"$(hostname) $PWD $CANDLE_ZERO_X $1\"; sleep 2; exit 7");
         let mut command = start(mpi, name);
         command
@@ -1027,7 +1027,7 @@ fn mpich_is_found_under_the_name_that_debian_gives_it() {
         None => skipped_in_part(test, "no MPICH; scripts/fetch_mpi.sh fetches it"),
     }
     match debian_mpich() {
-        // No ranks are started: in one of three runs, ranks with Debian's MPICH 4.0.2 waited for each other
+        // No ranks are started: in one out of three runs, ranks with Debian's MPICH 4.0.2 waited for each other
         // indefinitely in MPI_Finalize.
         Some(folder) => is_reported(&folder),
         None => skipped_in_part(test, "no MPICH from Debian; scripts/fetch_mpi.sh fetches it if apt-get is available"),

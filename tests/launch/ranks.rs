@@ -108,8 +108,8 @@ fn a_redrawn_progress_line_becomes_its_last_state_in_a_file() {
 #[test]
 fn the_first_failure_gives_the_exit_code_and_all_others_are_stopped_within_5_seconds() {
     let dir = tempfile::tempdir().unwrap();
-    // Rank 0 and its helper sleep, rank 1 fails, rank 2 ignores SIGTERM, rank 3 ends by itself, and rank 4 is already
-    // done.
+    // Rank 0 and its helper sleep, rank 1 fails, rank 2 ignores SIGTERM, rank 3 exits before it is stopped, and rank 4
+    // is already done.
     let script = format!(
         "case $RANK in\n\
          1) while [ $(ls $DIR/pid.* 2>/dev/null | wc -l) -lt 3 ]; do sleep 0.02; done\n\

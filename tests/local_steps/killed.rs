@@ -213,12 +213,12 @@ fn two_islands_that_are_killed_and_one_that_comes_later_join_without_stopping_th
 }
 
 #[test]
-#[ignore = "20 random kills, in minutes; run it with: cargo test --release --test local_steps random_kills -- --ignored --nocapture"]
+#[ignore = "takes minutes: 20 kills; run it with: cargo test --release --test local_steps random_kills -- --ignored --nocapture"]
 fn random_kills_hang_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let server = Server::start();
-    // The gate is beyond the last step. In release, the steps take one or two minutes.
+    // The gate is beyond the last step. In a release build, the steps take one or two minutes.
     let islands: Vec<Child> = (0..SLOTS).map(|slot| island(&server, slot, dir, ("1000000", 60_000))).collect();
     let mut random = std::process::id() as u64;
     let mut draw = |limit: u64| {

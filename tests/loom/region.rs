@@ -43,7 +43,7 @@ pub enum Plant {
     RelaxedLookAtState,
 }
 
-/// How long a thread sleeps.
+/// The length of time that a thread sleeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sleep {
     /// No thread sleeps.

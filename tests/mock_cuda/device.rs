@@ -1,4 +1,4 @@
-//! A device of the driver without cudarc's additions: it records no events by itself, so that a test can leave out a
+//! A device of the driver without cudarc's additions: it records no events automatically, so a test can leave out a
 //! wait.
 
 use candle_core::cuda_backend::cudarc::driver::result::{self, event, stream};

@@ -119,7 +119,7 @@ fn views_give_what_their_copies_give() {
 
 #[test]
 fn half_gradients_are_summed_in_f32() {
-    // A sum to which ones are added one after another stops at 256 in bf16 and at 2048 in f16.
+    // A sum to which ones are added one after another stops growing at 256 in bf16 and at 2048 in f16.
     for (dtype, n) in [(DType::BF16, 1024), (DType::F16, 8192)] {
         let table = Var::zeros((3, 2), dtype, &Device::Cpu).unwrap();
         let looked_up = nn::embedding(&Tensor::ones(n, DType::U32, &Device::Cpu).unwrap(), &table).unwrap();

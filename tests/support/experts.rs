@@ -1,4 +1,4 @@
-//! A small mixture of experts whose experts are units, with routes that a test can choose.
+//! A small mixture of experts whose experts can be units, with routes that a test can choose.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};

@@ -192,7 +192,7 @@ fn frozen_and_packed_parameters_are_counted_to_the_byte() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let nvme = json!({"device": "nvme", "nvme_path": folder.path(), "max_in_cpu": 150_000});
     let offload = json!({"device": "nvme", "nvme_path": folder.path(), "pipeline_read": true});
-    // Patterns, and the same selection as a rule: all but the final norm, every other unit, and the matrices in units.
+    // Patterns, and the same selection as a rule: all but the final norm, every other unit, and the weights in units.
     let base: (&[&str], fn(&str) -> bool) = (&["w*", "h.*"], |name| name.starts_with('w') || name.starts_with("h."));
     let others: (&[&str], fn(&str) -> bool) =
         (&["h.0.*", "h.2.*"], |name| name.starts_with("h.0.") || name.starts_with("h.2."));

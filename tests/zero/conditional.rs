@@ -298,7 +298,7 @@ fn what_counts_as_zeros_is_said_once_by_rank_0_with_its_names() {
         let heard = Arc::new(Mutex::new(vec![]));
         tracing::subscriber::with_default(Heard(heard.clone()), || {
             let mut engine = engine(comm, &config)?;
-            // Between them, the micro steps and ranks of the first step reach all but the last layer.
+            // Together, the micro steps and ranks of the first step reach all but the last layer.
             for micro in 0..6 {
                 let head = engine.rank() == micro % 2;
                 micro_step(&mut engine, micro, Way { layers: [true, true, false], heads: [head, !head] })?;

@@ -90,8 +90,8 @@ fn an_absent_parameter_is_an_error_with_its_name() {
 /// The variable that is set for a child process, which runs the body of a single test.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
-/// Runs `test` alone in a process with a variable of the mock, because other tests use the same GPUs. Returns its lines
-/// of output that contain the word `stage`, each from that word on.
+/// Runs `test` in a separate process with a variable of the mock, because other tests use the same GPUs. Returns its
+/// lines of output that contain the word `stage`, each from that word on.
 fn alone(test: &str, (name, value): (&str, u64)) -> String {
     alone_with(test, name, &value.to_string(), "use NCCL")
 }
@@ -226,7 +226,7 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
             // This is NCCL's buffer for sums, which is held as long as the engine lives.
             let room = report.row(MemoryKind::Buckets).device.held;
             // In the graph, each parameter has a leaf of one byte and a token of one f32. An absent parameter has one
-            // byte more.
+            // more byte.
             let others = tensors * if stage == 3 { 6 } else { 5 };
             assert_eq!(bytes, state + room + others, "stage {stage}, {format}, rank {rank}: {report}");
         }

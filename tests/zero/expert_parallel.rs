@@ -239,7 +239,8 @@ proptest! {
                 let mixed = (seed as u64 ^ (micro * 8 + rank) as u64 ^ (i as u64) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
                 (mixed >> 40) as usize
             };
-            // There are at least as many experts as each row needs, and no rows in one of three micro steps.
+            // There are at least as many experts as each row needs, and, on average, one micro step in three has no
+            // rows.
             let first = random(0) % SHAPE.experts;
             let allowed = (0..2 + random(1) % 4).map(|i| (first + i * (1 + random(2) % 3)) % SHAPE.experts);
             let mut allowed: Vec<usize> = allowed.collect();

@@ -79,7 +79,7 @@ impl Module for Mixture {
     }
 }
 
-/// How the model is put together.
+/// The way in which the model is built.
 #[derive(Debug, Clone, Copy)]
 struct Build {
     /// Whether mixtures are marked as leaves in the model.

@@ -1,5 +1,5 @@
 //! The guarantee of equal bits holds for every optimizer: stages 0 to 3, in memory and in files, give the same losses,
-//! gradient norms and parameters; and as far as rounding allows, so do 1, 2 and 3 ranks.
+//! gradient norms and parameters; and, except for rounding, so do 1, 2 and 3 ranks.
 
 use crate::support::tiny::{Outcome, Shape, config, train};
 use candle_core::{Device, Tensor};

@@ -24,7 +24,7 @@ fn loss(model: &Model) -> Result<Tensor> {
     model.second.forward(&model.first.forward(&x)?)?.sqr()?.mean_all()
 }
 
-/// When the write happens.
+/// The time of the write.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum When {
     BeforeTheFirstForward,

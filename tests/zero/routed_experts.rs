@@ -228,7 +228,7 @@ proptest! {
                 let mixed = (seed as u64 ^ (micro * 8 + rank) as u64 ^ (i as u64) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
                 (mixed >> 40) as usize
             };
-            // There are at least as many experts as each row needs, and no rows in one of six micro steps.
+            // There are at least as many experts as each row needs, and, on average, one micro step in six has no rows.
             let first = random(0) % SHAPE.experts;
             let allowed = (0..2 + random(1) % 4).map(|i| (first + i * (1 + random(2) % 3)) % SHAPE.experts);
             let mut allowed: Vec<usize> = allowed.collect();
@@ -355,7 +355,7 @@ fn ranks_gather_the_union_of_their_experts_and_agree_once_for_each_layer_and_pas
         let again = moved(2, Shape { checkpointed: true, ..SHAPE }, &zero(bucket), |rank| vec![4 * rank, 4 * rank + 1]);
         assert_eq!(again.control, plain.control + 2 * SHAPE.layers as u64);
     }
-    // A single rank has no rank to agree with, and ranks that choose the same experts gather each once.
+    // A single rank has no other rank to agree with, and ranks that choose the same experts gather each once.
     let alone = |shape: Shape| moved(1, shape, &zero(0), |_| vec![1, 2]).control;
     assert_eq!(alone(SHAPE), alone(plain));
     let same = moved(2, SHAPE, &zero(0), |_| vec![1, 2]);

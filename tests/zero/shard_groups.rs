@@ -190,13 +190,13 @@ fn a_rank_holds_its_part_of_a_group_and_gathers_it_from_the_group() {
     let (plain, groups) = (of(None), of(Some(2)));
     for kind in [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::Moments] {
         let [one, two] = [&plain, &groups].map(|run| run.memory.row(kind).bytes.peak);
-        assert_eq!(two, 2 * one, "{kind:?}: shards of a group are pairs of shards");
+        assert_eq!(two, 2 * one, "{kind:?}: a shard in a group is twice as large");
     }
     let wire = |run: &Outcome, kind| run.comm.kind(kind).wire_bytes;
     use candle_zero::comm::CollectiveKind::{AllGather, ReduceScatter};
-    // Of N parts, a rank takes N - 1 from others: 3 of 4 become 1 of 2.
+    // Of N parts, a rank receives N - 1 from other ranks: 3 of 4 without groups, and 1 of 2 with groups.
     assert!(3 * wire(&groups, AllGather) < 2 * wire(&plain, AllGather) + 4096);
-    // In groups, a rank takes one more part for each other group.
+    // With groups, a rank receives one more part for each other group.
     assert_eq!(3 * wire(&groups, ReduceScatter), 4 * wire(&plain, ReduceScatter));
 }
 

@@ -14,13 +14,13 @@
 //! | low-rank adapters in PEFT's files | [`Adapter`] |
 //! | preference optimization | [`dpo_loss`] |
 //! | a model's folder or GGUF file: its description, and its weights by name | [`BaseModel`] |
-//! | the model that is trained to classify, its rows and scores | [`ClassifierBase`], [`ClassificationBatch`], [`ClassificationScores`] |
+//! | a classifier: its base, its rows, its scores | [`ClassifierBase`], [`ClassificationBatch`], [`ClassificationScores`] |
 //! | initial values of adapters and of the base's weights | [`AdaptedValues`] |
 //! | the stage, the offload and the micro batch that fit into memory | [`MemoryDemand`], [`MemoryFit`] |
 //! | the weights that QLoRA holds in 4 bits | [`is_quantized`] |
 //! | answers of a model, token by token | [`Generator`] |
 //! | the resulting model: merged, as a Hugging Face folder or GGUF | [`MergedModel`] |
-//! | a complete run: its options, its inputs, its steps, its engine | [`Options`], [`PreparedRun`], [`FineTune`], [`TrainingEngine`] |
+//! | a run: its options, its inputs, its steps, its engine | [`Options`], [`PreparedRun`], [`FineTune`], [`TrainingEngine`] |
 
 mod chat;
 mod data;

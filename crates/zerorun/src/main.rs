@@ -63,7 +63,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// If the script does not exist, suggests a tool with a similar name, because the user may have mistyped the tool's
+/// Suggests a tool with a similar name if the script does not exist, because the user may have mistyped the tool's
 /// name.
 fn naming_the_tool(error: Error) -> Error {
     let (path, found, mut fix) = match error.downcast() {

@@ -285,8 +285,8 @@ impl DeepSpeedCheckpoint {
         Ok(tensor.kind.as_own(archive.read_bytes(tensor)?))
     }
 
-    /// Reads every byte of the optimizer files, and of the model file if it has buffers, once, and compares them
-    /// with the checksums in the files. [`read`](Self::read) does not compare checksums.
+    /// Reads every byte of the optimizer files, and of the model file if it has buffers, and compares the bytes with
+    /// the checksums in the files. [`read`](Self::read) does not compare checksums.
     pub fn verify(&self) -> Result<()> {
         if !self.buffers.is_empty() {
             self.model.archive.verify()?;

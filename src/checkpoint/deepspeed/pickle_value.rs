@@ -40,7 +40,7 @@ impl<'a> PickleValue<'a> {
         Self { pickle: self.pickle, id, place }
     }
 
-    /// Returns the message for a value that is not `needed`.
+    /// Returns the message about this value, which is not of the kind `needed`.
     pub fn unlike(&self, needed: &str) -> PickleProblem {
         let place = if self.place.is_empty() { "the outermost value" } else { &self.place };
         format!("{place} is {}, but {needed} is needed", self.kind())

@@ -445,7 +445,7 @@ fn a_damaged_buffer_is_an_error_that_names_the_file() {
         model.push((text("buffer_names"), List(names.iter().map(|name| text(name)).collect())));
     });
     let problem = checkpoint.unwrap_err().to_string();
-    assert!(problem.contains("have 20200 bytes, but all stored data has 200"), "{problem}");
+    assert!(problem.contains("take 20200 bytes, but the file stores only 200 bytes"), "{problem}");
     // A byte is changed, so the data does not match its checksum.
     let (folder, checkpoint) = with_buffers(2, &[]);
     drop(checkpoint);

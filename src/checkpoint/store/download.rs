@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use twox_hash::XxHash3_64;
 
-/// How long to wait for another process on this host that fetches the same checkpoint.
+/// The maximum time to wait for another process on this host that fetches the same checkpoint.
 const PEER_FETCH_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// The interval at which rank 0 reports progress.

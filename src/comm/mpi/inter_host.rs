@@ -27,7 +27,8 @@ const MAX_SENT_BYTES: usize = 16 << 20;
 /// The number of messages in flight to and from each other rank: the network is not idle while a received message is
 /// processed, nor while a library waits for the other side's permission to send.
 pub(super) const MESSAGES_IN_FLIGHT: usize = 4;
-/// How long the failure of a rank on another host may go unnoticed after its consequence has been noticed on this host.
+/// The time for which the failure of a rank on another host may go unnoticed after its consequence has been noticed on
+/// this host.
 const REMOTE_FAILURE_DELAY: Duration = Duration::from_millis(100);
 pub(super) type Result<T> = std::result::Result<T, CommError>;
 

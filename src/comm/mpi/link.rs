@@ -46,7 +46,7 @@ impl MessageTag {
     }
 }
 
-/// How long the other ranks may take to end after one has failed.
+/// The time that the other ranks may take to end after one has failed.
 const PEER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The additional delay per rank, for up to [`MAX_DELAYED_RANKS`] ranks, before a rank aborts a failed job: Open MPI's
 /// mpirun may hang if several ranks abort at the same time; once one rank aborts, the next rank is ended before its

@@ -12,7 +12,7 @@ const MESSAGE_BYTES: usize = 4 << 20;
 const MESSAGES_IN_FLIGHT: usize = 3;
 /// The number of round trips with messages of a few bytes.
 const ROUND_TRIPS: usize = 200;
-/// How often a wait checks for failed ranks.
+/// The interval at which a wait checks for failed ranks.
 const FAILURE_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 type Result<T> = std::result::Result<T, CommError>;

@@ -9,10 +9,11 @@ use crate::error::CommError;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long a thread sleeps between checks of an awaited message, once its spin limit is exceeded.
+/// The time for which a thread sleeps between checks of an awaited message, once its spin limit is exceeded.
 pub(super) const POLL_SLEEP: Duration = Duration::from_micros(50);
-/// How often a wait checks for failed ranks, and after how many checks of the message it reads a clock.
+/// The interval at which a wait checks for failed ranks.
 const FAILURE_CHECK_INTERVAL: Duration = Duration::from_millis(20);
+/// The number of checks of the message after which a wait reads a clock.
 const POLLS_PER_CLOCK_READ: u32 = 200;
 
 /// The state that a wait for another host watches: the ranks of this host, and the exit notices of the ranks of

@@ -15,7 +15,8 @@ const MAX_TEXT_BYTES: usize = 1024;
 /// The status that a rank reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum StatusNotice {
-    /// The rank gives up because this rank on its host, possibly itself, has failed; the text is the reason.
+    /// The rank gives up because the rank with this number has failed: the rank itself, or another one of its host. The
+    /// text is the reason.
     GivesUp(usize, String),
     /// The rank leaves without an error.
     Leaves,

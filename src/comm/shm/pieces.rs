@@ -128,8 +128,8 @@ impl PieceSlots {
         false
     }
 
-    /// Waits for the current piece of `peer` in naps. Before each nap, `overdue` decides whether `peer` is to be
-    /// blamed.
+    /// Waits for the current piece of `peer` in naps. Before each nap, `overdue` decides whether `peer` is at
+    /// fault.
     ///
     /// # Errors
     /// The piece will not arrive: its rank has failed or left, or another rank has failed.

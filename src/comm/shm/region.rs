@@ -39,7 +39,7 @@ pub(in crate::comm) const SLOT_BYTES: usize = 1 << 17;
 pub(in crate::comm) const MAILBOX_BYTES: usize = PAGE + (1 << 18);
 /// The number of channels: one for all ranks, and the others for groups.
 pub(in crate::comm) const CHANNELS: usize = 16;
-/// How long a rank sleeps before it checks on its own whether all ranks are started.
+/// The time in milliseconds that a rank sleeps before it checks on its own whether all ranks are started.
 const ENTRY_NAP_MILLIS: u32 = 900;
 /// The maximum number of bytes of a rank's reason for giving up, and of the cause of its death.
 pub(in crate::comm) const TEXT_BYTES: usize = 1024;
@@ -225,8 +225,8 @@ impl SharedMemoryRegion {
         self.word32(self.block(rank) + STATE)
     }
 
-    /// Records, once, that `rank` of another host is gone, and why. Called by the launcher or, if there is none that
-    /// watches other hosts, by this host's first rank. The text is written before the word.
+    /// Records that `rank` of another host is gone, and why; only the first call has an effect. Called by the launcher
+    /// or, if there is none that watches other hosts, by this host's first rank. The text is written before the word.
     pub fn mark_remote_death(&self, rank: usize, why: &str) {
         let mut end = why.len().min(TEXT_BYTES);
         while !why.is_char_boundary(end) {

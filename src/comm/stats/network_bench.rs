@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 /// The number of rounds of each measurement, of which the fastest is reported.
 const ROUNDS: usize = 3;
 
-/// How long collectives are repeated while CPU usage is measured. The system counts usage in ticks of a hundredth of a
-/// second.
+/// The time in seconds for which collectives are repeated while CPU usage is measured. The system counts usage in ticks
+/// of a hundredth of a second.
 const CPU_MEASUREMENT_SECS: f64 = 1.0;
 /// The maximum number of these repetitions.
 const MAX_CPU_ROUNDS: f64 = 200.0;
@@ -153,8 +153,8 @@ fn one_way(comm: &dyn Communicator, place: &MpiRank) -> Result<f64> {
     Ok(comm.gather_f64(vec![own]).wait()?.into_iter().flatten().fold(0.0, f64::max))
 }
 
-/// Runs a function on all ranks at the same time, several times. Returns the shortest time, and the number of bytes
-/// that the host that received the most received in collectives of `kind`.
+/// Runs a function on all ranks at the same time, several times. Returns the shortest time, and the largest number
+/// of bytes that one host received in collectives of `kind`.
 fn fastest(comm: &dyn Communicator, kind: CollectiveKind, run: impl Fn() -> Result<()>) -> Result<TransferMeasurement> {
     let between = || comm.report().kind(kind).between_hosts_bytes;
     let mut best = TransferMeasurement { into_a_host: 0.0, seconds: Duration::MAX.as_secs_f64() };

@@ -50,7 +50,7 @@ pub(crate) enum KeyStatus {
     RemovedUnlessOff(&'static str),
     /// A value other than the default is noted and only requests `activation_checkpointing.every_unit`.
     AsEveryUnit(&'static str),
-    /// A key of a section that is refused as a whole if it is on.
+    /// A key of a section that is refused as a whole if the section is on.
     OfRefused,
     /// The key is translated to another key, with a note.
     Moved(&'static str),

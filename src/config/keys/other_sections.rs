@@ -196,7 +196,7 @@ const PIPELINE: &[super::ConfigKey] = keys! {
 };
 
 const LOCAL_STEPS: &[super::ConfigKey] = keys! {
-    "steps": POSITIVE, "100", H, "Steps that an island takes by itself between two exchanges (H).";
+    "steps": POSITIVE, "100", H, "Number of steps between two exchanges of a parameter (H).";
     "islands": AutoOr(&POSITIVE), "\"auto\"", H, "Number of islands, each with the same number of consecutive ranks; auto: one per host. With `server`, the number of slots for islands.";
     "server": Str, "null", H, "HOST:PORT of an island server (zerorun island-server): each island is a separate job, and islands join and leave while others train. zerorun --island_server replaces it. null: the islands are parts of one job.";
     "min_islands": POSITIVE, "null", H, "With `server`, the number of islands that must have begun before the first exchange; null: all.";

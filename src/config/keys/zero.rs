@@ -41,7 +41,7 @@ const ZERO: &[super::ConfigKey] = keys! {
     "allgather_partitions": Bool, "true", none("weights are always all-gathered; a broadcast from each owner would give the same bits"), "All-gather updated weights instead of broadcasting them.";
     "round_robin_gradients": Bool, "false", none("shards are already equal parts"), "Spread parameters over ranks in round-robin order.";
     "parameter_alignment": Bool, "false", none("shards are only padded to equal size; results are the same"), "Pad each parameter to 16 bytes.";
-    "compute_grad_norm": Bool, "true", none("the check for infinite gradients, which every step needs, also gives the gradient norm; results are the same"), "False skips the gradient norm; only with gradient_clipping 0 at stages 1 and 2.";
+    "compute_grad_norm": Bool, "true", none("the check for infinite gradients, which every step needs, also gives the gradient norm; results are the same"), "False skips the gradient norm; only at stages 1 and 2, with gradient_clipping 0 and without an offloaded optimizer (and, at stage 1 in bf16, without f32 accumulation).";
     "ignore_unused_parameters": Bool, "false", H, "True: a parameter that no backward pass reaches has a gradient of zeros; gradients are then held until the backward pass ends, at every stage. False: the first optimizer step fails with an error that names the parameter (DeepSpeed's default is true).";
     "load_from_fp32_weights": Bool, "true", H, "Load master weights as they were saved; false: rounded to the model's dtype.";
     "elastic_checkpoint": Bool, "false", none("every checkpoint loads at any number of ranks"), "Checkpoints that load at any world size.";
@@ -68,7 +68,7 @@ const NOT_SPECULATIVE: &str = "no step is taken before its gradients are checked
 
 const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
     "device": DEVICE, "\"none\"", H, "Location of the parameter shards at stage 3: cpu is host memory, where they are in any case unless a GPU runs the model; nvme is one file per rank.";
-    "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` stands for the user's home folder, and a leading `~/.cache/` for `$XDG_CACHE_HOME/` if that variable is set.";
+    "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` stands for the user's home folder, and a leading `~/.cache/` for `$XDG_CACHE_HOME/` if that variable is an absolute path.";
     "buffer_count": COUNT, "5", H, "With nvme: at most buffer_count x buffer_size elements are read ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs buffer_count and buffer_size to be 1 or more.";
     "max_in_cpu": COUNT, "1000000000", H, "With nvme: the first elements of a rank's shards, up to this many, stay in memory.";
@@ -77,7 +77,7 @@ const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
 
 const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
     "device": DEVICE, "\"none\"", H, "Location of master weights, moments and gradient shards from stage 1 on: cpu is host memory, where they are in any case unless a GPU runs the model, and the step runs on the CPU; nvme is one file per kind of state and rank (DeepSpeed: only at stage 3).";
-    "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` stands for the user's home folder, and a leading `~/.cache/` for `$XDG_CACHE_HOME/` if that variable is set.";
+    "nvme_path": Str, "null", H, "Folder for the files, on a fast local disk; required for nvme. A leading `~/` stands for the user's home folder, and a leading `~/.cache/` for `$XDG_CACHE_HOME/` if that variable is an absolute path.";
     "buffer_count": COUNT, "4", H, "With nvme: the buffers of a step together hold at most this many times the elements of the largest sub-group, and each buffer (one for each kind of state and window) takes at most 16 MiB; must be at least 2 plus the optimizer's number of states (so 4 for Adam, 3 for SGD with momentum, 2 for SGD).";
     "pin_memory": Bool, "true", H, "If a GPU runs the model, gradients are copied to the host during the backward pass, and updated weights are copied back while the next ones are computed, each through two page-locked staging buffers of 4 MiB; false: through ordinary memory, which takes longer.";
     "delayed_update": Bool, "-", H, "Specific to candle-zero; false if absent. If a GPU runs the model, then after the first `delayed_update_after` updates, each update runs on the CPU while the GPU computes the next step with weights that are one update old (ZeRO-Offload, section 5.2). Only with device cpu.";

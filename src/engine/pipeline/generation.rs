@@ -74,8 +74,8 @@ impl PipelineEngine<DecoderBatch> {
         Ok(text.split_off(prompt.len()))
     }
 
-    /// Runs new tokens of a text through the stages of this rank. Returns the logits of the token after them on the
-    /// rank of the last stage.
+    /// Runs new tokens of a text through the stages of this rank. On the rank of the last stage, returns the logits of
+    /// the token that follows them.
     fn logits_after(&mut self, tokens: &[u32], kept: &mut KeptStates) -> Result<Option<Tensor>> {
         let batch = DecoderBatch::for_inference(Tensor::new(tokens, self.engine.device())?.unsqueeze(0)?);
         let apply = |stage: usize, layers: &StageLayers<DecoderBatch>, x: Tensor| {

@@ -252,7 +252,7 @@ impl<B> PipelineEngine<B> {
 
     /// Returns a parameter in f32, if a stage of this rank has it. Collective among the ranks that train this rank's
     /// stages on different data. If the first stage and the last one share a weight, the first stage has a copy of it,
-    /// which in half precision is rounded to the dtype of the model.
+    /// which, in half precision, is rounded to the dtype of the model.
     ///
     /// # Errors
     /// A failed collective.

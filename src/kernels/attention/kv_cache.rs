@@ -37,8 +37,8 @@ pub fn capacity_for(positions: usize) -> usize {
 }
 
 /// Keys `[batch, kv_heads, capacity / BLOCK, head, BLOCK]` and values `[batch, kv_heads, capacity, head]`. The new
-/// positions are the last ones in the cache.
-/// For each head, the keys and values of the first `n` positions are in the first `capacity_for(n) * head` elements.
+/// positions are the last ones in the cache. For each head, the keys and values of the first `n` positions are in the
+/// first `capacity_for(n) * head` elements.
 #[derive(Debug, Clone, Copy)]
 pub struct KvCacheView<'a, E> {
     /// The keys.

@@ -1,19 +1,19 @@
 //! Attention with grouped heads: softmax(scale q k^T, over the keys that a query sees) v, and its gradients.
 //!
 //! An [`AttentionRule`] defines which keys a query sees. Attention is computed separately for each of the sequences
-//! that are packed into a row: tiles begin where a sequence begins, so that its results have the same bits as those
-//! of an unpacked sequence. Each head of a sequence is computed in square tiles of [`shape::BLOCK`] keys and queries
-//! with a running softmax. Memory is therefore never quadratic in time, and tiles in which no query sees a key are
-//! skipped. The backward pass recomputes the probabilities from the log-sum-exp that the forward pass keeps. A task is
-//! one (sequence, head) in the forward pass, and one (sequence, key head) or one of its query heads in the backward
+//! that are packed into a row: tiles begin where a sequence begins, so the results of a packed sequence have the same
+//! bits as those of an unpacked one. Each head of a sequence is computed in square tiles of [`shape::BLOCK`] keys and
+//! queries with a running softmax. Memory is therefore never quadratic in time, and tiles in which no query sees a key
+//! are skipped. The backward pass recomputes the probabilities from the log-sum-exp that the forward pass keeps. A task
+//! is one (sequence, head) in the forward pass, and one (sequence, key head) or one of its query heads in the backward
 //! pass. The order of sums is the same in each case, so results have the same bits for any number of threads.
 //!
-//! A head may have a sink: a key without a value, whose score is a parameter. It takes part in the softmax, so the
-//! probabilities of the other keys add up to less than 1. The running softmax begins with it.
+//! A head can have a sink: a key without a value, whose score is a parameter. The sink takes part in the softmax, so
+//! the probabilities of the other keys add up to less than 1. The running softmax begins with the sink.
 //!
 //! The code is generic over the vectors of a SIMD level and the words that its products use ([`tiles::ScoreTiles`]).
-//! [`SimdMethod::of`] selects them for a level. bf16 elements are multiplied in pairs on processors with a fast
-//! AVX512_BF16. All other elements are widened to f32 when they are packed.
+//! [`SimdMethod::of`] selects them for a level. bf16 elements are multiplied in pairs on processors with fast
+//! AVX512_BF16 instructions. All other elements are widened to f32 when they are packed.
 
 mod backward;
 #[cfg(target_arch = "x86_64")]

@@ -84,7 +84,7 @@ impl TileMask for WindowMask {
         if key >= self.edge.keys {
             return other;
         }
-        // The queries from lane `start` to before lane `end` see the key.
+        // The queries from lane `start` up to, but not including, lane `end` see the key.
         let lane =
             |offset: isize| (key as isize + 1 - self.query as isize - offset).clamp(0, V::LANES as isize) as usize;
         let (start, end) = (lane(self.edge.to), lane(self.edge.from));

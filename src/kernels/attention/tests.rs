@@ -282,7 +282,7 @@ fn a_rows_result_does_not_depend_on_later_rows_or_other_sequences() {
 }
 
 impl<E: Element> Case<E> {
-    /// Returns some positions, counted over all rows, as a separate sequence.
+    /// Returns `time` positions from `first` on, counted over all rows, as a separate sequence.
     fn part(&self, first: usize, time: usize) -> Self {
         let (stride, width) = (self.stride(), self.h.heads * self.h.head);
         Self {

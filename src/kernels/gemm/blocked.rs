@@ -68,7 +68,7 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
     });
 }
 
-/// A product, and how its operands are divided: into blocks and spans of the inner dimension, and regions of rows.
+/// A product, and the division of its operands into blocks and spans of the inner dimension, and into regions of rows.
 pub(super) struct GemmPlan<'a, E, C> {
     sink: &'a EpilogueOutput<'a, C>,
     a: GemmOperand<E>,
@@ -180,9 +180,9 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
     }
 }
 
-/// Returns whether a product is computed as the transpose of the product of the transposed operands: if this saves
-/// packing columns of `b`, there are so few rows of `a` that packing the columns would take long, and these rows fill
-/// most lanes of their vectors.
+/// Returns whether a product is computed as the transpose of the product of the transposed operands. This is the case
+/// if it saves packing columns of `b`, if there are so few rows of `a` that packing the columns would take long, and if
+/// these rows fill most lanes of their vectors.
 fn are_exchanged<W: ElementArithmetic<E>, E: Element>(a: &GemmOperand<E>, b: &GemmOperand<E>) -> bool {
     let idle = a.outer.next_multiple_of(W::LANES) - a.outer;
     b.is_words::<W>() && b.outer >= MIN_ROWS && a.outer > FEW_ROWS && a.outer <= 2 * W::COLS && idle <= W::LANES * 3 / 8

@@ -1,6 +1,6 @@
 //! Several products in one pass, such as those of the experts of a layer.
 //!
-//! Products may have very different numbers of rows. Dividing the threads by product would leave some of them idle;
+//! Products can have very different numbers of rows. Assigning threads to products would leave some threads idle;
 //! therefore, all products are first divided into tasks of similar size, and these are divided among the threads:
 //!
 //! ```text

@@ -5,9 +5,9 @@
 //!
 //! Operands are packed into the order in which a register-blocked microkernel reads them. The product is generic over a
 //! [`GemmArithmetic`](arithmetic::GemmArithmetic), which defines the vectors and how a word of `a` is multiplied by
-//! those of `b`. [`SimdMethod::of`] selects one for a SIMD level. On processors whose AVX512_BF16 is faster than f32,
-//! bf16 operands stay in bf16 and are multiplied in pairs (`vdpbf16ps`, which treats denormal operands and results as
-//! 0).
+//! those of `b`. [`SimdMethod::of`] selects one for a SIMD level. On processors whose AVX512_BF16 instructions are
+//! faster than those for f32, bf16 operands stay in bf16 and are multiplied in pairs (`vdpbf16ps`, which treats
+//! denormal operands and results as 0).
 
 mod arithmetic;
 mod blocked;

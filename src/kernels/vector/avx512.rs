@@ -68,7 +68,7 @@ impl Avx512Bf16 {
         unsafe { Self(std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second.0, first.0))) }
     }
 
-    /// Adds to each lane of `self` the products of the two bf16 numbers in that lane of `a` with those of `b`.
+    /// Returns the sum of `self` and, in each lane, the products of the two bf16 numbers of `a` with those of `b`.
     #[inline(always)]
     pub(crate) unsafe fn add_products_of_pairs(self, a: Self, b: Self) -> Self {
         // SAFETY: the caller is inside `with`, and both types have 64 bytes.

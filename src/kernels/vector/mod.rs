@@ -39,7 +39,8 @@ pub(crate) type TransposeBlock<V> = [V; MAX_LANES];
 /// # Safety
 /// Every method except [`SimdVector::with`] may be called only inside `with`, because the methods inline the
 /// vector's instructions. The processor must have these instructions. Memory behind pointers must be readable or
-/// writable as the method describes. Pointers to f32 need no alignment beyond that of their type.
+/// writable as the method describes. Pointers to f32 need no alignment beyond that of their type, and
+/// [`SimdVector::load`] and [`SimdVector::add_products`] need no alignment.
 pub(crate) trait SimdVector: Copy {
     /// The number of lanes: 4, 8 or 16.
     const LANES: usize;
@@ -151,7 +152,7 @@ unsafe fn exp2_of_rest<V: SimdVector>(rest: V) -> V {
 pub(crate) unsafe fn tanh<V: SimdVector>(x: V) -> V {
     // SAFETY: as the caller promises.
     unsafe {
-        // If one operand is NaN, the second one is returned.
+        // If one operand of `max` is NaN, it returns the second operand.
         let x = V::splat(-TANH_BOUND).max(x);
         let x = V::zero().sub(V::splat(-TANH_BOUND).max(V::zero().sub(x)));
         let x2 = x.mul(x);

@@ -129,7 +129,7 @@ impl SimdVector for PortableVector {
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: the caller guarantees that the numbers exist. Pairs of 16-bit numbers may have any alignment.
+        // SAFETY: the caller guarantees that the numbers exist. Pairs of 16-bit numbers can have any alignment.
         Self::of(unsafe { from.cast::<[f32; LANES]>().read_unaligned() })
     }
 

@@ -1,12 +1,12 @@
-//! The primitives that [`super::protocol`] uses: atomic words, locks, a cell, and how a thread spins. `tests/loom` has
-//! the same primitives, built from loom's types.
+//! The primitives that [`super::protocol`] uses: atomic words, locks, a cell, and the functions for spinning.
+//! `tests/loom` has the same primitives, built from loom's types.
 
 use std::cell::UnsafeCell;
 pub(super) use std::sync::atomic::{AtomicU64, AtomicUsize};
 pub(super) use std::sync::{Condvar, Mutex, Mutex as CallerMutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// The time for which a helper looks for the next job before it sleeps. The gap between two kernels of a step is some
+/// The time for which a helper looks for the next job before it sleeps. The gap between two kernels of a step is a few
 /// tens of microseconds.
 const SPIN_TIME: Duration = Duration::from_micros(200);
 

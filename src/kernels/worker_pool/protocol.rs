@@ -20,13 +20,13 @@
 //! end to check.
 //!
 //! Loom finds the deliberate mistakes in its tests: a job that is opened, looked at, left, closed or waited for with
-//! Relaxed, one that stays open for helpers, SeqCst operations without a total order, and a missing wake-up. The following mistakes
-//! were made in this file by hand, one by one, and each was found too: waking without the lock, falling asleep without
-//! a second look, `asleep` that is never incremented, closing that does not wait, no closing when the caller panics, a
-//! helper's panic that is not caught or not cleared, entering without taking a place, entering a different job from the
-//! one looked at, and looking for any job instead of a new one. A Relaxed only in `enter` is not found, because the
-//! look before it also uses Acquire. The check does not cover the clock, a job number that wraps around, or the start
-//! of threads.
+//! Relaxed, a closed job that helpers can still enter, SeqCst operations without a total order, and a missing wake-up.
+//! The following mistakes were made in this file by hand, one by one, and each was found too: waking without the lock,
+//! falling asleep without a second look, `asleep` that is never incremented, closing that does not wait, no closing
+//! when the caller panics, a helper's panic that is not caught or not cleared, entering without taking a place,
+//! entering a different job from the one looked at, and looking for any job instead of a new one. Relaxed in `enter`
+//! only is not found, because the load before it has at least Acquire ordering. The check does not cover the clock, a
+//! job number that wraps around, or the start of threads.
 
 use super::primitives::{AtomicU64, AtomicUsize, CallerMutex, Condvar, JobCell, Lookout, Mutex, MutexGuard, pause};
 use std::any::Any;
@@ -34,11 +34,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{PoisonError, TryLockError};
 
-/// One helper inside, in `state`.
+/// The amount that each helper inside adds to `state`.
 const ONE_INSIDE: u64 = 1;
-/// One helper that may enter, in `state`.
+/// The amount that each helper that may still enter adds to `state`.
 const ONE_PLACE: u64 = 1 << 16;
-/// One job, in `state`.
+/// The amount by which each new job increases `state`.
 const ONE_JOB: u64 = 1 << 32;
 /// The maximum number of helpers that may enter.
 const MAX_HELPERS: usize = 1 << 12;
@@ -58,7 +58,7 @@ fn number(state: u64) -> u64 {
 /// The caller's work, which helpers call. It is valid while the job is open or a helper is inside.
 pub(super) type PoolJob = *const (dyn Fn() + Sync);
 
-/// A pool's state and what its threads do. Every word starts as zero, and `job` starts empty.
+/// The state of a pool and the operations of its threads. Every word starts as zero, and `job` starts empty.
 pub(super) struct WorkerPool {
     pub(super) state: AtomicU64,
     pub(super) job: JobCell<Option<PoolJob>>,

@@ -80,8 +80,8 @@ impl RecordMaker {
         self.record(CONFIG, &configuration(run))
     }
 
-    /// Returns the records of one step: a row of the history, and a summary with the same values, the newest of the
-    /// run.
+    /// Returns the records of one step: a row of the history, and a summary with the same values, which are the newest
+    /// of the run.
     pub fn row(&mut self, step: u64, events: &[MonitorEvent], now: f64, start: f64) -> [Vec<u8>; 2] {
         let mut items = vec![
             ("_step", step.to_string()),

@@ -14,7 +14,7 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The beginning of the names of folders.
+/// The prefix of the folders' names.
 const PREFIX: &str = "offline-run-";
 /// The file by which a job finds the run that it continues.
 const ORIGIN: &str = "candle-zero.json";
@@ -35,7 +35,7 @@ struct RunOrigin {
     name: String,
     job: String,
     restart: u64,
-    /// A hash of the path of the folder of checkpoints, once a checkpoint is saved. A path may contain a secret.
+    /// A hash of the path of the folder of checkpoints, if one has been saved. A path may contain a secret.
     checkpoints: Option<u64>,
 }
 
@@ -187,13 +187,13 @@ impl WandbRunFolder {
     }
 }
 
-/// Returns a hash of a folder's path without links, or of the address of an object store.
+/// Returns a hash of a folder's path with all links resolved, or of the address of an object store.
 fn path_hash(folder: &Path) -> u64 {
     let path = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
     fnv1a(path.as_os_str().as_encoded_bytes())
 }
 
-/// Returns whether a text can be the id of a run, which becomes part of names of files.
+/// Returns whether a text can be the id of a run, which becomes part of file names.
 pub(super) fn is_id(text: &str) -> bool {
     (1..=MAX_ID).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte))
 }

@@ -125,7 +125,7 @@ impl ExpertAssignment {
     }
 
     /// Returns the part that concerns consecutive experts. All experts keep their numbers, but the others have no
-    /// slots, and slots are numbered from 0. Rows and choices are still those of the whole batch.
+    /// slots, and slots are numbered from 0. Rows and choices are still those of the full batch.
     pub(super) fn narrowed(&self, experts: Range<usize>) -> Self {
         let slots = self.slots_of_range(&experts);
         let starts = self.starts.iter().map(|start| start.clamp(&slots.start, &slots.end) - slots.start).collect();

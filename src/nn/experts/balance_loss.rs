@@ -12,7 +12,7 @@ use crate::zero::gather::unit::link_under_construction;
 use crate::zero::rank_core::EngineLink;
 use candle_core::{CpuStorage, Result, Tensor, bail};
 
-/// Returns the load-balancing loss of a whole model (Fedus et al. 2021), a scalar in f32, from the routings of its
+/// Returns the load-balancing loss of a complete model (Fedus et al. 2021), a scalar in f32, from the routings of its
 /// sparse layers:
 ///
 /// ```text
@@ -21,8 +21,8 @@ use candle_core::{CpuStorage, Result, Tensor, bail};
 ///
 /// E is the number of experts, T_e the number of rows that chose expert e, S_e the sum of its probabilities (a softmax
 /// over all experts, whatever the router's order of operations), both over the rows of all layers; R is the number of
-/// rows times the number of layers. This is one loss for the model, not the mean of the layers' losses. With perfect balance, it is
-/// the number of experts per row. T_e is a constant for the gradient.
+/// rows times the number of layers. This is one loss for the model, not the mean of the layers' losses. With perfect
+/// balance, the loss is the number of experts per row. T_e is a constant for the gradient.
 ///
 /// `counts`, if given, has one element for each row of a layer. Rows with `false` (padding) do not count.
 ///
@@ -34,10 +34,10 @@ pub fn load_balancing_loss(layers: &[Routing], counts: Option<&[bool]>) -> Resul
 
 /// The load-balancing loss of a batch that is divided among the ranks of an engine.
 ///
-/// The loss is not a mean over rows, so ranks that each computed it for their own rows would train on a different loss
-/// from one rank with all rows. T_e and R are therefore counted over all ranks, and each rank's part is scaled so that
-/// the mean over ranks, which an engine computes, is the loss of the complete batch. Without an engine, this is
-/// [`load_balancing_loss`].
+/// The loss is not a mean over rows. If each rank computed the loss for its own rows only, the loss in training
+/// would differ from that of a single rank with all rows. T_e and R are therefore counted over all ranks, and each rank's
+/// part is scaled so that the mean over ranks, which an engine computes, is the loss of the complete batch. Without an
+/// engine, this is [`load_balancing_loss`].
 #[derive(Debug, Clone)]
 pub struct SyncBalanceLoss {
     link: EngineLink,

@@ -9,9 +9,9 @@ use crate::zero::rank_core::EngineLink;
 use candle_core::{Result, Tensor};
 use std::sync::{Arc, Mutex};
 
-/// A router of a model. It does what [`route`](super::route()) does, except in those forward passes of a gradient check
-/// in which parameters are moved: these use the choices of the pass in which none is moved. For the gradient, a choice
-/// is a constant, but a small move would change it for some rows, and the loss would jump.
+/// A router of a model. It works like [`route`](super::route()), except in a gradient check: forward passes in which
+/// parameters are moved use the choices of the pass in which none is moved. For the gradient, a choice is a constant,
+/// but a small move would change the choices of some rows, and the loss would jump.
 #[derive(Debug, Clone)]
 pub(crate) struct CheckedRouter {
     options: RouterOptions,

@@ -17,10 +17,10 @@ use std::sync::Arc;
 ///
 /// The results of a row's experts are added to 0 in ascending order of the experts' numbers, whatever their order in
 /// the router's choice; the weight is applied after `down` and its bias. The memory of the activations is proportional
-/// to the number of choices, not to that of the experts.
+/// to the number of choices, not to the number of experts.
 ///
-/// If every expert is a unit ([`with_units`](Self::with_units)), only the experts that a row chose are gathered, a few
-/// at a time.
+/// If every expert is a unit ([`with_units`](Self::with_units)), only the experts that at least one row chose are
+/// gathered, a few at a time.
 #[derive(Debug, Clone)]
 pub struct ExpertMlp {
     gate_up: ExpertProjection,

@@ -598,7 +598,7 @@ fn projections_that_do_not_fit_are_refused() {
     insta::assert_snapshot!(without_backtrace(&error), @"experts: gate and up of 4 experts have 6 outputs, and down of 4 experts has 5 inputs; the numbers of experts must be equal, and there must be 10 outputs");
 }
 
-// --- The whole layer ---
+// --- The complete layer ---
 
 /// Runs a block of a mixture: router, experts, and a shared expert with a gate. The operands are x, the router's
 /// weight, gate and up, down, and the shared expert's weights.

@@ -6,7 +6,7 @@
 //!
 //! A row is sent to each rank at most once, however many of the rank's experts it chose; there, the weighted results of
 //! these experts are summed. The sums of all ranks are added in the order of the ranks, which is that of the experts.
-//! No row is dropped. Even a rank that neither sends nor receives a row takes part, with messages without elements.
+//! No row is dropped. Even a rank that neither sends nor receives a row takes part, with empty messages.
 
 use super::{ExpertAssignment, Routing};
 use crate::graph::{Grad, OpInputs, is_without_gradients};

@@ -127,9 +127,9 @@ impl GpuLossHead {
         Ok(tensor_of(all, (self.all, width)))
     }
 
-    /// Returns the losses of the rows that count, and the wanted gradients of the sum of these losses, in which each
-    /// loss is multiplied by its `scale`. If no gradient is wanted, the returned losses are multiplied by `sign`. `h`
-    /// contains only the rows that count.
+    /// Returns the losses of the rows that count, and the gradients that are wanted: those of the sum of these losses,
+    /// in which each loss is multiplied by its `scale`. If no gradient is wanted, the returned losses are multiplied by
+    /// `sign`. `h` contains only the rows that count.
     fn run(
         &self,
         op: &'static str,

@@ -1,5 +1,5 @@
-//! OneCycle: the rate goes up and down once while beta1 goes down and up; then the rate decays, and beta1 grows by
-//! `decay_mom_rate`.
+//! OneCycle: in one cycle, the rate rises and falls while beta1 falls and rises; then the rate decays, and beta1 grows
+//! by `decay_mom_rate`.
 
 use crate::config::OneCycleConfig;
 

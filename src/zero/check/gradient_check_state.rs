@@ -91,7 +91,7 @@ pub(crate) struct DirectionalChange {
     pub bend: f64,
     /// The sum of the squares of the terms of `bend`, one for each element of an output.
     pub bend_squares: f64,
-    /// The part of the difference that may come from rounding of the output.
+    /// The part of the difference that may come from rounding the output.
     pub noise: f64,
 }
 

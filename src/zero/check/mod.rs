@@ -1,4 +1,4 @@
-//! Checks that gradients are right, and finds mistakes in a program and differences between ranks.
+//! Checks that gradients are correct, and finds mistakes in a program and differences between ranks.
 //!
 //! | file | contents |
 //! | --- | --- |

@@ -20,7 +20,7 @@ impl RankCore {
         EngineError::PartsDiverged { rank: *rank, here, peer: *peer, there }.into()
     }
 
-    /// Describes a collective and the unit or parameters that it carries. Returns `None` if it carries neither.
+    /// Describes a collective and the unit or the parameter that it carries. Returns `None` if neither is found.
     fn part(&self, call: &str) -> Option<String> {
         let content = content_of(call)?;
         let carries = |params: &[ParamId]| self.tag(params) as u32 == content;

@@ -41,7 +41,7 @@ impl WeightSamples {
     }
 }
 
-/// Returns elements at even distances, including the first and the last.
+/// Returns evenly spaced elements, including the first and the last.
 fn samples(values: FlatRef<'_>) -> [u32; SAMPLES_PER_PARAMETER] {
     let last = values.len() - 1;
     std::array::from_fn(|i| values.get(last * i / (SAMPLES_PER_PARAMETER - 1)).to_bits())

@@ -17,9 +17,9 @@
 //! forward pass has gathered. The unit is gathered from these parts until weights change, without traffic between
 //! hosts.
 //!
-//! From the second micro step on, the next units are gathered while one unit runs, as far as
-//! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends only on counts, never
-//! on time, so all ranks issue the same collectives in the same order.
+//! From the second micro step on, the next units are gathered while one unit runs, within the limits of
+//! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Every decision depends only on counts, never on
+//! time, so all ranks issue the same collectives in the same order.
 
 mod routed;
 
@@ -35,7 +35,7 @@ use crate::precision::IntFormat;
 use crate::zero::share::share_plan::SharePlan;
 use crate::zero::step_executor::StepExecutor;
 
-/// Gathers and releases the sharded parameters of every unit.
+/// The part of a rank that gathers and releases the sharded parameters of every unit.
 pub(crate) struct ParamGatherer<R: StepExecutor> {
     units: Vec<UnitState<R>>,
     /// The unit with which each unit is gathered: itself, or the leaf around it.
@@ -354,7 +354,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         self.release_frozen(core, id)
     }
 
-    /// Ends the micro step: releases the remaining parameters (unused parameters, gathers whose results were not used).
+    /// Ends the micro step: releases the remaining parameters (unused ones, and those of gathers whose results were not used).
     pub fn end(&mut self, core: &R) -> Result<()> {
         for unit in 0..self.units.len() {
             self.settle(core, unit)?;

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 /// The number of pending batches before the oldest is waited for: one is transferred while the next one fills.
 pub(in crate::zero) const IN_FLIGHT: usize = 2;
 
-/// Collects items of type `I` into batches, and keeps pending batches as `T`.
+/// A queue that collects items of type `I` into batches, and keeps pending batches as `T`.
 struct BucketQueue<I, T> {
     rule: BucketFill,
     batch: Vec<I>,

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The new layout is that of an engine built with these parameters trained. The old one stays until the new one is
-//! complete: if a file gets no space, nothing changes. A share on a GPU exists twice for a short time.
+//! complete: if there is not enough space for a file, nothing changes. A share on a GPU exists twice for a short time.
 
 use super::state_access::{ParamStateKind, pieces};
 use super::sub_group::places;
@@ -26,7 +26,8 @@ impl RankCore {
     /// this point.
     ///
     /// # Errors
-    /// Fails on all ranks, without any change, if a file gets no space. Also fails if a collective fails.
+    /// Fails on all ranks, without any change, if there is not enough space for a file. Also fails if a collective
+    /// fails.
     pub fn set_trained(&self, trained: &[bool], updates: u64) -> Result<(), CollectiveFailure> {
         if self.params.iter().zip(trained).all(|(param, trained)| param.is_trained() == *trained) {
             return Ok(());

@@ -111,7 +111,7 @@ impl RankCore {
         self.spread_from_holders(param, whole)
     }
 
-    /// Collective if the parameter is on some ranks only: returns the whole parameter on all ranks. `whole` is the
+    /// Collective if the parameter is only on some ranks: returns the whole parameter on all ranks. `whole` is the
     /// whole parameter on the ranks that hold it, and is not used on the others.
     fn spread_from_holders(&self, param: usize, whole: Flat) -> Result<Flat> {
         if self.params[param].expert.is_none() {

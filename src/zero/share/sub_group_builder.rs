@@ -88,7 +88,7 @@ struct UnfinishedShare {
     closes: bool,
 }
 
-/// Lays out sub-groups while parameters are registered.
+/// A builder that lays out sub-groups while parameters are registered.
 pub(crate) struct SubGroupBuilder<R: ShareStorage = RankCore, C = ArenaBuilder> {
     plan: SharePlan,
     sharing: ShareLayout,
@@ -104,13 +104,13 @@ pub(crate) struct SubGroupBuilder<R: ShareStorage = RankCore, C = ArenaBuilder> 
 impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     pub fn with(plan: SharePlan, files: C, ledger: MemoryLedger, devices: ShardDevices<BufferPlaceOf<R>>) -> Self {
         let sharing = ShareLayout::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
-        // In files, a parameter's share begins at an offset where a request may begin.
+        // In files, a parameter's share begins at an offset at which a request may begin.
         let sharing = if plan.has_files() { sharing.in_files(plan.step(), plan.weights_in_memory) } else { sharing };
         Self { plan, sharing, files, ledger, devices, done: Vec::new(), open: [const { None }; ParamClass::COUNT] }
     }
 
     /// Adds a parameter to the sub-groups of a class. `read` returns the initial values of the `len` elements that this
-    /// rank owns, in order, a part at a time.
+    /// rank owns, in order, one part at a time.
     pub fn push(
         &mut self,
         param: ParamId,
@@ -256,7 +256,8 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     /// Ends the layout: reserves the files of gradients and optimizer states, and allocates the states that stay in
     /// memory. `params` are the registered parameters.
     ///
-    /// If a file got no space, the groups must not be used: [`OffloadStore::check_space`] returns the error.
+    /// If there was not enough space for a file, the groups must not be used: [`OffloadStore::check_space`] returns the
+    /// error.
     ///
     /// # Errors
     /// Fails if a file operation fails.

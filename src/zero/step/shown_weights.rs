@@ -2,7 +2,7 @@
 //!
 //! Master weights contain the average. The model's tensors, or shards in the model's dtype, contain the weights that
 //! are trained, or, for an evaluation, the average. Both are computed from master weights and optimizer states, which
-//! do not change, so an evaluation changes no bit of the training.
+//! do not change, so an evaluation does not change any bit of the training.
 
 use super::state_sweep::{ParamSlice, sweep};
 use super::weight_publisher::WeightPublisher;

@@ -10,7 +10,7 @@ use crate::zero::gather::coalesced_layout::CoalescedLayout;
 use crate::zero::reduce::bucket_queue::{BucketQueues, IN_FLIGHT};
 use crate::zero::step_executor::StepExecutor;
 
-/// Publishes every rank's updated shards to all ranks, `allgather_bucket_size` elements at a time.
+/// A publisher that sends every rank's updated shards to all ranks, `allgather_bucket_size` elements at a time.
 pub(crate) struct WeightPublisher<R: StepExecutor> {
     buckets: BucketQueues<ParamId, PendingPublication<R>>,
 }

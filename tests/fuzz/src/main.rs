@@ -36,7 +36,7 @@ static ALLOCATOR: SandboxAllocator = SandboxAllocator;
 
 /// The maximum CPU time of a case.
 const MOST_TIME: Duration = Duration::from_secs(10);
-/// The maximum wall-clock time of a case: it may wait, but not forever.
+/// The maximum wall-clock time of a case: a case may wait, but not forever.
 const MOST_WAITING: Duration = Duration::from_secs(60);
 /// The maximum resident memory of a process.
 const MOST_MEMORY: u64 = 1 << 30;
@@ -205,7 +205,7 @@ impl Progress {
     }
 }
 
-/// Limits the resources of this process, and makes every panic end it, even where candle-zero would catch the panic.
+/// Limits the resources of this process, and makes every panic end it, even if candle-zero would catch the panic.
 fn prepare_worker() {
     let limit = libc::rlimit { rlim_cur: MOST_ADDRESSES, rlim_max: MOST_ADDRESSES };
     let no_core = libc::rlimit { rlim_cur: 0, rlim_max: 0 };

@@ -23,7 +23,7 @@ use std::ops::Range;
 /// The characters before and after text that generation markers enclose.
 pub(super) const GENERATION_MARKERS: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
 
-/// Renders a conversation as text.
+/// A renderer of conversations as text.
 pub(super) trait ChatRenderer {
     /// Renders the conversation with `messages` instead of its own messages. If `marked` is set, the text shows where
     /// the generation markers are.

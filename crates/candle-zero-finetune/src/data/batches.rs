@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// The target of a position that predicts nothing. The loss ignores it.
 pub const NO_TARGET: i64 = -100;
 
-/// Whether several samples are packed into a row.
+/// The packing of samples into rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SequencePacking {

@@ -14,7 +14,7 @@ pub(super) type RecordProblem = String;
 pub(super) struct ChatMessages {
     pub list: Vec<Value>,
     pub learned: Vec<Option<bool>>,
-    /// Whether the first message has `from` and `value`, as in ShareGPT.
+    /// Whether the first message has `from` instead of `role`, as in ShareGPT.
     pub is_share_gpt: bool,
 }
 

@@ -53,7 +53,7 @@ pub(super) const IMAGE_KEYS: [&str; 14] = [
     "audio",
     "audios",
 ];
-/// Scores of two answers: of the chosen one and of the rejected one.
+/// The keys of the scores of two answers: the chosen one and the rejected one.
 pub(crate) const SCORE_KEYS: [[&str; 2]; 4] = [
     ["score_chosen", "score_rejected"],
     ["chosen_score", "rejected_score"],

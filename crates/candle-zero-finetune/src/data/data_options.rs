@@ -15,14 +15,14 @@ pub enum TrainingTask {
     Prefer,
 }
 
-/// How samples longer than the context are handled.
+/// The handling of samples that are longer than the context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Truncation {
-    /// Such samples are cut at the context length. Raw text is cut into pieces of that length, and nothing is lost.
+    /// Longer samples are cut at the context length. Raw text is cut into pieces of that length, and nothing is lost.
     #[default]
     Truncate,
-    /// Such samples are left out.
+    /// Longer samples are left out.
     Drop,
 }
 

@@ -8,7 +8,8 @@
 //! | `record_parser.rs`, `tracked_record.rs`, `chat_messages.rs` | a parsed record: an example to learn from |
 //! | `sample.rs` | the tokens of an example, and which of them are predicted |
 //! | `dataset_builder.rs`, `data_options.rs`, `labels.rs` | the samples of a file: parsed and tokenized in parallel |
-//! | `sample_cache.rs`, `dataset.rs` | samples, written once and mapped; the samples of several files, each repeated according to its file's weight |
+//! | `sample_cache.rs` | the samples of a file, written once and mapped |
+//! | `dataset.rs` | the samples of several files, each repeated according to its file's weight |
 //! | `data_report.rs`, `show_samples.rs` | what happened to the records, and samples for people to read |
 //! | `batches.rs` | rows of samples, packed or padded |
 

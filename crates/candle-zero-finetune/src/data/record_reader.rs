@@ -130,7 +130,8 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
 }
 
 /// Returns whether a beginning without a byte order mark looks like UTF-16 or UTF-32 text: it contains zero bytes early
-/// on, as ASCII text does in these encodings, and no NUL character. Zero bytes alone are not text.
+/// on, as ASCII text does in these encodings, and no NUL character. A beginning that consists only of zero bytes is not
+/// text.
 fn is_wide(head: &[u8]) -> bool {
     let head = &head[..head.len().min(32)];
     let (pairs, fours) = (|| head.chunks_exact(2), || head.chunks_exact(4));
@@ -181,7 +182,7 @@ impl LineReader {
         Ok(Self { reader, line: 0 })
     }
 
-    /// Returns the part of the file that is in the buffer. Before the first read, this is its beginning.
+    /// Returns the part of the file that is in the buffer. Before the first read, this part is the file's beginning.
     fn head(&mut self) -> std::io::Result<&[u8]> {
         self.reader.fill_buf()
     }

@@ -4,6 +4,7 @@ use super::dataset::Dataset;
 use crate::chat::tokenizer::Tokenizer;
 use crate::error::Result;
 use crate::error::unit;
+use candle_zero::util::counted;
 use std::fmt::Write as _;
 
 /// The marks before and after text that is to be predicted: brackets, or green.
@@ -22,8 +23,8 @@ pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool
         let (path, line) = (dataset.path(i), sample.line);
         let label = dataset.labels().get(sample.label as usize);
         let label = label.map(|label| format!(", label {}", printable(label))).unwrap_or_default();
-        let (tokens, targets) = (sample.len(), sample.predicted());
-        _ = writeln!(text, "{}, {} {line}: {tokens} tokens, {targets} targets{label}", path.display(), unit(path));
+        let (tokens, targets) = (counted(sample.len(), "token"), counted(sample.predicted(), "target"));
+        _ = writeln!(text, "{}, {} {line}: {tokens}, {targets}{label}", path.display(), unit(path));
         let (mut stream, mut inside) = (tokenizer.stream(false), false);
         for (j, id) in sample.ids().enumerate() {
             let piece = stream.push(id)?;

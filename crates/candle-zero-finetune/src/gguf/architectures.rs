@@ -1,7 +1,8 @@
 //! The architectures of llama.cpp: which models of transformers they compute, and what they assume about them.
 //!
-//! A file describes a model by an architecture and a few keys. What an architecture has no keys for, llama.cpp assumes.
-//! A model for which it would compute different results is refused ([`GgufArchitecture::problem`], in `assumptions.rs`).
+//! A file describes a model by an architecture and a few keys. For properties without a key, llama.cpp assumes values.
+//! A model for which llama.cpp would therefore compute different results is refused ([`GgufArchitecture::problem`], in
+//! `assumptions.rs`).
 
 use candle_zero::models::{DecoderConfig, RotaryConfig, RotaryScaling};
 use candle_zero::nn::{Activation, ExpertGate, RotaryPairs, RouterOrder};
@@ -98,11 +99,11 @@ pub(super) enum Presence {
 /// The assumptions of llama.cpp about a mixture of experts. All blocks have one.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct MixtureRule {
-    /// The weights of the chosen experts. The metadata has no key for this.
+    /// The computation of the weights of the chosen experts. The metadata has no key for this.
     pub order: RouterOrder,
     /// The gated activation of the experts.
     pub gate: ExpertGate,
-    /// Whether there is a key for the width of an expert. Otherwise, it is that of a dense block.
+    /// Whether there is a key for the width of an expert. Otherwise, the width is that of a dense block.
     pub has_width: bool,
 }
 
@@ -171,7 +172,8 @@ const CHATGLM: GgufArchitecture = GgufArchitecture {
     ..QWEN3
 };
 
-/// A mixture of experts with SiLU, whose weights are the probabilities of the chosen experts.
+/// Returns the rule for a mixture of experts with SiLU in which the weights of the chosen experts are their
+/// probabilities.
 const fn mixture(renormalize: bool, has_width: bool) -> Option<MixtureRule> {
     Some(MixtureRule { order: RouterOrder::SoftmaxThenTop { renormalize }, gate: ExpertGate::Silu, has_width })
 }

@@ -315,7 +315,7 @@ mod tests {
             assert_eq!(header.tensors["t"].format, TensorFormat::Mxfp4);
             assert_eq!((&header.tensors["u"].shape[..], header.tensors["u"].offset), (&[5][..], 64));
             assert_eq!(header.data_start, bytes.len().next_multiple_of(64));
-            // No part of a header is a header.
+            // No truncated header is accepted.
             for len in 0..bytes.len() {
                 assert!(GgufHeader::read(&bytes[..len]).is_err(), "{len}");
             }

@@ -5,7 +5,7 @@ use super::mixture_keys::metadata as mixture_metadata;
 use super::writer::GgufValue;
 use candle_zero::models::{DecoderConfig, NormKind, NormPlacement, RotaryConfig, RotaryScaling, YarnScaling};
 
-/// Returns the attention factor that follows from YaRN's paper.
+/// Returns the attention factor according to the YaRN paper.
 pub(super) fn usual_attention_factor(factor: f64) -> f64 {
     1.0 + 0.1 * factor.max(1.0).ln()
 }

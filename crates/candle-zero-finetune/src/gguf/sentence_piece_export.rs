@@ -1,8 +1,9 @@
 //! Builds the scores of SentencePiece's pieces from the merges of a tokenizer.json with BPE and byte fallback.
 //!
-//! llama.cpp merges any two neighbors whose texts together are a piece, the one with the highest score first. A
-//! tokenizer.json has a list of merges instead, of which the earliest possible one is applied first. Transformers
-//! builds that list from the scores of the pieces: for each piece, all pairs of pieces that it consists of.
+//! llama.cpp merges any two neighbours whose combined text is a piece, beginning with the piece that has the highest
+//! score. A tokenizer.json has a list of merges instead, of which the earliest possible one is applied first.
+//! Transformers builds that list from the scores of the pieces: for each piece, all pairs of pieces that it consists
+//! of.
 
 use super::tokenizer::{BYTE, NORMAL, SPACE, UNKNOWN, USER_DEFINED};
 use serde_json::{Value as Json, json};
@@ -19,7 +20,7 @@ pub(super) fn is_sentence_piece(model: &Json) -> bool {
     model["byte_fallback"] == true
 }
 
-/// Returns whether texts begin with an additional space, or why llama.cpp cannot prepare texts like this tokenizer.
+/// Returns whether texts begin with an additional space, or why llama.cpp cannot prepare texts as this tokenizer does.
 pub(super) fn adds_space(tokenizer: &Json) -> Result<bool, String> {
     let (normalizer, before) = (&tokenizer["normalizer"], &tokenizer["pre_tokenizer"]);
     let steps: Vec<&Json> = match normalizer["type"].as_str() {

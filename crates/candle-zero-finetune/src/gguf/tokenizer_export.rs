@@ -129,8 +129,8 @@ fn template_keys(named: BTreeMap<String, String>) -> std::result::Result<Vec<(St
 }
 
 /// Returns llama.cpp's name for a byte-level BPE tokenizer. The name determines the pattern that splits texts, and
-/// whether words that are tokens are also built by merges. llama.cpp has no normalization, so a tokenizer with NFC has
-/// different tokens there for texts that are not in this form.
+/// whether words that are tokens are also built by merges. llama.cpp has no normalization, so for texts that are not in
+/// NFC, a tokenizer with NFC yields other tokens than llama.cpp does.
 fn byte_level_name(tokenizer: &Json) -> std::result::Result<&'static str, String> {
     const REMEDY: &str = "write a Hugging Face folder and convert it with llama.cpp";
     let pre = pre_tokenizer_name(&tokenizer["pre_tokenizer"])?;

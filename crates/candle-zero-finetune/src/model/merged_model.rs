@@ -114,7 +114,7 @@ impl<'a> MergedModel<'a> {
         &self.parameters
     }
 
-    /// Returns a tensor whose values are read some rows at a time.
+    /// Returns a tensor whose values are read a few rows at a time.
     ///
     /// # Errors
     /// Errors in reading the weights.

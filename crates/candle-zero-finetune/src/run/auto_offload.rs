@@ -166,8 +166,8 @@ fn islands_of_job(config: &Value, hosts: usize) -> usize {
     }
 }
 
-/// Returns the numbers of ranks along a pipeline with which every host holds a part of a model with `blocks` blocks,
-/// smallest first. On one host, there are none.
+/// Returns the possible numbers of ranks along a pipeline, smallest first, for a model with `blocks` blocks of which
+/// every host holds a part. On one host, there are none.
 fn divisions(blocks: usize, world: usize, hosts: usize) -> Vec<usize> {
     if hosts < 2 {
         return Vec::new();

@@ -30,8 +30,8 @@ impl BatchSizing {
     /// multiple of `unit`. `packing` is the fullest allowed packing. If a run is resumed, `remembered` is its number of
     /// rows in a step.
     ///
-    /// The number of rows in a step is a power of two, as far as `unit` allows, so that it does not depend on the
-    /// number of ranks.
+    /// The chosen number of rows in a step is a power of two, rounded up to a multiple of `unit`, so that it is the
+    /// same for many numbers of ranks.
     pub fn new(
         data: &Dataset,
         packing: SequencePacking,

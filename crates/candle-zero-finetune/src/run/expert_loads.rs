@@ -3,8 +3,8 @@
 use candle_zero::models::ExpertLoad;
 use serde::Serialize;
 
-/// How evenly the routers of a step chose their experts. A share is the part of the choices of a block's router that
-/// went to one expert: 1 / N for each of N experts that are chosen equally often.
+/// The distribution of the routers' choices among their experts in a step. A share is the part of the choices of a
+/// block's router that went to one expert: 1 / N for each of N experts that are chosen equally often.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ExpertShares {
@@ -38,7 +38,7 @@ impl ExpertShares {
     }
 }
 
-/// Finds experts that are dead: no token chooses them although many would if the experts were chosen equally often.
+/// A detector of dead experts: no token chooses them, although many would if all experts were chosen equally often.
 #[derive(Debug, Default)]
 pub(super) struct ExpertWatch {
     blocks: Vec<WatchedBlock>,
@@ -47,8 +47,8 @@ pub(super) struct ExpertWatch {
 #[derive(Debug)]
 struct WatchedBlock {
     block: usize,
-    /// For each expert, the number of tokens that, had all experts been chosen equally often, would have chosen it
-    /// since it was last chosen; `None` once it has been reported.
+    /// For each expert, the number of tokens that would have chosen it since a token last chose it, if all experts had
+    /// been chosen equally often. `None` after the expert has been reported.
     missed: Vec<Option<f64>>,
 }
 

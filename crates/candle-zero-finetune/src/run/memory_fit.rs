@@ -308,7 +308,8 @@ impl MemoryDemand<'_> {
         HostNetwork { hosts: self.ranks / self.ranks_per_host, rate: self.network }
     }
 
-    /// If the ranks of a host cannot hold all states in its memory, returns a description of what they would need.
+    /// Returns a description of the memory that the ranks of a host would need to hold all states, or `None` if they
+    /// have enough.
     ///
     /// # Errors
     /// A configuration that cannot be used.

@@ -9,6 +9,7 @@ use crate::data::dataset::Dataset;
 use crate::error::{Error, Result};
 use crate::model::output_dir::{TOKENIZER, copy_files};
 use candle_zero::checkpoint::{create, write_json};
+use candle_zero::util::counted;
 use serde_json::{Value, json};
 use std::io::Write as _;
 use std::path::Path;
@@ -112,7 +113,7 @@ fn readme(prepared: &PreparedRun, outcome: RunOutcome) -> String {
         text += &format!("; the loss of the last step is {loss:.4}");
     }
     if let Some((steps, loss)) = outcome.best {
-        text += &format!("; the best validation loss is {loss:.4}, after {steps} steps");
+        text += &format!("; the best validation loss is {loss:.4}, after {}", counted(steps, "step"));
     }
     text += &format!(". [{RECORD}]({RECORD}) lists the settings and the data files.\n\n## Use\n\n```sh\n");
     text += match (&options.method, options.objective) {

@@ -49,7 +49,8 @@ fn paired(log_probabilities: &Tensor) -> Result<[Tensor; 2]> {
 }
 
 impl Objective {
-    /// Returns rows as tensors. The sum over targets is divided by `divisor` or, if it is `None`, by their number.
+    /// Returns rows as tensors. The sum over targets is divided by `divisor` or, if `divisor` is `None`, by the number
+    /// of targets.
     pub(super) fn decoder_batch(rows: &RowBatch, divisor: Option<f64>, device: &Device) -> Result<DecoderBatch> {
         let shape = (rows.rows, rows.time);
         let ids = Tensor::from_slice(&rows.ids, shape, device)?;

@@ -64,8 +64,8 @@ pub enum Objective {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum TrainingLength {
-    /// Three epochs, or up to fifteen with fewer than a few hundred samples, because the model must then see each
-    /// sample more often.
+    /// Three epochs, or up to fifteen with fewer than 400 samples, because the model must then see each sample more
+    /// often.
     Auto,
     /// This number of epochs.
     Epochs(f64),

@@ -64,7 +64,7 @@ impl Options {
         [(ResultFolder::Result, self.out.clone())].into_iter().chain(best)
     }
 
-    /// Returns the paths that the run reads and writes, as far as the options determine them.
+    /// Returns the paths that the run reads and writes according to the options.
     pub(crate) fn outputs(&self) -> RunPaths {
         let mut outputs = RunPaths::default().reads("MODEL", &self.model, InputKind::Model);
         let held = match &self.validation {

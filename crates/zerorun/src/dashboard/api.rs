@@ -128,7 +128,8 @@ pub(super) fn run(request: &HttpRequest, state: &DashboardState) -> Result<Value
     }))
 }
 
-/// Returns the metrics of a run, with at most the requested number of rows.
+/// Returns the metrics of a run, with at most the requested number of rows, which is kept between [`MIN_ROWS`] and
+/// [`MAX_ROWS`].
 pub(super) fn metrics(request: &HttpRequest, state: &DashboardState) -> Result<Value, HttpRefusal> {
     let most = match request.value("rows").map(str::parse::<usize>) {
         None => DEFAULT_ROWS,
@@ -176,8 +177,8 @@ fn named<'a>(request: &'a HttpRequest, state: &DashboardState) -> Result<(&'a st
     Ok((id, opened(id, state)?))
 }
 
-/// Opens the run with this id: the name of its folder or, if it belongs to one of several sweeps, the name of the
-/// sweep, a slash and the name of its folder.
+/// Opens the run with this id: the name of the run's folder or, if the run belongs to one of several sweeps, the name
+/// of the sweep, a slash and the name of the run's folder.
 pub(super) fn opened(id: &str, state: &DashboardState) -> Result<RecordedRun, HttpRefusal> {
     let unknown = || HttpRefusal::new(404, format!("there is no run {id}"));
     let folder = state.run_folder(id).ok_or_else(unknown)?;

@@ -99,7 +99,8 @@ impl WatchedRun {
         format!("run={}", encode(&format!("{}@{positions}", self.id)))
     }
 
-    /// Returns what is new. If `looks` is true, the state, the ranks and the loads of experts are read, too.
+    /// Returns the run's news, if there are any. If `looks` is true, also reads the state, the ranks and the loads of
+    /// experts.
     fn news(&mut self, looks: bool) -> Option<Value> {
         // A file that cannot be read now may be readable later; a removed run is noticed below.
         let news = self.tail.look().unwrap_or_default();

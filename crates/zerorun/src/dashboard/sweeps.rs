@@ -20,7 +20,7 @@ pub(crate) struct SweepPlace {
     pub(crate) prefix: String,
 }
 
-/// Reads the sweeps in the served folder.
+/// A reader of the sweeps in the served folder.
 pub(crate) trait SweepReader: std::fmt::Debug + Send + Sync {
     /// Returns the sweeps that are currently in the folder.
     fn places(&self) -> Vec<SweepPlace>;

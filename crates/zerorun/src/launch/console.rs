@@ -38,7 +38,7 @@ pub(super) fn signals_are_heard() {
     LISTENING.store(true, Ordering::SeqCst);
 }
 
-/// From now on, discards output that is not read.
+/// Records that the launcher should end. From now on, output that is not read is discarded.
 pub(super) fn asked_to_end() {
     END_REQUESTED.store(true, Ordering::SeqCst);
 }

@@ -50,8 +50,8 @@ struct NextStart {
 impl RestartPolicy {
     /// Returns the restart after a job's failed runs, oldest first, or `None` if no restart is left.
     ///
-    /// Two consecutive runs with the same number of ranks that failed within 10 s remove one rank, down to `min_ranks`.
-    /// Removed ranks do not come back.
+    /// If two consecutive runs with the same number of ranks failed within 10 s, the restart has one rank fewer, down
+    /// to `min_ranks`. Removed ranks do not come back.
     fn next(&self, failed: &[FailedRun]) -> Option<NextStart> {
         let restart = u32::try_from(failed.len()).ok().filter(|restart| *restart <= self.max_restarts)?;
         let ranks = match failed {

@@ -77,7 +77,7 @@ impl ClassifyArguments {
         let ClassificationOutput { labels, tokens, cut, .. } = classifier.classify(text)?;
         if cut > 0 && !self.json {
             eprint(&format!(
-                "zerorun: the next text has {} tokens; its last {cut} exceed the model's context",
+                "zerorun: the next text has {} tokens, {cut} more than the model's context; the rest is cut off",
                 tokens + cut
             ));
         }

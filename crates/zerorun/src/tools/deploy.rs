@@ -124,7 +124,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 }
 
 impl DeployArguments {
-    /// Returns messages about the given options that have no effect on the type of cluster.
+    /// Returns messages about the given options that have no effect for this type of cluster.
     fn ignored(&self) -> Vec<&'static str> {
         let is_mpijob = self.cluster == ClusterKind::Mpijob;
         let mut ignored = Vec::new();

@@ -13,7 +13,7 @@ use candle_zero::estimate::{Estimate, EstimateOptions, PipelineEstimate, Shapes,
 use candle_zero::memory::MemoryRow;
 use candle_zero::offload::{available_memory, free_space};
 use candle_zero::precision::{Nf4Scales, WeightPacking};
-use candle_zero::util::{binary, matches};
+use candle_zero::util::{binary, counted, matches};
 use clap::{ArgGroup, Parser, ValueEnum};
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -374,14 +374,14 @@ impl EstimateReport {
 
     fn text(&self) -> String {
         let memory = &self.estimate.memory;
-        let (name, psi, units) = (self.shapes.name(), memory.parameters, self.shapes.num_units());
+        let (name, psi, units) = (self.shapes.name(), memory.parameters, counted(self.shapes.num_units(), "unit"));
         let ranks = memory.world_size;
         let trained = match self.shapes.num_trained() {
             all if all == psi => String::new(),
             trained => format!(" ({trained} of them trained)"),
         };
         let mut text = format!(
-            "{name}: {psi} parameters{trained}, {units} units; stage {} on {ranks} rank{}\n\n",
+            "{name}: {psi} parameters{trained}, {units}; stage {} on {ranks} rank{}\n\n",
             memory.stage,
             if ranks == 1 { "" } else { "s" }
         );
@@ -393,7 +393,7 @@ impl EstimateReport {
             _ = writeln!(text, "\n{verdict}");
         }
         if self.deepspeed {
-            _ = writeln!(text, "\nDeepSpeed's estimators, for {ranks} GPUs in one machine:");
+            _ = writeln!(text, "\nDeepSpeed's estimators, for {} in one machine:", counted(ranks, "GPU"));
             for (name, MemoryNeeds { cpu_bytes, gpu_bytes }) in self.deepspeed() {
                 let (gpu, cpu) = (binary(gpu_bytes), binary(cpu_bytes));
                 _ = writeln!(text, "  {name:<30} {gpu:>12} per GPU {cpu:>12} on the host");

@@ -6,7 +6,7 @@ use candle_zero::config::Config;
 use candle_zero::estimate::{
     Estimate, EstimateOptions, Forecast, InterHostTraffic, MeasuredStep, Network, ScalingRow, Shapes,
 };
-use candle_zero::util::binary;
+use candle_zero::util::{binary, counted};
 use clap::Args;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -148,7 +148,8 @@ impl MultiHostForecast {
                     }
                 ));
                 if let Some(ranks) = measured.ranks().filter(|ranks| ranks != each) {
-                    assumed.push(format!("a step on {each} ranks takes as long as the measured steps on {ranks}"));
+                    let each = counted(*each, "rank");
+                    assumed.push(format!("a step on {each} takes as long as the measured steps on {ranks}"));
                 }
             }
         }

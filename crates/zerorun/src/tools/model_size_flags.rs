@@ -45,7 +45,7 @@ fn or(typed: Option<u32>, own: usize) -> usize {
 }
 
 impl ModelSizeFlags {
-    /// Returns the width given on the command line, or that of the preset `name` if there is such a preset.
+    /// Returns the width given on the command line, or that of the preset `name`, if it exists.
     pub(super) fn width(&self, name: Option<&str>) -> Option<u64> {
         let of_llama = |name: &str| LlamaConfig::preset(name).map(|preset| preset.hidden_size).ok();
         let of_gpt = |name: &str| GptConfig::preset(name).map(|preset| preset.n_embd).ok();

@@ -46,7 +46,7 @@ impl OwnJobStop {
     }
 }
 
-/// Starts jobs, one after another.
+/// The launcher of this tool's jobs, which run one after another.
 pub(super) struct OwnRanks {
     program: PathBuf,
     events: Receiver<LauncherEvent>,

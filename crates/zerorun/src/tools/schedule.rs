@@ -71,8 +71,7 @@ impl ScheduleArguments {
         }
     }
 
-    /// Returns the schedule of the file, after printing the notes about the sections
-    /// `optimizer` and `scheduler`.
+    /// Returns the schedule of the file, after printing the notes about the sections `optimizer` and `scheduler`.
     fn schedule(&self) -> Result<Schedule> {
         let config = {
             // The number of steps shown replaces "auto".

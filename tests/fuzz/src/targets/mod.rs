@@ -21,7 +21,7 @@ pub struct Target {
     pub run: fn(&[u8]) -> bool,
     /// Returns the seeds: small inputs, most of which are accepted.
     pub seeds: fn() -> Vec<Vec<u8>>,
-    /// Words of a text format, for the mutator: groups that targets may share.
+    /// The words that the mutator inserts, in groups that targets can share.
     pub words: &'static [&'static [&'static str]],
 }
 

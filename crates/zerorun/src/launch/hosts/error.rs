@@ -290,7 +290,7 @@ pub enum HostsError {
         "`{word}` is not UTF-8 text and cannot be passed to other hosts; rename the file, or write the argument as text"
     )]
     WordNotUtf8 {
-        /// The word, as far as it is valid text.
+        /// The word, with replacement characters for invalid bytes.
         word: String,
     },
     /// A file of variables cannot be read.
@@ -384,8 +384,9 @@ pub enum HostsError {
     // The description of the hosts for other programs.
     /// A launcher of ranks needs the same number of slots on every host.
     #[error(
-        "host `{host}` has {slots} slots and host `{other}` has {other_slots}, but {launcher} starts the same number \
-         of ranks on every host; make them equal, with --num_gpus or in the hostfile"
+        "host `{host}` has {} and host `{other}` has {other_slots}, but {launcher} starts the same number of ranks on \
+         every host; make them equal, with --num_gpus or in the hostfile",
+        candle_zero::util::counted(*slots, "slot")
     )]
     UnevenHosts {
         /// The launcher.

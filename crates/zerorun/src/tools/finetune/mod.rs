@@ -41,8 +41,8 @@ Examples:
   zerorun finetune bert-base-uncased --task classify --data reviews.csv --val 5% --epochs 3 --out model
   zerorun finetune Qwen3-0.6B --task classify --lora r=16 --data reviews.csv --out adapter";
 
-/// How long a step and the writes after it may take once a signal has asked the run to end. A second signal ends the
-/// ranks immediately.
+/// The time that a step and the writes after it may take once a signal has asked the run to end. A second signal ends
+/// the ranks immediately.
 const GRACE: Duration = Duration::from_secs(600);
 const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved first; a second signal (Ctrl-C) stops \
                          immediately, and the training since the last checkpoint is lost";

@@ -25,7 +25,7 @@ pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     }
 }
 
-/// How training without errors ended.
+/// The outcome of training without errors.
 enum TrainingEnd {
     /// The result is written, or the run has ended where it was meant to: at a planned step, or when the user stopped
     /// it on the dashboard.
@@ -157,8 +157,9 @@ fn introduce(run: &FineTune) {
     if run.waiting_share() > 0.5 {
         eprint(&format!(
             "zerorun: warning: the ranks of the pipeline wait longer than they compute, because a step has only {} micro \
-             batches; give a larger --batch, or fewer ranks along the pipeline",
-            batch.gradient_accumulation_steps
+             {}; give a larger --batch, or fewer ranks along the pipeline",
+            batch.gradient_accumulation_steps,
+            if batch.gradient_accumulation_steps == 1 { "batch" } else { "batches" }
         ));
     }
     let row = match shorter {

@@ -86,7 +86,7 @@ impl ListFlags {
                 serde_json::to_string_pretty(&runs.iter().map(RecordedRun::to_json).chain(damaged).collect::<Vec<_>>())
                     .unwrap_or_else(|error| unreachable!("text and numbers are JSON: {error}"))
             }
-            (false, true) if all > 0 => format!("none of the {all} runs in {} matches", folder.path().display()),
+            (false, true) if all > 0 => format!("no run in {} matches (out of {all})", folder.path().display()),
             (false, true) if damaged.is_empty() => format!("there are no runs in {}", folder.path().display()),
             (false, true) => String::new(),
             (false, false) => listed(&runs),

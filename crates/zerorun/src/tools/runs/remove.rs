@@ -76,7 +76,7 @@ impl RemoveFlags {
         if !std::io::stdin().is_terminal() {
             return Err(ToolError::NotConfirmed { what: list(&names) }.into());
         }
-        eprint(&format!("remove the record of {}: {}? [y/N]", counted(ids.len(), "run"), list(&names)));
+        eprint(&format!("remove {}: {}? [y/N]", counted(ids.len(), "record"), list(&names)));
         let mut answer = String::new();
         // Without an answer, nothing is removed.
         _ = std::io::stdin().read_line(&mut answer);

@@ -24,8 +24,8 @@ struct BestPart<'a> {
     to: u64,
 }
 
-/// Writes the best configuration into the folder of the sweep, and returns the path of its script. Without a trial that
-/// has a result, nothing is written.
+/// Writes the best configuration into the folder of the sweep, and returns the path of its script. If no trial has a
+/// result, nothing is written.
 pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<PathBuf>> {
     let Some(best) = sweep.best() else { return Ok(None) };
     let folder = starter.results.folder.best();

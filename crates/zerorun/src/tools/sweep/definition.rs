@@ -56,7 +56,7 @@ pub(super) enum ResultOrder {
 #[derive(Debug, Clone, Default)]
 pub(super) struct HostKeys {
     pub(super) hostfile: Option<PathBuf>,
-    /// The filters, with the syntax of the launcher's; empty if not given.
+    /// The filters, in the launcher's syntax; empty if not given.
     pub(super) include: String,
     pub(super) exclude: String,
     pub(super) ssh_port: Option<u16>,

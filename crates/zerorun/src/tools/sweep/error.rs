@@ -77,7 +77,7 @@ pub enum SweepToolError {
     NoHostLeft {
         /// The host that was lost last.
         host: String,
-        /// Why it counts as lost.
+        /// The reason why it counts as lost.
         why: String,
         /// The folder of the sweep.
         folder: PathBuf,

@@ -71,7 +71,7 @@ impl HostProbe {
         let probe = Self { path: path.clone(), contents, _file: own };
         let written = file.write_all(probe.contents.as_bytes()).and_then(|()| file.sync_all());
         written.map_err(|source| io("write", source))?;
-        // If the file system has no locks, no host sees this one, and the check of the first host says so.
+        // If the file system has no locks, no host sees this lock, and the check of the first host reports it.
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOLCK | Errno::INVAL) => Ok(probe),
             Err(errno) => Err(io("lock", errno.into())),

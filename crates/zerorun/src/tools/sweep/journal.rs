@@ -100,7 +100,7 @@ pub(super) struct ReplayedSweep {
     pub(super) order: JobOrder,
     /// The results that the sweep has not received yet, by trial.
     pub(super) results: BTreeMap<usize, JobResult>,
-    /// The host on which each trial was last started in the last session, if that had a hostfile.
+    /// The host on which each trial was last started in the last session, if that session had a hostfile.
     pub(super) hosts: BTreeMap<usize, String>,
     /// The number of trials at a time in the last session.
     pub(super) parallel: Option<usize>,

@@ -47,8 +47,8 @@ impl RemoteHosts {
         Ok(self.shell.command(host, &words, &self.exports, &self.directory))
     }
 
-    /// Starts a trial on a host. `output` is the file for the output of the remote shell. The inner error is why the
-    /// host cannot be reached.
+    /// Starts a trial on a host. `output` is the file for the output of the remote shell. The inner error is the
+    /// reason why the host cannot be reached.
     pub(super) fn start(
         &self,
         host: &str,
@@ -81,7 +81,7 @@ pub(super) struct RemoteTrial {
     pub(super) child: Child,
     /// The output of the remote shell.
     output: PathBuf,
-    /// Whether the launcher was asked to be killed.
+    /// Whether SIGKILL has been requested before.
     is_killed: bool,
 }
 
@@ -116,8 +116,8 @@ impl RemoteTrial {
         }))
     }
 
-    /// Passes a signal to the launcher. After the second SIGKILL, the remote shell is killed, too, because the host may
-    /// not answer.
+    /// Passes a signal to the launcher. On a second SIGKILL, or if SIGKILL cannot be passed on, the remote shell is
+    /// killed, because the host may not answer.
     pub(super) fn signal(&mut self, signal: Signal) {
         let line = format!("{}\n", signal.as_raw());
         let sent = self.child.stdin.as_mut().map(|stdin| stdin.write_all(line.as_bytes()));
@@ -129,7 +129,7 @@ impl RemoteTrial {
     }
 }
 
-/// Returns how a remote shell has ended that printed no answer.
+/// Returns a description of how a remote shell that printed no answer has ended.
 pub(super) fn without_answer(status: ExitStatus, output: &str) -> String {
     let code = status.code().map_or_else(|| status.to_string(), |code| format!("exit code {code}"));
     format!("the remote shell ended with {code}: {}", last_line(output))

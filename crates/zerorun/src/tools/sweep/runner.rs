@@ -42,15 +42,15 @@ struct RunningJob {
 /// The process of a job.
 #[derive(Debug)]
 enum JobProcess {
-    /// The process is to be started, not before this time, as soon as there is a place and no process of an earlier
-    /// session of the sweep trains the trial.
+    /// The process is started as soon as there is a place and no process of an earlier session of the sweep trains the
+    /// trial, but not before this time.
     Due(Option<Instant>),
     Started(TrialProcess, TakenPlace),
     /// The result of the job is known.
     Ended,
 }
 
-/// How a sweep ended.
+/// The outcome of a sweep.
 enum SweepEnd {
     Complete,
     Interrupted(Signal),

@@ -230,7 +230,7 @@ impl CommandTemplate {
                 else {
                     continue;
                 };
-                // Trials may have more settings than these, so only a value that is wrong by itself is refused.
+                // Trials may have more settings than these, so only a value that is wrong in any case is refused.
                 let section = |path: &str| path.split('.').next() == name.split('.').next();
                 let wrong = problems.iter().find(|problem| {
                     let rules = [

@@ -159,7 +159,7 @@ impl TrialHosts {
         self.0[taken.host].places[taken.place].is_taken = false;
     }
 
-    /// Records that the host of a place is lost. Returns its name if that was not known before.
+    /// Records that the host of a place is lost. Returns the host's name if the loss was not known before.
     pub(super) fn lose(&mut self, taken: TakenPlace) -> Option<&str> {
         let host = &mut self.0[taken.host];
         let is_new = !std::mem::replace(&mut host.is_lost, true);

@@ -12,7 +12,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 
-/// How a job ended.
+/// The outcome of a job.
 #[derive(Debug)]
 pub(super) enum JobEnd {
     /// The job reached its last step, or the trial has failed.
@@ -23,7 +23,7 @@ pub(super) enum JobEnd {
     NoMetric(Vec<String>),
 }
 
-/// How the process of a job ended.
+/// The outcome of the process of a job.
 #[derive(Debug)]
 pub(super) enum ProcessEnd {
     Job(JobEnd),
@@ -53,7 +53,7 @@ impl TrialResults {
         self.folder.trial(job.trial).join(format!("log-{}.txt", job.to))
     }
 
-    /// Returns the step of the newest checkpoint of a trial.
+    /// Returns the step of the newest checkpoint of a trial, or 0 if there is none.
     pub(super) fn saved_step(&self, trial: usize) -> u64 {
         let newest = newest_checkpoint(&self.checkpoints(trial)).ok().flatten();
         newest.map_or(0, |(_, manifest)| manifest.global_steps)
@@ -61,7 +61,7 @@ impl TrialResults {
 
     /// Returns how a job has ended, after its launcher has exited.
     pub(super) fn end(&self, job: &SweepJob, status: ExitStatus) -> Result<JobEnd> {
-        // If a signal has killed a process, the launcher, as shells do, exits with 128 plus the number of the signal.
+        // If a signal has killed a process, the launcher exits with 128 plus the number of the signal, as shells do.
         const SIGNAL_CODES: i32 = 128;
         const MAX_SIGNAL: i32 = 64;
         let of_code = status.code().map(|code| code - SIGNAL_CODES).filter(|number| (1..=MAX_SIGNAL).contains(number));

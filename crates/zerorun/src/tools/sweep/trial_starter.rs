@@ -19,7 +19,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// The time for which this host may not see a checkpoint that another host has written, because network file systems
-/// keep the lists of files of folders, by default for at most 60 seconds.
+/// cache directory listings, by default for up to 60 seconds.
 const MAX_CACHE_AGE: Duration = Duration::from_secs(90);
 /// The interval at which such a checkpoint is looked for.
 const CACHE_INTERVAL: Duration = Duration::from_millis(500);

@@ -78,7 +78,7 @@ fn word<'a>(matches: &'a ArgMatches, name: &str) -> Option<&'a str> {
     matches.get_raw(name)?.next()?.to_str()
 }
 
-/// Adds those settings that `zerorun finetune` adds to a configuration and that affect memory.
+/// Adds the settings that `zerorun finetune` adds to a configuration and that affect memory.
 fn with_defaults(mut config: Value, matches: &ArgMatches) -> Value {
     let has = |config: &Value, keys: &[&str]| keys.iter().any(|key| !config[*key].is_null());
     if !has(&config, &["train_batch_size", "train_micro_batch_size_per_gpu"]) {

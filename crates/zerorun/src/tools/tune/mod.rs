@@ -151,8 +151,8 @@ struct TuneSearch {
 
 /// The key of the `--out` file in the record of the files that searches have written.
 const BEST_FILE_KEY: &str = "best";
-/// Candidates whose first run is slower than the fastest by more than this fraction are not repeated, unless fewer than
-/// two candidates would be repeated without them.
+/// The maximum fraction by which the first run of a candidate may be slower than the fastest one if the candidate is to
+/// be repeated. The two fastest candidates are repeated in any case.
 const REPEAT_MARGIN: f64 = 0.15;
 /// The maximum number of candidates that are repeated.
 const MAX_REPEATED: usize = 4;

@@ -4,6 +4,7 @@ use super::settings::TuneSettings;
 use crate::error::{Result, ToolError};
 use crate::tools::config_path::{get, set};
 use candle_zero::config::{Config, RunValues};
+use candle_zero::util::counted;
 use serde_json::{Map, Value, json};
 use std::fmt;
 use std::path::PathBuf;
@@ -73,10 +74,10 @@ impl SearchSpace {
         let micro_batches: Vec<usize> = sizes.iter().copied().filter(fits).collect();
         if micro_batches.is_empty() {
             let problem = format!(
-                "none of the micro batches {sizes:?} can be tried with {} ranks; give --micro_batches whose \
+                "none of the micro batches {sizes:?} can be tried with {}; give --micro_batches whose \
                  product with the number of ranks divides train_batch_size (if the configuration sets it) and that are \
                  within the bounds of autotuning",
-                config.world_size
+                counted(config.world_size, "rank")
             );
             return Err(ToolError::Tune { problem }.into());
         }

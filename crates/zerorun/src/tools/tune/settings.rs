@@ -1,4 +1,4 @@
-//! The section `autotuning`, as far as `zerorun tune` supports it.
+//! The part of the section `autotuning` that `zerorun tune` supports.
 
 use super::trial_outcome::TrialOutcome;
 use crate::error::{Error, Result, ToolError};

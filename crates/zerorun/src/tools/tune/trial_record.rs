@@ -4,6 +4,7 @@ use super::search_space::TuneCandidate;
 use super::trial_outcome::{RepeatedTrials, TrialOutcome};
 use crate::error::{Error, OutputError, Result, ToolError};
 use crate::tools::trial_setup::write_whole;
+use candle_zero::util::counted;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -114,7 +115,10 @@ pub(super) fn table(rows: &[TrialRow]) -> String {
     let lines = rows.iter().zip(&names).map(|(row, name)| {
         let batch = row.other_batch.filter(|_| row.outcome.is_well());
         let batch = batch.map_or(String::new(), |samples| format!(", train batch {samples}"));
-        let runs = row.runs.as_ref().map(|runs| format!(", {} runs within {:.1} %", runs.count, runs.spread * 100.0));
+        let runs = row
+            .runs
+            .as_ref()
+            .map(|runs| format!(", {} within {:.1} %", counted(runs.count, "run"), runs.spread * 100.0));
         format!("{name:width$}  {}{}{batch}", row.outcome, runs.unwrap_or_default())
     });
     lines.collect::<Vec<_>>().join("\n")

@@ -63,8 +63,9 @@ fn verdict(report: &GradientReport, wrong: usize) -> String {
         return "Nothing is known about the gradients.".into();
     }
     if wrong > 0 {
+        let be = if wrong == 1 { "is" } else { "are" };
         return format!(
-            "{wrong} of {of} gradients are wrong: the fault is between the loss and the last of these parameters, in \
+            "{wrong} of {of} gradients {be} wrong: the fault is between the loss and the last of these parameters, in \
              the order in which the model uses them. docs/engine.md lists possible causes."
         );
     }

@@ -101,8 +101,9 @@ impl ScalingSetting {
             Some(cores) => format!("{} per rank", counted(*cores, "core")),
             None => "ranks share the cores".into(),
         };
-        let sequences = counted(*micro_batch, "sequence");
-        format!("{model}, {dtype}, micro batches of {sequences} of {seq_len} tokens; medians of {steps} steps; {cores}")
+        let (sequences, tokens) = (counted(*micro_batch, "sequence"), counted(*seq_len, "token"));
+        let steps = counted(*steps, "step");
+        format!("{model}, {dtype}, micro batches of {sequences} of {tokens}; medians of {steps}; {cores}")
     }
 
     /// Formats the rows as a table.

@@ -114,7 +114,7 @@ impl DefinitionStamp {
     }
 }
 
-/// A sweep, as far as its journal has been read.
+/// A sweep according to the part of its journal that has been read.
 #[derive(Debug)]
 struct SweepReading {
     stamp: DefinitionStamp,
@@ -133,7 +133,7 @@ struct SweepReading {
     problems: usize,
 }
 
-/// The trials, as far as the journal has been read.
+/// The trials according to the part of the journal that has been read.
 #[derive(Debug)]
 enum ReadTrials {
     /// All lines fit together, so everything is known.

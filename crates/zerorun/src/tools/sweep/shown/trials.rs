@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
-/// A trial, as far as the journal describes it.
+/// A trial as the journal describes it.
 #[derive(Debug, Clone)]
 pub(super) struct ShownTrial {
     pub(super) number: usize,
