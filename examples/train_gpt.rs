@@ -193,7 +193,10 @@ macro_rules! on_either {
 
 impl<A: Architecture> Trainer<A> {
     fn rank(&self) -> usize {
-        on_either!(self, engine => engine.rank())
+        match self {
+            Self::Whole(engine) => engine.job_rank(),
+            Self::Pipeline(engine) => engine.rank(),
+        }
     }
 
     fn config(&self) -> &Config {
@@ -235,7 +238,7 @@ impl<A: Architecture> Trainer<A> {
     /// Checks whether the weights can be written to `path` at the end.
     fn check_export(&mut self, path: &Path) -> candle_zero::Result<()> {
         match self {
-            Self::Whole(engine) if engine.rank() == 0 => engine.check_export(path),
+            Self::Whole(engine) if engine.job_rank() == 0 => engine.check_export(path),
             Self::Whole(_) => Ok(()),
             Self::Pipeline(engine) => engine.check_export(path),
         }

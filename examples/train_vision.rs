@@ -132,7 +132,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         recompute: args.activation_checkpointing,
     };
     let mut engine = builder.initialize(|vb| ResNet::new(&sizes, vb), args.ds.ds_config.as_path())?;
-    let first = engine.rank() == 0;
+    let first = engine.job_rank() == 0;
     if let (true, Some(dir)) = (args.resume, &args.save)
         && let Some(loaded) = engine.load_checkpoint(dir, None, &LoadOptions::default())?
         && first

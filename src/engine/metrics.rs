@@ -139,6 +139,12 @@ impl<M> Engine<M> {
         self.islands.as_ref().map_or_else(|| self.job().rank(), |islands| islands.ranks.rank())
     }
 
+    /// Returns this rank among those of the job, counted from 0. With an island server, each island is a separate job, so
+    /// each island has a rank 0: use it to choose the rank that prints, logs or writes files.
+    pub fn job_rank(&self) -> usize {
+        self.job().rank()
+    }
+
     /// Returns the number of ranks. With an island server, the ranks of all slots are counted, including empty slots.
     pub fn world_size(&self) -> usize {
         self.islands.as_ref().map_or_else(|| self.job().size(), |islands| islands.ranks.world_size())

@@ -184,7 +184,7 @@ fn islands_with_different_data_are_refused() {
         [text, first.join().unwrap()]
     });
     let refused = texts[0].as_deref().unwrap();
-    assert!(refused.contains("training data"), "{refused}");
+    assert!(refused.contains("different configurations or data"), "{refused}");
 }
 
 /// Returns the steps in a file of metrics.

@@ -213,7 +213,8 @@ impl MemoryDemand<'_> {
             choice.why += ". Packed weights stay packed only at stage 3";
         }
         let config = self.load(&json!({"stage": 0}), Some(choice.micro_batch), choice.recompute)?;
-        if let Some(local_steps) = &config.local_steps {
+        let is_island = |local_steps: &&LocalStepsConfig| self.islands > 1 || local_steps.server.is_some();
+        if let Some(local_steps) = config.local_steps.as_ref().filter(is_island) {
             choice.why += &self.between_islands(local_steps, &choice)?;
         } else if self.ranks_per_host < self.ranks {
             choice.why += &self.between_hosts(&choice)?;
@@ -370,7 +371,9 @@ impl HostNetwork {
     fn moved(self, bytes: u64) -> String {
         match self.rate {
             Some(rate) => {
-                format!("{} ({:.2} s at the measured {}/s)", binary(bytes), bytes as f64 / rate, binary(rate as u64))
+                let seconds = bytes as f64 / rate;
+                let time = if seconds < 0.1 { format!("{:.1} ms", seconds * 1e3) } else { format!("{seconds:.2} s") };
+                format!("{} ({time} at the measured {}/s)", binary(bytes), binary(rate as u64))
             }
             None => binary(bytes),
         }
@@ -486,10 +489,16 @@ mod tests {
     }
 
     /// Chooses for `ranks` ranks, `ranks_per_host` of them on each host, and the given network rate between hosts.
-    fn on_hosts(
+    fn on_hosts(preset: &str, method: Tuning, hosts: (usize, usize, Option<f64>), gib: f64) -> Result<MemoryFit> {
+        in_islands(preset, method, hosts, (1, Value::Null), gib)
+    }
+
+    /// Chooses for ranks that form this number of islands, with this section `local_steps`.
+    fn in_islands(
         preset: &str,
         method: Tuning,
         (ranks, ranks_per_host, network): (usize, usize, Option<f64>),
+        (islands, local_steps): (usize, Value),
         gib: f64,
     ) -> Result<MemoryFit> {
         let config = LlamaConfig { ctx: 1024, ..LlamaConfig::preset(preset)? };
@@ -507,7 +516,8 @@ mod tests {
         let activations = |rows: usize, recompute: bool| {
             config.activation_bytes(ActivationPass { tokens: rows * 1024, element: 2, recompute, trains_base })
         };
-        let json = json!({"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"}});
+        let json = json!({"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},
+                          "local_steps": local_steps});
         let memory = (gib * GIB as f64) as u64;
         let (activations, folder, config) = (&activations, Path::new("/scratch"), &json);
         let (shapes, recompute, network, pipeline) = (&shapes, None, network, None);
@@ -517,7 +527,7 @@ mod tests {
             recompute,
             ranks,
             ranks_per_host,
-            islands: 1,
+            islands,
             network,
             pipeline,
             activations,
@@ -558,6 +568,29 @@ mod tests {
         insta::assert_snapshot!(why(Tuning::Qlora, 4.0), @"stage 3, micro batches of 1 row: at most 2.3 GiB of 4.0 GiB per rank; stage 3, micro batches of 2 rows would need 3.4 GiB. Packed weights stay packed only at stage 3. Each of the 2 hosts holds all shards (mics_shard_size), so in each step, a host receives only gradients, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts, it would receive 1.5 GiB (13.78 s at the measured 111.6 MiB/s)");
         insta::assert_snapshot!(why(Tuning::Full, 8.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row: at most 5.5 GiB of 8.0 GiB per rank; stage 0, micro batches of 2 rows would need 22.5 GiB. Each of the 2 hosts holds all shards (mics_shard_size), so in each step, a host receives only gradients, 2.3 GiB (21.13 s at the measured 111.6 MiB/s); with shards spread over all hosts, it would receive 5.6 GiB (51.61 s at the measured 111.6 MiB/s)");
         insta::assert_snapshot!(why(Tuning::Full, 1.5), @"this run needs 4.1 GiB per rank even with all states in files, but only 1.5 GiB per rank is available (4 ranks); use a shorter context or a smaller model, or give the job more memory");
+    }
+
+    #[test]
+    fn with_local_steps_the_choice_is_that_of_an_island_and_the_reason_says_what_islands_exchange() {
+        let why = |method, hosts, (islands, section), gib| match in_islands(
+            "llama-3.2-1b",
+            method,
+            hosts,
+            (islands, section),
+            gib,
+        ) {
+            Ok(choice) => choice.why,
+            Err(error) => error.to_string(),
+        };
+        let two_hosts = (4, 2, Some(117e6));
+        let each_host = || (2, json!({"steps": 100, "islands": 2}));
+        insta::assert_snapshot!(why(Tuning::Lora, two_hosts, each_host(), 64.0), @"stage 0, micro batches of 2 rows: at most 4.8 GiB of 64.0 GiB per rank. The 2 islands of 2 ranks train independently, and every 100 steps they exchange the changes in their weights; in a step, an island receives 440.3 KiB (3.9 ms at the measured 111.6 MiB/s) on average; without local steps, a host would receive 21.5 MiB (0.19 s at the measured 111.6 MiB/s)");
+        insta::assert_snapshot!(why(Tuning::Full, two_hosts, (2, json!({"steps": 50, "wire_dtype": "int4"})), 64.0), @"stage 0, micro batches of 2 rows: at most 38.2 GiB of 64.0 GiB per rank. The 2 islands of 2 ranks train independently, and every 50 steps they exchange the changes in their weights; in a step, an island receives 12.5 MiB (0.11 s at the measured 111.6 MiB/s) on average; without local steps, a host would receive 2.3 GiB (21.13 s at the measured 111.6 MiB/s)");
+        insta::assert_snapshot!(why(Tuning::Lora, two_hosts, each_host(), 4.0), @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB per rank; stage 0, micro batches of 2 rows would need 4.8 GiB. The 2 islands of 2 ranks train independently, and every 100 steps they exchange the changes in their weights; in a step, an island receives 440.3 KiB (3.9 ms at the measured 111.6 MiB/s) on average; without local steps, a host would receive 43.0 MiB (0.39 s at the measured 111.6 MiB/s)");
+        insta::assert_snapshot!(why(Tuning::Full, two_hosts, (1, json!({"islands": 1})), 64.0), @"stage 0, micro batches of 2 rows: at most 22.5 GiB of 64.0 GiB per rank. Every rank holds all parameters, so in each step, each of the 2 hosts receives only gradients and updated weights, 2.3 GiB (21.13 s at the measured 111.6 MiB/s); with shards spread over all hosts (stage 3), it would receive 2.8 GiB (25.80 s at the measured 111.6 MiB/s)");
+        let server = json!({"steps": 10, "islands": 2, "server": "host0:29600"});
+        insta::assert_snapshot!(why(Tuning::Lora, (2, 2, None), (1, server), 64.0), @"stage 0, micro batches of 2 rows: at most 4.8 GiB of 64.0 GiB per rank. This island trains independently, and every 10 steps it exchanges the changes in its weights with the others through the server; in a step, it receives 4.3 MiB on average");
+        insta::assert_snapshot!(why(Tuning::Lora, two_hosts, (3, json!({"islands": 3})), 64.0), @"cannot take local steps: local_steps.islands is 3, but 4 ranks cannot be divided into that many islands of equal size; use a divisor of 4, or start a different number of ranks");
     }
 
     #[test]

@@ -118,10 +118,13 @@ impl TrainingEngine {
 
     /// Returns this rank of the job.
     pub fn rank(&self) -> usize {
-        on_either!(self, engine => engine.rank())
+        match self {
+            Self::Whole(engine) => engine.job_rank(),
+            Self::Pipeline(engine) => engine.rank(),
+        }
     }
 
-    /// Returns the number of ranks of the job.
+    /// Returns the number of ranks. With an island server, the ranks of all slots for islands are counted.
     pub fn world_size(&self) -> usize {
         on_either!(self, engine => engine.world_size())
     }
