@@ -80,7 +80,7 @@ def train(hosts, env, given, work, model, fixtures, flags, config):
         words = [*hosts.on(host), RELEASE / "zerorun", "finetune", model, "--nnodes", "2", "--node_rank", host, "-n", "1",
                  "--master_addr", "10.77.0.1", "--master_port", "29500", "--data", fixtures / "smollm2" / "chats.jsonl",
                  "--dtype", "bf16", "--ctx", given.ctx, "--batch", MICRO_BATCHES, "--steps", given.steps, *flags,
-                 "--ds_config", work / "config.json", "--out", work / "out", "--metrics", metrics, "--cache", "false"]
+                 "--ds_config", work / "config.json", "--out", work / "out", "--metrics", metrics, "--cache", work / "cache"]
         jobs.append(subprocess.Popen([str(word) for word in words], env=env, stdin=subprocess.DEVNULL,
                                      stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
     errors = [job.communicate()[1] for job in jobs]

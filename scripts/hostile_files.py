@@ -339,7 +339,7 @@ def main():
                 else:
                     (model / "tokenizer.json").write_text(tokenizer(r))
             finetune = ["finetune", str(model), "--data", str(data), "--ctx", "64", "--batch", "2", "--lora", "r=2", "--steps", "1", "--out", "out", *more]
-            choices = [finetune, ["data", "show", str(model), str(data), "--ctx", "64"], ["generate", str(model), "--chat", "--prompt", "Question 1?", "--tokens", "4"]]
+            choices = [finetune, ["data", "show", str(model), str(data), "--ctx", "64"], ["generate", str(model), "--prompt", "Question 1?", "--max_tokens", "4"]]
             if kind in ("adapter", "option"):
                 choices = [finetune]
             elif kind in ("config", "weights", "gguf", "bom"):

@@ -76,7 +76,7 @@ def record(folder, name, steps, *, loss, lr, ranks, extra=(), planted="", killed
     launch = [{"event": "start", "restart": 0, "ranks": ranks, "here": ranks, "time": begin + 1}]
     for rank in range(ranks):
         dead = rank == killed
-        how = "was killed by SIGKILL (9)" if dead else "was stopped by zerorun after another rank had failed" if killed is not None else "ended with exit code 0"
+        how = "was killed by SIGKILL (9)" if dead else "was stopped by zerorun after another rank or host had failed" if killed is not None else "ended with exit code 0"
         launch.append({"event": "rank", "rank": rank, "host": host, "outcome": "failed" if dead else "stopped" if killed is not None else "ended",
                        "how": how + planted, "time": end + 1})
     lines("launch.jsonl", launch)

@@ -16,7 +16,7 @@ pub use atomic_folder::{AtomicFile, AtomicFolder, free_folder, must_stay};
 pub use free_space::check_free_space;
 pub use lock::FolderLock;
 pub use lock::FolderLockOutcome;
-pub use lock::{FileLock, sweep_locks};
+pub use lock::{FileLock, lacks_locks, sweep_locks};
 pub(crate) use lock::{LOCK, owner as lock_owner};
 pub use mapped_pages::release_pages;
 pub use output_digests::OutputDigests;

@@ -160,7 +160,7 @@ impl FileLock {
         let holds = match flock(&file, operation) {
             Ok(()) => true,
             Err(Errno::WOULDBLOCK) => return Ok(FileLockOutcome::Busy(found.ino())),
-            Err(Errno::NOLCK | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => false,
+            Err(errno) if lacks_locks(errno) => false,
             Err(errno) => return Err(errno.into()),
         };
         // If the previous holder has removed the file, this lock has no effect.
@@ -170,6 +170,12 @@ impl FileLock {
         }
         Ok(FileLockOutcome::Held(Self { file, path: path.to_owned(), holds }))
     }
+}
+
+/// Returns whether an error of `flock` means that the file system has no locks.
+#[doc(hidden)]
+pub fn lacks_locks(errno: Errno) -> bool {
+    matches!(errno, Errno::NOLCK | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL)
 }
 
 /// Removes lock files that dead jobs have left in a folder: empty, unlocked files of this user whose names match.

@@ -104,7 +104,7 @@ impl JobRecord {
     pub(super) fn ended(&self, rank: usize, end: &EndedRank) {
         let how = match end.request {
             StopRequest::Nothing => end.ended.to_string(),
-            StopRequest::Terminate => "was stopped by zerorun after another rank had failed".to_owned(),
+            StopRequest::Terminate => "was stopped by zerorun after another rank or host had failed".to_owned(),
             StopRequest::Kill => "was killed by zerorun because it did not end".to_owned(),
         };
         let outcome = match end.request {

@@ -65,7 +65,7 @@ struct DeployArguments {
     #[arg(long, default_value = "train:latest", value_parser = plain)]
     image: String,
 
-    /// For Kubernetes: persistent volume claim that all pods mount at /shared
+    /// For Kubernetes: persistent volume claim that the pods of all ranks mount at /shared
     #[arg(long, default_value = "shared", value_parser = name)]
     claim: String,
 

@@ -105,6 +105,10 @@ impl ScheduleArguments {
     /// Draws the learning rate, and the momentum if it changes.
     fn draw(&self, mut schedule: Schedule, out: &mut impl Write) -> Result<std::io::Result<()>> {
         let (mut rates, mut momenta) = (ScheduleCurve::new(self.steps), ScheduleCurve::new(self.steps));
+        let momentum_name = match schedule.momentum() {
+            Momentum::Betas(..) => "beta1",
+            Momentum::Factor(_) => "momentum",
+        };
         for _ in 1..=self.steps {
             rates.push(schedule.in_force()?.0);
             momenta.push(match schedule.momentum() {
@@ -115,7 +119,7 @@ impl ScheduleArguments {
         let mut text = rates.plot("learning rate");
         if !momenta.is_flat() {
             text += "\n";
-            text += &momenta.plot("beta1");
+            text += &momenta.plot(momentum_name);
         }
         Ok(out.write_all(text.as_bytes()))
     }

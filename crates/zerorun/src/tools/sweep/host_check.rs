@@ -73,8 +73,8 @@ impl HostProbe {
         written.map_err(|source| io("write", source))?;
         // If the file system has no locks, no host sees this lock, and the check of the first host reports it.
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOLCK | Errno::INVAL) => Ok(probe),
-            Err(errno) => Err(io("lock", errno.into())),
+            Err(errno) if !files::lacks_locks(errno) => Err(io("lock", errno.into())),
+            _ => Ok(probe),
         }
     }
 }

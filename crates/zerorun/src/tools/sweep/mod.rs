@@ -98,8 +98,9 @@ A sweep file:
 /// The same command, or `zerorun sweep resume`, continues a sweep that was stopped or killed. docs/tools/sweep.md
 /// describes the searchers and schedulers.
 ///
-/// Exit code: 0 if the best configuration is written; 1 if too many trials have failed, none has a result, or the metric
-/// is missing; 2 if the sweep or the command line is wrong; 128 + n if signal n has ended the sweep.
+/// Exit code: 0 if the best configuration is written; 1 if too many trials have failed, none has a result, the metric is
+/// missing, all hosts are lost, or standard output could not be written; 2 if the sweep or the command line is wrong; 128 + n
+/// if signal n has ended the sweep.
 #[derive(Debug, Parser)]
 #[command(name = "sweep", bin_name = "zerorun sweep", after_help = EXAMPLES, args_conflicts_with_subcommands = true,
           override_usage = "zerorun sweep [OPTIONS] [FILE] [-- COMMAND...]\n       zerorun sweep show DIR\n       \

@@ -9,6 +9,7 @@ use super::trial_results::TrialResults;
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::hosts::world_info::DEVICES;
 use crate::tools::trial_setup::as_trial;
+use candle_zero::files::lacks_locks;
 use candle_zero::stop_signal::STOP_AT;
 use candle_zero::sweep::SweepJob;
 use rustix::fs::{FlockOperation, flock};
@@ -55,7 +56,7 @@ fn lock(path: &Path) -> Result<Option<File>> {
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Err(Errno::WOULDBLOCK) => Ok(None),
         // If the file system has no locks, it is unknown whether another process trains the trial.
-        Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOLCK | Errno::INVAL) => Ok(Some(file)),
-        Err(errno) => Err(io(errno.into())),
+        Err(errno) if !lacks_locks(errno) => Err(io(errno.into())),
+        _ => Ok(Some(file)),
     }
 }
