@@ -204,6 +204,8 @@ impl<M> Engine<M> {
         let watch = self.watch(MicroStepCall::Forward);
         let output = self.attempt(|engine| {
             engine.show(ShownWeights::Trained)?;
+            // Islands may have exchanged everything (`synchronize_islands`) since the exchange that named the donor.
+            engine.donate()?;
             engine.run_forward(stream, run)
         })?;
         self.forwards += 1;

@@ -6,6 +6,7 @@ use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFileReader;
 use crate::error::{CheckpointError, Error, Result};
 use crate::util::list;
+use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
 
 /// The content of a folder of checkpoints.
@@ -77,13 +78,27 @@ pub fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
 /// an island.
 #[doc(hidden)]
 pub fn has_checkpoints(dir: &Path) -> bool {
-    let has_latest = |dir: &Path| folder::latest(dir).is_ok_and(|latest| latest.is_some());
-    let islands = std::fs::read_dir(dir).into_iter().flatten().flatten().filter(|entry| {
+    islands_in(dir).any(|(_, dir)| folder::latest(&dir).is_ok_and(|latest| latest.is_some()))
+}
+
+/// Returns the islands that may have saved checkpoints in the folder `dir`, each with its folder.
+fn islands_in(dir: &Path) -> impl Iterator<Item = (usize, PathBuf)> {
+    let others = std::fs::read_dir(dir).into_iter().flatten().flatten().filter_map(|entry| {
         let name = entry.file_name();
-        let number = name.to_str().and_then(|name| name.strip_prefix("island_"));
-        number.is_some_and(|number| number.parse::<usize>().is_ok())
+        Some((name.to_str()?.strip_prefix("island_")?.parse().ok()?, entry.path()))
     });
-    has_latest(dir) || islands.into_iter().any(|entry| has_latest(&entry.path()))
+    std::iter::once((0, dir.to_owned())).chain(others)
+}
+
+/// Returns the number of the island that has saved the newest checkpoint in the folder `dir`, that checkpoint, and its
+/// manifest. If several are equally new, they are those of the lowest number. Without local steps, the number is 0.
+#[doc(hidden)]
+pub fn newest_of_islands(dir: &Path) -> Option<(usize, PathBuf, Manifest)> {
+    let newest = |(island, dir): (usize, PathBuf)| {
+        let (path, manifest) = newest_checkpoint(&dir).ok().flatten()?;
+        Some((island, path, manifest))
+    };
+    islands_in(dir).filter_map(newest).max_by_key(|(island, _, manifest)| (manifest.global_steps, Reverse(*island)))
 }
 
 impl CheckpointListing {

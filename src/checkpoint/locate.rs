@@ -173,7 +173,7 @@ fn choose<'a>(
     Err((
         tag,
         format!(
-            "it is incomplete across all hosts: {problem}; start ranks on the hosts that have its files, or merge the \
+            "all hosts together have no complete copy: {problem}; start ranks on the hosts that have its files, or merge the \
              folders of this tag from all hosts into one, or give another tag{before}"
         ),
     ))

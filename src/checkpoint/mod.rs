@@ -45,7 +45,8 @@ pub use consolidate::absent_or_empty;
 pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, consolidate};
 #[doc(hidden)]
 pub use examine::{
-    CheckpointExamination, CheckpointListing, examine, has_checkpoints, list_checkpoints, newest_checkpoint, split_tag,
+    CheckpointExamination, CheckpointListing, examine, has_checkpoints, list_checkpoints, newest_checkpoint,
+    newest_of_islands, split_tag,
 };
 pub use import_deepspeed::import;
 #[doc(hidden)]

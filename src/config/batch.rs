@@ -97,7 +97,7 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
         [None, Some(m), Some(g)] => [product(m, g)?, m, g],
         [None, Some(m), None] => [product(m, 1)?, m, 1],
         [None, None, _] => {
-            let need = "either train_batch_size or train_micro_batch_size_per_gpu (the micro_batch of a rank) is \
+            let need = "either train_batch_size or train_micro_batch_size_per_gpu (the micro batch of a rank) is \
                         required";
             return Err((0, need.into()));
         }

@@ -179,8 +179,9 @@ pub fn island_slots(config: &Value) -> Option<usize> {
     let section = config.get(SECTION)?.as_object()?;
     let own = section.get("server").is_some_and(Value::is_string);
     let has_server = own || std::env::var(ISLAND_SERVER).is_ok_and(|address| !address.is_empty());
-    let slots = section.get("islands").filter(|_| has_server)?.as_u64()?;
-    usize::try_from(slots).ok().filter(|slots| *slots > 0)
+    // Whole numbers such as 2.0 are accepted.
+    let slots = section.get("islands").filter(|_| has_server)?.as_f64()?;
+    (slots >= 1.0 && slots.fract() == 0.0).then_some(slots as usize)
 }
 
 /// Returns whether a text has the form `HOST:PORT`.

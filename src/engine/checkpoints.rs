@@ -352,11 +352,11 @@ impl<M> Engine<M> {
         let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.job().rank() == 0) else { return };
         let rates: Vec<String> = rates.iter().map(|lr| format!("{lr:e}")).collect();
         let until = if self.trainer.is_scheduled() { "the schedule continues" } else { "set_lr sets another" };
-        emit(&format!(
-            "checkpoint {}: the learning rate set with set_lr, {}, stays in effect until {until}",
-            manifest.tag,
-            list(&rates)
-        ));
+        let (what, verb) = match rates.as_slice() {
+            [rate] => (format!("the learning rate {rate}"), "stays"),
+            rates => (format!("the learning rates {}", list(rates)), "stay"),
+        };
+        emit(&format!("checkpoint {}: {what}, set with set_lr, {verb} in effect until {until}", manifest.tag));
     }
 
     /// Discards the last forward pass, whose loss was computed with other weights.

@@ -4,7 +4,7 @@ use super::config_comparison::{CustomComponents, RankConfig, SharedContent};
 use super::island_crossing::IslandRanks;
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
-use crate::config::Config;
+use crate::config::{Config, OffloadTo};
 use crate::error::{EngineError, KernelError, Result};
 use crate::kernels::checked_level;
 use crate::optim::GroupedOptimizer;
@@ -146,8 +146,8 @@ pub(super) fn check_same_on_all_ranks(
     })
 }
 
-/// Returns a configuration without the key in which islands that are separate jobs may differ: the address at which
-/// they reach the server.
+/// Returns a configuration without the keys in which islands that are separate jobs may differ: the address at which they
+/// reach the server, and the folders of offloaded states.
 fn of_any_island(config: &Config) -> Config {
     let mut config = config.clone();
     if let Some(local_steps) = &mut config.local_steps {
@@ -155,6 +155,22 @@ fn of_any_island(config: &Config) -> Config {
     }
     if let Some(Value::Object(section)) = config.recorded.get_mut("local_steps") {
         section.remove("server");
+    }
+    let zero = &mut config.zero;
+    let offloads = [
+        zero.offload_optimizer.as_mut().map(|offload| &mut offload.to),
+        zero.offload_param.as_mut().map(|offload| &mut offload.to),
+    ];
+    for to in offloads.into_iter().flatten() {
+        if let OffloadTo::Nvme { path } = to {
+            path.clear();
+        }
+    }
+    for section in ["offload_optimizer", "offload_param"] {
+        let section = config.recorded.get_mut("zero_optimization").and_then(|zero| zero.get_mut(section));
+        if let Some(Value::Object(section)) = section {
+            section.remove("nvme_path");
+        }
     }
     config
 }

@@ -32,7 +32,8 @@ fn link(islands: &Islands) -> Result<Option<&IslandLink>> {
 }
 
 impl<M> Engine<M> {
-    /// Gives this island's state to the islands that join, if the server has requested it.
+    /// Gives this island's state to the islands that join, if the server has requested it. This happens at the beginning of
+    /// the next step, or at the end of `synchronize_islands`, so that the state is that after all exchanges of a step.
     pub(super) fn donate(&mut self) -> Result<()> {
         let Some(islands) = &mut self.islands else { return Ok(()) };
         let Some(donation) = islands.take_donation() else { return Ok(()) };

@@ -5,6 +5,7 @@ use super::islands::Islands;
 use crate::comm::CommReport;
 use crate::comm::engine_call::during;
 use crate::error::{EngineError, Error, Result};
+use serde_json::Value;
 
 impl<M> Engine<M> {
     /// Collective among all ranks of the job: ends the current window of local steps early, so that all islands have
@@ -59,8 +60,20 @@ impl<M> Engine<M> {
     pub(super) fn exchange_between_islands(&mut self, applied: bool) -> Result<bool> {
         let Some(islands) = &mut self.islands else { return Ok(false) };
         let samples = self.config.batch.train_batch_size / islands.ranks.count();
-        let changed = islands.after_step(&self.core, self.global_steps, if applied { samples as u64 } else { 0 })?;
-        self.donate()?;
-        Ok(changed)
+        islands.after_step(&self.core, self.global_steps, if applied { samples as u64 } else { 0 })
+    }
+
+    /// With an island server: sets the client state that an island which joins receives from this one. A checkpoint that
+    /// is saved or loaded also sets it.
+    pub fn set_donated_client_state(&mut self, state: Value) {
+        if let Some(islands) = &mut self.islands {
+            islands.client_state = state;
+        }
+    }
+
+    /// If this island has joined others through an island server and has not trained since, returns the client state that
+    /// it received; null if the donor had none.
+    pub fn donated_client_state(&self) -> Option<&Value> {
+        self.islands.as_ref().filter(|_| self.has_just_joined()).map(|islands| &islands.client_state)
     }
 }

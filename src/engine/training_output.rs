@@ -218,10 +218,10 @@ impl<M> Engine<M> {
         }
         let config = &self.config.to_deepspeed_json();
         let config = serde_json::to_string_pretty(config).expect("a tree of values is JSON");
-        let (units, params) = (self.core.units().len() - 1, self.core.params().len());
+        let (units, params) = (counted(self.core.units().len() - 1, "unit"), self.core.params().len());
         emit(&format!(
-            "configuration: {config}\nranks: {}\ndevice: {:?}\ndtype: {:?}\nparameters: {params}, in {units} units and \
-             outside them\noptimizer: {:?}\nloss scale: {:?}\nmemory: {}",
+            "configuration: {config}\nranks: {}\ndevice: {:?}\ndtype: {:?}\nparameters: {params}, in {units} or outside \
+             units\noptimizer: {:?}\nloss scale: {:?}\nmemory: {}",
             self.world_size(),
             self.device,
             self.dtype(),

@@ -43,8 +43,8 @@ impl ExpertGate {
         }
     }
 
-    /// Returns the slopes with respect to gate and up. At a limit itself, a clamped number still has a slope, as in
-    /// PyTorch.
+    /// Returns the derivatives with respect to gate and up. At the limit itself, the derivative of a clamped number is 1, as
+    /// in PyTorch.
     #[inline(always)]
     fn slopes(self, gate: f32, up: f32) -> (f32, f32) {
         match self {

@@ -67,8 +67,8 @@ pub(crate) trait ElementBuffer: Sized {
         Ok(())
     }
 
-    /// Adds elements `from` of another buffer in the same memory, times `factor`, to the same number of elements from
-    /// `to` on, in f32 and rounded once.
+    /// Adds the elements `from` of `other`, which is in the same memory, times `factor`, to the elements of this buffer that
+    /// begin at index `to`, in f32 and rounded once.
     fn add_scaled(&mut self, to: usize, other: &Self, from: Range<usize>, factor: f32) -> Result<()> {
         if let (Some(sum), Some(values)) = (self.values_mut(), other.values()) {
             sum.slice(to..to + from.len()).add_scaled(values.slice(from), factor);

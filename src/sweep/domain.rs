@@ -23,7 +23,7 @@ pub enum ParameterDomain {
         low: f64,
         /// The largest number.
         high: f64,
-        /// Whether the logarithm is uniform, so that each power of ten is as likely as the next.
+        /// Whether the logarithm is uniform, so that each order of magnitude is equally likely.
         log: bool,
         /// The number of values that a grid takes, including both ends.
         points: Option<usize>,
@@ -187,7 +187,7 @@ impl ParameterDomain {
         }
     }
 
-    /// Returns the value at a coordinate that [`coordinate`](Self::coordinate) returned, or near it.
+    /// Returns the value whose [`coordinate`](Self::coordinate) is closest to a number.
     pub(super) fn value_at(&self, coordinate: f64) -> Value {
         match self {
             Self::Choice(values) => values[(coordinate.max(0.0) as usize).min(values.len() - 1)].clone(),
@@ -209,7 +209,7 @@ impl ParameterDomain {
         self.value_at(low + part * (high - low))
     }
 
-    /// Returns a value near `value`: 0.8 or 1.2 times a number, or the neighbour of a value of a choice.
+    /// Returns a value near `value`: 0.8 or 1.2 times a number, or a neighbour of a value in a choice.
     pub(super) fn perturbed(&self, value: &Value, random: &mut RandomStream) -> Value {
         let up = random.below(2) == 1;
         match self {

@@ -69,7 +69,7 @@ pub enum TrialScheduler {
         /// One in this many trials of a rung continues, and each rung has this many times the steps of the one before.
         eta: u64,
     },
-    /// Population-based training: at regular steps, the worst trials are replaced by branches of the best.
+    /// Population-based training: at regular intervals, the worst trials are replaced by branches of the best.
     Pbt {
         /// The number of steps between replacements.
         every: u64,

@@ -266,7 +266,7 @@ fn a_tag_that_only_one_host_committed_is_passed_over() {
         assert_eq!(load(&dirs, None), [Ok(1), Ok(1), Ok(1), Ok(1)]);
         for text in load(&dirs, Some("two")) {
             let text = text.unwrap_err();
-            assert!(text.contains("it is incomplete across all hosts"), "{text}");
+            assert!(text.contains("all hosts together have no complete copy"), "{text}");
         }
         // The next save can use the tag `two`.
         let (ranks, _) = on(&[2, 2], 3, |engine, host| {
@@ -292,8 +292,10 @@ fn a_host_whose_disk_lost_its_part_is_named() {
         texts.into_iter().map(Result::unwrap_err).collect::<Vec<_>>()
     };
     for text in lost(&|dirs| std::fs::remove_file(dirs[1].path().join("two").join(RANKS[3])).unwrap()) {
-        let what =
-            format!("it is incomplete across all hosts: no host has {}, written on host {host}; start ranks", RANKS[3]);
+        let what = format!(
+            "all hosts together have no complete copy: no host has {}, written on host {host}; start ranks",
+            RANKS[3]
+        );
         assert!(text.contains(&what), "{text}");
     }
     for text in lost(&|dirs| std::fs::remove_dir_all(dirs[1].path()).unwrap()) {

@@ -92,7 +92,7 @@ fn an_unknown_key_and_a_misplaced_one() {
 #[test]
 fn an_inconsistent_batch() {
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 32, \"train_micro_batch_size_per_gpu\": 4, \"gradient_accumulation_steps\": 3}", 2), @"the configuration text: line 1, column 2: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 32 != 4 * 3 * 2; with the other two values, train_batch_size must be 24");
-    insta::assert_snapshot!(refusal("{\"gradient_accumulation_steps\": 3}", 2), @"the configuration text: `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro_batch of a rank) is required");
+    insta::assert_snapshot!(refusal("{\"gradient_accumulation_steps\": 3}", 2), @"the configuration text: `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro batch of a rank) is required");
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 33, \"train_micro_batch_size_per_gpu\": 17}", 2), @"the configuration text: line 1, column 2: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 33 != 17 * 0 (derived) * 2; choose a train_batch_size that is a multiple of 34");
 }
 
@@ -146,7 +146,7 @@ fn requests_of_no_bytes() {
 
 #[test]
 fn auto_where_nothing_can_answer() {
-    insta::assert_snapshot!(refusal("{\"gradient_accumulation_steps\": \"auto\"}", 1), @"the configuration text: `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro_batch of a rank) is required");
+    insta::assert_snapshot!(refusal("{\"gradient_accumulation_steps\": \"auto\"}", 1), @"the configuration text: `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro batch of a rank) is required");
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"scheduler\": {\"type\": \"WarmupDecayLR\", \"params\": {\"total_num_steps\": \"auto\"}}}", 1), @r#"the configuration text: line 1, column 94: `scheduler.params.total_num_steps`: "auto" has no value here; give a whole number (1 or more), or load the configuration with RunValues::total_num_steps (zerorun check: --total_num_steps)"#);
 }
 
@@ -165,7 +165,7 @@ fn all_problems_of_a_file_in_its_order() {
       line 2, column 29: `bf16.loss_scale`: not a key of `bf16`: it belongs at `fp16.loss_scale`; move it there
       line 3, column 3: `amp`: not supported, and DeepSpeed 0.19.8 refuses the whole file because of it; remove it, or set its `enabled` to false
       line 5, column 27: `zero_optimization.reduce_bucket_size`: expected 1 or more, found 0
-      `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro_batch of a rank) is required
+      `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro batch of a rank) is required
     "#);
 }
 

@@ -201,13 +201,16 @@ fn a_killed_island_joins_the_others_again_and_both_write_the_same_adapter() {
     let server = IslandServer::start(&IslandServerOptions::default()).unwrap();
     let (address, steps_word) = (server.address().to_string(), STEPS.to_string());
     let at = |name: String| folder.path().join(name);
+    let config = write(folder.path(), "fragments.json", &json!({"local_steps": {"fragments": 2}}).to_string());
     let island = |name: &str, slot: &str| {
         let [out, saves, metrics] = ["out", "saves", "metrics"].map(|kind| at(format!("{name}-{kind}")));
         let words = ["--data", &data, "--out", out.to_str().unwrap(), "--batch", "4", "--ctx", "48"];
         let islands = ["--local_steps", "4", "--islands", "2", "--island_server", &address, "--island_slot", slot];
         let length = ["--steps", &steps_word, "--lr", "5e-3", "--metrics", metrics.to_str().unwrap()];
         let saving = ["--save", saves.to_str().unwrap(), "--save_every", "2", "--resume", "--max_restarts", "2"];
-        let words = [words.as_slice(), &islands, &length, &saving].concat();
+        // Islands join at a step after which all others validate.
+        let validation = ["--val", "20%", "--eval_every", "4", "--ds_config", &config];
+        let words = [words.as_slice(), &islands, &length, &saving, &validation].concat();
         let mut command = finetune(&path("models/llama"), folder.path(), &words);
         (command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap(), metrics)
     };
@@ -232,9 +235,11 @@ fn a_killed_island_joins_the_others_again_and_both_write_the_same_adapter() {
     }
     assert!(!all(&stays).contains("with the state of the other islands"), "{}", all(&stays));
     assert!(all(&killed).contains("with the state of the other islands"), "{}", all(&killed));
-    assert!(all(&killed).contains("in 2 islands (this is island 1), which exchange"), "{}", all(&killed));
+    assert!(all(&killed).contains("in 2 islands (this is island 1), which exchange the changes"), "{}", all(&killed));
     assert_eq!(steps(&metrics).last(), Some(&(STEPS - 1)));
     let [a, b] =
         ["stays", "killed"].map(|name| std::fs::read(at(format!("{name}-out/adapter_model.safetensors"))).unwrap());
     assert!(a == b, "the islands have different adapters");
+    let best = |name: &str| std::fs::read(at(format!("{name}-out-best/adapter_model.safetensors"))).unwrap();
+    assert!(best("stays") == best("killed"), "the islands have different best adapters");
 }

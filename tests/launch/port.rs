@@ -59,8 +59,8 @@ fn hosts_with_one_secret_meet_and_others_are_refused_by_name() {
     insta::assert_snapshot!(second.1, @"zerorun: the first host refused this one: the other host has a secret but the first has none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
     let [first, second] = two(&[ours], &[("CANDLE_ZERO_SECRET", "correct horse battery stable")]);
     assert_eq!(second.0, Some(2));
-    insta::assert_snapshot!(first.1, @"zerorun: host NAME (127.0.0.1) was refused: its secret differs from the first host's; give CANDLE_ZERO_SECRET the same value");
-    insta::assert_snapshot!(second.1, @"zerorun: the first host refused this one: its secret differs from the first host's; give CANDLE_ZERO_SECRET the same value");
+    insta::assert_snapshot!(first.1, @"zerorun: host NAME (127.0.0.1) was refused: its secret differs from the first host's; set CANDLE_ZERO_SECRET to the same value on every host");
+    insta::assert_snapshot!(second.1, @"zerorun: the first host refused this one: its secret differs from the first host's; set CANDLE_ZERO_SECRET to the same value on every host");
 }
 
 #[test]

@@ -298,6 +298,27 @@ fn islands_die_and_join_while_the_others_train_and_end_with_the_same_weights() {
     wait_until(&server, &[], &[]);
 }
 
+#[test]
+fn an_island_that_joins_where_the_others_synchronize_has_their_weights() {
+    let server = server(|_| {});
+    let keys = json!({"steps": 4, "fragments": 2, "min_islands": 2});
+    let config = configuration(&section(&server, keys), 1, 3);
+    let mut islands: Vec<Directed> = (0..2).map(|slot| Directed::start(config.clone(), slot)).collect();
+    islands.iter().for_each(|island| assert_eq!(island.ready().0, 0));
+    train_all(&islands, 6);
+    let joins = Directed::start(config, 2);
+    wait_until(&server, &[0, 1], &[2]);
+    // The exchange after step 8 names a donor. The synchronization then changes the weights of the other fragment.
+    train_all(&islands, 2);
+    islands.iter().for_each(|island| island.order(Order::Synchronize));
+    islands.iter().for_each(|island| _ = island.trained());
+    assert_eq!(joins.ready(), (8, 2));
+    islands.push(joins);
+    train_all(&islands, 5);
+    wait_until(&server, &[0, 1, 2], &[]);
+    synchronized(islands);
+}
+
 /// Executes a run in which island 2 joins after step 8, and island 1 is gone before the exchange after step 12: it
 /// dies, or a replay tells it to leave. Returns the weights at the end.
 fn eventful(server: &IslandServer, is_replay: bool) -> Weights {
@@ -308,9 +329,12 @@ fn eventful(server: &IslandServer, is_replay: bool) -> Weights {
     let joins = Directed::start(config, 2);
     wait_until(server, &[0, 1], &[2]);
     train_all(&islands, 2);
+    // The donor gives its state at the beginning of its next step.
+    islands.iter().for_each(|island| island.order(Order::Train(3)));
     assert_eq!(joins.ready(), (8, 2));
+    joins.order(Order::Train(3));
     islands.push(joins);
-    train_all(&islands, 3);
+    islands.iter().for_each(|island| _ = island.trained());
     let leaves = islands.remove(1);
     if is_replay {
         leaves.order(Order::Train(1));
@@ -423,7 +447,7 @@ fn an_island_that_is_behind_is_told_to_start_again_and_one_that_loads_keeps_the_
     // The second island joins when it is started again, and its checkpoint is not loaded.
     let again = Directed::start(config.clone(), 1);
     wait_until(&server, &[0], &[1]);
-    first.order(Order::Train(4));
+    first.order(Order::Train(5));
     first.trained();
     assert_eq!(again.ready(), (14, 1));
     again.order(Order::Load(dir.path().to_owned()));

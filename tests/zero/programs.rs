@@ -1,5 +1,5 @@
-//! Random programs that combine everything that an engine can do (frozen and packed parameters, groups, batch norm's
-//! statistics, units that recompute, dropout, experts that ranks choose, every optimizer, gradients dropped, rates and
+//! Random programs that combine much of what an engine can do (frozen and packed parameters, groups, batch norm's
+//! statistics, units that recompute, dropout, experts that ranks choose, nine optimizers, gradients dropped, rates and
 //! weights set, parameters frozen and thawed, evaluation, checkpoints) give the same bits as stage 0, whatever is
 //! sharded and offloaded.
 

@@ -322,10 +322,11 @@ pub enum FinetuneError {
     },
     /// A data file with many records that cannot be used.
     #[error(
-        "{skipped} of {} records in {} are skipped: {why}; correct them, or give --allow_skipped to learn from the \
+        "{skipped} of {} records in {} {} skipped: {why}; correct the data, or give --allow_skipped to learn from the \
          others",
         records,
-        path.display()
+        path.display(),
+        if *skipped == 1 { "is" } else { "are" }
     )]
     Skipped {
         /// The file.

@@ -3,7 +3,7 @@
 //! An [`AttentionRule`] defines which keys a query sees. Attention is computed separately for each of the sequences
 //! that are packed into a row: tiles begin where a sequence begins, so the results of a packed sequence have the same
 //! bits as those of an unpacked one. Each head of a sequence is computed in square tiles of [`shape::BLOCK`] keys and
-//! queries with a running softmax. Memory is therefore never quadratic in time, and tiles in which no query sees a key
+//! queries with a running softmax. Memory is therefore never quadratic in the length, and tiles in which no query sees a key
 //! are skipped. The backward pass recomputes the probabilities from the log-sum-exp that the forward pass keeps. A task
 //! is one (sequence, head) in the forward pass, and one (sequence, key head) or one of its query heads in the backward
 //! pass. The order of sums is the same in each case, so results have the same bits for any number of threads.

@@ -1,4 +1,5 @@
-//! One parameter's values, gradient and optimizer states, in full or this rank's part, read and set by the user.
+//! Access to one parameter's values, gradient and optimizer states, either in full or only this rank's part of them, for the
+//! user to read and set.
 
 use super::state_access::{ParamStateKind, pieces};
 #[cfg(feature = "cuda")]

@@ -342,7 +342,7 @@ impl RankCore {
     }
 
     fn files(&self) -> &OffloadStore {
-        self.offload.as_deref().expect("states are in files if there are files")
+        self.offload.as_deref().expect("there is an offload store if states are in files")
     }
 }
 

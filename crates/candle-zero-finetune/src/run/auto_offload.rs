@@ -160,7 +160,7 @@ pub(super) fn placed(
 fn islands_of_job(config: &Value, hosts: usize) -> usize {
     match config.get("local_steps").and_then(Value::as_object) {
         Some(section) if island_slots(config).is_none() => {
-            section.get("islands").and_then(Value::as_u64).map_or(hosts, |islands| islands.max(1) as usize)
+            section.get("islands").and_then(Value::as_f64).map_or(hosts, |islands| islands.max(1.0) as usize)
         }
         _ => 1,
     }

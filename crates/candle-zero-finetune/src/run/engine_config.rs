@@ -28,7 +28,7 @@ fn set_local_steps(config: &mut Value, given: &LocalStepsOptions) -> Result<()> 
     ];
     for (flag, key, number) in numbers {
         if let (Some(number), Some(found)) = (number, explicit_value(section.get(key)))
-            && found.as_u64() != Some(number)
+            && found.as_f64() != Some(number as f64)
         {
             return Err(conflict(flag, number, &format!("local_steps.{key}"), found));
         }

@@ -17,7 +17,7 @@ use super::model_card::{ModelCard, RunOutcome};
 use super::objective::Validation;
 use super::options::{CheckpointOptions, TuningMethod, misused};
 use super::pipeline_fit::PipelineShape;
-use super::plan::{RunPlan, remembered_batch};
+use super::plan::{RunPlan, eval_every, remembered_batch};
 use super::prepare::{PreparedRun, StartModel};
 use super::result_folders::ResultFolder;
 use super::run_identity::{KEY, RunIdentity, SavedRun};
@@ -34,6 +34,7 @@ use candle_zero::models::Session;
 use candle_zero::nn::Rewards;
 use candle_zero::notice;
 use candle_zero::runs::RunEnding;
+use candle_zero::util::fnv1a;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::ops::ControlFlow;
@@ -54,7 +55,7 @@ struct RunState {
 
 /// How a run began.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum RunStart {
+enum FineTuneStart {
     /// With the base model.
     New,
     /// From a checkpoint.
@@ -81,7 +82,7 @@ pub struct FineTune {
     settings: Value,
     state: RunState,
     ended: Option<StopReason>,
-    start: RunStart,
+    start: FineTuneStart,
     skipped_before: u64,
     first_step: u64,
     chosen: Option<String>,
@@ -93,6 +94,8 @@ pub struct FineTune {
     experts: ExpertWatch,
     /// Whether the best model could not be written.
     best_is_lost: bool,
+    /// The number of steps after which the islands last exchanged everything.
+    exchanged_at: Option<u64>,
     /// The reason why the newest checkpoint could not be saved.
     failed_save: Option<Error>,
 }
@@ -114,7 +117,8 @@ impl FineTune {
         let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
         let identity = identity.transpose().inspect_err(abort)?;
         let settings = json!(plan.settings(&prepared));
-        let RunPlan { config, rates, pipeline, training, validation, validation_parts, total, shorter, chosen } = plan;
+        let RunPlan { config, rates, pipeline, training, validation, validation_parts, total, shorter, chosen, .. } =
+            plan;
         prepared.options.outputs_with(&config).check().inspect_err(|error| comm.abort(&error.to_string()))?;
         let claims = match comm.rank() == 0 && !prepared.is_claimed {
             true => {
@@ -126,7 +130,12 @@ impl FineTune {
         };
         let written = prepared.options.written();
         let record = prepared.options.run.clone().map(|run| run.total_steps(total).settings(settings.clone()));
-        let how = TrainingEngineOptions { config, rates, in_pipeline: pipeline.is_some(), record };
+        let content = fnv1a(
+            json!([settings, total, eval_every(&prepared.options, total), prepared.options.patience])
+                .to_string()
+                .as_bytes(),
+        );
+        let how = TrainingEngineOptions { config, rates, in_pipeline: pipeline.is_some(), record, settings: content };
         let mut engine = TrainingEngine::build(&prepared, how, comm.clone())?;
         let ((part, _), parameters) = (engine.data_position(), engine.parameter_counts()?);
         let training = training.of_rank(part);
@@ -145,7 +154,7 @@ impl FineTune {
             settings,
             state: RunState::default(),
             ended: None,
-            start: RunStart::New,
+            start: FineTuneStart::New,
             skipped_before: 0,
             first_step: 0,
             chosen,
@@ -153,6 +162,7 @@ impl FineTune {
             written,
             experts: ExpertWatch::default(),
             best_is_lost: false,
+            exchanged_at: None,
             failed_save: None,
         };
         run.resume()?;
@@ -167,11 +177,11 @@ impl FineTune {
         if let Some(saving) = &saving {
             self.engine.check_save_dir(&saving.dir)?;
         }
-        if self.engine.global_steps() > 0 {
-            // Loads no weights, but returns what the other islands had saved.
-            let kept = saving.map(|saving| self.engine.load_checkpoint(&saving.dir)).transpose()?.flatten();
-            let state = kept.map(|kept| kept.client_state["finetune"].clone()).unwrap_or_default();
-            self.begin(RunStart::Joined, state);
+        if let Some(donated) = self.engine.donated_client_state() {
+            let state = donated["finetune"].clone();
+            // The result of another run must not be replaced.
+            self.check_saved(self.prepared.saved().as_ref())?;
+            self.begin(FineTuneStart::Joined, state);
             return Ok(());
         }
         let Some(saving) = saving else { return Ok(()) };
@@ -197,12 +207,12 @@ impl FineTune {
             checkpoint::keep_newest(dir.unwrap_or(&saving.dir), keep, &tag.to_string_lossy());
         }
         let state = loaded.client_state["finetune"].clone();
-        self.begin(RunStart::Resumed(loaded.path), state);
+        self.begin(FineTuneStart::Resumed(loaded.path), state);
         Ok(())
     }
 
     /// Begins at the engine's step. `state` is this run's state in a checkpoint's client state.
-    fn begin(&mut self, start: RunStart, state: Value) {
+    fn begin(&mut self, start: FineTuneStart, state: Value) {
         self.state = serde_json::from_value(state).unwrap_or_default();
         (self.first_step, self.skipped_before) = (self.engine.global_steps(), self.engine.skipped_steps());
         self.start = start;
@@ -225,7 +235,7 @@ impl FineTune {
     /// Refuses, before the first step, result folders with files that this run may not replace. It may replace its own
     /// files only if it continues from a checkpoint.
     fn check_result(&mut self) -> Result<()> {
-        if self.start == RunStart::New {
+        if self.start == FineTuneStart::New && !self.prepared.options.is_restarted() {
             let saving = self.prepared.options.saving.as_ref();
             self.written = OutputDigests::empty(saving.map(|saving| saving.dir.as_path()));
         }
@@ -297,14 +307,14 @@ impl FineTune {
     /// Returns the checkpoint that the run resumed from.
     pub fn resumed(&self) -> Option<&Path> {
         match &self.start {
-            RunStart::Resumed(checkpoint) => Some(checkpoint),
-            RunStart::New | RunStart::Joined => None,
+            FineTuneStart::Resumed(checkpoint) => Some(checkpoint),
+            FineTuneStart::New | FineTuneStart::Joined => None,
         }
     }
 
     /// Returns the step at which this run, as an island, has joined others that were already training.
     pub fn joined(&self) -> Option<u64> {
-        (self.start == RunStart::Joined).then_some(self.first_step)
+        (self.start == FineTuneStart::Joined).then_some(self.first_step)
     }
 
     /// Returns why the run has ended, once [`step`](Self::step) returns `None`.
@@ -368,6 +378,7 @@ impl FineTune {
             let scores: Vec<_> = scores.into_iter().filter_map(|(name, score)| Some((name, score?))).collect();
             self.engine.record_metrics(&scores);
             self.keep_if_best(steps, validation.loss)?;
+            self.engine.set_donated_client_state(self.client_state());
         }
         let saving = self.prepared.options.saving.as_ref();
         let is_due = saving.and_then(|saving| saving.every).is_some_and(|every| steps.is_multiple_of(every));
@@ -386,14 +397,18 @@ impl FineTune {
     fn is_at_end(&mut self) -> Result<Option<StopReason>> {
         let steps = self.engine.global_steps();
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
-        let is_new = steps > self.first_step;
+        let is_new = steps > self.first_step || self.start == FineTuneStart::Joined;
         let ended = match () {
             () if steps >= self.total => StopReason::Complete,
             () if self.state.stale >= patience => StopReason::NoImprovement,
             () if self.engine.stop_requested()? => StopReason::Asked,
             () => return Ok(None),
         };
+        self.ended = Some(ended);
         if is_new {
+            if ended != StopReason::Asked {
+                self.synchronize_islands()?;
+            }
             let saved = self.save(false);
             match ended {
                 // A run that is stopped leaves nothing but its checkpoint, so a failed save is an error.
@@ -410,7 +425,8 @@ impl FineTune {
         match saved {
             Err(error @ Error::Checkpoint(_)) => {
                 if self.comm.rank() == 0 {
-                    notice::emit(&format!("warning: {error}; training continues"));
+                    let next = if self.ended.is_some() { "the result is still written" } else { "training continues" };
+                    notice::emit(&format!("warning: {error}; {next}"));
                 }
                 self.failed_save = Some(error);
                 Ok(())
@@ -466,7 +482,7 @@ impl FineTune {
 
     /// Returns the number of steps between two validations.
     fn eval_every(&self) -> u64 {
-        self.prepared.options.eval_every.unwrap_or(self.total.div_ceil(10)).max(1)
+        eval_every(&self.prepared.options, self.total)
     }
 
     /// Validates the model on all of the validation data. Collective: every rank has the same number of batches.
@@ -478,10 +494,18 @@ impl FineTune {
     ///
     /// Panics if there is no validation data.
     pub fn validate(&mut self) -> Result<Validation> {
-        // With local steps, the islands first exchange their changes, so that all of them validate the same weights.
-        self.engine.synchronize_islands()?;
+        self.synchronize_islands()?;
         let batches = self.validation.as_ref().expect("a run with validation has data for it");
         self.engine.validate(batches, self.prepared.options.objective)
+    }
+
+    /// With local steps, gives all islands the same weights, unless they have exchanged everything since the last step.
+    fn synchronize_islands(&mut self) -> Result<()> {
+        if self.exchanged_at != Some(self.engine.global_steps()) {
+            self.engine.synchronize_islands()?;
+            self.exchanged_at = Some(self.engine.global_steps());
+        }
+        Ok(())
     }
 
     /// Returns the model's answer to a prompt, which is a user message if there is a chat template and otherwise a text
@@ -541,11 +565,16 @@ impl FineTune {
             exclude_frozen_parameters: self.prepared.options.method != TuningMethod::Full,
             ..SaveOptions::default()
         };
-        let identity = self.identity.as_ref().map(RunIdentity::to_json);
-        let state = json!({ "finetune": self.state, KEY: identity });
+        let state = self.client_state();
         self.engine.save_checkpoint(&dir, state, &options)?;
         self.failed_save = None;
         Ok(())
+    }
+
+    /// Returns the client state of checkpoints.
+    fn client_state(&self) -> Value {
+        let identity = self.identity.as_ref().map(RunIdentity::to_json);
+        json!({ "finetune": self.state, KEY: identity })
     }
 
     /// Writes the result. Collective.
@@ -561,9 +590,12 @@ impl FineTune {
     fn write_result(&mut self) -> Result<()> {
         let saved = self.engine.wait_for_checkpoint();
         self.report_failed_save(saved)?;
-        self.engine.synchronize_islands()?;
         let (made, skipped) =
             (self.engine.global_steps() - self.first_step, self.engine.skipped_steps() - self.skipped_before);
+        // An island that resumes from its last checkpoint may find no others at the server.
+        if made > 0 || self.engine.config().local_steps.as_ref().is_none_or(|islands| islands.server.is_none()) {
+            self.synchronize_islands()?;
+        }
         if made > 0 && skipped == made {
             return Err(candle_zero::error::EngineError::NothingLearned {
                 steps: made,

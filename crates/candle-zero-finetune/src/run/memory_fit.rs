@@ -233,7 +233,7 @@ impl MemoryDemand<'_> {
             return Ok(format!(
                 ". This island trains independently, and every {every} it exchanges the changes in its weights with the others \
                  through the server; in a step, it receives {} on average",
-                network.moved(bytes)
+                binary(bytes)
             ));
         }
         // The islands divide the sum of the changes among each other, and then gather it.

@@ -5,7 +5,7 @@ use super::batch_size::{BatchSizing, epochs_for};
 use super::engine_config::{self, DataParts};
 use super::learning_rate::LearningRates;
 use super::memory_fit::memory_of_rank;
-use super::options::{LrDecay, Objective, TrainingLength};
+use super::options::{LrDecay, Objective, Options, TrainingLength};
 use super::pipeline_fit::{PipelineShape, requested_stages};
 use super::prepare::{PreparedRun, StartModel};
 use super::run_identity::{RunIdentity, SavedRun, fingerprint};
@@ -18,6 +18,7 @@ use candle_zero::config::Config;
 use candle_zero::data::BatchShape;
 use candle_zero::json_leaves::json_leaves;
 use candle_zero::nn::{LoraConfig, LoraTargets};
+use candle_zero::util::counted;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -33,6 +34,8 @@ pub(super) struct RunPlan {
     pub validation: Option<Batches>,
     /// The number of parts into which the validation data is divided.
     pub validation_parts: usize,
+    /// The number of hosts, which is the number of islands by default.
+    pub hosts: usize,
     /// The number of steps of the run.
     pub total: u64,
     /// The number of tokens in a row, if rows are made shorter so that an epoch has more steps.
@@ -88,7 +91,18 @@ impl RunPlan {
             SequencePacking::Packed { .. } if packing != usual => Some(training.longest_row()),
             _ => None,
         };
-        Ok(Self { config, rates, pipeline, training, validation, validation_parts: own_parts, total, shorter, chosen })
+        Ok(Self {
+            config,
+            rates,
+            pipeline,
+            training,
+            validation,
+            validation_parts: own_parts,
+            hosts: ranks.world / ranks.per_host,
+            total,
+            shorter,
+            chosen,
+        })
     }
 
     /// Returns the identity of the run, for its checkpoints. Reads all weights of the base.
@@ -168,6 +182,10 @@ impl RunPlan {
         set("order", json!(if options.shuffle { "shuffled" } else { "sequential" }));
         set("seed", json!(options.seed));
         settings.extend(of_config(self));
+        if self.config.local_steps.is_some() && self.validation.is_some() {
+            // Islands exchange everything before a validation.
+            settings.insert("local_steps.eval_every".into(), json!(eval_every(options, self.total)));
+        }
         settings
     }
 }
@@ -206,7 +224,7 @@ fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
         let wire = format!("{:?}", local_steps.wire).to_lowercase();
         for (name, value) in [
             ("steps", json!(local_steps.steps)),
-            ("islands", json!(local_steps.islands)),
+            ("islands", json!(local_steps.islands.unwrap_or(plan.hosts))),
             ("outer_lr", json!(local_steps.outer_lr)),
             ("outer_momentum", json!(local_steps.outer_momentum)),
             ("nesterov", json!(local_steps.nesterov)),
@@ -221,7 +239,7 @@ fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
     // A DeepSpeed scheduler specifies its steps in its own settings.
     if plan.config.scheduler.is_none() {
         let (shape, warmup) = (plan.rates.shape(), plan.rates.warmup());
-        settings.insert("warmup".into(), json!(format!("{warmup} steps")));
+        settings.insert("warmup".into(), json!(counted(warmup, "step")));
         settings.insert("rate".into(), json!(format!("{shape:?}").to_lowercase()));
         // With a constant rate, a longer run begins with exactly the steps of a shorter one.
         if shape != LrDecay::Constant {
@@ -234,6 +252,11 @@ fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
 
 fn hex(number: u64) -> Value {
     json!(format!("{number:016x}"))
+}
+
+/// Returns the number of steps between two validations of a run of `total` steps.
+pub(super) fn eval_every(options: &Options, total: u64) -> u64 {
+    options.eval_every.unwrap_or(total.div_ceil(10)).max(1)
 }
 
 /// Returns the number of rows in a step that the newest checkpoint on rank 0 records, if the run continues from one.

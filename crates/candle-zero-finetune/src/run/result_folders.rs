@@ -11,6 +11,7 @@ use candle_zero::files::{
     InputKind, OutputDigests, OutputKind, OutputLocks, RunPaths, check_free_space, free_folder, must_stay,
 };
 use candle_zero::nn::is_adapter;
+use candle_zero::stop_signal::RESTART;
 use std::path::{Path, PathBuf};
 
 /// A folder of a run's result.
@@ -18,7 +19,7 @@ use std::path::{Path, PathBuf};
 pub(super) enum ResultFolder {
     /// The model at the end.
     Result,
-    /// The model of the best validation.
+    /// The model with the best validation result.
     Best,
     /// The model of a run that was stopped and has no checkpoints.
     Stopped,
@@ -41,7 +42,13 @@ impl Options {
         self.saving.as_ref().is_some_and(|saving| saving.resume)
     }
 
-    /// Returns the folder for the model of the best validation: the result's folder with the suffix `-best`.
+    /// Returns whether `zerorun` has restarted this job, so that an earlier start may have written a part of the result.
+    pub(super) fn is_restarted(&self) -> bool {
+        let restarts = std::env::var(RESTART).ok().and_then(|restarts| restarts.parse::<u64>().ok());
+        self.is_resumed() && restarts.is_some_and(|restarts| restarts > 0)
+    }
+
+    /// Returns the folder for the model with the best validation result: the result's folder with the suffix `-best`.
     pub fn best(&self) -> PathBuf {
         self.beside_out("-best")
     }
@@ -114,7 +121,7 @@ impl Options {
     /// Returns what a run may replace: what it has written before, if it resumes from an existing checkpoint.
     pub(super) fn written(&self) -> OutputDigests {
         match &self.saving {
-            Some(saving) if saving.resume && checkpoint::has_checkpoints(&saving.dir) => {
+            Some(saving) if saving.resume && (checkpoint::has_checkpoints(&saving.dir) || self.is_restarted()) => {
                 OutputDigests::of_run(&saving.dir)
             }
             saving => OutputDigests::empty(saving.as_ref().map(|saving| saving.dir.as_path())),

@@ -38,7 +38,7 @@ impl SavedRun {
     /// Reads the newest checkpoint in `dir`, if there is one. Problems with a checkpoint are reported when it is
     /// loaded.
     pub fn newest(dir: &Path) -> Option<Self> {
-        let (path, manifest) = checkpoint::newest_checkpoint(dir).ok().flatten()?;
+        let (_, path, manifest) = checkpoint::newest_of_islands(dir)?;
         Some(Self::of(path, manifest.global_steps, &manifest.client_state))
     }
 

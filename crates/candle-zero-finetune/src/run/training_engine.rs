@@ -11,10 +11,11 @@ use crate::model::trainable_model::TrainableModel;
 use crate::peft::adapter::{Adapter, AdapterTensor};
 use crate::peft::qlora::{PACKING, quantized_except};
 use candle_core::{DType, Device, Tensor};
-use candle_zero::checkpoint::{LoadOptions, LoadedCheckpoint, SaveOptions};
+use candle_zero::checkpoint::{LoadOptions, LoadedCheckpoint, SaveOptions, newest_of_islands};
 use candle_zero::comm::{CommReport, Communicator};
 use candle_zero::config::Config;
 use candle_zero::engine::{Engine, EngineBuilder, PipelineEngine};
+use candle_zero::island_server::SLOT;
 use candle_zero::memory::MemoryReport;
 use candle_zero::models::{Decoder, DecoderBatch, ExpertLoad, RouterReport, Session, decoder_pipeline};
 use candle_zero::monitor::rss_peak_bytes;
@@ -54,6 +55,8 @@ pub(super) struct TrainingEngineOptions {
     pub in_pipeline: bool,
     /// The record of the run, if one is kept.
     pub record: Option<RunSpec>,
+    /// A hash of the run's settings, which all ranks and islands must have in common.
+    pub settings: u64,
 }
 
 /// The results of an optimizer step, over all ranks.
@@ -81,13 +84,23 @@ impl TrainingEngine {
         how: TrainingEngineOptions,
         comm: Arc<dyn Communicator>,
     ) -> Result<Self> {
-        let TrainingEngineOptions { config, rates, in_pipeline, record } = how;
+        let TrainingEngineOptions { config, rates, in_pipeline, record, settings } = how;
         let Options { method, seed, .. } = &prepared.options;
         let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
         builder = builder.initial_values(prepared.values.clone());
         builder = builder.same_on_all_ranks("training data", prepared.training.content());
         if let Some(validation) = &prepared.validation {
             builder = builder.same_on_all_ranks("validation data", validation.content());
+        }
+        builder = builder.same_on_all_ranks("settings of the run", settings);
+        let is_island = config.local_steps.as_ref().is_some_and(|local_steps| local_steps.server.is_some());
+        if is_island
+            && std::env::var_os(SLOT).is_none()
+            && let Some(saving) = prepared.options.saving.as_ref().filter(|saving| saving.resume)
+            && let Some((island, ..)) = newest_of_islands(&saving.dir)
+        {
+            // Only in its earlier slot does an island find its checkpoints.
+            builder = builder.island_slot(island);
         }
         if let Some(record) = record {
             builder = builder.run(record);
@@ -279,6 +292,21 @@ impl TrainingEngine {
     /// Collective: waits until the last checkpoint is uploaded.
     pub(super) fn wait_for_upload(&mut self) -> Result<()> {
         on_either!(self, engine => engine.wait_for_upload())
+    }
+
+    /// If this island has joined others and has not trained since, returns the client state that it received.
+    pub(super) fn donated_client_state(&self) -> Option<&Value> {
+        match self {
+            Self::Whole(engine) => engine.donated_client_state(),
+            Self::Pipeline(_) => None,
+        }
+    }
+
+    /// Sets the client state that an island which joins receives from this one.
+    pub(super) fn set_donated_client_state(&mut self, state: Value) {
+        if let Self::Whole(engine) = self {
+            engine.set_donated_client_state(state);
+        }
     }
 
     /// Collective: with local steps, gives all islands the same weights.

@@ -6,7 +6,7 @@ use candle_zero::Error;
 use candle_zero::comm::mpi_library;
 use candle_zero::kernels::{self, InstructionSet};
 use candle_zero::offload::{available_memory, free_space, group_limit, is_memory, open_direct};
-use candle_zero::util::proc_field;
+use candle_zero::util::{counted, proc_field};
 use clap::Parser;
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
@@ -186,8 +186,8 @@ impl MachineReport {
         let mut verdicts = vec![
             products.to_owned(),
             format!(
-                "start at most {} ranks, because more would have to share cores; the threads are divided among the ranks",
-                self.cores
+                "start at most {}, because more would have to share cores; the threads are divided among the ranks",
+                counted(self.cores, "rank")
             ),
             format!(
                 "the memory that is free now can hold the state of {:.0} million parameters ({STATE_BYTES_PER_PARAMETER} bytes \
@@ -226,7 +226,7 @@ impl fmt::Display for MachineReport {
         let limit: String = limits.collect();
         writeln!(f, "candle-zero  {}, features: {}", self.version, or_none(&self.features))?;
         writeln!(f, "system       {}", self.kernel)?;
-        writeln!(f, "processor    {}, {} cores", self.processor, self.cores)?;
+        writeln!(f, "processor    {}, {}", self.processor, counted(self.cores, "core"))?;
         writeln!(f, "simd         {}", or_none(&self.simd))?;
         let MachineSimd { name, variable, available } = &self.simd_level;
         let available = available.join(", ");

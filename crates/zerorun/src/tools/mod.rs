@@ -185,7 +185,7 @@ const ALL: [ZerorunTool; 22] = [
     },
     ZerorunTool {
         name: "verify",
-        about: "Prove that all stages give the same bits on this machine",
+        about: "Check that all stages give the same bits on this machine",
         run: verify::run,
         command: verify::command,
     },

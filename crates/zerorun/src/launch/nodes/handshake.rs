@@ -102,7 +102,10 @@ pub(super) fn receive(
     let Some(theirs) = of_hex::<NONCE_BYTES>(nonce.as_bytes()) else { return Err(HandshakeError::NoLauncher) };
     let key = |purpose| secret.key(purpose, &own, &theirs);
     if !key(KeyPurpose::ProofOfHost).is_sealed(0, SEALED_PROOF_TEXT, proof.unwrap_or_default().as_bytes()) {
-        let why = format!("its secret differs from the first host's; give {} the same value", super::secret::SECRET);
+        let why = format!(
+            "its secret differs from the first host's; set {} to the same value on every host",
+            super::secret::SECRET
+        );
         return Err(refuse(session, why));
     }
     session.send(&HandshakeMessage::Welcome { proof: Some(key(KeyPurpose::ProofOfFirst).seal(0, SEALED_PROOF_TEXT)) });
@@ -225,7 +228,7 @@ mod tests {
         };
         insta::assert_snapshot!(told(OUR_SECRET, ""), @"the first host has a secret but the other has none; set CANDLE_ZERO_SECRET to the same value on every host");
         insta::assert_snapshot!(told("", OUR_SECRET), @"the other host has a secret but the first has none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
-        insta::assert_snapshot!(told(OUR_SECRET, "correct horse battery stable"), @"its secret differs from the first host's; give CANDLE_ZERO_SECRET the same value");
+        insta::assert_snapshot!(told(OUR_SECRET, "correct horse battery stable"), @"its secret differs from the first host's; set CANDLE_ZERO_SECRET to the same value on every host");
     }
 
     /// Returns what a program in the first host's place learns about a host after sending these lines.

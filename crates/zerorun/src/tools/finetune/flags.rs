@@ -162,7 +162,7 @@ pub(super) struct FinetuneFlags {
 
     /// Resume from the newest checkpoint in the folder of --save, or start from the beginning if there is none
     #[arg(long, requires = "save")]
-    resume: bool,
+    pub(super) resume: bool,
 
     /// Resume even if settings differ from those of the checkpoint, and report the differences
     #[arg(long = "resume_anyway", alias = "resume-anyway", requires = "resume")]
@@ -269,6 +269,15 @@ impl FinetuneFlags {
             return Err("--prompt is for text generation: a classifier does not answer prompts".into());
         }
         Ok(())
+    }
+
+    /// Returns the conflict of `--max_restarts` with the other flags, if any.
+    pub(super) fn wrong_restarts(&self, restarts: u32) -> Option<String> {
+        (restarts > 0 && self.island.island_server.is_some() && !self.resume).then(|| {
+            "with --island_server, --max_restarts needs --save DIR and --resume, because only with them does a restarted \
+             island know which files in its result folders are its own; give both, or leave --max_restarts out"
+                .to_owned()
+        })
     }
 
     /// Returns the name of the run's record if the user gives none: that of the model.

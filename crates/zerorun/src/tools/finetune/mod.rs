@@ -107,6 +107,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let hosts = &arguments.hosts;
     let wrong = hosts.wrong_launcher(&own).or_else(|| hosts.wrong_min_nodes(arguments.max_restarts));
     let wrong = wrong.or_else(|| arguments.run.wrong());
+    let wrong = wrong.or_else(|| arguments.flags.wrong_restarts(arguments.max_restarts));
     if let Some(text) = arguments.flags.check().err().or(wrong) {
         return refused(text);
     }

@@ -51,7 +51,7 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
         }
     }
     let mut metrics = match &flags.metrics {
-        Some(path) if first => Some(open_metrics(path, &run)?),
+        Some(path) if first => Some(open_metrics(path, &run, flags.resume)?),
         _ => None,
     };
     let mut progress = if first { Progress::new(run.total_steps(), None) } else { Progress::silent() };
@@ -150,7 +150,7 @@ fn introduce(run: &FineTune) {
         let (pipelines, waiting) = (counted(engine.data_position().1, "pipeline"), 100.0 * run.waiting_share());
         format!(", in {pipelines} of {along} ranks, which wait for {waiting:.0} % of a step")
     });
-    let islands = islands(engine);
+    let islands = islands(engine, run.prepared().validation().is_some());
     print(format!(
         "{trained} of {names} parameter tensors are trained, at stage {stage} on {ranks}{division}{islands}"
     ));
@@ -192,15 +192,16 @@ fn introduce(run: &FineTune) {
 }
 
 /// Describes the islands of a run with local steps.
-fn islands(engine: &TrainingEngine) -> String {
+fn islands(engine: &TrainingEngine, validates: bool) -> String {
     let (Some((island, islands)), Some(local_steps)) = (engine.island(), &engine.config().local_steps) else {
         return String::new();
     };
     let this = if local_steps.server.is_some() { format!(" (this is island {island})") } else { String::new() };
     format!(
-        ", in {}{this}, which exchange the changes in their weights every {}",
+        ", in {}{this}, which exchange the changes in their weights every {}{}",
         counted(islands, "island"),
-        counted(local_steps.steps, "step")
+        counted(local_steps.steps, "step"),
+        if validates { " and before each validation" } else { "" }
     )
 }
 
@@ -228,8 +229,9 @@ fn times(epochs: f64) -> String {
     if rounded == 1.0 { "once".into() } else { format!("{rounded} times") }
 }
 
-fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
-    let continues = run.resumed().is_some() || run.joined().is_some();
+/// Opens the file of metrics. `resumes` states whether it may contain the lines of this run's earlier start.
+fn open_metrics(path: &Path, run: &FineTune, resumes: bool) -> Result<MetricsWriter> {
+    let continues = run.resumed().is_some() || resumes && run.joined().is_some();
     if continues { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }
 }
 
