@@ -126,6 +126,16 @@ struct Args {
     dropout: Option<f32>,
 }
 
+impl Args {
+    /// Returns the name of the preset.
+    fn model_name(&self) -> &str {
+        self.model.as_deref().unwrap_or(match self.arch {
+            Arch::Gpt2 => "nano",
+            Arch::Llama => "llama-nano",
+        })
+    }
+}
+
 #[derive(Clone, Copy, ValueEnum)]
 enum Arch {
     Gpt2,
@@ -352,8 +362,7 @@ fn run<A: Architecture<Config: DecoderSizes>>(
         // An error means that no one reads stderr.
         _ = writeln!(std::io::stderr(), "warning: {warning}");
     }
-    let model = args.model.as_deref().unwrap_or("nano");
-    let record = RunSpec::by_default(&format!("train_gpt-{model}")).total_steps(args.steps);
+    let record = RunSpec::by_default(&format!("train_gpt-{}", args.model_name())).total_steps(args.steps);
     let record = record.settings(json!({ "model": sizes, "data": data.name(), "seq_len": seq_len }));
     let mut builder =
         Engine::builder().run(record).run_values(run_values).same_on_all_ranks(data.name(), data.fingerprint());
@@ -502,7 +511,7 @@ fn too_large<A: Architecture<Config: DecoderSizes>>(
 
 /// Returns the preset, modified by the flags.
 fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
-    let preset = GptConfig::preset(args.model.as_deref().unwrap_or("nano"))?;
+    let preset = GptConfig::preset(args.model_name())?;
     check_context(args)?;
     let llamas_own = args.n_kv_head.is_none() && args.n_inner.is_none();
     anyhow::ensure!(llamas_own, "a GPT-2 has no --n_kv_head and no --n_inner; leave them out, or give --arch llama");
@@ -522,7 +531,7 @@ fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
 
 /// Returns the preset, modified by the flags.
 fn llama_config(args: &Args) -> anyhow::Result<LlamaConfig> {
-    let preset = LlamaConfig::preset(args.model.as_deref().unwrap_or("llama-nano"))?;
+    let preset = LlamaConfig::preset(args.model_name())?;
     check_context(args)?;
     anyhow::ensure!(args.dropout.is_none(), "a Llama has no --dropout; leave it out, or give --arch gpt2");
     let config = LlamaConfig {

@@ -124,13 +124,16 @@ impl CheckpointListing {
 /// every byte. `tell` is called with the number of bytes read so far and the total number of bytes.
 #[doc(hidden)]
 pub fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> CheckpointExamination {
-    let path = dir.join(tag);
-    let read = folder::existing(dir, tag).and_then(|path| Manifest::read(&path.join(MANIFEST)));
-    let manifest = match read {
+    let unusable =
+        |path, error| CheckpointExamination { path, manifest: None, buffers: Vec::new(), problems: vec![error] };
+    // If a job died while it was replacing the checkpoint, the folder has another name.
+    let path = match folder::existing(dir, tag) {
+        Ok(path) => path,
+        Err(error) => return unusable(dir.join(tag), error),
+    };
+    let manifest = match Manifest::read(&path.join(MANIFEST)) {
         Ok(manifest) => manifest,
-        Err(error) => {
-            return CheckpointExamination { path, manifest: None, buffers: Vec::new(), problems: vec![error] };
-        }
+        Err(error) => return unusable(path, error),
     };
     let mut problems = Vec::new();
     let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), |entry| buffers::read(&path, entry));

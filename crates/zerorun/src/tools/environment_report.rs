@@ -179,6 +179,7 @@ impl MachineReport {
             ("avx2", _) => {
                 "matrix products use candle-zero's kernels; below level avx512, bf16 is widened to f32 and is no faster"
             }
+            ("neon", _) => "matrix products use candle-zero's kernels; bf16 is widened to f32 and is no faster",
             _ => "matrix products run in plain loops: slow, but with the same bits on every machine",
         };
         let limit = self.memory.limit.unwrap_or(u64::MAX);

@@ -263,10 +263,11 @@ impl TuneSearch {
     /// them equally.
     fn repeat_the_fastest(&mut self) -> Result<()> {
         self.sort();
-        let Some(fastest) = self.rows.first().and_then(|row| row.outcome.throughput()) else { return Ok(()) };
+        let metric = self.settings.metric;
+        let Some(fastest) = self.rows.first().and_then(|row| metric.speed(&row.outcome)) else { return Ok(()) };
         let is_close =
-            |row: &TrialRow| row.outcome.throughput().is_some_and(|speed| speed >= fastest * (1.0 - REPEAT_MARGIN));
-        let well = self.rows.iter().take_while(|row| row.outcome.throughput().is_some()).count();
+            |row: &TrialRow| metric.speed(&row.outcome).is_some_and(|speed| speed >= fastest * (1.0 - REPEAT_MARGIN));
+        let well = self.rows.iter().take_while(|row| metric.speed(&row.outcome).is_some()).count();
         if well < 2 {
             return Ok(());
         }
@@ -305,11 +306,12 @@ impl TuneSearch {
     /// Returns the candidates that are slower than the fastest by no more than the spread of repeated runs of either.
     fn within_noise(&self) -> Option<String> {
         let (best, others) = self.rows.split_first()?;
-        let speed = best.outcome.throughput()?;
+        let speed_of = |row: &TrialRow| self.settings.metric.speed(&row.outcome);
+        let speed = speed_of(best)?;
         let own = best.runs.as_ref()?.spread;
         let is_close = |row: &&TrialRow| {
             let spread = row.runs.as_ref().map(|runs| runs.spread.max(own));
-            let behind = row.outcome.throughput().map(|other| (speed - other) / speed);
+            let behind = speed_of(row).map(|other| (speed - other) / speed);
             spread.zip(behind).is_some_and(|(spread, behind)| behind <= spread)
         };
         let names: Vec<String> = others.iter().filter(is_close).map(|row| row.candidate.to_string()).collect();

@@ -17,13 +17,18 @@ pub(super) enum TuneMetric {
 }
 
 impl TuneMetric {
+    /// Returns the speed by which a successful outcome is judged: samples or tokens per second, or steps per second.
+    pub(super) fn speed(self, outcome: &TrialOutcome) -> Option<f64> {
+        match (self, outcome) {
+            (Self::Throughput, TrialOutcome::Ran { throughput, .. }) => Some(*throughput),
+            (Self::Latency, TrialOutcome::Ran { step_ms, .. }) => Some(1e3 / step_ms),
+            _ => None,
+        }
+    }
+
     /// Orders better outcomes first, and unsuccessful ones last.
     pub(super) fn order(self, a: &TrialOutcome, b: &TrialOutcome) -> Ordering {
-        let cost = |outcome: &TrialOutcome| match (self, outcome) {
-            (Self::Throughput, TrialOutcome::Ran { throughput, .. }) => -throughput,
-            (Self::Latency, TrialOutcome::Ran { step_ms, .. }) => *step_ms,
-            _ => f64::INFINITY,
-        };
+        let cost = |outcome: &TrialOutcome| self.speed(outcome).map_or(f64::INFINITY, |speed| -speed);
         cost(a).total_cmp(&cost(b))
     }
 }
