@@ -3,7 +3,7 @@
 //!     RAYON_NUM_THREADS=1 cargo bench --bench kernels
 //!     RAYON_NUM_THREADS=2 cargo bench --bench kernels -- peak
 //!
-//! Items are floating point operations; bytes are the minimum that must be moved. `mini` is a batch of 2048 tokens (8
+//! Items are floating-point operations; bytes are the minimum that must be moved. `mini` is a batch of 2048 tokens (8
 //! samples of 256) of width 384; `gpt2` is a batch of 512 tokens (one sample) of width 768. A backward pass starts from
 //! a gradient of ones. The inputs are looked up in small tables, so the pass ends by summing the gradients of each
 //! table row.
@@ -114,7 +114,7 @@ fn wanting_gradient(tensor: &Tensor) -> Tensor {
     embedding(&ids.reshape(leading).unwrap(), &table).unwrap()
 }
 
-/// Defines benches for a kernel's forward pass and, if floating point operations are counted, for the forward and
+/// Defines benches for a kernel's forward pass and, if floating-point operations are counted, for the forward and
 /// backward passes together.
 macro_rules! kernel {
     ($name:ident, $forward_and_backward:ident, $run:ident) => {
@@ -146,7 +146,7 @@ kernel!(norm_rms, run_rms_norm);
 kernel!(activation_gelu, run_gelu);
 kernel!(embedding_rows, run_embedding);
 
-/// Returns the number of floating point operations in a product with a weight. The backward pass has two more products.
+/// Returns the number of floating-point operations in a product with a weight. The backward pass has two more products.
 fn product(with_backward: bool, [rows, outputs, inputs]: [usize; 3]) -> ItemsCount {
     ItemsCount::new(2 * rows * outputs * inputs * if with_backward { 3 } else { 1 })
 }
@@ -285,8 +285,8 @@ fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_back
     measure(bencher, with_backward, [sizes.hidden::<T>(3 * sizes.width)], |[qkv]| causal_attention(qkv, sizes.heads));
 }
 
-/// Measures attention over one row of 2048 positions and four heads of size 64, with different masks and with capped
-/// scores.
+/// Measures the forward and backward passes of attention over one row of 2048 positions and four heads of size 64, with
+/// different masks and with capped scores.
 #[divan::bench(types = [f32, bf16], args = ["all", "capped", "window of 256", "eight sequences"], sample_size = 1, max_time = 0.5)]
 fn attention_that_sees<T: WithDType>(bencher: Bencher<'_, '_>, what: &str) {
     let attend = match what {
@@ -370,7 +370,7 @@ mod registers {
         }
     }
 
-    /// Defines a function that repeats an instruction on those registers of kind `$kind` whose numbers are in `$sums`.
+    /// Defines a function that repeats an instruction on the registers of kind `$kind` whose numbers are in `$sums`.
     /// The instruction's operands are registers `$a` and `$b`.
     macro_rules! rounds_of {
         ($name:ident, $instruction:literal, $clear:literal, $kind:literal, $all:literal, $sums:literal, $a:literal, $b:literal) => {

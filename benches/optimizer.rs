@@ -188,7 +188,7 @@ fn muon_step_f32(bencher: Bencher<'_, '_>, threads: usize) {
 }
 
 /// Measures the Newton-Schulz iteration, which Muon runs between its first and its last pass, on one matrix. Items are
-/// the floating point operations of its products.
+/// the floating-point operations of its products.
 #[divan::bench(args = [[768, 768], [768, 3072], [3072, 768], [1024, 4096]], consts = [false, true], sample_count = 5, sample_size = 1)]
 fn muon_newton_schulz<const STANDARD: bool>(bencher: Bencher<'_, '_>, shape: [usize; 2]) {
     let method = if STANDARD { NsMethod::Standard } else { NsMethod::Gram };

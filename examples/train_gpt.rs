@@ -1,4 +1,4 @@
-//! Trains a GPT-2 or a Llama under ZeRO and prints a text that it generates.
+//! Trains a GPT-2 or a Llama under ZeRO, and prints a text that the trained model generates.
 //!
 //!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --model nano --steps 200
 //!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --arch llama --steps 200

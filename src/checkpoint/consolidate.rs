@@ -42,7 +42,7 @@ pub struct ConsolidateSettings {
     pub dtype: ConsolidatedDtype,
     /// The maximum number of bytes of parameters in a file; a larger parameter gets its own file. Default 5 GB.
     pub max_shard_size: u64,
-    /// The number of attention heads of a GPT-2 whose checkpoint does not contain it. Default none.
+    /// The number of attention heads of a GPT-2 whose checkpoint does not contain this number. Default none.
     pub n_head: Option<usize>,
 }
 

@@ -74,8 +74,8 @@ pub fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
     Ok(Some((path, manifest)))
 }
 
-/// Returns whether the folder `dir` contains a checkpoint that a run may resume from: in the folder itself, or in that of
-/// an island.
+/// Returns whether the folder `dir` contains a checkpoint that a run can resume from: in the folder itself, or in that
+/// of an island.
 #[doc(hidden)]
 pub fn has_checkpoints(dir: &Path) -> bool {
     islands_in(dir).any(|(_, dir)| folder::latest(&dir).is_ok_and(|latest| latest.is_some()))
@@ -91,7 +91,8 @@ fn islands_in(dir: &Path) -> impl Iterator<Item = (usize, PathBuf)> {
 }
 
 /// Returns the number of the island that has saved the newest checkpoint in the folder `dir`, that checkpoint, and its
-/// manifest. If several are equally new, they are those of the lowest number. Without local steps, the number is 0.
+/// manifest. If the newest checkpoints of several islands are equally new, the island with the lowest number is chosen.
+/// Without local steps, the number is 0.
 #[doc(hidden)]
 pub fn newest_of_islands(dir: &Path) -> Option<(usize, PathBuf, Manifest)> {
     let newest = |(island, dir): (usize, PathBuf)| {

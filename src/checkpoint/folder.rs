@@ -120,7 +120,8 @@ fn clear(dir: &Path) -> IoResult<()> {
     clear_by(dir, ask)
 }
 
-/// Removes what dead jobs have left in `dir`, as the next save would. A run that has nothing left to save calls this.
+/// Removes what dead jobs have left in `dir`, as the next save would. The check of the folder before training calls
+/// this function, because a run may save nothing.
 ///
 /// # Errors
 /// Fails with [`CheckpointError::Unusable`] if something cannot be removed.
@@ -220,9 +221,9 @@ fn report_left_in_place(path: &Path) {
 #[derive(Debug, PartialEq, Eq)]
 struct OwnerProcess {
     pid: u32,
-    /// The start time as the kernel counts it, because process ids are reused.
+    /// The start time as the kernel counts it, because process IDs are reused.
     started: String,
-    /// The boot id of the kernel, and the pid namespace.
+    /// The boot ID of the kernel, and the PID namespace.
     system: String,
 }
 

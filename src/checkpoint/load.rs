@@ -107,8 +107,8 @@ impl Checkpoint {
         }))
     }
 
-    /// Opens the files `needed` of a checkpoint and its buffers on rank `rank`, from its host's folder or the fetched
-    /// files.
+    /// Opens the `needed` rank files and the buffers of a checkpoint on rank `rank`, from the folder of this rank's
+    /// host or from the fetched files.
     fn open_located(
         located: LocatedCheckpoint,
         fetched: Option<FetchedFiles>,
@@ -372,7 +372,7 @@ fn wanted(
             }
             let state = manifest.states.iter().position(|s| s == name && found.has(s));
             if state.is_none() && matches!(kind, ParamStateKind::Outer(_)) {
-                // The engine begins local steps anew.
+                // The engine then starts its local steps from the beginning.
                 continue;
             }
             let state = state.ok_or_else(|| {

@@ -57,8 +57,8 @@ pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
     ranks.chain(manifest.buffers.iter().map(|file| (file.name.as_str(), file.bytes)))
 }
 
-/// Finds checkpoint `tag` in the folders `dir`, or the newest complete one of those that `latest` names. Returns `None`
-/// if no host has any. Collective.
+/// Finds checkpoint `tag` in the folders `dir`, or the newest complete checkpoint that `latest` names on any host.
+/// Returns `None` if no host has any. Collective.
 ///
 /// # Errors
 /// Fails on all ranks, with a [`CheckpointError::Unusable`] that names the hosts and files, if no complete one exists.

@@ -15,8 +15,8 @@
 //!
 //! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on the stage.
 //!
-//! In a pipeline, the files of the ranks at its first position come first, then those of the second, ... A file has
-//! only the parameters of its position, each divided among the files of that position.
+//! In a pipeline, the files of the ranks at its first position come first, then those of the second, and so on. A file
+//! has only the parameters of its position, each divided among the files of that position.
 //!
 //! With expert parallelism, the parameters of an expert are in the files of the ranks that hold the expert.
 
@@ -79,7 +79,8 @@ impl RankFileLayout {
         self.ends(rank).last().unwrap_or(0)
     }
 
-    /// Returns the end of every parameter's shard in the file of `rank`, for the first state, then for the second, ...
+    /// Returns the end of every parameter's shard in the file of `rank`, for the first state, then for the second, and
+    /// so on.
     fn ends(&self, rank: usize) -> impl Iterator<Item = u64> {
         let all = (0..self.states.len()).flat_map(|state| (0..self.cuts.len()).map(move |param| (state, param)));
         all.scan(0u64, move |at, (state, param)| {
@@ -93,7 +94,7 @@ impl RankFileLayout {
 #[derive(Debug)]
 pub(super) struct RankFileOffsets {
     layout: RankFileLayout,
-    /// For each rank, the first byte of every parameter's shard, for the first state, then for the second, ...
+    /// For each rank, the first byte of every parameter's shard, for the first state, then for the second, and so on.
     starts: Vec<Vec<u64>>,
 }
 

@@ -27,7 +27,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The size up to which a collective is short: the comm thread is not woken for it.
+/// The size in bytes up to which a collective is short: the comm thread is not woken for it.
 pub(crate) const SHORT_BYTES: usize = 16 << 10;
 /// The maximum time that a short collective stays in the queue while no thread waits for it.
 pub(crate) const MAX_QUEUE_DELAY: Duration = Duration::from_millis(5);
@@ -156,7 +156,7 @@ struct CollectiveWorker {
     backend: CollectiveBackend,
     abort_signal: Arc<AbortSignal>,
     counters: Arc<CommCounters>,
-    /// The first failure. Every later collective returns it again, because the ranks are out of step after it.
+    /// The first failure. Every later collective returns this failure again, because the ranks are then out of step.
     failed: Option<CommError>,
 }
 

@@ -11,7 +11,7 @@ use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 
-/// A link of this rank. Communicators use different channels: the messages of each have their own order.
+/// A link of this rank. Communicators use different channels, and the messages of each channel have their own order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct LinkId {
     pub peer: usize,

@@ -298,9 +298,9 @@ pub trait Communicator: Send + Sync {
     /// groups returns the same communicator.
     ///
     /// # Errors
-    /// Fails if the groups are not a partition of the ranks, other ranks pass different groups, or the job was divided
-    /// into groups in too many ways. The default implementation returns an error, because groups cannot be built on
-    /// collectives of all ranks.
+    /// Fails if the groups are not a partition of the ranks, other ranks pass different groups, or the job has been
+    /// divided into groups in too many ways. The default implementation returns an error, because groups cannot be
+    /// built on collectives of all ranks.
     fn group(&self, groups: &[Vec<usize>]) -> Result<Arc<dyn Communicator>> {
         _ = groups;
         Err(not_implemented("group").into())

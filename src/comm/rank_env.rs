@@ -2,7 +2,7 @@
 //!
 //! The first matching row applies. A row matches if its rank or its world is set; the rows of Slurm and PMIx match only
 //! if the rank is set. If `PMIX_RANK` is set and `RANK` is not, `WORLD_SIZE` does not count for the first row.
-//! `WORLD_SIZE=1` on its own means rank 0 of 1.
+//! `WORLD_SIZE=1` without `RANK` and without the first row's local variables means rank 0 of 1.
 //!
 //! | launcher | rank, world | on this host |
 //! | --- | --- | --- |

@@ -112,7 +112,7 @@ impl RankPresence {
 }
 
 impl Drop for RankPresence {
-    /// Leaves the job, once the messages that were launched are sent, because peers depend on them.
+    /// Leaves the job once all launched messages have been sent, because peers depend on them.
     fn drop(&mut self) {
         self.links.close(&self.abort_signal);
         self.region.finish(self.local_rank);

@@ -12,7 +12,7 @@ use std::time::Duration;
 #[derive(Default)]
 pub struct SoloCommunicator {
     counters: CommCounters,
-    /// This rank's place in a job of several ranks, in which it forms a group by itself.
+    /// This rank's place in a job of several ranks, in which it is the only member of its group.
     job: Option<Arc<RankPresence>>,
 }
 

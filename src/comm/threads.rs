@@ -22,10 +22,12 @@ pub fn communicators(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn
 /// Runs `rank` once per rank, each on a thread with a large stack, and returns the results in rank order.
 ///
 /// # Errors
-/// The memory that the ranks share cannot be created. A rank's own error is at the rank's position in the list.
+/// Fails if the memory that the ranks share cannot be created. A rank's own error is at the rank's position in the
+/// list.
 ///
 /// # Panics
-/// A rank panicked: its panic is propagated once all ranks have ended. Or a rank's thread cannot be started.
+/// Panics if a rank panics (its panic is propagated once all ranks have ended), or if a rank's thread cannot be
+/// started.
 ///
 /// ```
 /// let sums = candle_zero::comm::threads::run(3, |comm| {

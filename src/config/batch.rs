@@ -117,7 +117,8 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
     if t == product {
         return Ok([t, m, g]);
     }
-    // Floor division hides remainders up to this point. A zero is reported under the same rule.
+    // If a floor division above had a remainder, the product differs from the train batch. A quotient of zero is
+    // reported under the same rule.
     let fits = m.max(1).checked_mul(g.max(1)).and_then(|p| p.checked_mul(world));
     let fix = match fits {
         Some(fits) if positive[2].is_none() || positive[1].is_none() => {

@@ -28,7 +28,8 @@ pub struct LocalStepsConfig {
     pub nesterov: bool,
     /// `fragments`: the number of parts of the model that are exchanged in turn. Default 1.
     pub fragments: u64,
-    /// `fragment_delay`: the number of steps that an exchange may take while training continues. Default 0.
+    /// `fragment_delay`: the number of steps between the beginning of an exchange and its effect, during which training
+    /// continues. Default 0.
     pub fragment_delay: u64,
     /// `fragment_alpha`: the share of an island's own weights that stays when an exchange takes effect. Default 0, or
     /// 0.5 with a delay.
@@ -120,7 +121,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
         nesterov: walk.bool("local_steps.nesterov"),
         fragments,
         fragment_delay,
-        // The exchange does not contain the changes in an island's weights that occur while it is in transit.
+        // The exchange does not contain the changes that an island makes to its weights during the delay.
         fragment_alpha: alpha.unwrap_or(if fragment_delay > 0 { 0.5 } else { 0.0 }),
         wire,
     })

@@ -25,7 +25,7 @@ pub struct Monitoring {
     pub dump_state: bool,
     /// `log_level`: the lowest level that this process logs; `None` leaves the level unchanged.
     pub log_level: Option<LogLevel>,
-    /// `comms_logger`. Its presence alone switches it on, as in DeepSpeed.
+    /// `comms_logger`. The section's presence switches it on, as in DeepSpeed.
     pub comms_logger: Option<CommsLogger>,
     /// `flops_profiler`, if enabled.
     pub flops_profiler: Option<FlopsProfiler>,

@@ -370,7 +370,7 @@ fn check_zero(walk: &mut ConfigWalk<'_>, stage: ZeroStage) {
     }
 }
 
-/// If nothing is compressed, notes that `compress_between_hosts_only` has no effect.
+/// Notes that `compress_between_hosts_only` has no effect if nothing is compressed.
 fn check_compression(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig) {
     let key = "zero_optimization.compress_between_hosts_only";
     if walk.bool(key) && !zero.compresses(dtype(walk.str("communication_data_type"))) {

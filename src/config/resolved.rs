@@ -738,9 +738,9 @@ pub struct OneCycleConfig {
     pub decay_step_size: f64,
     /// Whether beta1 falls while the rate rises and rises while the rate falls, and beta2 is 0.99. Default true.
     pub cycle_momentum: bool,
-    /// beta1 at the top of the cycle, and at the first step. Default 0.8.
+    /// beta1 at the top of the cycle, and in the first step. Default 0.8.
     pub cycle_min_mom: f64,
-    /// beta1 at the ends of the cycle. Default 0.9.
+    /// beta1 at both ends of the cycle, except in the first step. Default 0.9.
     pub cycle_max_mom: f64,
     /// After the cycle, beta1 is multiplied by 1 + `decay_mom_rate` * k, with the same k as for the rate. Default 0.
     pub decay_mom_rate: f64,

@@ -22,7 +22,7 @@ pub(crate) struct LogitRows<'a> {
     /// The index of the first row among the targets.
     pub first: usize,
     pub rows: usize,
-    /// The soft cap: logits are replaced by cap * tanh(logit / cap).
+    /// The soft cap: logits are replaced with cap * tanh(logit / cap).
     pub cap: Option<f32>,
 }
 
@@ -68,7 +68,7 @@ fn kernel(device: &CudaDevice, name: &str, dtype: DType) -> Result<KernelFunctio
     KERNELS.function(device, &format!("{name}_{}", suffix(dtype)))
 }
 
-/// Writes the rows' losses times `sign` to `losses`, from the first row's position on.
+/// Writes the rows' losses times `sign` to `losses`, starting at the first row's position.
 pub(crate) fn losses(
     device: &CudaDevice,
     of: &LogitRows<'_>,

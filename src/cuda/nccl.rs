@@ -304,7 +304,7 @@ impl NcclComm {
     /// have already been sent.
     ///
     /// # Safety
-    /// There are `count` elements at `to` and from each place on, used only by this launch.
+    /// There are `count` elements at `to` and at each place, used only by this launch.
     unsafe fn add_exactly(
         &self,
         (launch, op): (&mut NcclLaunch<'_>, &'static str),

@@ -88,7 +88,7 @@ mod tests {
         (0..len as u64).map(|i| ((i * 2741 + 877) % 2001) as f32 - 1000.0).map(|x| x * x * x / 1e6).collect()
     }
 
-    /// Returns the sums of the elements of each buffer from `start` on, computed on the device.
+    /// Returns the sum of the squares of each buffer's elements, starting at element `start`, computed on the device.
     fn sums_from(device: &CudaDevice, start: usize, flats: &[Flat]) -> Vec<f64> {
         let on_device: Vec<_> = flats.iter().map(|flat| DeviceFlat::of(device, flat.as_ref()).unwrap()).collect();
         let part = |flat: &DeviceFlat| start.min(flat.len())..flat.len();

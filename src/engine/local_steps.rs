@@ -63,7 +63,7 @@ impl<M> Engine<M> {
         islands.after_step(&self.core, self.global_steps, if applied { samples as u64 } else { 0 })
     }
 
-    /// With an island server: sets the client state that an island which joins receives from this one. A checkpoint that
+    /// With an island server: sets the client state that a joining island receives from this one. A checkpoint that
     /// is saved or loaded also sets it.
     pub fn set_donated_client_state(&mut self, state: Value) {
         if let Some(islands) = &mut self.islands {

@@ -33,8 +33,8 @@ impl MeasuredStep {
         }
     }
 
-    /// Takes the median step, leaving out the first ones, from the metrics that `train_gpt` and `zerorun finetune`
-    /// write.
+    /// Takes the median time of a step from the metrics that `train_gpt` and `zerorun finetune` write. The first steps are
+    /// left out.
     ///
     /// # Errors
     /// A file that cannot be read; [`EstimateError::Metrics`] if it contains no steps that can be used.

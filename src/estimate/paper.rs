@@ -30,7 +30,8 @@ pub fn model_state_bytes(parameters: f64, ranks: usize, stage: ZeroStage) -> f64
 /// Returns the gigabytes (1e9 bytes) of a table cell, truncated or rounded as in the paper.
 pub fn cell(parameters: f64, ranks: usize, stage: ZeroStage) -> String {
     let gigabytes = model_state_bytes(parameters, ranks, stage) / 1e9;
-    // From 100 on, the paper truncates fractions. Below 100, it rounds to three digits, with halves rounded up.
+    // From 100 on, the paper truncates fractions. Below 100, it rounds to one decimal place, and below 10 to two, with
+    // halves rounded up.
     let shown = match gigabytes {
         g if g >= 100.0 => g.floor(),
         g if g >= 9.995 => (g * 10.0).round() / 10.0,

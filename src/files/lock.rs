@@ -1,4 +1,4 @@
-//! Locks, for folders that belong to one job and for work that one process does on behalf of all. A lock is an `flock`
+//! Locks for folders that belong to one job, and for work that one process does on behalf of all. A lock is an `flock`
 //! on a file.
 //!
 //! The file exists as long as the lock is held. Processes that only open or lock the folder itself do not interfere. A

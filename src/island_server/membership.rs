@@ -453,7 +453,7 @@ impl Membership {
         last.into_iter().any(|(position, last)| last.is_some_and(|last| last > key) && !has_sent(position))
     }
 
-    /// Returns whether an exchange is as in the recorded run; `None` if an island was removed.
+    /// Returns whether an exchange is complete and the same as in the recorded run; `None` if an island was removed.
     fn is_as_recorded(&mut self, key: RoundKey, recorded: &RecordedRound) -> Option<bool> {
         if key != recorded.key {
             let why =
@@ -463,7 +463,8 @@ impl Membership {
         }
         let all_sent = recorded.members.iter().all(|member| self.is_complete(key, member.slot));
         let waits = |slot: &usize| self.islands.get(slot).is_some_and(|island| island.state == IslandState::Waiting);
-        // Islands that died at this point of the recorded run may be those that join after it.
+        // Islands that left the recorded run before this exchange are removed first: they may be the same islands that join
+        // after it.
         let left: Vec<usize> = self
             .islands
             .iter()

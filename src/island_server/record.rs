@@ -21,7 +21,7 @@ const VERSION: u32 = 1;
 pub(super) enum RunEvent {
     /// A rank has connected while the run had no islands: at the beginning, or after all islands had left.
     Start { version: u32, islands: usize, ranks: usize },
-    /// An island begins without a donor.
+    /// An island has begun without a donor.
     Begin { slot: usize },
     /// Islands have exchanged a fragment.
     Round {

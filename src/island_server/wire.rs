@@ -70,7 +70,7 @@ impl ChangeFormat {
     /// Decodes `len` values.
     ///
     /// # Panics
-    /// Panics unless `bytes` has the length that `len` elements have.
+    /// Panics unless `bytes` has the encoded length of `len` elements.
     pub fn decode(self, bytes: &[u8], len: usize) -> Vec<f32> {
         assert_eq!(Some(bytes.len() as u64), self.encoded_len(len as u64), "the length was checked on arrival");
         let mut values = vec![0f32; len];

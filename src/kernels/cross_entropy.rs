@@ -13,7 +13,7 @@ const TASK: usize = 16 * 1024;
 pub(crate) const IGNORED: u32 = u32::MAX;
 
 /// Computes the losses `-log softmax(row)[target]` of dense rows of `classes` logits. If there is a `cap`, logits are
-/// first replaced by cap * tanh(logit / cap).
+/// first replaced with cap * tanh(logit / cap).
 pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], cap: Option<f32>, losses: &mut [f32]) {
     check(logits.len(), classes, targets, losses.len());
     let rows = rows_per_task(classes);
@@ -37,8 +37,8 @@ pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], 
     });
 }
 
-/// Computes the same losses as [`losses`], and replaces the logits by their gradients: (softmax - 1 at the target) *
-/// the slope of the cap * `scale` of the row.
+/// Computes the same losses as [`losses`], and replaces the logits with their gradients: (softmax - 1 at the target) *
+/// the derivative of the cap * `scale` of the row.
 pub(crate) fn gradients<E: Element>(
     logits: &mut [E],
     classes: usize,
@@ -106,7 +106,7 @@ fn bound(row: &mut [f32], cap: f32) {
     }
 }
 
-/// Replaces each x in a row by exp(x - the row's maximum), and returns the loss and the sum of the new row.
+/// Replaces each x in a row with exp(x - the row's maximum), and returns the loss and the sum of the new row.
 #[inline(always)]
 fn softmax(row: &mut [f32], target: u32) -> (f32, f32) {
     let at_target = row[target as usize];

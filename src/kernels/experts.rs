@@ -14,7 +14,7 @@ fn rows_per_task(width: usize) -> usize {
     (ELEMENTS_PER_TASK / width.max(1)).max(1)
 }
 
-/// For each row, the slots that belong to it: the positions at which its experts' rows are stored.
+/// The slots that belong to each row: the positions at which the results of the row's experts are stored.
 #[derive(Debug, Clone, Copy)]
 pub struct RowSlots<'a> {
     /// The slots of all rows, row by row.

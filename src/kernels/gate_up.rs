@@ -130,7 +130,7 @@ pub fn gated_backward<E: Element>(
     });
 }
 
-/// Divides a row into its gates and ups, in f32.
+/// Divides a row into its gate and up values, in f32.
 #[inline(always)]
 fn split<E: Element>(order: GateUpOrder, row: &[E], gates: &mut [f32], ups: &mut [f32]) {
     let width = gates.len();

@@ -32,7 +32,7 @@ pub fn exp(x: f32) -> f32 {
     y * power(n >> 1) * power(n.wrapping_sub(n >> 1))
 }
 
-/// Returns [`exp`] for x <= 0, within 2 units in the last place. The result is 0 if it is below f32's normal numbers.
+/// Returns [`exp`] for x <= 0, within 2 units in the last place. A result below f32's normal numbers may be 0.
 #[inline(always)]
 pub fn exp_below_0(x: f32) -> f32 {
     // At this bound, n is -127, and the power with the exponent field 0 is 0. NaN passes through.
@@ -61,7 +61,8 @@ fn power_of_2(shifted: f32) -> f32 {
     f32::from_bits(shifted.to_bits() << 23)
 }
 
-/// Beyond this bound, the hyperbolic tangent is 1 or -1 in f32.
+/// The bound to which arguments of the hyperbolic tangent are clamped. Beyond it, the tangent differs from 1 or -1 by less
+/// than 3e-7.
 pub(crate) const TANH_BOUND: f32 = 7.905_311;
 /// tanh(x) is x p(x^2) / q(x^2): the coefficients of p and of q, highest power first (Eigen's).
 pub(crate) const TANH_ABOVE: [f32; 7] =
@@ -192,7 +193,7 @@ pub(crate) fn gated_by_odds(x: f32, t: f32) -> f32 {
 /// Returns the derivative of [`gelu_tanh`].
 #[inline(always)]
 pub fn gelu_tanh_slope(x: f32) -> f32 {
-    // Beyond these bounds, the slope is 0 or 1, and the square below stays finite. NaN passes through.
+    // Beyond these bounds, the derivative is 0 or 1, and the square below stays finite. NaN passes through.
     let x = if x < -100.0 { -100.0 } else { x };
     let x = if x > 100.0 { 100.0 } else { x };
     let inner = 2.0 * GELU_SCALE + 6.0 * GELU_SCALE * GELU_CUBIC * (x * x);

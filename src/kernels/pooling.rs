@@ -1,4 +1,4 @@
-//! Pooling and resampling of planes `[planes, height, width]` in f32: maxima, means, nearest-neighbour and bilinear
+//! Pooling and resampling of planes `[planes, height, width]` in f32: maxima, means, and nearest-neighbour and bilinear
 //! interpolation.
 //!
 //! Each result depends on a few elements of its plane, and its gradient flows back to the same elements.

@@ -4,7 +4,7 @@ use crate::kernels::f32_access::vectorized;
 use crate::kernels::math::exp_below_0;
 use crate::kernels::row_reduce::{maximum, reduce};
 
-/// Replaces a row of logits by their softmax.
+/// Replaces a row of logits with their softmax.
 pub fn softmax(row: &mut [f32]) {
     vectorized!({
         let max = maximum(row);

@@ -127,8 +127,8 @@ impl RankMesh {
         Self { order: MeshAxis::ALL, lengths }
     }
 
-    /// Arranges `world_size` ranks along the given axes. Unless it is given too, the data axis takes the remaining
-    /// ranks. The axes keep their usual order: islands outermost, tensor innermost.
+    /// Arranges `world_size` ranks along the given axes. The data axis takes the remaining ranks, unless its length is
+    /// given too. The axes keep their usual order: islands outermost, tensor innermost.
     ///
     /// # Errors
     /// [`MeshError`] if an axis has length 0 or is given twice, or if the lengths do not match the number of ranks.

@@ -16,7 +16,7 @@ pub struct ActivationPass {
     pub trains_base: bool,
 }
 
-/// The minimum number of rows of logits.
+/// The minimum number of rows whose logits exist at a time.
 const MIN_LOGITS_ROWS: usize = 64;
 
 impl DecoderConfig {
@@ -46,7 +46,7 @@ impl DecoderConfig {
         let inner = self.mixture.as_ref().filter(|_| has_sparse).map_or(0, |mixture| mixture.intermediate(width));
         let passing = of_tokens((2 * dense.max(inner) + 3 * width) * element);
         let output = if trains_base { self.vocab.saturating_mul(width).saturating_mul(4 + element) } else { 0 };
-        // A few logits are counted twice, because the operands of their products are then of a similar size.
+        // If there are few logits, they are counted twice, because the operands of their products have a similar size.
         let logits = MAX_LOGITS_BYTES
             .min(2 * of_tokens(self.vocab * element))
             .max(MIN_LOGITS_ROWS.min(tokens) * self.vocab * element);

@@ -15,7 +15,8 @@ use crate::nn::{Activation, LoraConfig, RotaryPairs};
 pub struct DecoderConfig {
     /// The naming and storage of parameters.
     pub naming: ParameterNaming,
-    /// The prefix of all names except that of a separate output projection: `"model."`, `"transformer."` or empty.
+    /// The prefix of all names except that of a separate output projection: `"model."`, `"model.language_model."`,
+    /// `"transformer."` or empty.
     pub prefix: &'static str,
     /// The vocabulary size; token ids are 0 to `vocab - 1`.
     pub vocab: usize,

@@ -13,7 +13,7 @@ use candle_nn::{Init, Module, VarBuilder, init};
 /// A mixture of experts: y = the weighted sum of the chosen experts, plus the shared expert times its gate.
 ///
 /// The parameters have the names and shapes of the files ([`MixtureNaming`]): one for each expert and projection, or
-/// one for all experts.
+/// one for all experts per projection.
 #[derive(Debug, Clone)]
 pub(super) struct Mixture {
     router: Router,

@@ -95,8 +95,8 @@ impl EncoderEmbeddings {
     }
 }
 
-/// Returns the positions of tokens, text after text: tokens are counted from `padding` + 1 on, without padding tokens,
-/// whose position is `padding`.
+/// Returns the positions of the tokens of all texts, one text after the other. In each text, the first token that is not
+/// padding has position `padding` + 1, and the next one `padding` + 2. Padding tokens have position `padding`.
 fn positions_after(padding: u32, texts: &[Vec<u32>]) -> Vec<u32> {
     let of_text = |ids: &Vec<u32>| {
         let position = |count: &mut u32, id: &u32| {

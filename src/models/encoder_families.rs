@@ -346,7 +346,7 @@ impl EncoderKeys<'_> {
         })
     }
 
-    /// Returns the blocks of a ModernBERT. In some of them, a position attends only to positions near it.
+    /// Returns the blocks of a ModernBERT. In some of them, a position attends only to nearby positions.
     fn modernbert_blocks(&self) -> Result<Vec<EncoderBlockConfig>> {
         let blocks = self.equal_blocks("num_hidden_layers", 22)?.len();
         let every = self.size("global_attn_every_n_layers", 3)?;

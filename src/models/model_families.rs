@@ -69,8 +69,8 @@ pub(super) enum LayerKinds {
     Windowed,
     /// The key `layer_types` gives the types. Without it, all blocks have a window if the configuration has one.
     TypesOrWindowed,
-    /// The key `layer_types` gives the types. Without it, blocks have a window from block `max_window_layers` on if
-    /// `use_sliding_window` is set.
+    /// The key `layer_types` gives the types. Without it, the first `max_window_layers` blocks have full attention, and
+    /// the others have a window if `use_sliding_window` is set.
     Qwen,
     /// The key `layer_types` gives the types. Without it, blocks whose number, counted from 1, is a multiple of the
     /// pattern have full attention, and the others have a window.

@@ -136,7 +136,7 @@ fn open_to_append(path: &Path) -> std::io::Result<File> {
     }
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     OpenOptions::new().create(true).append(true).read(true).custom_flags(flags).open(path).or_else(|e| {
-        // This is a device that cannot be read, or a file that may only be written.
+        // This is a device that cannot be read, or a file that this user can only write.
         let again = OpenOptions::new().append(true).custom_flags(flags).open(path);
         if e.kind() == ErrorKind::NotFound { Err(e) } else { again }
     })

@@ -17,8 +17,9 @@ const NAME: &str = "sync_batch_norm";
 /// norm.
 ///
 /// x is `[batch, features, ..]` of f32, bf16 or f16. Arithmetic is in f32; sums are in f64, in rank order. Training
-/// uses one collective in the forward pass and one in the backward pass, each with two numbers per feature. The running
-/// statistics are equal on all ranks. In a model on a GPU, the layer's training passes run on the host.
+/// uses one collective in the forward pass and one in the backward pass, each with two numbers per feature; the former
+/// also contains the number of elements. The running statistics are equal on all ranks. In a model on a GPU, the
+/// layer's training passes run on the host.
 ///
 /// "running_mean" and "running_var" are [buffers](crate::EngineBuilder::buffers) of f32, in 16-bit models too. "weight"
 /// and "bias", in x's dtype or f32, exist if `affine` is set. The names are those of [`candle_nn::BatchNorm`] and of

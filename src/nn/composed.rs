@@ -18,7 +18,7 @@ use super::{
 };
 use candle_core::{D, DType, Result, Tensor};
 
-/// Returns 16-bit tensors in f32, and others as they are.
+/// Returns a 16-bit tensor in f32, and any other tensor unchanged.
 fn wide(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::BF16 | DType::F16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }
 }

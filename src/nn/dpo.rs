@@ -88,7 +88,7 @@ fn mean_of_losses(margins: &Tensor, values: &[f32]) -> Result<Tensor> {
     let losses = values.iter().map(|x| f64::from(*x)).map(|x| (-x).max(0.0) + (-x.abs()).exp().ln_1p());
     let pairs = values.len() as f64;
     let mean = (losses.sum::<f64>() / pairs) as f32;
-    // The slope is -sigmoid(-x).
+    // The derivative of a loss is -sigmoid(-x).
     let slopes: Vec<f64> = values.iter().map(|x| -1.0 / (1.0 + f64::from(*x).exp()) / pairs).collect();
     inputs.result(NAME, CpuStorage::F32(vec![mean]), (), move |grad, [to_margins]| {
         let factor = grad.read::<f32, _>(NAME, |grad| Ok(f64::from(grad.first().copied().unwrap_or(0.0))))?;

@@ -93,7 +93,8 @@ pub(super) struct DropoutMask {
 }
 
 impl DropoutMask {
-    /// Applies [`dropout`] to the elements of x from index `first` on, and writes the result to y.
+    /// Applies [`dropout`] to `x`, the part of a tensor that begins with the tensor's element `first`, and writes the
+    /// result to `y`.
     pub fn apply<E: TensorElement>(&self, first: usize, x: &[E], y: &mut [E]) {
         kernel::dropout(x, self.p, self.seed, offset_of(self.draw).wrapping_add(first as u64), y);
     }

@@ -110,8 +110,8 @@ impl KeyValueCache {
         self.len = self.len.min(len);
     }
 
-    /// Computes [`causal_attention`](crate::nn::causal_attention()) for positions that follow those in the cache. They
-    /// also see the cached positions, and are added to the cache.
+    /// Computes [`causal_attention`](crate::nn::causal_attention()) for positions that follow those in the cache. The
+    /// new positions also see the cached ones, and are added to the cache.
     ///
     /// On the CPU, if the cache is empty, the results have the same bits as without a cache. Other results may differ
     /// in their last digits, because sums are computed in a different order.
@@ -144,8 +144,8 @@ impl KeyValueCache {
         }))
     }
 
-    /// Computes [`grouped_attention`](crate::nn::grouped_attention()) for positions that follow those in the cache.
-    /// They also see the cached positions, and are added to the cache. Everything else is as in
+    /// Computes [`grouped_attention`](crate::nn::grouped_attention()) for positions that follow those in the cache. The
+    /// new positions also see the cached ones, and are added to the cache. Everything else is as in
     /// [`KeyValueCache::causal_attention`].
     ///
     /// # Errors

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! The adapter's part is computed in f32, whatever the format of the base weight; 16-bit rows are widened a few at a
-//! time. In addition to x, the thin product h and, with DoRA, the result before its columns are scaled are kept for the
-//! backward pass.
+//! time. In addition to x, the thin product h is kept for the backward pass and, with DoRA, also the result before its
+//! columns are scaled.
 
 use super::dropout::{DropoutMask, dropout};
 use super::f32_parameters::{follow, is_wider, with_wide};

@@ -9,8 +9,8 @@ use candle_core::shape::Dim;
 use candle_core::{DType, Layout, Result, Tensor, bail};
 
 /// Returns `init` with some elements replaced by those of `source`. Element (.., i, ..) of the source, where i is its
-/// index along `dim`, replaces the element at the same position, except that the index along `dim` is element (.., i,
-/// ..) of `indexes`. If several elements have the same target, the last one wins.
+/// index along `dim`, replaces element (.., j, ..) of `init`, where j is element (.., i, ..) of `indexes`; the indexes
+/// along the other axes are the same. If several elements have the same target, the last one wins.
 ///
 /// `indexes` (u8, u32 or i64) and `source` have the same shape, which may exceed that of `init` only along `dim`. An
 /// index equal to its type's largest value is ignored, as in Candle.
@@ -30,8 +30,8 @@ pub fn scatter<D: Dim>(init: &Tensor, indexes: &Tensor, source: &Tensor, dim: D)
 }
 
 /// Returns `init` with the elements of `source` added. Element (.., i, ..) of the source, where i is its index along
-/// `dim`, is added to the element at the same position, except that the index along `dim` is element (.., i, ..) of
-/// `indexes`. Elements are added in the source's order. Sums are in f32 and rounded once.
+/// `dim`, is added to element (.., j, ..) of `init`, where j is element (.., i, ..) of `indexes`; the indexes along the
+/// other axes are the same. Elements are added in the source's order. Sums are in f32 and rounded once.
 ///
 /// `indexes` (u8, u32 or i64) and `source` have the same shape, which may exceed that of `init` only along `dim`. An
 /// index equal to its type's largest value is ignored, as in Candle.

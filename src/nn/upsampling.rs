@@ -44,7 +44,7 @@ pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Ten
 }
 
 /// Resizes an image `[batch, channels, height, width]` to `height` x `width`. Each element of the result is the mean of
-/// the four input elements around its position, weighted by distance. With `align_corners`, the centres of the corner
+/// the four input elements around its position, weighted by proximity. With `align_corners`, the centres of the corner
 /// elements stay in place; otherwise their outer edges do (as in PyTorch).
 ///
 /// This is [`Tensor::upsample_bilinear2d`] with a gradient, which Candle's version does not have.

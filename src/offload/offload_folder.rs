@@ -68,8 +68,8 @@ pub(super) struct SpaceDemand {
 
 impl OffloadFolder {
     /// Checks `path`, and creates the folder if its parent exists or the path is below the home folder. The first rank
-    /// of a job locks the folder for all ranks. Files have no names, so several engines of a process need no separate
-    /// folders.
+    /// of a job locks the folder for all ranks. Files have no names, so several engines of a process do not need
+    /// separate folders.
     pub fn open(path: &Path, is_first: bool) -> Result<Arc<Self>> {
         let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
         let found = match std::fs::metadata(path) {

@@ -105,11 +105,11 @@ impl OffloadStore {
         lock(&self.files).clear();
     }
 
-    /// Chooses the file access for the rest of the run by the total size of the files of this host's ranks, of which
-    /// there are `ranks_here`. Call this method after all states have received their storage.
+    /// Chooses the file access for the rest of the run, based on the total size of the files of the `ranks_here` ranks
+    /// on this host. Call this method after all states have received their storage.
     pub fn choose_access(&self, ranks_here: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(ranks_here as u64);
-        // A file that does not allow direct access is mapped. If no file allows it, mapping is chosen in its place.
+        // A file that does not allow direct access is mapped. If no file allows direct access, mapping is chosen instead.
         let direct_is_possible = lock(&self.files).values().any(|file| file.allows_direct());
         let access = match self.access.unwrap_or_else(|| DiskAccess::fastest(bytes, direct_is_possible)) {
             DiskAccess::Direct if !direct_is_possible => DiskAccess::Mapped,

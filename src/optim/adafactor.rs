@@ -243,7 +243,7 @@ impl FactoredOptimizer for AdafactorPart {
         if range.is_empty() {
             return;
         }
-        // A sum is added up element by element, from the first on, so that its bits do not depend on where slices end.
+        // A sum is accumulated element by element, in order, so its bits do not depend on where slices end.
         let touched = range.start / batch.cols..(range.end - 1) / batch.cols + 1;
         let tasks = touched.len().div_ceil(SUMS);
         for_each_part(tasks, ParallelChunks::new(&mut rows[touched.clone()], SUMS), |i, sums| {
@@ -360,8 +360,8 @@ impl SliceSquares<'_> {
         }
     }
 
-    /// Adds the squares of the elements of a row that are in the slice to the sums of their columns, of which the first
-    /// is `column`.
+    /// Adds the squares of the elements of a row that are in the slice to `sums`, the sums of consecutive columns that
+    /// begin with `column`.
     fn add_columns(&self, row: usize, column: usize, sums: &mut [f64]) {
         let columns = column..column + sums.len();
         let part = self.part(row, &columns);

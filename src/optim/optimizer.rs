@@ -40,7 +40,7 @@ impl StepContext {
 pub enum Momentum {
     /// The decay rates of two moments. A schedule may change them.
     Betas(f64, f64),
-    /// One factor (SGD's; 0 if there is none). No schedule changes it.
+    /// One factor, as in SGD and Muon; 0 if there is no momentum. No schedule changes it.
     Factor(f64),
 }
 
@@ -193,7 +193,7 @@ pub enum RateRule {
     Schedule,
     /// The optimizer's own rate. A schedule is an error.
     Constant,
-    /// A rule of the optimizer: the rate after this number of applied steps. A schedule is an error.
+    /// A rule of the optimizer, which returns the rate after a number of applied steps. A schedule is an error.
     OfSteps(fn(u64) -> f64),
 }
 

@@ -135,7 +135,7 @@ impl ParameterGroup {
     }
 
     /// Freezes the parameters of this group: they have no gradients, master weights or optimizer states.
-    /// [`Engine::set_trainable`](crate::Engine::set_trainable) may change that later.
+    /// [`Engine::set_trainable`](crate::Engine::set_trainable) can change that later.
     #[must_use]
     pub fn frozen(mut self) -> Self {
         self.is_frozen = true;

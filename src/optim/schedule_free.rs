@@ -228,7 +228,7 @@ struct StepWeights {
     sums: Mutex<WeightSums>,
 }
 
-/// Sums of weights, from the first step on, always added in order.
+/// Sums of weights, each beginning with the first step and always added in order.
 #[derive(Debug, Default)]
 struct WeightSums {
     /// The sums over the first [`STRIDE`] steps, the first 2 [`STRIDE`] steps, and so on.

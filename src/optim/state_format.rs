@@ -60,7 +60,7 @@ pub(crate) enum DecodeMode {
     /// Conversion by the map.
     ByMap,
     /// Conversion to numbers that are encoded to the same codes again. In a signed map, the lowest code is converted to
-    /// minus the scale, because an element of the largest magnitude has this code if it is negative.
+    /// minus the scale, because a negative element of the largest magnitude has this code.
     Restorable,
 }
 

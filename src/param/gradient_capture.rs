@@ -93,7 +93,8 @@ mod tests {
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
     }
 
-    /// Returns the number of parts left for later of the gradient of a weight that `forward` uses, and the gradient.
+    /// Returns, for a weight that `forward` uses, the number of parts of its gradient that were left for later, and the
+    /// gradient.
     fn gradient_of(is_divided: bool, forward: impl Fn(&Tensor) -> Result<Tensor>) -> (usize, Vec<f32>) {
         let arrived = Arc::new(Arrived::default());
         let storage = (

@@ -2,8 +2,8 @@
 //!
 //! This module relies on three mechanisms of Candle, each used in one file: `zero/share/var_builder_backend.rs` (a
 //! `VarBuilder` backend sees every parameter), `gradient_capture.rs` (an operation whose backward pass takes a
-//! parameter's complete gradient) and `tensor/residency.rs` (a tensor's storage is taken out and put back while model
-//! and graph hold the tensor).
+//! parameter's complete gradient) and `tensor/residency.rs` (a tensor's storage is taken out and put back while the
+//! model and the graph hold the tensor).
 
 pub(crate) mod error;
 pub(crate) mod gradient_capture;

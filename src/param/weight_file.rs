@@ -92,8 +92,8 @@ fn described_length(start: &[u8]) -> Option<u64> {
     ends.max()?.checked_add(8)?.checked_add(length)
 }
 
-/// Checks that no value is NaN or infinite. `values` are those of a parameter from element `first` on, read from
-/// `path`.
+/// Checks that no value is NaN or infinite. `values` are consecutive values of a parameter, beginning with element
+/// `first`, which were read from `path`.
 ///
 /// # Errors
 /// [`ParamError::NotFinite`] with the first such value.

@@ -1,7 +1,7 @@
 //! The timing of a schedule: when each operation runs if operations and messages take given times.
 //!
-//! An operation begins when its rank has finished the previous one in its list and its input has arrived: a forward
-//! pass needs the result of the previous stage, and a backward pass that of the next stage.
+//! An operation begins when its rank has finished the previous operation in the rank's list and the operation's input
+//! has arrived: a forward pass needs the result of the previous stage, and a backward pass that of the next stage.
 
 use super::schedule::{PipelineOp, PipelinePass, PipelineSchedule};
 use std::collections::{BTreeMap, BTreeSet};

@@ -79,9 +79,9 @@ pub fn balanced_cuts(weights: &[f64], slowness: &[f64]) -> Result<StageCuts, Too
 }
 
 /// Divides layers into stages so that the slowest stage is as fast as possible, and no stage needs more memory than its
-/// rank has. `seconds` contains, for each stage, the time of each layer on the rank that holds the stage; `bytes` is
-/// the memory of each layer, and `limits` is the memory available to each stage. Of equally good divisions, the one
-/// with the smallest sum of squares is returned. Returns `None` if no division fits (`partition: time`).
+/// rank has (`partition: time`). `seconds` contains, for each stage, the time of each layer on the rank that holds the
+/// stage; `bytes` is the memory of each layer, and `limits` is the memory available to each stage. Of equally good
+/// divisions, the one with the smallest sum of squares is returned. Returns `None` if no division fits.
 ///
 /// # Errors
 /// There are more stages than layers.

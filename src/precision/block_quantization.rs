@@ -260,7 +260,7 @@ mod tests {
         for (ints, steps) in [(IntFormat::Int8, -127..=127), (IntFormat::Int4, -7..=7)] {
             let values: Vec<f32> = steps.clone().map(|code| code as f32 * 0.25).collect();
             for block in values.chunks(BLOCK) {
-                // Each block contains its largest code, whichever part of the range it covers.
+                // Each block contains the largest code, whichever part of the range the block covers.
                 let block: Vec<f32> =
                     block.iter().copied().take(BLOCK - 1).chain([*steps.end() as f32 * 0.25]).collect();
                 for dtype in [DType::F32, DType::BF16, DType::F16] {

@@ -121,8 +121,7 @@ impl DynamicMap {
     }
 
     /// Writes the values of a block such that its codes and scale can be restored from them. In a signed map, the
-    /// lowest code becomes minus the scale, because an element of the largest magnitude has this code if it is
-    /// negative.
+    /// lowest code becomes minus the scale, because a negative element of the largest magnitude has this code.
     #[inline(always)]
     pub fn dequantize_restorable(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
         let lowest = if self.values[0] < 0.0 { -1.0 } else { 0.0 };

@@ -170,8 +170,8 @@ impl RecordedRun {
         RecordedLoads::read(&self.folder)
     }
 
-    /// Sends a request to the program that records this run. The program finds it at the end of a step, within
-    /// about a second or, if a step takes longer, at the end of that step. The program acts on it if it calls
+    /// Sends a request to the program that records this run. The program finds the request at the end of a step: within
+    /// about a second or, if a step takes longer, at the end of that step. The program acts on the request if it calls
     /// [`Engine::stop_requested`](crate::Engine::stop_requested) or
     /// [`Engine::save_requested`](crate::Engine::save_requested).
     ///

@@ -190,7 +190,7 @@ pub(super) fn is_off(folder: &std::ffi::OsStr) -> bool {
     folder.to_str().is_some_and(|folder| OFF.iter().any(|off| folder.eq_ignore_ascii_case(off)))
 }
 
-/// Returns whether a run's name may contain this character. Characters that are special in a shell, a path or a page
+/// Returns whether a run's name may contain this character. Characters that are special in a shell, a path or a web page
 /// are excluded.
 fn is_allowed(letter: char) -> bool {
     letter.is_alphanumeric() || "._-+=@ ".contains(letter)

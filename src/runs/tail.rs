@@ -149,7 +149,7 @@ fn text_lines(path: &Path, from: u64, all: &mut Vec<String>) -> std::io::Result<
     Ok(from + end as u64)
 }
 
-/// Returns the first position from `from` on at which a line begins.
+/// Returns the first position at or after `from` at which a line begins.
 fn next_line(file: &mut std::fs::File, from: u64) -> std::io::Result<u64> {
     if from == 0 {
         return Ok(0);

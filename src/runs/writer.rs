@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 /// The time since the last flush after which [`RunWriter::record`] passes all collected lines to the system.
 const FLUSH_INTERVAL: Duration = Duration::from_secs(1);
 /// The number of bytes of collected metrics at which [`RunWriter::record`] passes all lines to the system, even if
-/// [`FLUSH_INTERVAL`] is not over.
+/// [`FLUSH_INTERVAL`] has not elapsed.
 const FLUSH_BYTES: usize = 1 << 16;
 /// The time between two summaries.
 const SUMMARY_INTERVAL: Duration = Duration::from_secs(10);

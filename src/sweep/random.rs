@@ -11,7 +11,7 @@ pub(super) enum DrawnFor {
     Trial(usize),
     /// The order in which a finite space is searched.
     Order,
-    /// The branch that replaces the trial with this number.
+    /// The choices for the branch with this number.
     Branch(usize),
 }
 

@@ -392,7 +392,7 @@ impl RankCore {
         &self.buffers
     }
 
-    /// Collective: gives all ranks the same buffers.
+    /// Collective: synchronizes the model's buffers between ranks, outside a step.
     pub fn agree_on_buffers(&self) -> Result<()> {
         self.buffers.agree(self.comm())
     }

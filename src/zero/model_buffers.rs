@@ -56,7 +56,8 @@ impl ModelBuffers {
         if self.sync == BufferSync::Mean { self.take_mean(comm) } else { Ok(()) }
     }
 
-    /// Collective: gives all ranks the same values, according to the rule; without a rule, rank 0's values.
+    /// Collective: synchronizes the buffers outside a step: with `BufferSync::Mean`, sets the floating-point buffers to
+    /// their means; otherwise, gives all ranks rank 0's values.
     pub(super) fn agree(&self, comm: &dyn Communicator) -> Result<()> {
         if self.sync == BufferSync::Mean { self.take_mean(comm) } else { self.take_rank_zeros(comm) }
     }

@@ -1,4 +1,4 @@
-//! Checkpoints: saved, loaded, damaged, interrupted, and those that DeepSpeed wrote.
+//! Checkpoints: saving and loading them, damaged files, interrupted jobs, and checkpoints that DeepSpeed wrote.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

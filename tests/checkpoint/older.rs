@@ -20,7 +20,7 @@ fn fixture(name: &str) -> PathBuf {
     repository().join("tests/fixtures/checkpoints").join(name)
 }
 
-/// Returns the configuration of the programs that wrote these checkpoints, at a different stage.
+/// Returns the configuration of the programs that wrote these checkpoints, with the given stage.
 fn config(fp16: bool, stage: u8) -> Value {
     let mut config = json!({
         "train_micro_batch_size_per_gpu": 2,

@@ -24,7 +24,7 @@ struct Seen {
     exported: Vec<u8>,
 }
 
-/// Trains until step `until`, and calls `at` before every step.
+/// Trains until step `until`, and calls `at` before every step and after the last.
 fn run(world: usize, config: &Value, until: u64, at: impl Fn(&mut Engine<Tiny>) -> Result<()> + Sync) -> Vec<Seen> {
     let folder = folder();
     let file = folder.path().join("model.safetensors");
@@ -517,7 +517,7 @@ fn a_save_in_the_background_outlives_a_step_that_fails() {
         train(engine)?;
         let options = SaveOptions { in_background: true, ..SaveOptions::default() };
         engine.save_checkpoint_with(dir.path(), Some("before"), Value::Null, &options)?;
-        // The loss is finite, but its gradients are not: the slope of the square root at 0 is infinite.
+        // The loss is finite, but its gradients are not: the derivative of the square root at 0 is infinite.
         let error = train_on(engine, |loss| &loss + (&loss - &loss)?.sqrt()?).unwrap_err();
         assert!(matches!(error, Error::Engine(EngineError::NonFiniteGradient { .. })), "{error}");
         Ok(())

@@ -24,7 +24,7 @@ fn on_cpu() -> EngineBuilder {
     Engine::builder().device(Device::Cpu)
 }
 
-/// x * w with dropout.
+/// A layer that computes `x * w`, with dropout.
 struct Scaled {
     w: Tensor,
     dropout: Dropout,

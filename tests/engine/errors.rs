@@ -156,8 +156,8 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
     }
 }
 
-/// Returns a function that computes a loss of 0, whose gradient is infinite on rank 1: the slope of the square root at
-/// 0.
+/// Returns a function that computes a loss of 0, whose gradient is infinite on rank 1: the derivative of the square
+/// root at 0.
 fn root_loss(rank: usize) -> impl FnMut(&Tensor) -> Result<Tensor> {
     move |param| if rank == 1 { (param * 0.5)?.sqrt()?.sum_all() } else { param.sum_all() }
 }

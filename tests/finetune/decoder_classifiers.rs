@@ -74,7 +74,7 @@ fn logits_are_those_of_the_last_token_that_is_not_padding() {
     }
 }
 
-/// Returns a builder for the weights in `folder`, whose names it extends by the prefix of a classifier's parameters.
+/// Returns a builder for the weights in `folder`. Names that lack the prefix of a classifier's parameters get it.
 fn gpt2_names(_: VarBuilder<'static>, folder: &tempfile::TempDir) -> VarBuilder<'static> {
     let named = tensors(folder.path().join("model.safetensors")).into_iter().map(|(name, tensor)| {
         let has_prefix = name.starts_with("transformer.") || name.starts_with("score.");

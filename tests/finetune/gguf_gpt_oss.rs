@@ -12,7 +12,8 @@ fn whole(base: &BaseModel, parameter: &str, shape: &[usize]) -> Vec<f32> {
     base.values().values(parameter, shape, 0..shape.iter().product()).unwrap()
 }
 
-/// Returns the tiny gpt-oss of this name with the settings that all published ones have, and a tokenizer.
+/// Returns a folder with the tiny gpt-oss model of this name, the settings that all published models have, and a
+/// tokenizer.
 fn published(name: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let from = MOE.path("models").join(name);

@@ -115,8 +115,8 @@ fn a_gguf_file_alone_answers_trains_and_is_merged() {
     let (file, at) = (text(&file), |name: &str| text(&alone.path().join(name)));
     let few = ["--prompt", "hello there", "--max_tokens", "12"];
     let answer = |model: &str, more: &[&str]| run(&[&["generate", model], &few[..], more].concat());
-    // The file has f16 weights and the folder has f32 weights, so the two need to agree only in the prompt's ids.
-    // Answers need to agree only if the weights are equal.
+    // The file has f16 weights and the folder has f32 weights, so the two need to agree only in the token ids of the
+    // data. Answers need to agree only if the weights are equal.
     let data = at("chats.jsonl");
     let chat = json!({"messages": [{"role": "user", "content": "1 and 2?"}, {"role": "assistant", "content": "3"}]});
     std::fs::write(&data, format!("{chat}\n").repeat(4)).unwrap();

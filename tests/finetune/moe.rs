@@ -266,8 +266,8 @@ fn follow(name: &str, kind: &str) {
         let mut worst_norm = worst(first);
         if worst_norm > NORM && name == "gpt_oss" {
             // At the limit of gpt-oss' activation, its derivative jumps. If rounding put a number on a different side
-            // of the limit than in the recorded run, the number is on the recorded side of one of the two neighbouring
-            // limits in f32, so runs with these limits are compared, too.
+            // of the limit than in the recorded run, the number is on the recorded side of one of the two adjacent f32
+            // limits, so runs with these limits are compared, too.
             let neighbors = [1.0 - f32::EPSILON / 2.0, 1.0 + f32::EPSILON];
             let moved = neighbors
                 .map(|limit| worst(&train(name, run, &batches, Training { world, stage: 0, recompute: false, limit })));

@@ -460,8 +460,8 @@ fn named_hosts(mpi: Mpi, ranks: &[usize]) -> Option<Command> {
     Some(command)
 }
 
-/// Returns the number of bytes that a rank receives in a reduce-scatter of chunks of `n` f32 if partial sums are passed
-/// from host to host.
+/// Returns the number of bytes that a rank receives in a reduce-scatter of chunks of `n` f32 elements if partial sums
+/// are passed from host to host.
 fn bytes_in_a_chain(counts: &[usize], rank: usize, n: usize) -> usize {
     let (world, lanes) = (counts.iter().sum::<usize>(), *counts.iter().min().unwrap());
     let start = |host: usize| counts[..host].iter().sum::<usize>();

@@ -6,7 +6,8 @@ use std::process::{Command, Output};
 use crate::support::processes::{stderr, stdout, zerorun};
 use crate::support::skips::skipped;
 
-/// A script without dependencies, so that it compiles quickly. The manifest ends on line 5.
+/// The beginning of a script, with a manifest that ends on line 5. The script has no dependencies, so it compiles
+/// quickly.
 const HEAD: &str = "#!/usr/bin/env zerorun\n---\n[package]\nedition = \"2024\"\n---\n";
 
 fn in_dir(dir: &Path) -> Command {

@@ -40,7 +40,7 @@ pub enum PoolPlant {
     NoWakeUp,
 }
 
-/// The behaviour of a test's pool.
+/// The settings of a test's pool.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
     /// Whether helpers that find no job sleep. Otherwise, they keep looking.

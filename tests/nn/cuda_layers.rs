@@ -1,7 +1,7 @@
-//! The layers on a GPU: values and gradients, compared with the same functions composed of Candle's operations on the
-//! GPU and with the formulas in f64 on the CPU; slopes by finite differences; and the same bits in every run. If no GPU
-//! answers, each test is skipped; CI runs the tests on the mock in tools/mock_cuda, where threads take turns, so shapes
-//! are small.
+//! The layers on a GPU: values, compared with the same functions composed of Candle's operations on the GPU; values and
+//! gradients, compared with the formulas in f64 on the CPU; gradients, compared with finite differences; and the same
+//! bits in every run. If no GPU answers, each test is skipped; CI runs the tests on the mock in tools/mock_cuda, where
+//! threads take turns, so shapes are small.
 
 use crate::support::device::gpu;
 use crate::support::skips::skipped;
@@ -79,8 +79,8 @@ fn largest(values: &[f64]) -> f64 {
     values.iter().fold(1.0, |most: f64, x| most.max(x.abs()))
 }
 
-/// Compares every case in every dtype with the composed function on the GPU (f32) and in f64 on the CPU (all dtypes),
-/// and checks that a second run gives the same bits.
+/// Compares every case with the composed function in f64 on the CPU (in every dtype) and on the GPU (only values in
+/// f32), and checks that a second run gives the same bits.
 pub(super) fn check(gpu: &Device, cases: Vec<Case>) {
     for case in cases {
         for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
@@ -112,7 +112,7 @@ pub(super) fn check(gpu: &Device, cases: Vec<Case>) {
     }
 }
 
-/// Checks that gradients are the slopes of the values, in f32.
+/// Compares gradients with finite differences of the values, in f32.
 fn finite_differences(gpu: &Device, case: &Case) {
     let step = 2f32.powi(-6);
     let args: Vec<Tensor> =

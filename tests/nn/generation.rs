@@ -4,11 +4,12 @@ use crate::{gpt, llama};
 use candle_core::{DType, Result};
 use candle_zero::models::{Architecture, GptConfig, LanguageModel, LlamaConfig, Session};
 
-/// Returns the configuration of a GPT-2 with a context of `ctx` tokens; the Llama below has grouped heads.
+/// Returns the configuration of a GPT-2 with a context of `ctx` tokens.
 fn gpt_config(ctx: usize) -> GptConfig {
     GptConfig { ctx, ..GptConfig::preset("nano").unwrap() }
 }
 
+/// Returns the configuration of a Llama with grouped heads and a context of `ctx` tokens.
 fn llama_config(ctx: usize) -> LlamaConfig {
     LlamaConfig { ctx, ..llama::odd() }
 }
@@ -28,8 +29,8 @@ fn far(got: &[f32], want: &[f32]) -> f32 {
     largest(&mut got.iter().zip(want).map(|(a, b)| a - b)) / largest(&mut want.iter().copied())
 }
 
-/// Continues a text greedily by `n` tokens, beyond the context, and compares each row of logits with that of the whole
-/// text.
+/// Continues a text greedily by `n` tokens, beyond the context, and compares each row of logits with that of the
+/// complete text.
 fn continues_as_without_a_cache<A: Architecture>(model: &LanguageModel<A>, n: usize, accuracy: f32) {
     let mut session = Session::new();
     let mut text = prompt(5);

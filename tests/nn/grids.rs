@@ -198,7 +198,7 @@ fn values_and_gradients_are_those_of_pytorch() {
 
 #[test]
 fn the_gradient_of_a_maximum_is_its_slope() {
-    // The numbers are distinct and whole, so a change of 0.25 moves no maximum.
+    // The values are distinct integers, so a change of 0.25 moves no maximum.
     let data: Vec<f32> = (0..210u32).map(|i| (i * 97 % 210) as f32).collect();
     for pooling in [Pooling::new(2), Pooling::new((3, 2)).stride((1, 2)).padding((1, 0)), Pooling::new(3).stride(2)] {
         let value = |data: &[f32]| {

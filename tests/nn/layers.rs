@@ -387,7 +387,8 @@ fn gradients_are_the_slopes_of_the_values() {
                     value(&args)
                 };
                 let slope = (shifted(step) - shifted(-step)) / f64::from(2.0 * step);
-                // The error of the slope is proportional to the third derivative, which is large for scaled arguments.
+                // The error of the difference quotient is proportional to the third derivative, which is large for
+                // scaled arguments.
                 let error = (slope - grad[i]).abs();
                 assert!(error <= 5e-3 * largest, "{} argument {a} element {i}: {slope} not {}", case.name, grad[i]);
             }

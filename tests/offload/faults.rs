@@ -163,7 +163,7 @@ fn reserved_space_can_be_written_through_a_mapping_whatever_the_limit_of_file_si
 fn weights_program() {
     let Some(folder) = std::env::var_os("TEST_FOLDER") else { return };
     for access in [DiskAccess::Direct, DiskAccess::Cached] {
-        // At stage 2 in f32, the tensors contain whole parameters, which the test can read.
+        // At stage 2 in f32, the tensors contain complete parameters, which the test can read.
         let mut config = all_in(Path::new(&folder), 2);
         config["bf16"]["enabled"] = json!(false);
         let build = |vb: candle_nn::VarBuilder<'_>| candle_nn::linear(40, 70, vb);

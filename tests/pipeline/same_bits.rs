@@ -40,7 +40,7 @@ pub(super) fn loss(y: &Tensor, target: &Tensor) -> candle_core::Result<Tensor> {
     y.sub(target)?.sqr()?.mean_all()
 }
 
-/// A layer with a branch around it, as in a transformer: its input's gradient has two terms.
+/// A layer with a residual connection, as in a transformer: its input's gradient has two terms.
 pub(super) struct Residual(LayerNorm, Linear);
 
 impl candle_nn::Module for Residual {

@@ -64,7 +64,7 @@ pub struct Shape {
     /// Whether each expert is a unit. Otherwise, all experts are gathered with their block.
     pub units: bool,
     pub checkpointed: bool,
-    /// Whether both projections of the experts have an adapter, and the last one also has a bias.
+    /// Whether both projections of the experts have an adapter, and the down projection also has a bias.
     pub adapter: bool,
 }
 

@@ -37,7 +37,7 @@ fn values(seed: usize, shape: (usize, usize)) -> Result<Tensor> {
     Tensor::from_iter((0..shape.0 * shape.1).map(value), &Device::Cpu)?.reshape(shape)
 }
 
-/// Returns the distance of `scores` from `goal`.
+/// Returns the mean squared difference between `scores` and `goal`.
 fn distance(scores: &Tensor, goal: f64) -> Result<Tensor> {
     (scores - goal)?.sqr()?.mean_all()
 }

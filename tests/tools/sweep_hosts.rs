@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 
 /// A program that acts as ssh. The processes on a host neither belong to the session of this program nor end with it. A
-/// host on which the file `down-HOST` exists cannot be reached, and connections to it are closed.
+/// host for which a file `down-HOST` exists cannot be reached, and connections to it are closed.
 const SHELL: &str = r#"host=$1
 unreachable() { echo "rsh: $host: no route to host" >&2; exit 255; }
 [ -e "$DIR/down-$host" ] && unreachable
@@ -25,7 +25,7 @@ code=$?
 kill $watcher 2>/dev/null
 exit $code"#;
 
-/// A folder with a script that trains, and hosts that a program reaches.
+/// A folder with a script that trains, and a program that reaches hosts.
 struct Cluster {
     folder: Folder,
     shell: PathBuf,

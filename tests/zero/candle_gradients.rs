@@ -1,5 +1,5 @@
-//! Checks of the table in docs/vision.md: Candle's wrong gradients and its correct ones are compared with the slopes of
-//! Candle's own values in f64. A failure after an upgrade of Candle shows which row has changed.
+//! Checks of the table in docs/vision.md: Candle's wrong gradients and its correct ones are compared with finite
+//! differences of Candle's own values in f64. A failure after an upgrade of Candle shows which row has changed.
 
 use candle_core::{Device, Result, Tensor, Var};
 
@@ -26,7 +26,8 @@ fn weighed(y: &Tensor) -> Result<Tensor> {
     (y * numbers(y.dims(), 99))?.sum_all()
 }
 
-/// Returns how far Candle's gradient of each argument is from the slopes, as a fraction of the largest slope.
+/// Returns, for each argument, how far Candle's gradient is from the finite differences, as a fraction of the largest
+/// of them.
 fn errors(function: Function, shapes: &[&[usize]]) -> Result<Vec<f64>> {
     let args: Vec<Tensor> = (0..).zip(shapes).map(|(seed, shape)| numbers(shape, seed)).collect();
     let vars: Vec<Var> = args.iter().map(|arg| Var::from_tensor(arg).unwrap()).collect();

@@ -181,9 +181,9 @@ fn an_engine_that_goes_from_thread_to_thread_has_the_bits_of_one_that_stays() {
     }
 }
 
-/// Trains two ranks for two steps. Returns for each rank the bytes on its GPU between steps and their maximum, the
-/// engine's report, and the number of its parameters' tensors. Nothing else may be on the GPUs, so each test that calls
-/// this runs in its own process.
+/// Trains two ranks for two steps. Returns, for each rank, the bytes on its GPU after the last step, the GPU's peak,
+/// the engine's report, and the number of its parameters' tensors. Nothing else may be on the GPUs, so each test that
+/// calls this runs in its own process.
 fn held_by_ranks(shape: Shape, config: &Value) -> Vec<(usize, usize, MemoryReport, usize)> {
     let held = threads::run(2, |comm| {
         let rank = comm.rank();

@@ -118,7 +118,8 @@ fn bits(trained: &Trained) -> Vec<(Vec<u32>, Vec<u64>)> {
     trained.0.iter().map(of_rank).collect()
 }
 
-/// Compares the parameters of two f32 models, relative to the largest value of each, and the losses and norms.
+/// Compares the parameters of two f32 models, with a tolerance relative to the largest value of each parameter, and the
+/// losses and norms.
 fn assert_close(found: &Trained, expected: &Trained, tolerance: f64) {
     let values = |trained: &Trained| -> BTreeMap<String, Vec<f32>> {
         let tensors = safetensors::SafeTensors::deserialize(&trained.1).unwrap();
@@ -187,8 +188,8 @@ fn divided_experts_that_are_frozen_or_packed_or_recompute_have_the_same_bits_at_
         let frozen = builder.trainable(|name, _| !name.contains("experts"));
         frozen.quantized(WeightPacking::Nf4(Nf4Scales::Bf16), |name, dims| name.contains("experts") && dims.len() == 2)
     };
-    // Only one expert, which is on one rank, and the last layer are trained, so nothing before that expert needs a
-    // gradient.
+    // Only one expert, which one rank of each group holds, and the last layer are trained, so nothing before that
+    // expert needs a gradient.
     let one = |builder: EngineBuilder| {
         builder.trainable(|name, _| name.starts_with("layer.1.mlp.experts.6.") || name.starts_with("last"))
     };
@@ -286,7 +287,7 @@ fn a_rank_holds_only_the_states_of_its_experts() {
             let holders = job.world / job.size;
             for report in reports.unwrap() {
                 let report = report.unwrap();
-                // All tensors are divisible, so there is no padding.
+                // All tensors divide evenly among the ranks, so there is no padding.
                 let elements = |sharded: bool| match sharded {
                     true => dense / job.world + experts / job.size / holders,
                     false => dense + experts / job.size,

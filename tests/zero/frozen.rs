@@ -123,8 +123,8 @@ fn a_frozen_parameter_has_weights_and_nothing_else_on_any_rank_or_wire() {
                             kind.name()
                         );
                     }
-                    // Every trained gradient is sent once, padded to equal shards; nothing is sent for frozen
-                    // parameters.
+                    // In each step, the gradient of every trained parameter is sent once, padded to equal shards;
+                    // nothing is sent for frozen parameters.
                     let report = |kind| half.comm.kind(kind).elements;
                     let travelled = report(Collective::AllReduce) + report(Collective::ReduceScatter);
                     let file = safetensors::SafeTensors::deserialize(&half.exported).unwrap();

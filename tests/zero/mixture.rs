@@ -197,7 +197,8 @@ fn stages_agree(world: usize, residual: bool, to_nobody: ToNobody) {
         let losses = &reference.0[world - 1].0;
         assert_ne!(losses[0], losses[losses.len() - 1]);
         for stage in 0..4 {
-            // Below stage 3, nothing is gathered, so the last case, which has small buckets, is enough.
+            // Below stage 3, forward and backward passes gather nothing, so the last case, which has small buckets, is
+            // enough.
             let ways = if stage == 3 { &gathering()[..] } else { &gathering()[3..] };
             for zero in ways {
                 let config = config(stage, accumulation, zero.clone(), json!({}));

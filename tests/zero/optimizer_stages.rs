@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 const STEPS: usize = 6;
 const SHAPE: Shape = Shape { layers: 2, units: true, checkpointed: false };
 
-/// Returns the optimizers that stage_equality.rs and tests/offload/stages.rs do not use.
+/// Returns optimizers that stage_equality.rs, small_states.rs and tests/offload/stages.rs do not use.
 fn optimizers() -> [Value; 8] {
     [
         json!({"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}),

@@ -175,7 +175,8 @@ fn each_parameter_comes_from_all_hosts_once_per_step_and_takes_one_copy_per_grou
     };
     let (without, with) = (of(1), of(HERE));
     for ([all, within, ..], [all_with, within_with, shares, held, peak]) in without.into_iter().zip(with) {
-        // In a micro step, the root is gathered once, and a unit twice.
+        // With the copy, each parameter is gathered from all hosts once per step; without it, none is gathered within a
+        // group.
         assert_eq!((all_with, within), (shares, 0));
         // In a group, a part is larger by a factor of world size / group size.
         assert_eq!(all_with + within_with / (4 / HERE), all);

@@ -136,7 +136,7 @@ fn quantized_groups_stay_alike_and_learn_as_without_groups() {
     }
 }
 
-/// Matrices that are sent separately, with a shard that is padded.
+/// Matrices that are sent separately, and whose shards are padded.
 struct Wide(Vec<Unit<Linear>>);
 
 #[test]

@@ -1,4 +1,4 @@
-//! Reads the variables of another launcher that has started `zerorun`, once on each host.
+//! Reads the variables of another launcher that has started `zerorun` once on each host.
 //!
 //! | started by | this host's index | the number of hosts |
 //! | --- | --- | --- |

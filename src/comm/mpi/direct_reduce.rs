@@ -74,7 +74,8 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
     Ok(())
 }
 
-/// Sends the elements `range` of each remote rank's chunk, and begins to receive their parts of this rank's chunk.
+/// Sends this rank's part of elements `range` of each remote rank's chunk, and begins to receive the remote ranks'
+/// parts of this rank's chunk.
 fn post(
     inter_host: &mut InterHostExchange,
     remote: &[usize],

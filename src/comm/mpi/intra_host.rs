@@ -18,14 +18,14 @@ pub(super) struct IntraHostSum<'a> {
     pub chunk: usize,
     /// The owners of the chunks that this rank adds up, in order. Each chunk is added up by one rank of the host.
     pub owners: &'a [usize],
-    /// Whether sums start with the parts of this host's first rank; otherwise they already contain those of other
+    /// Whether sums start with the part of this host's first rank; otherwise, they already contain the parts of other
     /// hosts.
     pub begins: bool,
 }
 
 impl IntraHostSum<'_> {
-    /// Adds the parts that this host's ranks have of elements `block` of the owners' chunks to `partial`, owner after
-    /// owner. All ranks of the host take part, with the same block.
+    /// Adds to `partial` the parts that this host's ranks have for elements `block` of the owners' chunks, one owner
+    /// after another. All ranks of the host take part, with the same block.
     pub(super) fn add_parts(
         &self,
         inter_host: &mut InterHostExchange,

@@ -224,7 +224,7 @@ fn under_zerorun() -> bool {
 /// Returns the ABIs in the order in which they are searched. Under Open MPI's mpirun, Open MPI's own ABI comes first.
 fn preferred(under_open_mpi: bool, under_zerorun: bool) -> Vec<MpiAbi> {
     match (under_zerorun, under_open_mpi) {
-        // Zerorun connects ranks as MPICH's process managers do; Open MPI's library supports only its own.
+        // zerorun connects ranks as MPICH's process managers do; Open MPI's library supports only Open MPI's own.
         (true, _) => vec![MpiAbi::Standard, MpiAbi::Mpich],
         (_, true) => vec![MpiAbi::OpenMpi, MpiAbi::Standard, MpiAbi::Mpich],
         _ => MpiAbi::ALL.to_vec(),

@@ -18,8 +18,9 @@ const FAILURE_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 type Result<T> = std::result::Result<T, CommError>;
 
 impl MpiRank {
-    /// Sends `bytes` from this host to the next one, and receives as many from the previous one, all ranks of a host
-    /// together. All ranks must call this at the same time, while no collective is in progress.
+    /// Sends `bytes` bytes from this host to the next one, and receives as many from the previous one. The ranks of a
+    /// host that serve lanes divide the bytes among themselves. All ranks must call this at the same time, while no
+    /// collective is in progress.
     ///
     /// # Errors
     /// Fails if MPI fails, or a rank has given up.

@@ -58,7 +58,7 @@ use topology::HostTopology;
 /// Returns the library that would be used here: its file and its version text.
 ///
 /// # Errors
-/// Fails if no library is found, it cannot be loaded, or it lacks a required function.
+/// Fails if no library is found, or if the library cannot be loaded or lacks a required function.
 #[doc(hidden)]
 pub fn found_library() -> std::result::Result<String, CommError> {
     Ok(library::MpiLibrary::find()?.name())
@@ -83,8 +83,8 @@ impl MpiRank {
     /// function is called once per process.
     ///
     /// # Errors
-    /// Fails if no library is found, it is not the launcher's, a host's ranks are not consecutive, hosts run different
-    /// programs, or MPI or the system fails.
+    /// Fails if no library is found, the library is not the launcher's, a host's ranks are not consecutive, hosts run
+    /// different programs, or MPI or the system fails.
     pub(super) fn enter(env: &RankEnv) -> Result<(Self, Arc<SharedMemoryRegion>)> {
         let link = MpiLink::start()?;
         if (link.rank(), link.size()) != (env.rank, env.world_size) {

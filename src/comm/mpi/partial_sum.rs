@@ -77,7 +77,7 @@ pub(super) struct SlotLayout {
 
 impl SlotLayout {
     /// Returns the maximum number of elements of each owner's chunk that fit in a slot of `bytes`, in complete blocks;
-    /// may be 0.
+    /// the result can be 0.
     pub(super) fn elements_in(self, bytes: usize) -> usize {
         match self.wire {
             WireFormat::Exact | WireFormat::BetweenHosts(_) => bytes / (self.world * self.size),

@@ -185,7 +185,7 @@ pub(super) fn share_region(link: &MpiLink, hosts: &HostTopology, rank: usize) ->
             SharedMemoryRegion::open(OwnedFd::from(file), here.len())?
         }
     };
-    // The first rank must not end before all others have opened its descriptor, because ending closes it.
+    // The first rank must not end before all others have opened its descriptor, because its exit closes the descriptor.
     link.gather(&[0])?;
     Ok(Arc::new(region))
 }

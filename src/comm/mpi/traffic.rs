@@ -11,12 +11,12 @@
 //! | sum, encoded host sums | (H - 1) L e | (W - L) e |
 //! | gather | (W - L) e | L e for each other host |
 //!
-//! In a direct sum, every part crosses the link separately for each rank that receives it, L times as often as
-//! necessary. A chain carries each element once, but as an f32 partial sum, and the sums come back from the
-//! last host. With two hosts of 8 ranks each (W = 16), a direct sum sends 256 c bytes in f32, 128 c in bf16, 66 c as
-//! 8-bit and 34 c as 4-bit integers; a chain sends 64 c in any format. A format that is encoded only between hosts
-//! ([`WireFormat::BetweenHosts`]) is always sent as host sums: 16 c as bf16, 8.25 c as 8-bit and 4.25 c as 4-bit
-//! integers.
+//! In a direct sum, the parts of a host's L ranks for the same chunk cross the link separately, although their sum
+//! would suffice: L times as many bytes as necessary. A chain carries each element once, but as an f32 partial sum, and
+//! the sums come back from the last host. With two hosts of 8 ranks each (W = 16), a direct sum sends 256 c bytes in
+//! f32, 128 c in bf16, 66 c as 8-bit and 34 c as 4-bit integers; a chain sends 64 c in any format. A format that is
+//! encoded only between hosts ([`WireFormat::BetweenHosts`]) is always sent as host sums: 16 c as bf16, 8.25 c as 8-bit
+//! and 4.25 c as 4-bit integers.
 
 use super::inter_host::MAX_MESSAGE_BYTES;
 use super::partial_sum::SlotLayout;
@@ -67,8 +67,9 @@ impl PeakHostTraffic {
 }
 
 /// Returns the algorithm of a sum whose chunks have `chunk` elements of `size` bytes, sent in the format `wire`: host
-/// sums if that format is only for data between hosts, and otherwise whichever of the other two algorithms sends fewer
-/// bytes in the busiest direction of any host. The result is the same on all ranks.
+/// sums if that format is only for data between hosts; a chain if the sum is not short, a slot has room for a block for
+/// each rank, and a chain sends fewer bytes than a direct sum in the busiest direction of any host; and otherwise a
+/// direct sum. The result is the same on all ranks.
 pub(super) fn algorithm(hosts: &HostTopology, wire: WireFormat, size: usize, chunk: usize) -> ReduceAlgorithm {
     if let WireFormat::BetweenHosts(code) = wire {
         return ReduceAlgorithm::HostSums(code);

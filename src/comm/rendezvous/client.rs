@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 /// The time between two attempts to find rank 0.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
-/// The time by which this rank gives up later than rank 0. Rank 0 must give up first, because it can name the missing ranks.
+/// The time by which this rank's limit exceeds that of rank 0, which must give up first, because only it can name the
+/// missing ranks.
 const EXTRA_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Returns the shared memory, and the connection to rank 0.

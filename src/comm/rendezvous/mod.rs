@@ -4,7 +4,7 @@
 //! ```text
 //!   rank 0: listens on a socket named by MASTER_PORT <-- JoinRequest -- rank r
 //!           all connected: creates the memory   -- its descriptor, or the reason why there is none --> rank r
-//!   then:   each connection stays open while both of its processes live; a hang-up means that one of them has died
+//!   then:   each connection stays open while both of its processes live; a hang-up means that one of them has ended
 //! ```
 //!
 //! No launcher watches these ranks: rank 0 watches the others, and they watch rank 0. If rank 0 has exited normally,

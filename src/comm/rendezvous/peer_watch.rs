@@ -47,7 +47,7 @@ fn watch(run: impl FnOnce() + Send + 'static) -> Result<(), CommError> {
     spawned.map(drop).map_err(system("start a thread for"))
 }
 
-/// Handles the end of a rank's process: notifies the ranks that wait for it, unless that rank had already left or given
+/// Handles the end of a rank's process: notifies the ranks that wait for this rank, unless it had already left or given
 /// up.
 fn lost(region: &SharedMemoryRegion, rank: usize) {
     let told = matches!(region.state(rank), RankState::Finished | RankState::Aborted(_) | RankState::Dead(_));

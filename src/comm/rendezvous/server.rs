@@ -8,7 +8,8 @@ use crate::error::{CommError, Result};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Creates the shared memory, and returns it once all ranks have received it.
+/// Waits until all ranks have connected, creates the shared memory, and sends it to them. Returns the memory and the
+/// connections.
 ///
 /// # Errors
 /// The errors of [`super::meet`]. The ranks that are connected receive the same error.

@@ -13,11 +13,11 @@
 //! `zerorun` creates the region as a memfd and the ranks inherit it, or rank 0 creates it and hands it to the others.
 //! It has no name, needs no /dev/shm, and disappears with the last process. Ranks as threads use the same layout.
 //!
-//! A rank's block is written only by that rank, with three exceptions: threads that wait for the rank count themselves
-//! in `sleepers`; `cause` and the transition from a living state to DEAD are written by the launcher or, if there is
-//! none, by the one rank that has claimed them; and the launcher records that a process has ended without an error.
-//! This file defines where each word lies; `super::pieces` and `super::rank_state` define the order in which words are
-//! written and read.
+//! A rank's block is written only by that rank, with four exceptions: threads that wait for the rank count themselves
+//! in `sleepers`; without a launcher, ranks that notice its death claim the right to record the cause; the launcher, or
+//! the rank whose claim was first, writes `cause` and changes a living state to DEAD; and the launcher records that a
+//! process has ended without an error. This file defines where each word lies; `super::pieces` and `super::rank_state`
+//! define the order in which words are written and read.
 
 use crate::error::{CommError, Error, Result};
 use memmap2::{MmapOptions, MmapRaw};
@@ -39,7 +39,7 @@ pub(in crate::comm) const SLOT_BYTES: usize = 1 << 17;
 pub(in crate::comm) const MAILBOX_BYTES: usize = PAGE + (1 << 18);
 /// The number of channels: one for all ranks, and the others for groups.
 pub(in crate::comm) const CHANNELS: usize = 16;
-/// The time in milliseconds that a rank sleeps before it checks on its own whether all ranks are started.
+/// The maximum time in milliseconds that a rank sleeps before it checks again whether all ranks have been started.
 const ENTRY_NAP_MILLIS: u32 = 900;
 /// The maximum number of bytes of a rank's reason for giving up, and of the cause of its death.
 pub(in crate::comm) const TEXT_BYTES: usize = 1024;
@@ -235,7 +235,7 @@ impl SharedMemoryRegion {
         if self.word(REMOTE_DEATH).load(Ordering::Acquire) != 0 {
             return;
         }
-        // SAFETY: the area is inside page 0 and TEXT_BYTES long; one process of the host writes it, once: before the
+        // SAFETY: the area is inside page 0 and TEXT_BYTES long; one process of the host writes it once, before the
         // word that publishes it is stored with Release.
         unsafe { std::ptr::copy_nonoverlapping(why.as_ptr(), self.map.as_mut_ptr().add(REMOTE_DEATH_TEXT), end) };
         self.word(REMOTE_DEATH_LEN).store(end as u64, Ordering::Relaxed);

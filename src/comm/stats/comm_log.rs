@@ -40,13 +40,15 @@ struct CommLogEntry {
 pub struct CommLogRow {
     /// The kind of collective.
     pub kind: CollectiveKind,
-    /// The number of bytes of one rank's part: its input to an all-gather, or its result from a reduce-scatter.
+    /// The number of bytes of one rank's part: its result from a reduce-scatter, or its argument in any other
+    /// collective.
     pub bytes: u64,
     /// The number of collectives.
     pub calls: u64,
     /// The total time in milliseconds, including waits for peers.
     pub total_ms: f64,
-    /// The mean time without the fastest and slowest tenth of the most recent calls, as in all averages of this log.
+    /// The mean time without the fastest and the slowest tenth of the most recent calls, as in all averages of this
+    /// log.
     pub average_ms: f64,
     /// The bandwidth of the operation in gigabits per second.
     pub algorithm_gbps: f64,

@@ -65,8 +65,8 @@ impl WireFormat {
         let exact = |elements: usize| elements * dtype.size_in_bytes();
         let coded = |elements: usize| self.encoded_len(elements, dtype.size_in_bytes());
         let of_each = match kind {
-            // In a reduction, a rank receives a part of its chunk from every other rank; in an all-reduce, it also
-            // receives the others' sums, which are never encoded.
+            // In a reduction, a rank receives a summand for its complete chunk from every other rank; in an all-reduce,
+            // it also receives the others' sums, which are never encoded.
             CollectiveKind::ReduceScatter => coded(elements / world),
             CollectiveKind::AllReduce => coded(elements.div_ceil(world)) + exact(elements.div_ceil(world)),
             CollectiveKind::AllGather | CollectiveKind::Control => coded(elements),

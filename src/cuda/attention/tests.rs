@@ -231,7 +231,7 @@ fn two_runs_have_the_same_bits_in_one_buffer_and_in_three() {
 }
 
 impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
-    /// Returns `time` positions from `first` on, counted over all rows, as a separate sequence.
+    /// Returns `time` positions, starting at `first` (counted over all rows), as a separate sequence.
     fn part(&self, first: usize, time: usize) -> Self {
         let (stride, width) = (self.stride(), self.h.heads * self.h.head);
         Self {

@@ -243,7 +243,7 @@ fn dtype_of(code: u64) -> DType {
     }
 }
 
-/// Returns words as elements of 16 bits each.
+/// Returns words as f32 elements that carry 16 bits each.
 fn header_of(words: [u64; WORDS]) -> Flat {
     let parts = words.into_iter().flat_map(|word| (0..PARTS).map(move |part| (word >> (16 * part) & 0xffff) as f32));
     Flat::from(parts.collect::<Vec<_>>())

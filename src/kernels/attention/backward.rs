@@ -3,7 +3,7 @@
 //!
 //! With probabilities p and their gradients g = dout v^T, the scores' gradients are d = p (g - sum over keys of p g),
 //! where that sum is the row sum of dout * out. Then dq = d k scale, dk = d^T q scale and dv = p^T dout. With a soft
-//! cap c, a score's gradient is also multiplied by the cap's slope, 1 - (score / c)^2.
+//! cap c, a score's gradient is also multiplied by the cap's derivative, 1 - (score / c)^2.
 //!
 //! A query head sums its part of dk and dv from zero, and the parts are added in order: by [`key_head`], which computes
 //! a full group, or by [`add_parts`] after tasks that each computed a [`query_head`]. Both produce the same bits.

@@ -31,7 +31,7 @@ const COLUMNS: usize = 32;
 /// The number of multiplications that take less time than waking another thread.
 const MIN_PARALLEL_MULTIPLICATIONS: usize = 1 << 18;
 
-/// Returns the capacity that has room for `positions` positions.
+/// Returns the smallest capacity with room for `positions` positions.
 pub fn capacity_for(positions: usize) -> usize {
     positions.next_multiple_of(BLOCK)
 }

@@ -21,7 +21,7 @@ fn prefetch<E: Element>(src: HeadRows<'_, E>, t: usize, end: usize) {
 /// The size of a cache line in bytes.
 const LINE: usize = 64;
 
-/// Returns the words of a row from word `w` on.
+/// Returns a vector of words of a row, starting at word `w`.
 #[inline(always)]
 unsafe fn along<W: PackElementsToWords<E>, E: Element>(row: &[E], w: usize) -> W::V {
     let at = (w * W::DEPTH).min(row.len());
@@ -130,7 +130,8 @@ pub(super) unsafe fn transposed<W: PackElementsToWords<E>, E: Element>(
     }
 }
 
-/// Multiplies f32 rows by their factors, and writes them, rounded once, to the rows of `dst` from `start` on.
+/// Multiplies f32 rows by their factors, and writes them, rounded once, to the rows of `dst`, starting at row
+/// `start`.
 ///
 /// # Safety
 /// The processor must have the instructions of `V`.

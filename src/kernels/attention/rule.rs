@@ -30,7 +30,7 @@ pub struct SoftCap {
     pub outer: f32,
 }
 
-/// A sequence of `len` positions from position `first` on, counted over all rows of positions.
+/// A sequence of `len` positions, starting at position `first`, counted over all rows of positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequenceSpan {
     /// The index of the first position.
@@ -67,7 +67,7 @@ pub(super) struct TileShape {
 /// A further bound on the keys that the queries of a tile see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TileMaskEdge {
-    /// The offset of the first visible key: query i sees keys from i + this value on.
+    /// The offset of the first visible key: query i sees keys from i + this value upward.
     pub from: isize,
     /// The offset of the first key that is no longer visible: query i sees keys before i + this value.
     pub to: isize,
@@ -133,8 +133,8 @@ impl AttentionRule<'_> {
         h.heads * self.spans(h).into_iter().map(of_span).sum::<usize>()
     }
 
-    /// Returns the tiles in which the `n` queries from `start` on, of a sequence of `time` positions, see a key: the
-    /// first key and the shape of each tile.
+    /// Returns the tiles in which the `n` queries that start at `start`, of a sequence of `time` positions, see a key:
+    /// the first key and the shape of each tile.
     pub(super) fn tiles(
         &self,
         time: usize,

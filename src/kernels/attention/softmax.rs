@@ -35,7 +35,7 @@ struct VisibleKeys {
 }
 
 impl VisibleKeys {
-    /// Returns the keys for the queries from `query` on. At an edge, any key may be hidden from any query.
+    /// Returns the keys for a vector of queries that starts at `query`. At an edge, any key may be hidden from any query.
     #[inline(always)]
     fn of<V: SimdVector>(s: TileShape, query: usize) -> Self {
         const { assert!(V::LANES.is_multiple_of(KEYS) && BAND.is_multiple_of(V::LANES)) };
@@ -58,7 +58,7 @@ trait TileMask: Copy {
     unsafe fn keep<V: SimdVector>(self, x: V, key: usize, other: V) -> V;
 }
 
-/// The diagonal, for queries from this index on.
+/// The diagonal, for the queries that start at this index.
 #[derive(Clone, Copy)]
 struct CausalMask(usize);
 
@@ -216,7 +216,8 @@ pub(super) struct BackwardRowStatistics {
 }
 
 /// Converts a tile of scores to probabilities p, and their gradients g to the scores' gradients p (g - along). With a
-/// cap, `p` contains capped scores at first, and the scores' gradients are multiplied by the cap's slope.
+/// cap, `p` contains capped scores at first, and the scores' gradients are multiplied by the cap's
+/// derivative.
 ///
 /// # Safety
 /// The processor must have the instructions of `V`.
@@ -251,7 +252,7 @@ pub(super) unsafe fn score_gradients<V: SimdVector>(
     }
 }
 
-/// The slope of the function that produced the scores.
+/// The derivative of the function that produced the scores.
 trait ScoreSlope: Copy {
     /// Converts a score's gradient to the gradient of the product that the score was computed from.
     ///

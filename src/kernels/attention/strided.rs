@@ -24,7 +24,7 @@ impl<'a, E> MultiHeadRows<'a, E> {
         self.of(batch * h.time, head, h.head)
     }
 
-    /// Returns one head's vectors of `width` elements from vector number `first` on, counted over all rows of
+    /// Returns one head's vectors of `width` elements, starting at vector number `first`, counted over all rows of
     /// positions.
     pub(super) fn of(&self, first: usize, head: usize, width: usize) -> HeadRows<'a, E> {
         HeadRows {
@@ -133,7 +133,7 @@ unsafe impl<'a, E: Send> DisjointParts for RowsByHeadMut<'a, E> {
 }
 
 impl<'a, E> RowsByHeadMut<'a, E> {
-    /// Returns the vectors of `n` heads, from `head` on, at the positions of a span, as if they were one head.
+    /// Returns the vectors of `n` heads, starting at `head`, at the positions of a span, as if they were one head.
     ///
     /// # Safety
     /// Each position of a head may be taken only once.

@@ -104,7 +104,7 @@ impl<E: Element> Case<E> {
                 let dot = |f: &dyn Fn(usize) -> f64| (0..head).map(f).sum::<f64>();
                 let seen: Vec<usize> = (0..time).filter(|s| self.sees(b, t, *s)).collect();
                 let products = seen.iter().map(|&s| dot(&|i| x(0, t, i) * x(1, s, i)) * scale);
-                // Returns the score of a product, and the slope of the score.
+                // Returns the score of a product, and the derivative of the score.
                 let score = |x: f64| match self.rule.soft_cap.map(f64::from) {
                     Some(cap) => (cap * (x / cap).tanh(), 1.0 - (x / cap).tanh().powi(2)),
                     None => (x, 1.0),
@@ -282,7 +282,7 @@ fn a_rows_result_does_not_depend_on_later_rows_or_other_sequences() {
 }
 
 impl<E: Element> Case<E> {
-    /// Returns `time` positions from `first` on, counted over all rows, as a separate sequence.
+    /// Returns `time` positions, starting at `first` (counted over all rows), as a separate sequence.
     fn part(&self, first: usize, time: usize) -> Self {
         let (stride, width) = (self.stride(), self.h.heads * self.h.head);
         Self {

@@ -142,7 +142,7 @@ pub(super) unsafe fn strip<W: PackedWords, const R: usize, const N: usize>(
                         _ => std::ptr::null(),
                     };
                     let add = !matches!(start, ProductInit::Zero);
-                    // The remainder after blocks of six rows is 4 or 8.
+                    // The remainder after blocks of six rows, if there is one, is 4 or 8.
                     if R == 6 && matches!(rows - row, 4 | 8) {
                         block::<W, 4, N>(c, add, factors, a, b, depth);
                         row += 4;

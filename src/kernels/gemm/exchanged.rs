@@ -79,7 +79,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     }
 }
 
-/// Transposes a strip of sums: `rows` rows of `cols` columns, a multiple of a vector's lanes, which start `stride` apart.
+/// Transposes a strip of sums: `rows` rows, which start `stride` apart, of `cols` columns (a multiple of a vector's lanes).
 /// Each row of the result has as many elements as a vector has lanes, of which the first `rows` are sums.
 ///
 /// # Safety

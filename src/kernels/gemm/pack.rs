@@ -5,8 +5,8 @@ use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::simd::prefetch_at;
 use crate::kernels::vector::{MAX_LANES, SimdVector};
 
-/// The prefetch distance of packing, in steps, and the number of steps of each panel that are packed before the next
-/// panel's, if columns are adjacent. Without prefetching, the contiguous pieces are too short or too many for the
+/// The prefetch distance of packing, in steps. If columns are adjacent, it is also the number of steps of a panel that are
+/// packed before the steps of the next panel. Without prefetching, the contiguous pieces are too short or too many for the
 /// processor to predict the reads.
 pub(super) const PREFETCH_STEPS: usize = 32;
 /// The prefetch distance in adjacent elements, for tasks that pack only a few steps of each row.

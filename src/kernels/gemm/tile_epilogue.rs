@@ -45,8 +45,8 @@ pub(super) unsafe fn finish<V: SimdVector, C: Element>(
     }
 }
 
-/// Processes the tile once for each kind of operation, not row by row. A row is too short for the processor to overlap
-/// the long dependency chain of an activation with that of the next.
+/// Processes the tile once for each kind of operation, not row by row. A row has too few vectors for the processor to
+/// overlap the long dependency chains of successive activations.
 #[inline(always)]
 unsafe fn finish_tile<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,
@@ -104,7 +104,7 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
     }
 }
 
-/// Applies scale and bias to the `n` columns from `col` on, at most one vector.
+/// Applies scale and bias to the `n` columns (at most a full vector) that start at `col`.
 ///
 /// # Safety
 /// The call must be inside `V::with`, and these must be columns of the result.

@@ -52,8 +52,8 @@ impl SimdMethod {
 }
 
 /// Returns whether this processor multiplies bf16 numbers faster in pairs than after widening them to f32. Intel's
-/// processors multiply half as many pairs as f32 numbers at a time (Emerald Rapids, registers only: 87 GFLOP/s against
-/// 175); AMD's multiply as many pairs as f32 numbers (Zen 5: 528 against 263).
+/// processors are half as fast with pairs as with f32 numbers (Emerald Rapids, registers only: 87 GFLOP/s against 175);
+/// AMD's are twice as fast (Zen 5: 528 against 263).
 #[cfg(target_arch = "x86_64")]
 fn pairs_are_fast() -> bool {
     static FAST: LazyLock<bool> = LazyLock::new(|| {

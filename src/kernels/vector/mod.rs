@@ -143,8 +143,8 @@ unsafe fn exp2_of_rest<V: SimdVector>(rest: V) -> V {
     unsafe { others.into_iter().fold(V::splat(first), |p, c| p.mul_add(rest, V::splat(c))) }
 }
 
-/// Returns the hyperbolic tangent with a relative error of at most 6e-7. The result is 1 or -1 for numbers of large
-/// magnitude, and NaN for NaN.
+/// Returns the hyperbolic tangent with a relative error of at most 6e-7, also for numbers of large magnitude and
+/// infinities. The result is NaN for NaN.
 ///
 /// # Safety
 /// The call must be inside `V::with`.

@@ -12,12 +12,12 @@
 //! # Checked with loom
 //!
 //! `tests/loom` compiles this file with loom's atomic words, cells and locks in place of [`super::primitives`], and
-//! runs two jobs of two parts, in every order in which their accesses can take effect. The number of interruptions is
-//! limited: to six for one helper that keeps looking, four for one that sleeps, one for two helpers that keep looking,
-//! two for two that sleep, and three for two callers. Loom finds no race on `job` or on what the parts write, no part
-//! that is run twice or not at all, no helper that works on a job that has returned or enters one twice, no panic that
-//! is lost or left for the next job, and no helper that sleeps forever. The pool never ends its helpers, so there is no
-//! end to check.
+//! runs two jobs of one or two parts, in every order in which their accesses can take effect. The number of
+//! interruptions is limited: to six for one helper that keeps looking, four for one that sleeps, one for two helpers
+//! that keep looking, two for two that sleep, and three for two callers. Loom finds no race on `job` or on what the
+//! parts write, no part that is run twice or not at all, no helper that works on a job that has returned or enters one
+//! twice, no panic that is lost or left for the next job, and no helper that sleeps forever. The pool never ends its
+//! helpers, so there is no end to check.
 //!
 //! Loom finds the deliberate mistakes in its tests: a job that is opened, looked at, left, closed or waited for with
 //! Relaxed, a closed job that helpers can still enter, SeqCst operations without a total order, and a missing wake-up.

@@ -13,7 +13,7 @@ pub fn conv1d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, config: &Conv1
     let format = x.dtype();
     let x = x.to_dtype(weight.dtype())?.pad_with_zeros(2, padding, padding)?;
     let reach = dilation * (weight.dim(2)? - 1) + 1;
-    // Leaves out elements after the last window, because the gradient of Candle's convolution pads height and width
+    // Elements after the last window are left out, because the gradient of Candle's convolution pads height and width
     // equally.
     let x = x.narrow(2, 0, (x.dim(2)? - reach) / stride * stride + reach)?.unsqueeze(2)?;
     let y = x.contiguous()?.conv2d(&weight.unsqueeze(2)?, 0, stride, dilation, groups)?.squeeze(2)?;

@@ -133,7 +133,7 @@ impl AdapterSizes {
         sorted
     }
 
-    /// Returns the matrices B in the adapter's layout; the inverse of [`AdapterSizes::by_expert`].
+    /// Writes the matrices B to `b` in the adapter's layout; the inverse of [`AdapterSizes::by_expert`].
     pub fn in_layout(&self, sorted: &[f32], b: &mut [f32]) {
         let (experts, rank, outputs) = (self.assignment.experts(), self.rank, self.outputs);
         for (output, row) in b.chunks_exact_mut(experts * rank).enumerate() {
@@ -146,8 +146,7 @@ impl AdapterSizes {
     }
 
     /// Calls `look` with rows of `x` (`width` elements for each slot) in f32, and their experts: all together if they
-    /// are already f32, otherwise a few at a time. How the rows of an expert are divided does not depend on other
-    /// experts.
+    /// are already f32, otherwise a few at a time. The division of an expert's rows does not depend on other experts.
     fn in_f32<E: TensorElement>(&self, x: &[E], width: usize, mut look: impl FnMut(&[Piece], &[f32])) {
         let hit = || self.assignment.hit().map(|expert| (expert, self.assignment.slots_of(expert)));
         if E::KIND == ElementDtype::F32 {

@@ -44,7 +44,7 @@ impl GroupedRows {
         }
     }
 
-    /// Returns the rows of an expert in `x`, which has `width` elements for each slot from slot `first` on.
+    /// Returns the rows of an expert in `x`, which begins with slot `first` and has `width` elements for each slot.
     fn rows<'a, E: Copy>(&self, x: &'a [E], width: usize, expert: usize, first: usize) -> Matrix<'a, E> {
         let slots = self.assignment.slots_of(expert);
         Matrix::new(&x[(slots.start - first) * width..(slots.end - first) * width], slots.len(), width)

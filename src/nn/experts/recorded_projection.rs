@@ -79,7 +79,7 @@ impl RecordedProjection {
         Ok(Self { sizes: sizes.clone(), layout, weights, biases, adapter, of_weights, of_biases })
     }
 
-    /// Returns the adapter's matrices B in the order of their use, or nothing if there is no adapter.
+    /// Returns the adapter's matrices B in the order of their use, or an empty list if there is no adapter.
     pub fn sorted_adapter(&self) -> Result<Vec<f32>> {
         let Some(RecordedAdapter { matrices, .. }) = &self.adapter else { return Ok(Vec::new()) };
         with_wide(&matrices.b, |b| Ok(AdapterSizes::by_expert(matrices, &self.sizes, b)))

@@ -206,8 +206,8 @@ fn row_weights(order: RouterOrder, row: &mut [f32], chosen: &[u32], weights: &mu
     }
 }
 
-/// Computes the gradient of a row of logits. `probabilities` are the row after [`row_weights`], `weights` the result
-/// before it was rounded, and `grads` its gradient. `slopes` are zeros at first.
+/// Computes the gradient of a row of logits and writes it to `slopes`, which must contain zeros. `probabilities` are the
+/// row after [`row_weights`], `weights` the result before it was rounded, and `grads` the gradient of the result.
 fn row_gradient(
     order: RouterOrder,
     probabilities: &[f32],

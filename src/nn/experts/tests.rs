@@ -175,7 +175,7 @@ fn choices_counts_and_auxiliary_losses_are_those_of_transformers() {
             assert!((f64::from(found) - want).abs() < 1e-6 * want, "{name}: {key} is {found}, not {want}");
         };
         close(loss(None), "aux_loss");
-        // The second of two rows of 48 tokens is padded from position 29 on.
+        // In the second of two rows of 48 tokens, the padding begins at position 29.
         let mask: Vec<bool> = (0..96).map(|row| row < 48 + 29).collect();
         close(loss(Some(&mask)), "padded_aux_loss");
     }

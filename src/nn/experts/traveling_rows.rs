@@ -156,7 +156,7 @@ impl RowRoutes {
             .count()
     }
 
-    /// Returns the received `weights` as the result of an operation, which sends their gradients back.
+    /// Returns the received `weights` as the result of an operation that sends their gradients back.
     fn received_weights(self: &Arc<Self>, own: &Tensor, weights: Vec<f32>) -> Result<Tensor> {
         let (own, inputs) = (own.contiguous()?, OpInputs::of([Some(own)])?);
         let (routes, dtype, k) = (self.clone(), own.dtype(), self.choices);

@@ -45,7 +45,7 @@ fn phase(config: &OneCycleConfig, it: f64) -> OneCyclePhase {
         return OneCyclePhase::Decay(if config.decay_step_size == 0.0 { 0.0 } else { steps / config.decay_step_size });
     }
     let up = first / total;
-    // Adding 1 and subtracting the whole part rounds the value, as in DeepSpeed.
+    // Adding 1 and subtracting the integer part rounds the value, as in DeepSpeed.
     let turn = 1.0 + done / total;
     let x = turn - turn.floor();
     let (height, stairs, steps, size) = if x <= up {

@@ -117,7 +117,8 @@ impl PerturbationDirection {
         }
     }
 
-    /// Returns the sums over elements from `start` on. `half` returns half of the difference between the moved values.
+    /// Returns the sums over the elements that begin at `start`. `half` returns half of the difference between the moved
+    /// values.
     fn sums(
         &self,
         start: usize,
@@ -145,12 +146,13 @@ impl PerturbationDirection {
         DirectionalGradient { product: products.iter().sum(), squares: squares.iter().sum() }
     }
 
-    /// Returns the signs of [`SIGNS_PER_NUMBER`] elements from `i` on. `i` is a multiple of that number.
+    /// Returns the signs of [`SIGNS_PER_NUMBER`] elements, starting at element `i`, which is a multiple of that number.
     fn signs_from(&self, i: usize) -> u64 {
         mix(self.seed.wrapping_add(((i / SIGNS_PER_NUMBER) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }
 
-    /// Returns the upward moves of [`SIGNS_PER_NUMBER`] elements from `i` on. `i` is a multiple of that number.
+    /// Returns the upward moves of [`SIGNS_PER_NUMBER`] elements, starting at element `i`, which is a multiple of that
+    /// number.
     #[inline(always)]
     fn moves_from(&self, i: usize) -> [f32; SIGNS_PER_NUMBER] {
         let signs = self.signs_from(i);

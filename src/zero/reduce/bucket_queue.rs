@@ -1,7 +1,7 @@
 //! Batches of parameters that share a collective, and a limit on the number of pending batches.
 //!
-//! A large parameter gets its own collective: nothing is packed. Small parameters are collected until they would exceed
-//! the maximum number of elements of a bucket.
+//! A large parameter gets its own collective: nothing is packed. Small parameters are collected until the next one
+//! would exceed the maximum number of elements of a bucket.
 
 use crate::layout::{BucketFill, PACKED_BELOW};
 use crate::param::Param;

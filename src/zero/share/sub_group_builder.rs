@@ -24,7 +24,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A state that may be stored in a file.
+/// A state that can be stored in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SubGroupStateKind {
     Weights,

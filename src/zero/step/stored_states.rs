@@ -47,7 +47,7 @@ pub(super) struct StateRounding<'a> {
     pub param: ParamId,
     /// The parameter's element at which the part begins.
     pub first: usize,
-    /// Whether the sweep changes the states. If not, the f32 copies are not written back.
+    /// Whether the sweep changes weights or optimizer states. If not, the f32 copies are not written back.
     pub changes: bool,
 }
 

@@ -1,8 +1,8 @@
 //! Packs samples into rows of the context length, and groups rows into batches.
 //!
-//! Rows are filled once, first-fit, in an order derived from the seed. Each epoch goes through the same rows in a
-//! different order. The rows of a step depend only on the step's number, so a resumed run needs no other state. Every
-//! rank has the same number of batches.
+//! Rows are filled once, first-fit: in an order derived from the seed or, without shuffling, in the order of the data.
+//! With shuffling, each epoch goes through the same rows in a different order. The rows of a step depend only on the
+//! step's number, so a resumed run needs no other state. Every rank has the same number of batches.
 
 use super::dataset::Dataset;
 use candle_zero::data::BatchShape;

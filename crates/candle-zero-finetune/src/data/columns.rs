@@ -1,5 +1,5 @@
-//! The names of columns: those that define a record's format, those that change what the model is trained on, and the
-//! user's own names.
+//! The names of columns that define a record's format or change what the model is trained on, and the user's own names
+//! for columns.
 
 use crate::error::FinetuneError;
 use candle_zero::util::list;

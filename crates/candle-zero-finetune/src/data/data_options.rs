@@ -19,7 +19,8 @@ pub enum TrainingTask {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Truncation {
-    /// Longer samples are cut at the context length. Raw text is cut into pieces of that length, and nothing is lost.
+    /// Longer samples are cut at the context length. Raw text is cut into pieces of that length, and only a last piece of
+    /// a single token is left out.
     #[default]
     Truncate,
     /// Longer samples are left out.

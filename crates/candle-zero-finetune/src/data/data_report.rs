@@ -38,7 +38,7 @@ pub struct DataReport {
     pub without_target: RecordLineNumbers,
     /// The samples that were left out because they are longer than the context.
     pub dropped: RecordLineNumbers,
-    /// The texts that were cut into pieces of the context length, without any loss.
+    /// The texts that were cut into pieces of the context length. Only a last piece of a single token is left out.
     pub cut: RecordLineNumbers,
     /// The samples with an answer whose end is not trained on.
     #[serde(default)]

@@ -302,7 +302,7 @@ fn label_name(label: &Value) -> Result<String, RecordProblem> {
         }
         ValueKind::String | ValueKind::Bool => Ok(python_str(label)),
         ValueKind::Number if label.is_integer() => Ok(python_str(label)),
-        // In a column with missing values, pandas writes integers as floating point numbers.
+        // In a column with missing values, pandas writes integers as floating-point numbers.
         ValueKind::Number => match whole() {
             Some(number) => Ok((number as i64).to_string()),
             None => Err(format!("its label is {label}, but must be a name or a whole number")),

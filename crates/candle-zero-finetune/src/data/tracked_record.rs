@@ -76,7 +76,8 @@ impl<'a> TrackedRecord<'a> {
     }
 
     /// Returns the tools that may be called, or null. The items of `functions` (OpenAI's older format) are converted to
-    /// descriptions of functions. If `are_bare` is set, as for ShareGPT's format, those of `tools` are also converted.
+    /// descriptions of functions. If `are_bare` is set (for ShareGPT conversations and for instructions), the items of
+    /// `tools` are also converted.
     pub(super) fn tools(&self, are_bare: bool) -> Result<Value, String> {
         let read = |name: &str| -> Result<Option<Value>, String> {
             let Some(value) = self.get(name) else { return Ok(None) };

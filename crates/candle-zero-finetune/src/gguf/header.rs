@@ -11,7 +11,7 @@ use std::collections::HashMap;
 pub(super) struct GgufHeader {
     pub metadata: HashMap<String, Value>,
     pub tensors: HashMap<String, TensorInfo>,
-    /// The position in the file from which the offsets of tensors count.
+    /// The position in the file from which the offsets of tensors are counted.
     pub data_start: usize,
 }
 

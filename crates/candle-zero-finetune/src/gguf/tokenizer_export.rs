@@ -103,7 +103,7 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
 }
 
 /// Returns the keys of chat templates as llama.cpp's converter writes them: the default template, the others by name,
-/// and a list of their names. Fails if two names differ only in characters that keys do not have.
+/// and a list of their names. Fails if two names differ only in characters that keys cannot contain.
 fn template_keys(named: BTreeMap<String, String>) -> std::result::Result<Vec<(String, GgufValue)>, String> {
     const KEY: &str = "tokenizer.chat_template";
     let clean = |name: &str| name.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
@@ -130,7 +130,7 @@ fn template_keys(named: BTreeMap<String, String>) -> std::result::Result<Vec<(St
 
 /// Returns llama.cpp's name for a byte-level BPE tokenizer. The name determines the pattern that splits texts, and
 /// whether words that are tokens are also built by merges. llama.cpp has no normalization, so for texts that are not in
-/// NFC, a tokenizer with NFC yields other tokens than llama.cpp does.
+/// NFC, a tokenizer with NFC yields different tokens from those of llama.cpp.
 fn byte_level_name(tokenizer: &Json) -> std::result::Result<&'static str, String> {
     const REMEDY: &str = "write a Hugging Face folder and convert it with llama.cpp";
     let pre = pre_tokenizer_name(&tokenizer["pre_tokenizer"])?;

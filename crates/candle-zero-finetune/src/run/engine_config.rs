@@ -47,8 +47,8 @@ fn set_local_steps(config: &mut Value, given: &LocalStepsOptions) -> Result<()> 
     Ok(())
 }
 
-/// Returns the number of ranks that share the rows of a step if this job has `ranks` ranks: if islands meet at a server,
-/// those of all slots.
+/// Returns the number of ranks that share the rows of a step, given that this job has `ranks` ranks. If islands meet
+/// at a server, the ranks of all slots are counted.
 pub(super) fn ranks_of_all_islands(config: &Value, ranks: usize) -> usize {
     ranks.saturating_mul(island_slots(config).unwrap_or(1))
 }

@@ -232,8 +232,8 @@ impl FineTune {
         Ok(())
     }
 
-    /// Refuses, before the first step, result folders with files that this run may not replace. It may replace its own
-    /// files only if it continues from a checkpoint.
+    /// Refuses, before the first step, result folders with files that this run may not replace. A run may replace its own
+    /// files only if it continues from a checkpoint, has joined other islands, or was restarted by `zerorun`.
     fn check_result(&mut self) -> Result<()> {
         if self.start == FineTuneStart::New && !self.prepared.options.is_restarted() {
             let saving = self.prepared.options.saving.as_ref();
@@ -392,8 +392,8 @@ impl FineTune {
         Ok(Some(report))
     }
 
-    /// Returns why the run ends before the next step, or `None` if it continues. If the run ends after new steps, saves
-    /// a checkpoint.
+    /// Returns why the run ends before the next step, or `None` if it continues. If the run ends after new steps, or
+    /// after it has joined other islands, saves a checkpoint.
     fn is_at_end(&mut self) -> Result<Option<StopReason>> {
         let steps = self.engine.global_steps();
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);

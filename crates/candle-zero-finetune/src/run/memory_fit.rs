@@ -1,9 +1,9 @@
 //! Chooses a stage, an offload and a micro batch size that make a run fit into memory.
 //!
-//! Candidates are ordered by speed: everything in memory; in memory with recomputed blocks; optimizer states in files;
-//! then parameters in files, too. The first candidate that, according to [`Estimate`], needs at most a fixed share of
-//! the memory is chosen. Smaller micro batches are tried before the next candidate, because they cost
-//! little on a CPU.
+//! Candidates are ordered by speed: everything in memory; everything in memory, with recomputed blocks; optimizer states
+//! in files; both optimizer states and parameters in files. The first candidate that, according to [`Estimate`], needs at
+//! most a fixed share of the memory is chosen. Smaller micro batches are tried before the next candidate, because they
+//! cost little on a CPU.
 
 use crate::error::{FinetuneError, Result};
 use candle_zero::comm::CollectiveKind;

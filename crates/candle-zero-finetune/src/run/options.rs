@@ -154,7 +154,7 @@ pub enum PipelineStages {
 }
 
 /// Settings of local steps, with which islands of ranks train independently and exchange the changes in their weights after
-/// many steps. Settings that are given complete the section `local_steps` of the DeepSpeed configuration.
+/// many steps. The given settings complete the section `local_steps` of the DeepSpeed configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LocalStepsOptions {
     /// The number of steps that an island takes between two exchanges. Default: 100 if one of the other settings is
@@ -193,9 +193,10 @@ pub struct Options {
     pub adapter: Option<PathBuf>,
     /// The objective. Default: to generate the assistant's messages.
     pub objective: Objective,
-    /// A DeepSpeed configuration. Its settings take precedence over these options, except that a batch, learning rate
-    /// or number of ranks along the pipeline that contradicts these options is an error. Only this configuration
-    /// determines stage and offload. Without a configuration, they are chosen from the available memory.
+    /// A DeepSpeed configuration. Its settings take precedence over these options, with two exceptions. A batch, a
+    /// learning rate, a number of ranks along the pipeline, or a number of local steps or islands that contradicts these
+    /// options is an error. The server of [`LocalStepsOptions`] replaces `local_steps.server`. Only this
+    /// configuration determines stage and offload. Without a configuration, they are chosen from the available memory.
     pub ds_config: Option<PathBuf>,
     /// The number of ranks along a pipeline, which divides the layers of the model among ranks. 1 means no pipeline.
     /// Default: the section `pipeline` of the DeepSpeed configuration; without a configuration, a pipeline is used on

@@ -118,7 +118,8 @@ impl Options {
         outputs
     }
 
-    /// Returns what a run may replace: what it has written before, if it resumes from an existing checkpoint.
+    /// Returns what a run may replace: what it has written before, if it resumes from an existing checkpoint or if
+    /// `zerorun` has restarted it.
     pub(super) fn written(&self) -> OutputDigests {
         match &self.saving {
             Some(saving) if saving.resume && (checkpoint::has_checkpoints(&saving.dir) || self.is_restarted()) => {

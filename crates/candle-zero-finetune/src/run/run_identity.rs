@@ -3,7 +3,8 @@
 //! differences.
 //!
 //! The identity excludes everything that, by design, does not change the result: the number of ranks, stage and
-//! offload, the micro batch, where and how often checkpoints are saved, and how often the model is validated.
+//! offload, the micro batch, where and how often checkpoints are saved, and, without local steps, how often the model
+//! is validated.
 
 use crate::error::FinetuneError;
 use crate::error::Result;

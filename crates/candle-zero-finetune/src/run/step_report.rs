@@ -42,8 +42,8 @@ pub struct StepReport {
     pub disk_bytes_per_s: f64,
     /// The peak memory, in bytes, of the rank that used the most.
     pub rss_peak_bytes: Option<u64>,
-    /// The load-balancing loss of the step's routers, which is multiplied by a factor and included in `loss`, if the
-    /// model is trained with such a loss.
+    /// The load-balancing loss of the step's routers, if the model is trained with one. Multiplied by a factor, this loss
+    /// is included in `loss`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub router_aux_loss: Option<f64>,
     /// How evenly the routers of a mixture chose their experts.

@@ -99,7 +99,7 @@ impl TrainingEngine {
             && let Some(saving) = prepared.options.saving.as_ref().filter(|saving| saving.resume)
             && let Some((island, ..)) = newest_of_islands(&saving.dir)
         {
-            // Only in its earlier slot does an island find its checkpoints.
+            // An island finds its checkpoints only in its earlier slot.
             builder = builder.island_slot(island);
         }
         if let Some(record) = record {
@@ -129,7 +129,7 @@ impl TrainingEngine {
         builder.initialize(|vb| Decoder::new(sizes, vb).map(TrainableModel::Decoder), config).map(whole)
     }
 
-    /// Returns this rank of the job.
+    /// Returns this process's rank in the job.
     pub fn rank(&self) -> usize {
         match self {
             Self::Whole(engine) => engine.job_rank(),
@@ -294,7 +294,7 @@ impl TrainingEngine {
         on_either!(self, engine => engine.wait_for_upload())
     }
 
-    /// If this island has joined others and has not trained since, returns the client state that it received.
+    /// Returns the client state that this island received, if it has joined others and has not trained since.
     pub(super) fn donated_client_state(&self) -> Option<&Value> {
         match self {
             Self::Whole(engine) => engine.donated_client_state(),

@@ -60,7 +60,7 @@ impl AccessRules {
     /// Checks the host that a request names and, for a POST request, also the token.
     ///
     /// # Errors
-    /// 403 with the reason.
+    /// Fails with status 403 and the reason if the request is not allowed.
     pub(super) fn check(&self, request: &HttpRequest) -> Result<(), HttpRefusal> {
         let forbidden = |text: &str| Err(HttpRefusal::new(403, text));
         match request.header("host") {

@@ -1,4 +1,4 @@
-//! The part of HTTP/1.1 that the dashboard needs: one request per connection, whose body is ignored.
+//! The part of HTTP/1.1 that the dashboard needs: one request per connection. The body of a request is ignored.
 
 use serde_json::Value;
 use std::io::{self, Read, Write};
@@ -81,7 +81,7 @@ impl HttpRequest {
     /// Reads a request, or returns the response to one that is malformed or too large.
     ///
     /// # Errors
-    /// The client has left, or was too slow.
+    /// Fails if the client has left or was too slow.
     pub(super) fn read(client: &mut TcpStream) -> io::Result<Result<Self, HttpRefusal>> {
         let until = Instant::now() + REQUEST_TIMEOUT;
         client.set_write_timeout(Some(WRITE_TIMEOUT))?;

@@ -35,7 +35,7 @@ impl Dashboard {
     /// Serves the runs in a folder, and the sweeps that the reader finds. Port 0 selects a free port.
     ///
     /// # Errors
-    /// [`DashboardError`] if the port is taken or not allowed, or if no token can be created.
+    /// Fails if the port is taken or not allowed, or if no token can be created.
     pub(crate) fn serve(
         folder: ServedFolder,
         sweeps: Option<Box<dyn SweepReader>>,

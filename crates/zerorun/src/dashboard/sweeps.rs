@@ -28,7 +28,7 @@ pub(crate) trait SweepReader: std::fmt::Debug + Send + Sync {
     /// Returns a sweep as the page shows it.
     ///
     /// # Errors
-    /// Files that cannot be read; a damaged definition. Damage to the journal is not an error; the returned sweep
-    /// reports it.
+    /// Fails if a file cannot be read or the definition is damaged. Damage to the journal is not an error; the returned
+    /// sweep reports it.
     fn read(&self, place: &SweepPlace) -> Result<Value, Error>;
 }

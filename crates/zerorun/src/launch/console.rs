@@ -134,8 +134,7 @@ pub(crate) fn eprint(line: &str) {
 /// Whether some output of [`print()`] was lost.
 static OUTPUT_LOST: AtomicBool = AtomicBool::new(false);
 
-/// Returns false if some output was lost for a reason other than that the reader closed standard output. The process
-/// must then end with an error.
+/// Returns false if some output was lost for a reason other than a closed pipe. The process must then end with an error.
 pub(crate) fn all_is_written() -> bool {
     !OUTPUT_LOST.load(Ordering::SeqCst)
 }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// The script is neither a Rust file nor an executable.
+    /// The script cannot be started, for example because it does not exist or is neither a Rust file nor an executable.
     #[error("cannot start {}: {found}; {fix}", path.display())]
     NotStartable {
         /// The path as it was typed.

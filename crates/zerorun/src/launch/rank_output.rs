@@ -1,4 +1,5 @@
-//! The output of several ranks on one screen: complete lines, each with the prefix `[rank N] `.
+//! The output of several ranks on one screen: complete lines, each with the prefix `[rank N] ` or, if there are several
+//! hosts, `[HOST rank N] `.
 //!
 //! A progress line that is redrawn with carriage returns is shown live on a terminal. A file gets only its last state,
 //! which is what a terminal would show in the end.

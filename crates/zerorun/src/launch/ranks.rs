@@ -291,8 +291,7 @@ fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, String)>> {
     Ok(variables)
 }
 
-/// The environment variable and the value that make the GNU C library keep freed memory in the process, in blocks of up
-/// to 1 GiB.
+/// The environment variable and the value that make the GNU C library keep freed blocks of up to 1 GiB in the process.
 ///
 /// A training step allocates the same buffers again and again, and getting pages from the system each time costs up to
 /// a fifth of the step's time. `zerorun` sets the variable for its ranks; a program that is started in another way must
@@ -505,7 +504,7 @@ impl RankProcesses {
         }
     }
 
-    /// Sends due signals to ranks that should have ended, and returns the time of the next one.
+    /// Sends due signals to ranks that should have ended, and returns the time at which the next signal is due.
     fn send_due_signals(&mut self) -> Instant {
         let now = Instant::now();
         let (term, kill) = match self.cause {
@@ -580,7 +579,7 @@ impl RankProcesses {
         }
     }
 
-    /// Returns how the run ended, once every rank has.
+    /// Returns how the run ended. Must be called after every rank has ended.
     fn end(&self, tails: &[StderrTail]) -> RunEnd {
         match self.cause {
             ShutdownCause::Running => RunEnd::Well,

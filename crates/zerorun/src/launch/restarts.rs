@@ -1,4 +1,4 @@
-//! Restarts the job after a rank has failed: how often, how soon, and with how many ranks.
+//! Restarts the job after a rank has failed, and decides how often, how soon and with how many ranks.
 
 use super::comm_backend::CommBackend;
 use super::console::eprint;
@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// The pause before a restart. Each early failure after the first in a row doubles it.
+/// The pause before a restart. Each further early failure in a row doubles it.
 const INITIAL_BACKOFF: Duration = Duration::from_millis(200);
 const MAX_BACKOFF: Duration = Duration::from_secs(30);
 /// A run that fails within this time has failed early: the cause may persist.
@@ -120,8 +120,8 @@ fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, pol
     )
 }
 
-/// Prints the cause of the last failure and, if the policy allows restarts, why there is none. Returns the launcher's
-/// exit code.
+/// Prints the cause of the last failure and, if the policy allows restarts, why the job is not restarted. Returns the
+/// launcher's exit code.
 fn give_up(failure: &RunFailure, policy: &RestartPolicy) -> u8 {
     eprint(&failure.report);
     match (failure.asked, policy.max_restarts) {

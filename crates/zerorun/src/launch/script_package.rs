@@ -18,7 +18,7 @@ use toml::{Table, Value};
 const OWN_NAME: &str = "candle-zero";
 const OWN_PACKAGES: [(&str, &str); 2] = [(OWN_NAME, ""), ("candle-zero-finetune", "crates/candle-zero-finetune")];
 const OWN_VERSION: &str = env!("CARGO_PKG_VERSION");
-/// Further dependencies of a script without a manifest, in the versions that this package itself uses.
+/// Further dependencies of a script without a manifest, in the versions that the examples use.
 const DEFAULT_DEPENDENCIES: [(&str, &str); 3] = [("anyhow", "1.0"), ("candle-core", "0.11.1"), ("candle-nn", "0.11.1")];
 
 /// The parts of a generated manifest's first line before and after the script's path.

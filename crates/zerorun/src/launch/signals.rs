@@ -1,5 +1,4 @@
-//! Signals: those that reach the launcher, those that it passes on, and those that the kernel sends when the launcher
-//! dies.
+//! The signals that reach the launcher, that it passes on to the ranks, and that the kernel sends when the launcher dies.
 
 use super::console;
 use crate::error::{Error, LaunchError, Result};

@@ -146,8 +146,8 @@ fn remove(path: &Path) -> Result<(), Error> {
     }
 }
 
-/// Returns the number of bytes that a folder takes up on disk, or 0 if it does not exist. A file with several hard
-/// links counts once.
+/// Returns the number of bytes that the files in a folder take up on disk, or 0 if the folder does not exist. A file
+/// with several hard links counts once.
 fn size(folder: &Path) -> io::Result<u64> {
     use std::os::unix::fs::MetadataExt as _;
     let mut seen = std::collections::HashSet::new();

@@ -199,7 +199,7 @@ impl EstimateArguments {
         self.ds_config.clone().unwrap_or_default()
     }
 
-    /// Returns the same values for "auto" as train_gpt.
+    /// Returns the values for "auto" that train_gpt also uses.
     fn run_values(&self) -> RunValues {
         RunValues {
             total_num_steps: Some(self.total_num_steps),

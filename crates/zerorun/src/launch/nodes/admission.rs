@@ -1,7 +1,7 @@
 //! Decides whether a host may join the job, and finds its differences from the first host.
 //!
-//! The message to the host about a difference contains that host's own value and, of the first host's value, at most a
-//! digest. The first host's own output contains both values.
+//! The message to the host about a difference contains that host's own value, but at most a digest of the first host's
+//! value. The first host's own output contains both values.
 
 use super::checksums;
 use super::handshake::printable;
@@ -65,7 +65,7 @@ pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostH
     difference(own, hello)
 }
 
-/// Returns a forbidden difference between a host and the first host.
+/// Returns the refusal if a host differs from the first host in a way that is not allowed.
 fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
     let [here, there] = [name(own), name(hello)];
     if own.words != hello.words {

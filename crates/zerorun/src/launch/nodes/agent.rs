@@ -59,7 +59,7 @@ struct RunningAttempt {
     attempt: u32,
     pmi: Arc<pmi::PmiServer>,
     remote_failure: Arc<Mutex<Option<(usize, String)>>>,
-    /// Whether the next signal comes from the first host. It is then not reported back.
+    /// Whether the next signal comes from the first host. Such a signal is not reported back.
     passed_on: Arc<AtomicBool>,
 }
 

@@ -35,7 +35,8 @@ enum HandshakeMessage {
 /// The reason why a handshake fails.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum HandshakeError {
-    /// The first host has refused the other, for this reason. `host` is the other's own name.
+    /// The first host has refused the joining host, or the joining host itself cannot join, for this reason. `host` is the
+    /// joining host's own name.
     Refused { host: String, why: String },
     /// The other side is not a launcher.
     NoLauncher,

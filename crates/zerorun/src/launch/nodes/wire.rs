@@ -36,7 +36,7 @@ const ANSWER_TIMED_OUT: &str = "it did not answer in time";
 const FOREIGN_MESSAGE: &str = "it sent something that is not a message of this version of zerorun: another program is on \
                           this port";
 
-/// A message. Messages about an attempt name it, so that late messages about an earlier attempt are recognized.
+/// A message. Messages about an attempt contain its number, so that late messages about an earlier attempt are recognized.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum LauncherMessage {
     /// A host asks to take part.

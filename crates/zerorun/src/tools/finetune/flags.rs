@@ -228,7 +228,8 @@ enum KeepCheckpoints {
 }
 
 /// The default number of newest checkpoints that a run keeps if it trains an adapter: the newest one, and another
-/// in case the newest cannot be read. Each contains the optimizer state, so it is three times as large as the adapter.
+/// in case the newest cannot be read. Each checkpoint contains the optimizer state, so it is three times as large as
+/// the adapter.
 const DEFAULT_KEPT_CHECKPOINTS: usize = 2;
 
 impl FromStr for KeepCheckpoints {

@@ -265,7 +265,7 @@ const SECTIONS: [(&str, &[&str]); 3] = [
 ];
 
 impl SweepDefinition {
-    /// Checks a definition. `origin` names where it comes from.
+    /// Checks a definition. `origin` names the sweep file or the command line, for messages.
     pub(super) fn new(origin: &str, table: &Map<String, Value>) -> Result<Self> {
         let keys = DefinitionKeys { origin, table };
         let schedulers = ["none", "median", "asha", "pbt"].map(|name| (name, name));

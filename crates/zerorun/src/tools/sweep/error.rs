@@ -53,9 +53,9 @@ pub enum SweepToolError {
         metric: String,
         /// The trial.
         trial: usize,
-        /// The first step in which the value may be recorded.
+        /// The first step in which the value can be recorded.
         first: u64,
-        /// The last step in which the value may be recorded.
+        /// The last step in which the value can be recorded.
         last: u64,
         /// The recorded names and the remedy.
         found: String,

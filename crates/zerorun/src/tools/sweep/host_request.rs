@@ -14,7 +14,7 @@ const PREFIX: &str = "zerorun on-host: ";
 /// A request to `zerorun` on another host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum HostRequest {
-    /// Describe the host, and whether it has the files of this host.
+    /// Describe the host, and report whether it has the files of the host that runs the sweep.
     Check {
         /// A file with random contents, which the sweep has locked.
         probe: String,

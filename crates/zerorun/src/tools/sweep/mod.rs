@@ -201,7 +201,7 @@ fn begin(flags: &SweepFlags) -> Result<ReadySweep> {
 }
 
 impl SweepResumeFlags {
-    /// Prepares the sweep in the folder to continue.
+    /// Prepares to continue the sweep in the folder.
     fn ready(&self) -> Result<ReadySweep> {
         let folder = SweepFolder::at(&self.folder)?;
         let StoredSweep { definition: mut table, directory, configuration } = folder.read()?;
@@ -313,7 +313,7 @@ fn exports_of_trials() -> Result<Vec<(String, String)>> {
     Ok(all)
 }
 
-/// Returns what each host of a hostfile has. Other hosts are asked.
+/// Returns the capacity of each host of a hostfile. Other hosts are asked for theirs.
 fn capacities(
     slots: &[HostSlots],
     remote: &RemoteHosts,

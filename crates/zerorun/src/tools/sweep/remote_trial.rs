@@ -108,7 +108,7 @@ impl RemoteTrial {
             Some(HostAnswer::Killed(signal)) => ProcessEnd::Job(JobEnd::Killed(signal)),
             Some(HostAnswer::NoMetric(names)) => ProcessEnd::Job(JobEnd::NoMetric(names)),
             Some(HostAnswer::Failed(why)) => return Err(failed(why).into()),
-            // The sweep, or the user, has killed the remote shell; the host itself may be well.
+            // The sweep, or the user, has killed the remote shell; the host itself may still be available.
             None | Some(HostAnswer::Checked(_)) => match status.signal() {
                 Some(signal) => ProcessEnd::Job(JobEnd::Killed(name(signal))),
                 None => ProcessEnd::HostLost(without_answer(status, &output)),

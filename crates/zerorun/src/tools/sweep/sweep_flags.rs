@@ -135,8 +135,8 @@ impl SweepFlags {
         }
     }
 
-    /// Reads the sweep file, if there is one, and adds the flags. Returns where the definition comes from, and its
-    /// keys.
+    /// Reads the sweep file, if there is one, and adds the flags. Returns the origin of the definition, for messages,
+    /// and its keys.
     pub(super) fn definition(&self) -> Result<(String, Map<String, Value>)> {
         let origin = self.file.as_ref().map_or("the command line".to_owned(), |file| file.display().to_string());
         let mut table = self.file.as_deref().map_or_else(|| Ok(Map::new()), read)?;

@@ -12,7 +12,7 @@ use std::process::Child;
 pub(super) enum TrialProcess {
     /// The launcher, on this host.
     Here(Child),
-    /// The remote shell, whose other end keeps the launcher.
+    /// The remote shell, whose other end runs the launcher.
     There(RemoteTrial),
 }
 

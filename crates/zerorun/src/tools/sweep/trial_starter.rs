@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 /// The time for which this host may not see a checkpoint that another host has written, because network file systems
 /// cache directory listings, by default for up to 60 seconds.
 const MAX_CACHE_AGE: Duration = Duration::from_secs(90);
-/// The interval at which such a checkpoint is looked for.
+/// The interval at which this host looks for that checkpoint.
 const CACHE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The settings for starting trials.

@@ -390,7 +390,7 @@ impl TuneSearch {
         Ok(outcome)
     }
 
-    /// Returns the size in bytes of the model's state if it alone exceeds the limit.
+    /// Returns the size in bytes of the model's state if this size exceeds the limit.
     fn too_much(&self, config: &Config) -> Option<u64> {
         let estimate = Estimate::new(self.shapes.as_ref()?, config).ok()?;
         // The peaks of two kinds of state need not coincide, but what is held between steps is part of each peak.
@@ -407,7 +407,7 @@ impl TuneSearch {
     }
 }
 
-/// Returns the model that the script's arguments name and its width, if it is one of candle-zero's.
+/// Returns the shapes and the width of the model that the script's arguments name, if it is one of candle-zero's.
 pub(super) fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
     #[derive(Parser)]
     struct ScriptModelFlags {

@@ -25,7 +25,7 @@ pub(super) struct ChartSeries {
     pub(super) is_ideal: bool,
 }
 
-/// The sizes of a panel, in pixels: the whole, and the margins around the axes.
+/// The width and the height of a panel, and the margins around its axes, in pixels.
 const WIDTH: f64 = 480.0;
 const HEIGHT: f64 = 320.0;
 const LEFT: f64 = 72.0;
@@ -117,7 +117,7 @@ impl ChartPanel {
             *height = height.min(lowest);
             lowest = *height - NAME_DISTANCE;
         }
-        // Each name has the marker of its series, because the name may not be at the end of its line.
+        // Each name has the marker of its series, because the name is not always at the end of its line.
         for ((_, at, number), height) in ends.iter().zip(heights) {
             let series = &self.series[*number];
             if !series.is_ideal {
