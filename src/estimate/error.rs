@@ -1,5 +1,6 @@
 //! Errors of estimates.
 
+use crate::util::counted;
 use std::path::PathBuf;
 
 /// Errors of estimates.
@@ -8,7 +9,9 @@ use std::path::PathBuf;
 pub enum EstimateError {
     /// The ranks cannot be divided evenly among the hosts.
     #[error(
-        "{ranks} ranks cannot be divided among {hosts} hosts; give a number of ranks that is a multiple of {hosts}"
+        "{} cannot be divided among {}; give a number of ranks that is a multiple of {hosts}",
+        counted(*ranks, "rank"),
+        counted(*hosts, "host")
     )]
     Hosts {
         /// The number of ranks in the job.

@@ -17,6 +17,7 @@
 //! The mesh determines which rank computes what. [`ShardMesh`](super::ShardMesh) determines how the shards of a
 //! parameter are distributed among the ranks of one group along the data axis.
 
+use crate::util::counted;
 use std::fmt;
 
 /// The relation of the ranks along one axis of the mesh.
@@ -96,8 +97,10 @@ impl fmt::Display for MeshError {
                 let axes = if axes.is_empty() { "no axis" } else { axes };
                 write!(
                     f,
-                    "{world_size} ranks do not fit the lengths of the axes ({axes}), which require {needed}; start a \
-                     different number of ranks or change these lengths"
+                    "{} {} not fit the lengths of the axes ({axes}), which require {needed}; start a different number of ranks \
+                     or change these lengths",
+                    counted(*world_size, "rank"),
+                    if *world_size == 1 { "does" } else { "do" }
                 )
             }
         }

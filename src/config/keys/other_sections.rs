@@ -115,7 +115,7 @@ const CSV_MONITOR: &[super::ConfigKey] = keys! {
 };
 
 const RUN: &[super::ConfigKey] = keys! {
-    "enabled": Bool, "true", H, "Keep a record; false: keep none, even if the program requests one.";
+    "enabled": Bool, "true", H, "Keep a record; false: keep none, even if the program requests one. --run, CANDLE_ZERO_RUN and --dashboard take precedence.";
     "name": Str, "null", H, "Name of the run; null: the one that the program gives. CANDLE_ZERO_RUN takes precedence.";
     "folder": Str, "null", H, "Folder of runs; null: the one that the program gives, or `runs`. CANDLE_ZERO_RUNS_DIR takes precedence.";
 };
@@ -187,7 +187,7 @@ const COMPILE: &[super::ConfigKey] = keys! {
 const PIPELINE: &[super::ConfigKey] = keys! {
     "stages": AutoOr(&POSITIVE), "\"auto\"", H, "Number of ranks along the pipeline; auto: all ranks. Above 1 only for models that are given as layers (EngineBuilder::initialize_pipeline).";
     "partition": Str, "\"best\"", H, "How layers are divided among stages. best and parameters: about the same number of parameters; uniform: the same number of layers; time: the slowest stage is as fast as possible, judging by the time that each layer takes on each rank, which is measured at the start; type:REGEX: the same number of layers whose type name contains a match of the regular expression, ignoring case.";
-    "schedule": OneOf(&["1f1b", "interleaved", "zero_bubble", "zbv"]), "\"1f1b\"", H, "Order of forward and backward passes: 1F1B; 1F1B with several chunks of the model per rank; 1F1B with divided backward passes; divided backward passes with two chunks per rank, in the shape of a V. Specific to candle-zero.";
+    "schedule": OneOf(&["1f1b", "interleaved", "zero_bubble", "zbv"]), "\"1f1b\"", H, "Order of forward and backward passes. 1f1b: one forward pass, one backward pass; interleaved: 1F1B with several chunks of the model per rank; zero_bubble: 1F1B with divided backward passes; zbv: divided backward passes with two chunks per rank, in the shape of a V. Specific to candle-zero.";
     "chunks": POSITIVE, "1", H, "Number of chunks of the model per rank: 1 with 1f1b, at least 2 with interleaved, 2 with zbv, any with zero_bubble. Specific to candle-zero.";
     "seed_layers": Bool, "false", refuse("initial weights are derived from the seed and the parameter's name, whichever stage holds the parameter"), "A seed per layer.";
     "activation_checkpoint_interval": COUNT, "0", refuse("recompute blocks with activation_checkpointing or in the model"), "Layers per checkpoint.";
@@ -203,7 +203,7 @@ const LOCAL_STEPS: &[super::ConfigKey] = keys! {
     "outer_lr": NOT_NEGATIVE, "0.7", H, "Learning rate of the outer optimizer, which is SGD on the mean change in the weights; above 0. With outer_momentum 0, a learning rate of 1 makes the islands' mean the new weights.";
     "outer_momentum": SHARE, "0.9", H, "Momentum of the outer optimizer, below 1; 0: no buffer.";
     "nesterov": Bool, "true", H, "Nesterov momentum.";
-    "fragments": POSITIVE, "1", H, "Number of parts of the model that are exchanged in turn, each once in `steps` steps (Streaming DiLoCo); at most `steps`.";
+    "fragments": POSITIVE, "1", H, "Number of parts of the model that are exchanged in turn, each once every `steps` steps (Streaming DiLoCo); at most `steps`.";
     "fragment_delay": COUNT, "0", H, "Steps between the beginning of an exchange and its effect, during which training continues; below `steps`.";
     "fragment_alpha": SHARE, "null", H, "Share of an island's own weights that stays when an exchange takes effect, below 1; null: 0, or 0.5 with fragment_delay, because an island continues training during the delay, and the exchange does not contain the resulting changes.";
     "wire_dtype": OneOf(&["fp32", "bf16", "int8", "int4"]), "\"fp32\"", H, "Format in which islands send the changes in their weights.";
@@ -318,7 +318,7 @@ const DATA_SAMPLING: &[super::ConfigKey] = keys! {
 const CURRICULUM_LEARNING: &[super::ConfigKey] = keys! {
     "enabled": Bool, "false", R, "Easy samples first.";
     "data_cluster_path": Str, "null", R, "Folder of indices.";
-    "curriculum_metrics": Any, "null", R, "Metrics of difficulty.";
+    "curriculum_metrics": Any, "null", R, "Difficulty metrics.";
 };
 
 const DYNAMIC_BATCHING: &[super::ConfigKey] = keys! {
