@@ -501,7 +501,7 @@ fn too_large<A: Architecture<Config: DecoderSizes>>(
     let gib = |bytes: f64| bytes / f64::from(1 << 30);
     (needs > left).then(|| {
         format!(
-            "the training state needs {:.1} GiB of memory, but only {:.1} GiB are available; use a smaller model, \
+            "the training state needs {:.1} GiB of memory, but only {:.1} GiB is available; use a smaller model, \
              more sharding or offload (zerorun estimate)",
             gib(needs),
             gib(left)

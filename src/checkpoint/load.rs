@@ -235,7 +235,7 @@ pub(crate) fn peek(dir: &Path, tag: Option<&str>) -> Option<Manifest> {
 
 /// Loads checkpoint `tag` in folder `dir`, or the one that `latest` names, into `core`, this rank's state. Everything
 /// that is needed is checked before anything changes. If each host has its own folder (`on_each_host`), the newest
-/// checkpoint that is complete over all of them is loaded. Collective.
+/// checkpoint that is complete across all of them is loaded. Collective.
 ///
 /// # Errors
 /// Fails on all ranks if the checkpoint is damaged or belongs to another model or optimizer, and if a collective fails.

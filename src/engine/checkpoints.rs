@@ -351,11 +351,11 @@ impl<M> Engine<M> {
         self.trainer.restore_rates(manifest.set_lr.as_deref());
         let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.job().rank() == 0) else { return };
         let rates: Vec<String> = rates.iter().map(|lr| format!("{lr:e}")).collect();
-        let until = if self.trainer.is_scheduled() { "the schedule continues" } else { "set_lr sets another" };
-        let (what, verb) = match rates.as_slice() {
-            [rate] => (format!("the learning rate {rate}"), "stays"),
-            rates => (format!("the learning rates {}", list(rates)), "stay"),
+        let (what, verb, until) = match rates.as_slice() {
+            [rate] => (format!("the learning rate {rate}"), "stays", "set_lr sets another"),
+            rates => (format!("the learning rates {}", list(rates)), "stay", "set_lr sets others"),
         };
+        let until = if self.trainer.is_scheduled() { "the schedule continues" } else { until };
         emit(&format!("checkpoint {}: {what}, set with set_lr, {verb} in effect until {until}", manifest.tag));
     }
 

@@ -196,8 +196,8 @@ pub enum EngineError {
          backward pass cuts off a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope, sdpa): \
          replace the operation with that of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, \
          softmax(D::Minus1), rope_slow; freezing its parameters does not help; an operation whose backward pass is \
-         wrong in Candle 0.11 (conv1d, max_pool2d and avg_pool2d whose size does not divide the image's, upsampling, \
-         scatter, scatter_add, matmul with a transposed left and a broadcast right operand): use candle_zero::nn's; a \
+         wrong in Candle 0.11 (conv1d, conv_transpose1d, max_pool2d, avg_pool2d whose windows overlap or do not divide the \
+         image evenly, upsampling, scatter, scatter_add, matmul with a transposed left and a broadcast right operand): use candle_zero::nn's; a \
          gradient inside the loss (gradient penalty), some terms of which Candle drops unless \
          CANDLE_GRAD_DO_NOT_DETACH=1 is set; a detached part, or a term computed from parameters outside \
          engine.forward; `zerorun verify SCRIPT` lists the parameters whose gradient is wrong; if a part is excluded \

@@ -72,7 +72,7 @@ pub struct GradientRow {
     /// The name of the parameter, or of the group of parameters that were perturbed together.
     pub name: String,
     /// The change in the loss along the direction, according to the gradient that the backward pass computed. If
-    /// several directions were checked, this field and the following ones are those of the direction with the largest
+    /// several directions were checked, this field and the next four are those of the direction with the largest
     /// difference relative to the allowed one.
     pub by_gradient: f64,
     /// The change in the loss, measured with forward passes whose parameters are perturbed.

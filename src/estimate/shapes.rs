@@ -7,7 +7,7 @@ use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use crate::optim::{Fp32Modules, WeightFormat};
 use crate::param::{Param, WeightFiles};
 use crate::precision::WeightPacking;
-use crate::util::{list, matches};
+use crate::util::{counted, list, matches};
 use crate::zero::expert_ranks::indivisible;
 use crate::zero::gather::leaf_units::LeafUnits;
 use crate::zero::gather::unit::building;
@@ -121,7 +121,7 @@ impl Shapes {
         };
         let assumed = vec![
             "every tensor in the file is a parameter, used in the natural order of the names".to_string(),
-            format!("{units} units, {how}"),
+            format!("{}, {how}", counted(units, "unit")),
         ];
         Ok(Self { name: path.display().to_string(), registered, packing: None, kept_f32: None, assumed })
     }
@@ -270,7 +270,9 @@ fn divide_experts(params: &mut [Param], leaves: &LeafUnits, ranks: usize) -> Res
     let refused = |why: String| Err(EngineError::ExpertParallel { why }.into());
     let layers = leaves.routed_of(&*params);
     if layers.is_empty() {
-        return refused(format!("expert_parallel.autoep_size is {ranks}, but the model has no experts as units"));
+        return refused(format!(
+            "expert_parallel.autoep_size is {ranks}, but the model has no experts whose tensors are separate units"
+        ));
     }
     for units in layers {
         let count = units.len();

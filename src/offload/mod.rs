@@ -17,7 +17,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `offload_folder.rs` | the folder that `nvme_path` names: checked, locked, measured |
-//! | `file_arena.rs` | one file: space is reserved first, then read and written in blocks |
+//! | `file_arena.rs` | one file: its space is reserved first, and it is then read and written in blocks |
 //! | `disk_access.rs` | access without the page cache, through it, or through a mapping |
 //! | `available_memory.rs` | the available memory, within the limits of control groups |
 //! | `file_io.rs` | threads that carry out requests; transfers that own their buffers |

@@ -130,8 +130,8 @@ impl fmt::Display for ScheduleError {
             }
             Self::MicroBatches { kind, ranks, found } => write!(
                 f,
-                "there are {found} micro batches per step (gradient_accumulation_steps), but pipeline.schedule {} on \
-                 {ranks} ranks needs a number that is divisible by {}; use a multiple of {ranks}",
+                "there are {found} micro batches per step (gradient_accumulation_steps), which pipeline.schedule {} on \
+                 {ranks} ranks cannot divide into {} rounds of equal length; use a multiple of {ranks}",
                 kind.name(),
                 found / ranks
             ),
@@ -359,7 +359,7 @@ mod tests {
         insta::assert_snapshot!(refused(OneForwardOneBackward, 2, 2, 4), @"pipeline.chunks is 2, but pipeline.schedule 1f1b needs 1 chunk per rank; use interleaved for more");
         insta::assert_snapshot!(refused(Interleaved, 2, 1, 4), @"pipeline.chunks is 1, but pipeline.schedule interleaved needs 2 or more chunks per rank; use 1f1b for 1");
         insta::assert_snapshot!(refused(ZeroBubbleV, 2, 3, 4), @"pipeline.chunks is 3, but pipeline.schedule zbv needs 2 chunks per rank");
-        insta::assert_snapshot!(refused(ZeroBubble, 2, 1, 5), @"there are 5 micro batches per step (gradient_accumulation_steps), but pipeline.schedule zero_bubble on 2 ranks needs a number that is divisible by 2; use a multiple of 2");
+        insta::assert_snapshot!(refused(ZeroBubble, 2, 1, 5), @"there are 5 micro batches per step (gradient_accumulation_steps), which pipeline.schedule zero_bubble on 2 ranks cannot divide into 2 rounds of equal length; use a multiple of 2");
         insta::assert_snapshot!(refused(OneForwardOneBackward, 0, 1, 4), @"a pipeline needs at least 1 rank, 1 chunk per rank and 1 micro batch");
     }
 

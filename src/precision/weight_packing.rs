@@ -8,7 +8,7 @@ use super::{BLOCK, FlatMut, FlatRef, IntFormat};
 use crate::kernels::parallel;
 use crate::kernels::simd::level;
 
-/// The number of elements that one thread processes at a time: full units of every packing.
+/// The number of elements that one thread processes at a time: a multiple of the unit of every packing.
 const CHUNK: usize = 256 * 1024;
 
 /// The packed format of weights.

@@ -35,7 +35,7 @@ fn a_signal_without_checkpoints_leaves_the_model_of_the_last_step_beside_the_res
         let output = child.wait_with_output().unwrap();
         let (said, told) = (stdout(&output), stderr(&output));
         assert_eq!(output.status.code(), Some(130), "{said}{told}");
-        assert!(told.contains("a second signal (Ctrl-C) stops immediately"), "{told}");
+        assert!(told.contains("a second signal (Ctrl-C) stops the run immediately"), "{told}");
         assert!(said.contains("stopped by a signal after step ") && said.contains("--resume"), "{said}");
         assert!(!out.exists());
         Adapter::read(&stopped).unwrap();

@@ -70,8 +70,8 @@ fn comparable(errors: &str) -> String {
         Some((text, time)) if line.starts_with("zerorun: rank ") && time.ends_with(" s") => {
             format!("{text} after T s\n")
         }
-        _ => match line.split_once(" of memory, but only ").zip(line.split_once(" GiB are available")) {
-            Some(((needed, _), (_, advice))) => format!("{needed} of memory, but only M GiB are available{advice}\n"),
+        _ => match line.split_once(" of memory, but only ").zip(line.split_once(" GiB is available")) {
+            Some(((needed, _), (_, advice))) => format!("{needed} of memory, but only M GiB is available{advice}\n"),
             None => format!("{line}\n"),
         },
     };
@@ -265,7 +265,7 @@ fn models_that_there_are_not() {
     let too_large = folder.mistake("--ds_config ok.json --vocab 4294967295 --n_embd 16384");
     let (warning, error) = too_large.split_once('\n').unwrap();
     assert!(
-        warning.starts_with("warning: the training state needs ") && warning.contains(" GiB are available"),
+        warning.starts_with("warning: the training state needs ") && warning.contains(" GiB is available"),
         "{warning}"
     );
     insta::assert_snapshot!(error, @r#"

@@ -152,7 +152,7 @@ fn what_a_pipeline_cannot_have_is_refused_in_words() {
             config["pipeline"] = json!({"schedule": "interleaved", "chunks": 2});
             config
         }),
-        @"cannot train in a pipeline: there are 5 micro batches per step (gradient_accumulation_steps), but pipeline.schedule interleaved on 2 ranks needs a number that is divisible by 2; use a multiple of 2"
+        @"cannot train in a pipeline: there are 5 micro batches per step (gradient_accumulation_steps), which pipeline.schedule interleaved on 2 ranks cannot divide into 2 rounds of equal length; use a multiple of 2"
     );
     let divided = |_| {
         let mut config = config(4, 1);

@@ -1,6 +1,6 @@
 //! The flags of a job that is one of several islands, which the command lines for scripts and for `zerorun finetune` share.
 
-use crate::launch::ranks::IslandPlace;
+use crate::launch::local_job::IslandPlace;
 use candle_zero::config::is_address;
 use clap::Args;
 

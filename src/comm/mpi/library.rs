@@ -55,7 +55,7 @@ pub(super) struct MpiLibrary {
 
 impl MpiLibrary {
     /// Loads the library that the variable names, or the first one found: for each name, in the system's search path,
-    /// then next to the `mpirun` that started this process or that is on the PATH.
+    /// then in the `lib` folder next to the folder of the `mpirun` that started this process or that is on the PATH.
     ///
     /// # Errors
     /// Fails if no library is found (the error lists all places), none that is found can be loaded, or the one that is

@@ -72,13 +72,13 @@ impl CoalescedLayout {
         self.weights.packing().is_some()
     }
 
-    /// Returns `wire`, or the exact format if the weights are packed, because packed weights are already coded.
+    /// Returns `wire`, or the exact format if the weights are packed, because packed weights are already quantized.
     pub fn wire(&self, wire: WireFormat) -> WireFormat {
         self.weights.packing().map_or(wire, |_| WireFormat::Exact)
     }
 
-    /// Creates a layout. Coded parameters have separate blocks, which do not depend on the other parameters of the
-    /// collective.
+    /// Creates a layout. Parameters that are sent quantized have separate blocks, which do not depend on the other
+    /// parameters of the collective.
     pub fn new(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Self {
         let cuts: Vec<ShardCut> = params.iter().map(|p| all[*p].cut()).collect();
         debug_assert!(cuts.windows(2).all(|pair| pair[0].expert == pair[1].expert), "all must be on the same ranks");

@@ -56,7 +56,7 @@ pub(crate) struct ParamGatherer<R: StepExecutor> {
     live: usize,
     /// The number of elements of pending gathers.
     in_flight: usize,
-    /// The maximum number of elements of pending gathers for units to be gathered ahead of use.
+    /// The maximum number of elements in pending gathers: units are gathered ahead of use only up to this number.
     ahead: usize,
     /// Whether packed shards are unpacked in place. Packed units are then not gathered ahead, because they are local.
     unpacks_in_place: bool,

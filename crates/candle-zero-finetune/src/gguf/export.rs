@@ -162,7 +162,7 @@ enum TensorOrigin<'a> {
     Parameter(ParameterOrigin<'a>),
 }
 
-/// A parameter of which a tensor contains all or some outputs.
+/// A parameter, some or all of whose outputs a tensor contains.
 struct ParameterOrigin<'a> {
     name: &'a str,
     shape: &'a [usize],

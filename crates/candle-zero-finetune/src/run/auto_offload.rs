@@ -2,7 +2,8 @@
 //! work together.
 
 use super::engine_config;
-use super::memory_fit::{HostNetwork, MemoryDemand, memory_of_rank};
+use super::host_traffic::HostNetwork;
+use super::memory_fit::{MemoryDemand, memory_of_rank};
 use super::options::{Objective, TuningMethod};
 use super::pipeline_fit::{PipelineDemand, PipelineShape};
 use super::prepare::{PreparedRun, StartModel};

@@ -2,9 +2,9 @@
 //!
 //! `zerorun train.rs` takes these steps. `script` finds the package that the file belongs to, or generates one
 //! (`script_package`; its manifest may be at the top of the code, see `frontmatter`). `cargo_build` builds the
-//! executable with cargo. `ranks` starts it N times, passes on its output (`rank_output`, `stderr_tail`) and signals
-//! (`signals`), and stops everything when a rank fails (`failure_report`). `restarts` decides whether the job starts
-//! again. `job_record` adds the output of ranks, and how they ended, to the record of a run. Output of `zerorun` itself
+//! executable with cargo. `local_job` defines the job of one host and the environment of its ranks. `ranks` starts the
+//! executable N times, passes on its output (`rank_output`, `stderr_tail`) and signals (`signals`), and stops everything
+//! when a rank fails (`failure_report`). `restarts` decides whether the job starts again. `job_record` adds the output of ranks, and how they ended, to the record of a run. Output of `zerorun` itself
 //! goes through `console`. `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which
 //! host. `nodes` starts and connects the launchers of several hosts, or starts their ranks with `mpirun`; `pmi`
 //! connects the MPI libraries of the ranks. `remote_shell` runs commands on other hosts. In the ranks,
@@ -24,6 +24,7 @@ mod frontmatter;
 )]
 pub(crate) mod hosts;
 mod job_record;
+pub(crate) mod local_job;
 pub(crate) mod mpirun;
 pub(crate) mod nodes;
 mod pmi;
@@ -45,8 +46,8 @@ use comm_backend::CommBackend;
 use console::{eprint, print};
 use core_binding::CoreBinding;
 use hosts::world_info::WorldInfo;
+use local_job::LocalJob;
 use nodes::ssh::JobWideOptions;
-use ranks::LocalJob;
 use run_flags::RunFlags;
 use script::ScriptTarget;
 use std::ffi::OsString;
@@ -96,7 +97,7 @@ pub(crate) struct LaunchOptions {
     /// The record of the run. Settings that are not given come from the environment.
     pub(crate) run: RunFlags,
     /// The place of the ranks in a run of islands.
-    pub(crate) island: ranks::IslandPlace,
+    pub(crate) island: local_job::IslandPlace,
     pub(crate) max_restarts: u32,
     /// The minimum number of ranks, at most `ranks`.
     pub(crate) min_ranks: usize,

@@ -7,8 +7,8 @@
 use super::exported_variables::exports;
 use super::hosts::error::HostsError;
 use super::hosts::world_info::{DEVICES, WorldInfo};
+use super::local_job::{KEEP_MEMORY, LocalJob};
 use super::nodes::DEFAULT_PORT;
-use super::ranks::{KEEP_MEMORY, LocalJob};
 use crate::error::{Error, LaunchError, Result};
 use candle_zero::comm::rank_env::TIMEOUT_MS;
 use std::ffi::OsString;

@@ -3,7 +3,8 @@
 use super::comm_backend::CommBackend;
 use super::console::eprint;
 use super::failure_report::RankExitStatus;
-use super::ranks::{self, LocalJob, MultiHostContext, RunEnd, RunFailure};
+use super::local_job::{LocalJob, MultiHostContext};
+use super::ranks::{self, RunEnd, RunFailure};
 use super::signals::{self, LauncherEvent};
 use candle_zero::Result;
 use rustix::process::Signal;

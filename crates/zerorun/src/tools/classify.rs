@@ -16,7 +16,7 @@ use std::process::ExitCode;
 /// Prints one line per text: its label, the label's probability, and the text. Without TEXT, each line of standard
 /// input is a text.
 ///
-/// Exit code: 0 if all texts have a label, 1 if standard output could not be written, 2 if the model, a text or the
+/// Exit code: 0 if all texts are labelled, 1 if standard output could not be written, 2 if the model, a text or the
 /// command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "classify", bin_name = "zerorun classify")]

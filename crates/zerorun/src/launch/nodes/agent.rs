@@ -9,8 +9,9 @@ use super::wire::{
 };
 use crate::error::{HostsError, LaunchError, Result};
 use crate::launch::console::eprint;
+use crate::launch::local_job::{LocalJob, MultiHostContext};
 use crate::launch::pmi;
-use crate::launch::ranks::{self, LocalJob, MultiHostContext, RunEnd};
+use crate::launch::ranks::{self, RunEnd};
 use crate::launch::signals::{self, LauncherEvent};
 use candle_zero::util::lock;
 use rustix::process::Signal;

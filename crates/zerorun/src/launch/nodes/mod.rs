@@ -24,7 +24,7 @@ pub(crate) mod ssh;
 mod wire;
 
 use super::console::eprint;
-use super::ranks::LocalJob;
+use super::local_job::LocalJob;
 use crate::error::{LaunchError, Result};
 use agent::JoinOptions;
 use candle_zero::util::host_name;

@@ -12,9 +12,10 @@ use crate::error::{LaunchError, Result};
 use crate::host_flags::{HOSTS, HostFlags, without_host_flags};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::launch::hosts::world_info::WorldInfo;
+use crate::launch::local_job::LocalJob;
 use crate::launch::nodes::NodeOptions;
 use crate::launch::run_flags::RunFlags;
-use crate::launch::{self, JobHosts, RunOptions, ranks};
+use crate::launch::{self, JobHosts, RunOptions};
 use crate::launcher_variables::{LauncherVariables, of_process};
 use crate::tools::resolve_model::ResolvedModel;
 use crate::tools::sample_flags::FileProgress;
@@ -45,7 +46,7 @@ Examples:
 /// the ranks immediately.
 const GRACE: Duration = Duration::from_secs(600);
 const ON_SIGNAL: &str = "zerorun: the current step will be finished and saved first; a second signal (Ctrl-C) stops \
-                         immediately, and the training since the last checkpoint is lost";
+                         the run immediately, and the training since the last checkpoint is lost";
 
 /// Fine-tune a model in Hugging Face format, or a GGUF file, on conversations, prompts with completions, or text.
 ///
@@ -189,7 +190,7 @@ impl FinetuneArguments {
         words.insert(1, as_rank);
         let program = std::env::current_exe()
             .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
-        let job = ranks::LocalJob {
+        let job = LocalJob {
             program,
             args: words,
             world: usize::from(self.ranks),
