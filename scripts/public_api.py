@@ -4,9 +4,12 @@
     scripts/public_api.py            compares the lists with api/PACKAGE.txt; prints the differences and exits with code 1 if there are any
     scripts/public_api.py --write    writes the lists
 
+--profile NAME selects a profile of Cargo.toml, whose checks of dependencies are then used; the default is release.
+
 Items marked #[doc(hidden)] are for the other packages of this repository. They are not listed unless a public re-export names them.
 rustdoc writes JSON only as an unstable option, which RUSTC_BOOTSTRAP allows; the format is that of Rust 1.95 (FORMAT).
 """
+import argparse
 import difflib
 import json
 import os
@@ -255,9 +258,9 @@ class Api:
             self.lines.append(f"pub type {name}" + (f": {bounds}" if bounds else ""))
 
 
-def document():
+def document(profile):
     """Lets rustdoc write the JSON of all packages in one command, whose dependencies have the features of the other builds."""
-    command = ["cargo", "doc", "--release", "-q", "--no-deps", "--features", FEATURES]
+    command = ["cargo", "doc", "--profile", profile, "-q", "--no-deps", "--features", FEATURES]
     flags = "-Z unstable-options --output-format json --document-hidden-items --cap-lints allow"
     # Only rustdoc gets RUSTC_BOOTSTRAP: otherwise, cargo would check all dependencies again.
     with tempfile.TemporaryDirectory() as folder:
@@ -276,12 +279,16 @@ def lines_of(package):
 
 
 def main():
+    parser = argparse.ArgumentParser(description="Lists the public items of the library packages.")
+    parser.add_argument("--write", action="store_true", help="write the lists instead of comparing them")
+    parser.add_argument("--profile", default="release", help="the profile of Cargo.toml")
+    arguments = parser.parse_args()
     differs = False
-    document()
+    document(arguments.profile)
     for package in PACKAGES:
         path = ROOT / "api" / f"{package}.txt"
         lines = lines_of(package)
-        if "--write" in sys.argv[1:]:
+        if arguments.write:
             path.parent.mkdir(exist_ok=True)
             path.write_text("\n".join(lines) + "\n")
             continue
