@@ -58,6 +58,7 @@ use crate::graph::{RngStreamKey, autocast, stream_of};
 use crate::notice::warn;
 use crate::optim::GroupedOptimizer;
 use crate::precision::{LossScaler, gradient_multiplier};
+use crate::util::list;
 use crate::stop_signal::{asked_to_stop, is_planned_stop, planned_stop};
 use crate::timeline::{self, TimelineRecorder};
 use crate::zero::rank_core::RankCore;
@@ -405,7 +406,11 @@ impl<M> Engine<M> {
         let where_ = match self.core.non_finite_gradient() {
             Err(error) => return error,
             Ok(Some(name)) => format!("the gradient of {name} is not finite on rank {}", self.rank()),
-            Ok(None) => format!("gradients are not finite on ranks {:?}", vote.overflowed),
+            Ok(None) => {
+                let ranks: Vec<String> = vote.overflowed.iter().map(usize::to_string).collect();
+                let plural = if ranks.len() == 1 { "" } else { "s" };
+                format!("gradients are not finite on rank{plural} {}", list(&ranks))
+            }
         };
         EngineError::NonFiniteGradient { where_, step: self.global_steps }.into()
     }

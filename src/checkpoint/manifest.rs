@@ -291,7 +291,7 @@ impl Manifest {
     /// Parses and checks a manifest. The error describes the problem.
     pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
         let damaged = |what: &str| format!("it is damaged: {what}; load another tag");
-        let at = text.rfind(",\n  \"checksum\": ").ok_or_else(|| damaged("its last line is not a checksum"))?;
+        let at = text.rfind(",\n  \"checksum\": ").ok_or_else(|| damaged("it does not end with a checksum"))?;
         let (body, end) = text.split_at(at);
         let whole: std::result::Result<Value, _> = serde_json::from_str(&format!("{body}\n}}"));
         let version = whole.as_ref().ok().and_then(|v| v["version"].as_u64());

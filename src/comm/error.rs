@@ -117,7 +117,7 @@ pub enum CommError {
     },
     /// A peer's process shows no sign of life.
     #[error(
-        "rank {peer} has not responded for {seconds} s while rank {rank} waited in {op}; it was stopped, or its \
+        "rank {peer} did not respond for {seconds} s while rank {rank} waited in {op}; it was stopped, or its \
          machine is overloaded"
     )]
     HeartbeatLost {

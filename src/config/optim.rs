@@ -262,7 +262,7 @@ pub(super) fn check_averaging(
         );
     }
     if has_local_steps {
-        refuse("AdamWScheduleFree averages weights by itself; leave local_steps out, or use AdamW");
+        refuse("AdamWScheduleFree already averages weights; leave local_steps out, or use AdamW");
     }
 }
 

@@ -141,14 +141,14 @@ mod tests {
             config["gradient_clipping"] = json!(1.0 + rank as f64);
             (config, vec![])
         });
-        insta::assert_snapshot!(first, @"rank 0 has a different configuration than rank 1: gradient_clipping is 1.0 on rank 0 and 2.0 on rank 1, zero_optimization.overlap_comm is false on rank 0 and true on rank 1, zero_optimization.stage is 2 on rank 0 and 3 on rank 1; every rank must get the same file or value, and the same schedule");
-        insta::assert_snapshot!(second, @"rank 1 has a different configuration than rank 0: gradient_clipping is 2.0 on rank 1 and 1.0 on rank 0, zero_optimization.overlap_comm is true on rank 1 and false on rank 0, zero_optimization.stage is 3 on rank 1 and 2 on rank 0; every rank must get the same file or value, and the same schedule");
+        insta::assert_snapshot!(first, @"rank 0 has a different configuration from rank 1: gradient_clipping is 1.0 on rank 0 and 2.0 on rank 1, zero_optimization.overlap_comm is false on rank 0 and true on rank 1, zero_optimization.stage is 2 on rank 0 and 3 on rank 1; every rank must get the same file or value, and the same schedule");
+        insta::assert_snapshot!(second, @"rank 1 has a different configuration from rank 0: gradient_clipping is 2.0 on rank 1 and 1.0 on rank 0, zero_optimization.overlap_comm is true on rank 1 and false on rank 0, zero_optimization.stage is 3 on rank 1 and 2 on rank 0; every rank must get the same file or value, and the same schedule");
         let [first, _] = told(|rank| {
             let mut config = config(2);
             config["optimizer"]["params"]["lr"] = json!(1e-2 * (rank + 1) as f64);
             (config, vec![])
         });
-        insta::assert_snapshot!(first, @"rank 0 has a different configuration than rank 1: optimizer.params.lr is 0.01 on rank 0 and 0.02 on rank 1, the optimizer's groups or schedule differs; every rank must get the same file or value, and the same schedule");
+        insta::assert_snapshot!(first, @"rank 0 has a different configuration from rank 1: optimizer.params.lr is 0.01 on rank 0 and 0.02 on rank 1, the optimizer's groups or schedule differs; every rank must get the same file or value, and the same schedule");
     }
 
     #[test]
@@ -167,6 +167,6 @@ mod tests {
         let same = |rank: usize| vec![(format!("/data/{rank}.txt"), data[0].fingerprint())];
         assert_eq!(told(|rank| (config(2), same(rank))), ["nothing", "nothing"]);
         let [first, _] = told(|rank| (config(2), if rank == 0 { content(0) } else { vec![] }));
-        insta::assert_snapshot!(first, @"rank 0 has a different configuration than rank 1: a value passed to same_on_all_ranks, or a setting without a key; every rank must get the same file or value, and the same schedule");
+        insta::assert_snapshot!(first, @"rank 0 has a different configuration from rank 1: a value passed to same_on_all_ranks, or a setting without a key; every rank must get the same file or value, and the same schedule");
     }
 }

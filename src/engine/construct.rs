@@ -103,7 +103,7 @@ impl<M> Engine<M> {
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
         if islands.is_some() && share_plan.averages() {
-            let why = "the optimizer averages weights by itself; leave local_steps out, or use an optimizer without \
+            let why = "the optimizer already averages weights; leave local_steps out, or use an optimizer without \
                        averaging, such as AdamW";
             return Err(EngineError::LocalSteps { why: why.into() }.into());
         }

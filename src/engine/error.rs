@@ -212,7 +212,7 @@ pub enum EngineError {
         by_difference: f64,
     },
     /// The end of a run whose only purpose was to check gradients.
-    #[error("the run ends here: it only had to check gradients (zerorun verify)")]
+    #[error("the run ends here: its only purpose was to check gradients (zerorun verify)")]
     GradientsChecked,
     /// The loss is NaN or infinite.
     #[error("the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); {}", nonfinite_advice(*step))]
@@ -332,7 +332,7 @@ pub enum EngineError {
     },
     /// Ranks read different configurations, or have different custom components.
     #[error(
-        "rank {rank} has a different configuration than rank {other}: {keys}; every rank must get the same file or \
+        "rank {rank} has a different configuration from rank {other}: {keys}; every rank must get the same file or \
          value, and the same schedule"
     )]
     ConfigsDiffer {

@@ -57,7 +57,7 @@ pub enum OutputError {
     },
     /// The disk has too little space.
     #[error(
-        "{} has room for {available} bytes, but {needed} are to be written there; free some space, or give another \
+        "{} has room for {available} bytes, but {needed} bytes must be written there; free some space, or give another \
          path",
         path.display()
     )]

@@ -4,6 +4,7 @@
 use super::event::{EventLine, TimelineLane};
 use crate::error::{Error, MonitorError, Result};
 use crate::files::{AtomicFile, only_earlier};
+use crate::util::counted;
 use memmap2::Mmap;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -24,10 +25,11 @@ pub struct TraceSummary {
 impl fmt::Display for TraceSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { file, events, ranks, dropped } = self;
-        let plural = if *ranks == 1 { "" } else { "s" };
-        write!(f, "{events} events of {ranks} rank{plural} are in {}", file.display())?;
+        let (verb, events) = (if *events == 1 { "is" } else { "are" }, counted(*events, "event"));
+        write!(f, "{events} of {} {verb} in {}", counted(*ranks, "rank"), file.display())?;
         match dropped {
             0 => Ok(()),
+            1 => f.write_str("; 1 later event was dropped; record fewer steps"),
             dropped => write!(f, "; {dropped} later events were dropped; record fewer steps"),
         }
     }

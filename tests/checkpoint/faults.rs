@@ -364,7 +364,7 @@ fn a_job_killed_at_any_moment_leaves_a_whole_checkpoint_at_most_one_save_old() {
             if job.try_wait().unwrap().is_some() {
                 let mut text = String::new();
                 job.stderr.take().unwrap().read_to_string(&mut text).unwrap();
-                panic!("kill {kill}: the job ended by itself: {text}");
+                panic!("kill {kill}: the job ended unexpectedly: {text}");
             }
             (done() > before + 2).then_some(())
         });

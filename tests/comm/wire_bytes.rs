@@ -39,7 +39,7 @@ fn a_step_moves_2_2_2_3_psi_and_named_padding() {
                     let padding = volume * (padded - psi) as f64 * element * (n - 1.0) / n;
                     let what = format!("stage {stage}, world {world}, {more}\n{report}");
                     assert_eq!(bytes as f64, formula + padding, "{what}");
-                    assert!(padding <= formula * 0.02 || world == 1, "padding is small: {padding} of {formula}");
+                    assert!(padding <= formula * 0.02 || world == 1, "too much padding: {padding} of {formula}");
                 }
             }
         }

@@ -202,7 +202,7 @@ fn a_gradient_that_is_not_finite_in_one_shard_names_its_rank_to_the_others() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"gradients are not finite on ranks [1] in optimizer step 0; the weights are unchanged; look for non-finite or very large values in the initial weights and in the data of this step");
+            insta::assert_snapshot!(texts[0], @"gradients are not finite on rank 1 in optimizer step 0; the weights are unchanged; look for non-finite or very large values in the initial weights and in the data of this step");
             insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged; look for non-finite or very large values in the initial weights and in the data of this step");
         }
     }
@@ -261,12 +261,12 @@ fn configurations_that_differ_between_ranks_are_refused_on_every_rank() {
         assert_eq!(first.replace("rank 0", "rank 1"), second);
         [first, third]
     });
-    insta::assert_snapshot!(told[0][0], @"rank 0 has a different configuration than rank 2: gradient_clipping is 0.5 on rank 0 and 0.25 on rank 2; every rank must get the same file or value, and the same schedule");
+    insta::assert_snapshot!(told[0][0], @"rank 0 has a different configuration from rank 2: gradient_clipping is 0.5 on rank 0 and 0.25 on rank 2; every rank must get the same file or value, and the same schedule");
     let [clipping, accumulation, stage, dtype] = told.map(|[_, third]| third);
-    insta::assert_snapshot!(clipping, @"rank 2 has a different configuration than rank 0: gradient_clipping is 0.25 on rank 2 and 0.5 on rank 0; every rank must get the same file or value, and the same schedule");
-    insta::assert_snapshot!(accumulation, @"rank 2 has a different configuration than rank 0: gradient_accumulation_steps is 2 on rank 2 and 1 on rank 0, train_batch_size is 12 on rank 2 and 6 on rank 0; every rank must get the same file or value, and the same schedule");
-    insta::assert_snapshot!(stage, @"rank 2 has a different configuration than rank 0: zero_optimization.overlap_comm is true on rank 2 and false on rank 0, zero_optimization.stage is 3 on rank 2 and 2 on rank 0; every rank must get the same file or value, and the same schedule");
-    insta::assert_snapshot!(dtype, @"rank 2 has a different configuration than rank 0: bf16.enabled is true on rank 2 and false on rank 0; every rank must get the same file or value, and the same schedule");
+    insta::assert_snapshot!(clipping, @"rank 2 has a different configuration from rank 0: gradient_clipping is 0.25 on rank 2 and 0.5 on rank 0; every rank must get the same file or value, and the same schedule");
+    insta::assert_snapshot!(accumulation, @"rank 2 has a different configuration from rank 0: gradient_accumulation_steps is 2 on rank 2 and 1 on rank 0, train_batch_size is 12 on rank 2 and 6 on rank 0; every rank must get the same file or value, and the same schedule");
+    insta::assert_snapshot!(stage, @"rank 2 has a different configuration from rank 0: zero_optimization.overlap_comm is true on rank 2 and false on rank 0, zero_optimization.stage is 3 on rank 2 and 2 on rank 0; every rank must get the same file or value, and the same schedule");
+    insta::assert_snapshot!(dtype, @"rank 2 has a different configuration from rank 0: bf16.enabled is true on rank 2 and false on rank 0; every rank must get the same file or value, and the same schedule");
 }
 
 #[test]

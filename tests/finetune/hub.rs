@@ -126,7 +126,7 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
     let (again, said) = train(NAME, "again");
     assert_eq!(bytes(&again), bytes(&by_path));
     assert_eq!(server.requests(), ["GET /api/models/org/tiny/revision/main"]);
-    assert!(!said.contains("to fetch"), "{said}");
+    assert!(!said.contains("fetching"), "{said}");
 }
 
 #[test]

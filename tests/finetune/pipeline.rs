@@ -229,7 +229,7 @@ fn what_cannot_be_combined_with_a_pipeline_is_refused_before_a_rank_is_started()
     };
     insta::assert_snapshot!(refusal(&["-n", "4", "--pipeline", "3"]), @"zerorun: --pipeline is 3, which does not divide 4 ranks; give a number that does, or a different number of ranks");
     insta::assert_snapshot!(refusal(&["--pipeline", "2"]), @"zerorun: --pipeline is 2, which does not divide 1 rank; give a number that does, or a different number of ranks");
-    insta::assert_snapshot!(refusal(&["--pipeline", "0"]), @"zerorun: invalid value '0' for '--pipeline <RANKS|auto>': --pipeline is 0, but must be a number of ranks of at least 1, or auto: all ranks");
+    insta::assert_snapshot!(refusal(&["--pipeline", "0"]), @"zerorun: invalid value '0' for '--pipeline <RANKS|auto>': --pipeline is 0, but must be a number of ranks, at least 1, or auto for all ranks");
     insta::assert_snapshot!(refusal(&[&flag[..], &["--dpo", "beta=0.1"]].concat()), @"zerorun: --pipeline cannot be combined with --dpo, which also needs the output of the model without its adapters for each pair; leave out one of the two");
     insta::assert_snapshot!(refusal(&[&flag[..], &["--task", "classify"]].concat()), @"zerorun: --pipeline divides the layers of language models, not those of a classifier; train it without a pipeline");
     insta::assert_snapshot!(refusal(&[&flag[..], &["--prompt", "a"]].concat()), @"zerorun: --prompt is not supported in a pipeline, whose ranks have only parts of the model; leave out --prompt or --pipeline, and use zerorun generate with the result");

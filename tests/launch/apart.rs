@@ -109,7 +109,7 @@ fn the_others_end_in_seconds_with_the_name_of_a_rank_that_is_killed_or_stopped()
             let said = said(rank);
             let expected = match signal {
                 Signal::KILL => format!("rank {victim} died (its process ended without a message)"),
-                _ => format!("rank {victim} has not responded for 8 s"),
+                _ => format!("rank {victim} did not respond for 8 s"),
             };
             assert!(said.contains(&expected), "{said}");
         }

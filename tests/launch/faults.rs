@@ -414,7 +414,7 @@ fn a_rank_that_is_stopped_is_named_when_its_heart_has_been_silent_for_eight_seco
     let ended = run.end();
     assert!(at.elapsed() > Duration::from_secs(8) && at.elapsed() < Duration::from_secs(16), "{:?}", at.elapsed());
     let deed = "it was unresponsive for too long, and was stopped by zerorun with SIGTERM";
-    ended.check("rank 2 has not responded for 8 s", 1, deed);
+    ended.check("rank 2 did not respond for 8 s", 1, deed);
 }
 
 #[test]

@@ -161,7 +161,7 @@ fn flags_for_hosts_that_do_not_fit_each_other_are_refused_before_anything_is_rea
         assert_eq!(output.status.code(), Some(2));
         stderr(&output).split("\n\n").next().unwrap_or_default().to_string()
     };
-    insta::assert_snapshot!(refused(&["--nnodes", "2", "--master_addr", "a"]), @"zerorun: --nnodes 2 needs --node_rank; give each host its number from 0 to 1, and all hosts the first host's address");
+    insta::assert_snapshot!(refused(&["--nnodes", "2", "--master_addr", "a"]), @"zerorun: --nnodes 2 needs --node_rank; give each host its index from 0 to 1, and give all hosts the first host's address");
     insta::assert_snapshot!(refused(&["--nnodes", "2", "--hostfile", "hosts"]), @"zerorun: the argument '--nnodes <N>' cannot be used with '--hostfile <FILE>'");
     insta::assert_snapshot!(refused(&["--min_nodes", "1", "--max_restarts", "1"]), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart, but this job has one host; give --hostfile or --nnodes, or leave --min_nodes out");
     insta::assert_snapshot!(refused(&["--hostfile", "no-such-file"]), @"zerorun: cannot read the hostfile no-such-file: No such file or directory (os error 2); give --hostfile a file with a line NAME slots=N for each host");

@@ -172,5 +172,5 @@ fn statistics_that_two_layers_share_are_refused() {
         builder.initialize_pipeline(shared, config(MICRO_BATCHES, 0)).map(drop)
     };
     let error = run(Arc::new(SoloCommunicator::default()) as Arc<dyn Communicator>).unwrap_err();
-    insta::assert_snapshot!(error, @"cannot train in a pipeline: layers 0 and 6 share buffer layer.0.norm.running_mean, but a buffer is kept only by the rank of its stage; put what they share into one layer, or give each layer a separate buffer");
+    insta::assert_snapshot!(error, @"cannot train in a pipeline: layers 0 and 6 share buffer layer.0.norm.running_mean, but a buffer is kept only by the rank of its stage; put the shared buffer into one layer, or give each layer a separate buffer");
 }

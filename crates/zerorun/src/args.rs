@@ -43,7 +43,7 @@ Without a manifest, it gets candle-zero, candle-core, candle-nn and anyhow.";
 
 const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
 
-/// Start a training script on N ranks of one or several hosts: build it, run it, and stop all ranks if one fails.
+/// Start a training script on N ranks on one or several hosts: build it, run it, and stop all ranks if one fails.
 #[derive(Debug, Parser)]
 #[command(name = "zerorun", version, override_usage = USAGE)]
 struct ZerorunArguments {

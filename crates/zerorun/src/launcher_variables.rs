@@ -221,7 +221,7 @@ mod tests {
         insta::assert_snapshot!(told("PALS_RANKID=2", Some(2)), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
         insta::assert_snapshot!(told("SLURM_NODEID=x", Some(2)), @"environment variable SLURM_NODEID is `x`; it must be a whole number");
         insta::assert_snapshot!(told("JOB_COMPLETION_INDEX=0", None), @"--nnodes auto cannot determine the number of hosts: zerorun was not started by mpirun, srun or jsrun, or the variable that contains the number is not set; give the number");
-        insta::assert_snapshot!(told("", Some(2)), @"--nnodes 2 needs --node_rank; give each host its number from 0 to 1, and all hosts the first host's address");
+        insta::assert_snapshot!(told("", Some(2)), @"--nnodes 2 needs --node_rank; give each host its index from 0 to 1, and give all hosts the first host's address");
     }
 
     #[test]
@@ -241,6 +241,6 @@ mod tests {
         insta::assert_snapshot!(told("PET_RDZV_ENDPOINT=a:http"), @"environment variable PET_RDZV_ENDPOINT is `a:http`; it must be HOST or HOST:PORT");
         insta::assert_snapshot!(told("PET_RDZV_ENDPOINT=:29400"), @"environment variable PET_RDZV_ENDPOINT is `:29400`; it must be HOST or HOST:PORT");
         insta::assert_snapshot!(told("PET_MASTER_ADDR=a PET_MASTER_PORT=0"), @"environment variable PET_MASTER_PORT is `0`; it must be a port number from 1 to 65535");
-        insta::assert_snapshot!(told(""), @"--nnodes 2 needs --master_addr; give each host its number from 0 to 1, and all hosts the first host's address");
+        insta::assert_snapshot!(told(""), @"--nnodes 2 needs --master_addr; give each host its index from 0 to 1, and give all hosts the first host's address");
     }
 }

@@ -189,7 +189,7 @@ fn partition_count(root: &PickleValue<'_>) -> Result<usize, PickleProblem> {
     match counts.as_slice() {
         [first, rest @ ..] if *first > 0 && rest.iter().all(|other| other == first) => Ok(*first),
         [_, ..] => {
-            Err(format!("{} is {counts:?}; all groups must be split for the same number of ranks", count.place()))
+            Err(format!("{} is {counts:?}; all groups must be split across the same number of ranks", count.place()))
         }
         [] => Err(format!("{} is empty", count.place())),
     }

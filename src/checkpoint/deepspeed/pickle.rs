@@ -160,7 +160,7 @@ impl PickleMachine<'_> {
             b'1' => drop(self.pop_to_mark()?),
             b'2' => self.stack.push(self.top()?),
             other => {
-                return Err(format!("opcode 0x{other:02x} is not one of those that torch.save writes (protocol 2)"));
+                return Err(format!("opcode 0x{other:02x} is not written by torch.save (protocol 2)"));
             }
         }
         Ok(None)

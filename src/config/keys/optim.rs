@@ -117,7 +117,7 @@ const LARS: &[super::ConfigKey] = keys! {
 const ADAFACTOR: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "null", H, "Learning rate; needs relative_step false. null: 0.001 with relative_step false.";
     "relative_step": Bool, "null", H, "Use the smaller of 0.01 and 1 / sqrt(step) as the learning rate; no scheduler is then allowed. null: true if neither lr nor a scheduler is given.";
-    "warmup_init": Bool, "false", H, "Use 0.000001 x step in place of the 0.01 of relative_step, which this key needs.";
+    "warmup_init": Bool, "false", H, "Use 0.000001 x step in place of the 0.01 of relative_step; needs relative_step.";
     "scale_parameter": Bool, "true", H, "Multiply the learning rate by the root mean square of each parameter, at least eps[1].";
     "eps": Betas, "[1e-30,0.001]", H, "Two numbers: the first is added to the squared gradient; the second is the minimum of a parameter's root mean square in scale_parameter.";
     "clip_threshold": FLOAT, "1.0", H, "Root mean square above which an update is scaled down; above 0.";
@@ -131,7 +131,7 @@ const SCHEDULE_FREE: &[super::ConfigKey] = keys! {
     "betas": Betas, "[0.9,0.999]", H, "Share of the average in the trained weights, and decay rate of the second moment, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the square root of the second moment.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of the trained weights.";
-    "warmup_steps": COUNT, "0", H, "Steps in which the learning rate grows linearly to lr.";
+    "warmup_steps": COUNT, "0", H, "Number of steps over which the learning rate grows linearly to lr.";
     "r": NOT_NEGATIVE, "0.0", H, "A step's weight in the average is proportional to this power of its number.";
     "weight_lr_power": NOT_NEGATIVE, "2.0", H, "During the warm-up, a step's weight in the average is also proportional to this power of its learning rate.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: update many tensors in one call.";

@@ -212,7 +212,7 @@ impl LayerParameters {
                 if let Some(first) = owners.insert(name.clone(), layer) {
                     let why = format!(
                         "layers {first} and {layer} share buffer {name}, but a buffer is kept only by the rank of its \
-                         stage; put what they share into one layer, or give each layer a separate buffer"
+                         stage; put the shared buffer into one layer, or give each layer a separate buffer"
                     );
                     return Err(EngineError::Pipeline { why }.into());
                 }
@@ -229,7 +229,7 @@ impl LayerParameters {
                     }
                     let why = format!(
                         "layers {first} and {layer} share parameter {}; only the first layer and the last one may \
-                         share one, and it must be the first layer's only parameter; put what they share into \
+                         share one, and it must be the first layer's only parameter; put the shared parameter into \
                          one layer",
                         param.name
                     );

@@ -100,7 +100,7 @@ impl RowExchange {
                 let number = numbers[2 + self.rank];
                 let is_possible = number >= 0.0 && number.fract() == 0.0 && number <= f64::from(u32::MAX);
                 let impossible =
-                    || CommError::other(format!("rank {rank} announces {number} rows, which is not a possible number"));
+                    || CommError::other(format!("rank {rank} announces {number} rows, an impossible number"));
                 if is_possible { Ok(number as usize) } else { Err(impossible()) }
             });
             let rows = rows.collect::<std::result::Result<Vec<usize>, CommError>>()?;

@@ -156,7 +156,7 @@ impl ChatMessages {
         let mut keys = turn.try_iter().into_iter().flatten().map(|key| key.to_string());
         match keys.find(|key| !known.contains(&key.as_str()) && !WEIGHT_KEYS.contains(&key.as_str())) {
             Some(other) => {
-                Err(format!("it has {other} besides input and output; write messages with role and content"))
+                Err(format!("it has {other} in addition to input and output; write messages with role and content"))
             }
             None => Ok(()),
         }

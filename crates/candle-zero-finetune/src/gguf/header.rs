@@ -192,7 +192,7 @@ impl<'a> HeaderBytes<'a> {
             7 => match self.array(key)? {
                 [0u8] => Value::Bool(false),
                 [1] => Value::Bool(true),
-                [other] => return Err(format!("{key} is the truth value {other}, but must be 0 or 1")),
+                [other] => return Err(format!("{key} has the Boolean value {other}, but must be 0 or 1")),
             },
             8 => Value::String(self.text(key)?),
             9 => Value::Array(self.values(key, depth)?),

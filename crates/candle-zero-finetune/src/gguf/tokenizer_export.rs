@@ -158,7 +158,7 @@ fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str,
     };
     let Some((bytes, before)) = steps.split_last().filter(|(last, _)| last["type"] == "ByteLevel") else {
         return Err(
-            "it is neither byte-level nor does it have byte_fallback; only byte-level BPE and SentencePiece's BPE can \
+            "it neither is byte-level nor has byte_fallback; only byte-level BPE and SentencePiece's BPE can \
                     be written as GGUF"
                 .into(),
         );

@@ -247,7 +247,7 @@ impl MemoryDemand<'_> {
         }
         Ok(least.map(|least| {
             format!(
-                "a host that holds all of the model would need {} per rank ({})",
+                "a host that holds the complete model would need {} per rank ({})",
                 binary(least.bytes),
                 least.words(None)
             )

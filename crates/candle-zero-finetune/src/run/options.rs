@@ -462,7 +462,7 @@ impl FromStr for PipelineStages {
     fn from_str(text: &str) -> Result<Self> {
         let number = || text.parse().ok().filter(|stages| *stages > 0).map(Self::Number);
         let stages = if text == "auto" { Some(Self::Auto) } else { number() };
-        stages.ok_or_else(|| refused("--pipeline", text, "a number of ranks of at least 1, or auto: all ranks"))
+        stages.ok_or_else(|| refused("--pipeline", text, "a number of ranks, at least 1, or auto for all ranks"))
     }
 }
 
@@ -539,7 +539,7 @@ mod tests {
         let divided = |objective| Options { objective, pipeline: Some(PipelineStages::Auto), ..with_data() };
         insta::assert_snapshot!(text(divided(Objective::Prefer { beta: 0.1 })), @"--pipeline cannot be combined with --dpo, which also needs the output of the model without its adapters for each pair; leave out one of the two");
         insta::assert_snapshot!(text(divided(Objective::Classify)), @"--pipeline divides the layers of language models, not those of a classifier; train it without a pipeline");
-        insta::assert_snapshot!("0".parse::<PipelineStages>().unwrap_err(), @"--pipeline is 0, but must be a number of ranks of at least 1, or auto: all ranks");
+        insta::assert_snapshot!("0".parse::<PipelineStages>().unwrap_err(), @"--pipeline is 0, but must be a number of ranks, at least 1, or auto for all ranks");
         insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a percentage of all steps, such as 3%");
         insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% besides files; give either a part of the training data or files");
     }

@@ -89,8 +89,8 @@ fn wrong_hosts_are_named() {
     insta::assert_snapshot!(wrong("--nnodes 4:2 x.rs"), @"zerorun: --nnodes 4:2 is not a number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
     insta::assert_snapshot!(wrong("--nnodes 0 x.rs"), @"zerorun: --nnodes 0 is not a number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
     insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 2 --master_addr a x.rs"), @"zerorun: --node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
-    insta::assert_snapshot!(wrong("--nnodes 2 --master_addr a x.rs"), @"zerorun: --nnodes 2 needs --node_rank; give each host its number from 0 to 1, and all hosts the first host's address");
-    insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 1 x.rs"), @"zerorun: --nnodes 2 needs --master_addr; give each host its number from 0 to 1, and all hosts the first host's address");
+    insta::assert_snapshot!(wrong("--nnodes 2 --master_addr a x.rs"), @"zerorun: --nnodes 2 needs --node_rank; give each host its index from 0 to 1, and give all hosts the first host's address");
+    insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 1 x.rs"), @"zerorun: --nnodes 2 needs --master_addr; give each host its index from 0 to 1, and give all hosts the first host's address");
     insta::assert_snapshot!(wrong("--nnodes 2 --hostfile hosts x.rs"), @"zerorun: the argument '--nnodes <N>' cannot be used with '--hostfile <FILE>'");
     insta::assert_snapshot!(wrong("--min_nodes 1 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart, but this job has one host; give --hostfile or --nnodes, or leave --min_nodes out");
     insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart; set it to at least 1 and --max_restarts to at least 1, or leave --min_nodes out");

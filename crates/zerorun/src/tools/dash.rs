@@ -42,7 +42,8 @@ struct DashArguments {
     #[arg(long, value_name = "PORT", default_value = "8321")]
     port: u16,
 
-    /// Local address to listen on, such as 0.0.0.0 for all; with 0.0.0.0, other machines can read the runs
+    /// Local address to listen on, such as 127.0.0.1; with 0.0.0.0 (all addresses), other machines can read
+    /// the runs
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", value_parser = local_address)]
     bind: IpAddr,
 }

@@ -27,7 +27,7 @@ struct IslandServerArguments {
     #[arg(long, value_name = "PORT", default_value = "29600")]
     port: u16,
 
-    /// Local address to listen on, such as 0.0.0.0 for all
+    /// Local address to listen on; 0.0.0.0 means all
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     bind: String,
 
@@ -35,7 +35,7 @@ struct IslandServerArguments {
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
 
-    /// Repeat the joins and departures of the run recorded in FILE, so that this run has the same bits
+    /// Repeat the joins and departures of the run recorded in FILE, so that this run gives the same bits
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
 

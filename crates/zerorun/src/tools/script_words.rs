@@ -10,7 +10,7 @@ pub(super) const DS_CONFIG: [&str; 3] = ["--ds_config", "--deepspeed_config", "-
 pub(super) fn take(args: &mut Vec<OsString>, names: &[&str]) -> Option<(usize, OsString)> {
     let end = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
     for at in 0..end {
-        if names.iter().any(|name| args[at] == *name) && at + 1 < args.len() {
+        if names.iter().any(|name| args[at] == *name) && at + 1 < end {
             args.remove(at);
             return Some((at, args.remove(at)));
         }

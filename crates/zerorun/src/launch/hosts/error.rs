@@ -370,7 +370,7 @@ pub enum HostsError {
     },
     /// This host's number or the first host's address is not given.
     #[error(
-        "--nnodes {nodes} needs {missing}; give each host its number from 0 to {}, and all hosts the first host's \
+        "--nnodes {nodes} needs {missing}; give each host its index from 0 to {}, and give all hosts the first host's \
          address",
         nodes - 1
     )]

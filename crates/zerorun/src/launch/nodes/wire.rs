@@ -329,8 +329,8 @@ impl LauncherPeer {
         };
         let outgoing = Arc::new(Mutex::new(outgoing));
         let alive = Arc::downgrade(&outgoing);
-        std::thread::Builder::new().name("hears a launcher".into()).spawn(listen)?;
-        std::thread::Builder::new().name("signs of life".into()).spawn(move || beat(&alive))?;
+        std::thread::Builder::new().name("launcher listener".into()).spawn(listen)?;
+        std::thread::Builder::new().name("heartbeat".into()).spawn(move || beat(&alive))?;
         Ok(Self(outgoing))
     }
 

@@ -220,7 +220,7 @@ fn block_size(text: &str) -> Result<usize, String> {
     usize::try_from(bytes)
         .ok()
         .filter(|_| is_allowed)
-        .ok_or_else(|| "give 4KiB to 16MiB, a multiple of 4KiB".to_string())
+        .ok_or_else(|| "give a multiple of 4KiB from 4KiB to 16MiB".to_string())
 }
 
 /// The results of `zerorun bench disk`, shown as text.
@@ -376,7 +376,7 @@ mod tests {
         For more information, try '--help'.
         "#);
         insta::assert_snapshot!(refusal("disk /x --block_size 1000"), @r#"
-        zerorun: invalid value '1000' for '--block_size <SIZE>': give 4KiB to 16MiB, a multiple of 4KiB
+        zerorun: invalid value '1000' for '--block_size <SIZE>': give a multiple of 4KiB from 4KiB to 16MiB
 
         For more information, try '--help'.
         "#);

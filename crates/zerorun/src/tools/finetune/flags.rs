@@ -45,7 +45,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long, conflicts_with = "full")]
     qlora: bool,
 
-    /// With --qlora, layers (counted from 0) whose weights are not packed
+    /// With --qlora, layers (counted from 0) whose weights are not held in 4 bits
     #[arg(long = "keep_layers", alias = "keep-layers", value_name = "N,N", value_delimiter = ',', requires = "qlora")]
     keep_layers: Vec<usize>,
 

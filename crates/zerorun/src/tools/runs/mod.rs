@@ -32,8 +32,8 @@ Examples:
 /// A record is a folder, named after the run and the time (UTC) at which the run began, in the folder of runs. RUN is
 /// the name of such a folder, or a prefix that matches only one run. docs/runs.md describes how runs are recorded.
 ///
-/// Exit code: 0 on success; 1 if a record is damaged (the others are still shown) or is not removed, or standard
-/// output could not be written; 2 if a run or the folder does not exist, or the command line is wrong.
+/// Exit code: 0 on success; 1 if a record is damaged (the others are still shown) or could not be removed, or if
+/// standard output could not be written; 2 if a run or the folder does not exist, or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "runs", bin_name = "zerorun runs", after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
 struct RunsArguments {

@@ -36,7 +36,7 @@ impl RemoveFlags {
         let ids = match self.ids(&folder).and_then(|ids| self.confirmed(ids)) {
             Ok(Some(ids)) => ids,
             Ok(None) => {
-                print("nothing is removed");
+                print("nothing was removed");
                 return ExitCode::FAILURE;
             }
             Err(error) => return refused(&error, EXIT_SETUP),
@@ -44,10 +44,10 @@ impl RemoveFlags {
         let mut code = ExitCode::SUCCESS;
         for id in ids {
             match folder.remove(&id, self.force) {
-                Ok(None) => _ = print(format!("{} is removed", plain(&id))),
+                Ok(None) => _ = print(format!("{} was removed", plain(&id))),
                 Ok(Some(kept)) => {
                     eprint(&format!(
-                        "zerorun: the record of {} is removed, but its folder {} contains other files, which are kept",
+                        "zerorun: the record of {} was removed, but its folder {} contains other files, which are kept",
                         plain(&id),
                         kept.display()
                     ));

@@ -74,7 +74,7 @@ impl SearchSpace {
         let micro_batches: Vec<usize> = sizes.iter().copied().filter(fits).collect();
         if micro_batches.is_empty() {
             let problem = format!(
-                "none of the micro batches {sizes:?} can be tried with {}; give --micro_batches whose \
+                "none of the micro batches {sizes:?} can be tried with {}; give values of --micro_batches whose \
                  product with the number of ranks divides train_batch_size (if the configuration sets it) and that are \
                  within the bounds of autotuning",
                 counted(config.world_size, "rank")
