@@ -1,7 +1,7 @@
-//! Measures how long it takes to save GPT-2 (124 million parameters, bf16) on one rank, alternating with two plain
+//! Measures how long it takes to save GPT-2 (124 million parameters, bf16) on one rank. Each round also runs two plain
 //! loops that write the same number of bytes in blocks of 1 MiB and sync: one through the page cache, and one without
 //! it. Also measures how much a background save delays the step in which it begins, with a sequence of the model's full
-//! length and one of half that length, whose step ends before the disk write does.
+//! context length and one of half that length, whose step ends before the disk write does.
 //!
 //!     cargo bench --bench checkpoint -- [ROUNDS] [FOLDER]
 #![allow(clippy::unwrap_used)]

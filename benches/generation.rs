@@ -42,7 +42,7 @@ impl SimpleBackend for Weights {
     }
 }
 
-/// Runs the model on one token after `before` cached ones, as is done to generate the token that follows.
+/// Runs the model on one token after `before` cached ones: one step of generation.
 #[divan::bench(types = [f32, bf16], args = [16, 512, 1000], sample_size = 1, max_time = 2)]
 fn gpt2_token<T: WithDType>(bencher: Bencher<'_, '_>, before: usize) {
     let config = GptConfig::preset("gpt2").unwrap();

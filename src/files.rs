@@ -35,8 +35,8 @@ pub fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Creates a new file in `folder` whose name begins with `prefix`; it is removed when dropped. Its permissions follow
-/// the umask, like those of any new file, whereas tempfile's default is owner-only.
+/// Creates a new file in `folder` with a name that begins with `prefix`. The file is removed when the result is dropped.
+/// Its permissions follow the umask, like those of any new file, whereas tempfile's default is owner-only.
 pub fn new_beside(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
     tempfile::Builder::new().prefix(prefix).permissions(Permissions::from_mode(0o666)).tempfile_in(folder)
 }

@@ -313,8 +313,8 @@ fn live_and_ledger(world: usize, config: &Value, access: Option<DiskAccess>) -> 
         let barrier = comm.clone();
         let start = LIVE.load(Ordering::SeqCst);
         barrier.barrier().wait()?;
-        // Memory that threads keep for products does not belong to a model: it is allocated, and bounded, before
-        // counting.
+        // Memory that threads keep for products does not belong to a model. It is therefore allocated, and its size is
+        // checked, before counting.
         multiply()?;
         barrier.barrier().wait()?;
         let before = LIVE.load(Ordering::SeqCst);

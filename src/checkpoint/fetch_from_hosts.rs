@@ -223,7 +223,7 @@ enum PartSource {
 }
 
 impl PartSender<'_> {
-    /// Reads bytes of the file from `at` on, all within one part.
+    /// Reads bytes of the file, starting at `at`; all of them are within one part.
     fn read(&mut self, part: FilePart, at: u64, bytes: &mut [u8]) -> Result<()> {
         let LocatedCheckpoint { path, manifest, .. } = self.located;
         if self.open.as_ref().is_none_or(|(file, _)| *file != part.file) {

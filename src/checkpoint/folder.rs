@@ -496,7 +496,7 @@ pub(super) fn unfinished(dir: &Path) -> Vec<String> {
     tags
 }
 
-/// Returns the names of the folders with a manifest.
+/// Returns the names of the folders with a manifest, except hidden folders and replaced checkpoints.
 pub(super) fn tags(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let names = entries.filter(|e| e.path().join(MANIFEST).is_file()).map(|e| e.file_name().to_string_lossy().into());

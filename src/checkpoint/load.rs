@@ -398,7 +398,7 @@ fn wanted(
                     manifest.optimizer.as_deref().unwrap_or("none")
                 )));
             }
-            // A parameter of which this rank keeps all elements gets them from the files, not from other ranks.
+            // If this rank keeps all elements of a parameter, it reads them from the files, not from other ranks.
             let is_whole = kind == ParamStateKind::Weights && core.keeps_whole(param);
             let range = if is_whole { 0..own.numel } else { core.held(kind, param) };
             wanted.push(NeededElements { state, saved, kind, param, range });

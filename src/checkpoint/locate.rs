@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   each host    the tag that `latest` names, or the requested tag         -> tags
-//!   each host    for each tag: checksum of the manifest, files that exist  -> the newest tag that is complete over all
+//!   each host    for each tag: checksum of the manifest, files that exist  -> the newest tag complete across all hosts
 //!   one host     the manifest                                              -> all
 //! ```
 //!
@@ -58,7 +58,7 @@ pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
 }
 
 /// Finds checkpoint `tag` in the folders `dir`, or the newest complete checkpoint that `latest` names on any host.
-/// Returns `None` if no host has any. Collective.
+/// Returns `None` if no tag is requested and no host has a checkpoint. Collective.
 ///
 /// # Errors
 /// Fails on all ranks, with a [`CheckpointError::Unusable`] that names the hosts and files, if no complete one exists.

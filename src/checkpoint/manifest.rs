@@ -1,4 +1,4 @@
-//! The manifest: the description of a checkpoint, as JSON with its own checksum in the last line.
+//! The manifest: the description of a checkpoint, as JSON with its own checksum as the last entry.
 
 use super::rank_file_layout::{BLOCK, PAGE, RankFileLayout};
 use crate::error::{CheckpointError, Error, Result};

@@ -14,7 +14,7 @@ pub(crate) fn failed_elsewhere(path: &Path) -> impl FnOnce(usize) -> Error {
 /// Collective: returns an error unless `word` is the same on all ranks; `what` names the kind of word in the plural.
 ///
 /// # Errors
-/// Fails on all ranks if their words differ, and if a collective fails.
+/// Fails on all ranks if their words differ, or if a collective fails.
 pub(super) fn same_on_all_ranks(
     comm: &dyn Communicator,
     what: &str,

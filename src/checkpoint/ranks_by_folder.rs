@@ -26,8 +26,8 @@ impl RanksByFolder {
     /// `on_each_host` and several hosts, `dir` is created on each of them. Collective.
     ///
     /// # Errors
-    /// Fails on all ranks if ranks that must share a folder name different ones or a folder cannot be written, and if a
-    /// collective fails.
+    /// Fails on all ranks if ranks that must share a folder give different paths or if a folder cannot be written, and
+    /// if a collective fails.
     pub fn of(comm: &dyn Communicator, dir: &Path, on_each_host: bool) -> Result<Self, CollectiveFailure> {
         if !on_each_host {
             same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;

@@ -54,9 +54,9 @@ pub struct SaveOptions {
     /// Whether to leave out frozen parameters, such as those of the base model under an adapter (DeepSpeed's
     /// `exclude_frozen_parameters`). Loading leaves them unchanged. Default false.
     pub exclude_frozen_parameters: bool,
-    /// The number of checkpoints saved without a tag that stay in the folder: the newest of this run, including those
-    /// that it resumed from, then those of other runs. Older ones are removed, except checkpoints that the user named,
-    /// and the one that `latest` names. By default, all stay.
+    /// The number of checkpoints to keep in the folder, of those saved without a tag: first the newest of this run,
+    /// including the checkpoints that it resumed from, and then those of other runs. All others are removed, except
+    /// checkpoints that the user named and the one that `latest` names. By default, all stay.
     pub keep: Option<usize>,
 }
 

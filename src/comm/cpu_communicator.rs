@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A communicator for ranks in shared memory, as processes or as threads, and over MPI for several hosts.
+/// A communicator for ranks that are processes or threads: in shared memory on one host, and over MPI between hosts.
 pub struct CpuCommunicator {
     // Fields are dropped in this order: a rank leaves the job after its launched collectives are done.
     launcher: CollectiveLauncher,

@@ -145,7 +145,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
     }
 }
 
-/// Returns the messages of all `size` ranks if there are `size` of them and each is as long as that of this `rank`.
+/// Returns the messages of all `size` ranks if there are `size` messages and each is as long as that of this `rank`.
 ///
 /// # Errors
 /// Fails with [`CommError::Other`] if the communicator has lost a message, or another rank is in a different call.

@@ -102,7 +102,7 @@ pub enum CommError {
         /// The reason that this rank gave.
         why: String,
     },
-    /// A peer left without an error while others still need it.
+    /// A peer left without an error while others still needed it.
     #[error(
         "rank {peer} left the job while rank {rank} waited for it in {op}; every rank must run the same number of \
          steps and make the same number of collective calls"

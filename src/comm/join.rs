@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Returns the communicator of a job of one rank or, if `zerorun`, an MPI launcher or torchrun's variables describe a
-/// larger job, of all its processes. For a larger job, all calls of a process return the same communicator: its
-/// engines share its collectives, their counters, and the first error, which ends the job for all of them.
+/// larger job, of all its processes. For a larger job, all calls of a process return the same communicator: the
+/// process's engines share the collectives, their counters, and the first error, which ends the job for all of them.
 ///
 /// # Errors
 /// Fails if the memory is not this job's, or another process has the same rank. Under an MPI launcher, also fails if no

@@ -74,7 +74,7 @@ pub struct RankEnv {
     pub world_size: usize,
     /// This rank's index among the ranks of its host.
     pub local_rank: usize,
-    /// The number of ranks on this host, or of all ranks if the launcher does not provide it.
+    /// The number of ranks on this host or, if the launcher does not provide it, the total number of ranks.
     pub local_world_size: usize,
     /// The host of rank 0 (`MASTER_ADDR`).
     pub master_addr: String,

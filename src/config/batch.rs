@@ -15,8 +15,8 @@ const MAX_MICRO_BATCH: u64 = 1 << 32;
 const RULE: &str = "train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size";
 
 impl BatchConfig {
-    /// Returns the same micro batch with a different train batch size. Only the accumulation changes (DeepSpeed's
-    /// `set_train_batch_size`).
+    /// Returns the configuration with a different train batch size. The micro batch size stays the same; only the
+    /// accumulation changes (DeepSpeed's `set_train_batch_size`).
     ///
     /// # Errors
     /// Fails unless `train_batch_size` is a positive multiple of micro batch x `world_size`.

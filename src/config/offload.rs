@@ -167,7 +167,7 @@ pub(super) fn aio(walk: &ConfigWalk<'_>) -> Aio {
 }
 
 fn count(walk: &ConfigWalk<'_>, path: &str) -> usize {
-    // A count that exceeds usize (on 32 bits) is the same as "all".
+    // A count that exceeds usize (on 32-bit systems) is the same as "all".
     usize::try_from(walk.count(path)).unwrap_or(usize::MAX)
 }
 

@@ -245,7 +245,7 @@ fn fp16(walk: &mut ConfigWalk<'_>) -> Precision {
     })
 }
 
-/// Reads `torch_autocast`: the dtype of matrix products in an f32 model.
+/// Reads `torch_autocast`: the dtype of the products of linear layers in an f32 model.
 fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
     if !walk.bool("torch_autocast.enabled") {
         return None;

@@ -90,9 +90,10 @@ impl BlockQuantizer {
     /// f32, and rounds once.
     ///
     /// # Safety
-    /// `to` and `own` must each point to `count` elements, and must be equal or not overlap. `bytes`, an address that
-    /// is a multiple of 4, must point to the codes of `count` elements of each other rank, in rank order, at a distance
-    /// of `bytes_apart`, which is a multiple of 4. Nothing else may write to any of them.
+    /// `to` and `own` must each point to `count` elements, and must be equal or must not overlap. `bytes`, an address
+    /// that is a multiple of 4, must point to the codes of `count` elements of each other rank, in rank order.
+    /// `bytes_apart`, the distance between the codes of two ranks, must be a multiple of 4. Nothing else may write to
+    /// any of this memory.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.

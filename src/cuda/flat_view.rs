@@ -43,7 +43,7 @@ impl DeviceFlatRef<'_> {
         each!(Self, self, v => v.device_ptr(stream).0)
     }
 
-    /// Copies the elements to the host, to the same number of elements of the same dtype, and waits for the copy.
+    /// Copies the elements to `values` on the host, which must have the same length and dtype, and waits for the copy.
     ///
     /// # Errors
     /// Returns an error if the dtypes differ or the driver reports one.

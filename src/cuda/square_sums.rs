@@ -67,7 +67,7 @@ pub(super) fn launch(device: &CudaDevice, arrays: &[DeviceFlatRef<'_>]) -> Resul
     let function = KERNELS.function(device, "sums_of_squares")?;
     let arguments = arguments![table.len(), &on_device, chunks, SQUARES_CHUNK, &mut sums];
     // SAFETY: the kernel takes a count of arrays and their table, whose pointers lead to the stated number of elements
-    // of a format, the total count of their chunks, the elements of a chunk, and room for a sum of each.
+    // of a format, the total number of chunks, the number of elements in a chunk, and room for one sum per chunk.
     unsafe { function.run(launch, arguments)? };
     Ok(sums)
 }

@@ -67,8 +67,8 @@ impl Sampler {
         }
     }
 
-    /// Returns the number of samples in an epoch: as many as fit without overlap (shuffled), or the number after which
-    /// the starts of samples repeat at the latest (sequential).
+    /// Returns the number of samples in an epoch: as many as fit without overlap (shuffled), or the number of samples
+    /// after which the start positions certainly repeat (sequential).
     pub fn epoch_len(&self) -> u64 {
         self.period
     }

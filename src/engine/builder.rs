@@ -245,8 +245,8 @@ impl EngineBuilder {
     /// Quantizes the frozen parameters for which `rule`, given the name and the shape, returns true, in the format
     /// `packing`. Both must be the same on all ranks. At stage 3, a rank's share is packed in memory and in files,
     /// packed bytes are gathered, and a unit's parameters are unpacked while the unit needs them. Below stage 3, where
-    /// every rank keeps full parameters, the model computes with the same values but uses the memory of its own
-    /// precision. Takes precedence over `zero_quantized_nontrainable_weights`.
+    /// every rank keeps full parameters, the model computes with the same values, but the parameters take the memory of
+    /// the model's dtype. Takes precedence over `zero_quantized_nontrainable_weights`.
     ///
     /// Blocks run through a parameter's elements in row-major order; the last one may be shorter.
     #[must_use]

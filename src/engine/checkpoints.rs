@@ -48,8 +48,8 @@ impl<M> Engine<M> {
     /// loads or sets state, or when the engine is dropped.
     ///
     /// # Errors
-    /// The same as [`save_checkpoint`](Self::save_checkpoint). The failure of a background save is reported where the
-    /// save finishes.
+    /// The same as [`save_checkpoint`](Self::save_checkpoint). The failure of a background save is reported by the
+    /// call in which the save finishes.
     pub fn save_checkpoint_with(
         &mut self,
         dir: impl AsRef<Path>,

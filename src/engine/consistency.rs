@@ -46,7 +46,7 @@ impl EngineFingerprint {
     }
 
     /// Returns the properties that all islands must have in common, each with a name. `config` is a hash of the
-    /// configuration without the key in which islands may differ.
+    /// configuration without the keys in which islands may differ.
     fn of_islands(&self, config: u64) -> Vec<(String, u64)> {
         let Self { parameters, elements, model, weights, simd, rounding, inits, buffers, .. } = *self;
         let named = [

@@ -327,7 +327,7 @@ fn build_model<M>(
     Ok((model, registry.finish()?))
 }
 
-/// Marks the units that the configuration and the builder name as leaves.
+/// Marks the units named in the configuration and the builder as leaves.
 fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[String], reports: bool) -> Result<()> {
     let RegisteredModel { units, leaves, .. } = registered;
     for name in leaves.mark_named(units, config).into_iter().filter(|_| reports) {

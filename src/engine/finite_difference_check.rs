@@ -37,7 +37,7 @@ const PERTURBATION_GROWTH: f64 = 8.0;
 const MAX_PERTURBATION: f64 = 0.3;
 /// The factor by which a sufficiently large change exceeds the possible rounding error.
 const MIN_CHANGE_TO_ROUNDING: f64 = 8000.0;
-/// The number of steps after which a check is abandoned if gradients were never finite.
+/// The number of steps with non-finite gradients after which a check is abandoned.
 const MAX_NONFINITE_STEPS: u32 = 64;
 
 /// A forward pass that a check repeats.
@@ -76,7 +76,7 @@ struct PerturbedOutputs {
 
 impl<M> Engine<M> {
     /// Checks the gradient of every trained parameter in the next micro step. Each forward pass runs at least two
-    /// more times per parameter, with that parameter moved slightly up and down, and the next optimizer step compares
+    /// more times per parameter, with that parameter moved slightly up and down. The next optimizer step compares
     /// the change in the loss with the gradients that the backward pass computed. Parameters whose result is unclear
     /// are checked again in the next steps, up to eight steps in total. Then [`gradient_report`](Self::gradient_report)
     /// returns the result. As soon as a gradient is known to be wrong, the step ends with an error. Collective.

@@ -140,7 +140,7 @@ impl<M> Engine<M> {
     }
 
     /// Returns this rank among those of the job, counted from 0. With an island server, each island is a separate job, so
-    /// each island has a rank 0: use it to choose the rank that prints, logs or writes files.
+    /// each island has a rank 0: use this number to choose the rank that prints, logs or writes files.
     pub fn job_rank(&self) -> usize {
         self.job().rank()
     }

@@ -39,8 +39,8 @@ impl<M> Engine<M> {
     }
 
     /// Collective: returns the full optimizer state `key` (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...) of
-    /// parameter `name`, in f32 and the parameter's shape, or in one dimension if it is factored (`exp_avg_sq_row` and
-    /// `exp_avg_sq_col` of Adafactor, which cannot be set). Before the first update, it is zero.
+    /// parameter `name`, in f32 and the parameter's shape. A factored state (`exp_avg_sq_row` and `exp_avg_sq_col` of
+    /// Adafactor, which cannot be set) has one dimension. Before the first update, a state is zero.
     ///
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::UnknownState`], also for
@@ -79,8 +79,8 @@ impl<M> Engine<M> {
     /// pass of the accumulation adds to it. All ranks must give the same `value`.
     ///
     /// # Errors
-    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param), except
-    /// [`EngineError::LocalSteps`]; [`EngineError::GradientAbsent`].
+    /// [`EngineError::GradientAbsent`]; otherwise the same as
+    /// [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param), except [`EngineError::LocalSteps`].
     pub fn safe_set_full_grad(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_grad";
         let mut values = self.values_of(CALL, value)?;
@@ -94,8 +94,8 @@ impl<M> Engine<M> {
     /// Collective: sets the optimizer state `key` of parameter `name`. All ranks must give the same `value`.
     ///
     /// # Errors
-    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param), except
-    /// [`EngineError::LocalSteps`]; [`ParamError::UnknownState`]; [`ParamError::ReadOnlyState`].
+    /// [`ParamError::UnknownState`]; [`ParamError::ReadOnlyState`]; otherwise the same as
+    /// [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param), except [`EngineError::LocalSteps`].
     pub fn safe_set_full_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
         const CALL: &str = "safe_set_full_optimizer_state";
         let values = self.values_of(CALL, value)?;
@@ -184,8 +184,8 @@ impl<M> Engine<M> {
     /// [`safe_get_local_optimizer_state`](Self::safe_get_local_optimizer_state). Not collective.
     ///
     /// # Errors
-    /// The same as [`safe_set_local_grad`](Self::safe_set_local_grad), except [`EngineError::GradientAbsent`];
-    /// [`ParamError::UnknownState`]; [`ParamError::ReadOnlyState`].
+    /// [`ParamError::UnknownState`]; [`ParamError::ReadOnlyState`]; otherwise the same as
+    /// [`safe_set_local_grad`](Self::safe_set_local_grad), except [`EngineError::GradientAbsent`].
     pub fn safe_set_local_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
         const CALL: &str = "safe_set_local_optimizer_state";
         self.is_sharded(CALL, "safe_set_full_optimizer_state")?;

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 impl<M> Engine<M> {
     /// Records values of the current step in the record of the run ([`EngineBuilder::run`](super::EngineBuilder::run)),
     /// such as `val_loss`, the loss on validation data, which `zerorun runs` lists. Monitors get them, too, with the
-    /// names as tags. On ranks other than 0, it does nothing.
+    /// names as tags. On ranks other than 0, this call does nothing.
     pub fn record_metrics(&mut self, values: &[(&str, f64)]) {
         if !self.reporter.monitors.is_empty() {
             let event = |(name, value): &(&str, f64)| MonitorEvent::new(*name, *value, self.global_samples);
@@ -25,15 +25,15 @@ impl<M> Engine<M> {
     }
 
     /// Records a text that the model has generated in answer to `prompt`, in the record of the run. Without a record,
-    /// and on ranks other than 0, it does nothing.
+    /// and on ranks other than 0, this call does nothing.
     pub fn record_sample(&mut self, prompt: &str, text: &str) {
         let step = self.global_steps;
         self.reporter.run.write(|open| open.writer.sample(step, prompt, text));
     }
 
     /// Records how often the routers of a mixture chose each expert in the current step, on all ranks together. The
-    /// record keeps only the newest loads, which the dashboard shows. Without a record, and on ranks other than 0, it
-    /// does nothing.
+    /// record keeps only the newest loads, which the dashboard shows. Without a record, and on ranks other than 0, this
+    /// call does nothing.
     pub fn record_expert_loads(&mut self, loads: &[ExpertLoad]) {
         let step = self.global_steps;
         let block = |load: &ExpertLoad| BlockLoads { block: load.block, choices: load.choices.clone() };

@@ -37,7 +37,7 @@ pub(super) struct OpenRecord {
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 impl OpenRecord {
-    /// Returns whether the ranks should report again, and if so begins the next interval.
+    /// Returns whether the ranks should report again, and, if so, begins the next interval.
     pub fn is_report_due(&mut self) -> bool {
         let is_due = self.reported.is_none_or(|at| at.elapsed() >= REPORT_INTERVAL);
         if is_due {

@@ -63,7 +63,7 @@ pub fn zero2(parameters: u64, machines: Machines, cpu_offload: bool) -> MemoryNe
 
 /// Returns the result of `estimate_zero3_model_states_mem_needs` for a model with `parameters` parameters,
 /// `largest_layer` of them in its largest layer. With `zero_init`, parameters are partitioned as they are created, and
-/// no machine ever has all of them.
+/// no process ever has all of them.
 pub fn zero3(
     parameters: u64,
     largest_layer: u64,

@@ -78,7 +78,7 @@ pub struct Estimate {
     pub memory: MemoryReport,
     /// The traffic of a rank in one optimizer step.
     pub step: Traffic,
-    /// The events of such a step.
+    /// The events of this step.
     #[serde(skip)]
     step_trace: StepTrace,
 }

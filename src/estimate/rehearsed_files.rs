@@ -20,7 +20,7 @@ pub(super) struct RehearsedExtent {
     pub held: Rc<RefCell<MemoryLedgerEntry>>,
 }
 
-/// The files while sub-groups are laid out.
+/// The files to which extents are added while sub-groups are laid out.
 pub(super) struct RehearsedArena(pub MemoryLedger);
 
 /// Files whose requests are counted.
@@ -50,7 +50,7 @@ impl RehearsedFiles {
         Self { access, ledger, traffic, copies, unwritten: RefCell::default(), stored: Cell::new(0) }
     }
 
-    /// Accounts for the copies of direct access, which may exist from now on.
+    /// Accounts for the copies of direct access, which may exist from then on.
     pub fn hold_copies(&self) {
         if self.access == DiskAccess::Direct {
             drop(self.ledger.hold(MemoryKind::Staging, self.copies));

@@ -9,7 +9,7 @@ use crate::comm::{CollectiveKind, MAX_QUEUE_DELAY, SHORT_BYTES, WireFormat};
 use candle_core::DType;
 use std::collections::VecDeque;
 
-/// A phase of a step whose time is measured.
+/// A measured phase of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StepPhase {
     Forward,

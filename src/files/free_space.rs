@@ -44,7 +44,7 @@ fn reserves(file: &File, folder: &Path, bytes: u64) -> bool {
     }
 }
 
-/// Returns the number of bytes that this user may still write to `folder`, or the maximum if the system does not
+/// Returns the number of bytes that this user can still write to `folder`, or the maximum if the system does not
 /// report it.
 fn free(folder: &Path) -> u64 {
     rustix::fs::statvfs(folder).map_or(u64::MAX, |s| s.f_bavail.saturating_mul(s.f_frsize))

@@ -46,7 +46,7 @@ pub enum FolderLockOutcome {
 }
 
 impl FolderLock {
-    /// Locks `folder`, and waits for at most `patience` if another process holds it.
+    /// Locks `folder`, and waits for at most `patience` if another process holds the lock.
     ///
     /// # Errors
     /// The lock file in the folder cannot be created or opened, or is not empty.

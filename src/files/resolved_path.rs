@@ -1,4 +1,4 @@
-//! Paths that are compared by device and inode instead of by name: links, `..`, hard links and mounts make no
+//! Paths that are compared by device and inode instead of by name: symbolic links, `..`, hard links and mounts make no
 //! difference.
 
 use std::ffi::OsString;
@@ -12,7 +12,7 @@ pub(super) type FileId = (u64, u64);
 /// A resolved path: the part that exists, and the names after it.
 #[derive(Debug, Clone)]
 pub(crate) struct ResolvedPath {
-    /// The existing part, without links and `..`.
+    /// The existing part, without links or `..`.
     existing: PathBuf,
     /// The names that do not exist yet.
     rest: Vec<OsString>,
@@ -50,7 +50,7 @@ impl ResolvedPath {
         Ok(Self { existing, rest, ids, folds })
     }
 
-    /// Returns the path without links and `..`.
+    /// Returns the path without links or `..`.
     pub fn path(&self) -> PathBuf {
         // The names are joined one by one, because joining an empty path would append a slash and turn a file into a
         // folder.

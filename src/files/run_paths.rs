@@ -123,7 +123,7 @@ impl RunPaths {
         Ok(())
     }
 
-    /// Locks all outputs for this job, after [`check`](Self::check). Leftovers of dead jobs next to them are removed.
+    /// Locks all outputs for this job, after [`check`](Self::check). Removes leftovers of dead jobs next to the outputs.
     ///
     /// # Errors
     /// The same as [`check`](Self::check), and [`OutputError::Busy`] if another job has locked an output.

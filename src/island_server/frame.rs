@@ -87,7 +87,7 @@ impl Frame {
         Self { kind, head, body }
     }
 
-    /// Returns the number of bytes of head and body.
+    /// Returns the number of bytes of the head and the body.
     pub fn len(&self) -> usize {
         self.head.len() + self.body.len()
     }

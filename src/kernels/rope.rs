@@ -83,8 +83,8 @@ impl RotaryTable {
 
     /// Rotates x into y, for rows `[rows, heads * head]`. Row r is at position `at(r)`.
     ///
-    /// Panics if the lengths differ or are not a multiple of `width`, if the size of a head does not divide `width`, or
-    /// if the table does not cover a position.
+    /// Panics if the lengths differ or are not a multiple of `width`, if `width` is not a multiple of the size of a
+    /// head, or if the table does not cover a position.
     pub fn forward<E: Element>(&self, x: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, y: &mut [E]) {
         self.rotate(x, at, width, y, 1.0);
     }

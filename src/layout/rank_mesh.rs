@@ -208,7 +208,7 @@ impl RankMesh {
         rank - self.coordinate(rank, axis) * stride + to * stride
     }
 
-    /// Returns the ranks that differ from `rank` at most in their coordinates along `axes`, in ascending order.
+    /// Returns `rank` and the ranks that differ from it only in their coordinates along `axes`, in ascending order.
     pub fn group(self, rank: usize, axes: &[MeshAxis]) -> Vec<usize> {
         let others = || MeshAxis::ALL.into_iter().filter(|axis| !axes.contains(axis));
         let same = |other: usize| others().all(|axis| self.coordinate(other, axis) == self.coordinate(rank, axis));

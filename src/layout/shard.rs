@@ -28,7 +28,7 @@ pub fn shard_range(numel: usize, world_size: usize, rank: usize) -> Range<usize>
 pub struct ShardCut {
     /// The number of elements of the parameter.
     pub numel: usize,
-    /// The number of elements that must be on the same rank: 1, or the length of the blocks in which a state is coded.
+    /// The number of elements that must be on the same rank: 1, or the length of the blocks in which a state is quantized.
     pub block: usize,
     /// The ranks that hold the parameter, if they are not all ranks.
     pub expert: Option<ExpertPlace>,

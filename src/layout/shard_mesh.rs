@@ -76,7 +76,7 @@ impl ShardMesh {
         cut.expert.map_or(self, |expert| Self::among_all(self.world_size / expert.size))
     }
 
-    /// Returns the number of `rank` among the ranks that hold a parameter. `rank` must be one of them.
+    /// Returns the index of `rank` among the ranks that hold a parameter. `rank` must be one of them.
     pub fn number_of(self, cut: ShardCut, rank: usize) -> usize {
         cut.expert.map_or(rank, |expert| rank / expert.size)
     }

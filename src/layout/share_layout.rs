@@ -43,7 +43,7 @@ impl ShareLayout {
         Self { sharded, step: 1, weights_in_memory: None, sub_group_size, rules: Vec::new(), kept: Some(0) }
     }
 
-    /// Returns the layout for state in files, where a share begins at a multiple of `step` elements.
+    /// Returns the layout for state in files, in which each share begins at a multiple of `step` elements.
     /// `weights_in_memory` (`max_in_cpu`) is the maximum number of elements of weights that stay in memory, if weights
     /// are in a file.
     #[must_use]

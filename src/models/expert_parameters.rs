@@ -10,7 +10,7 @@ use std::ops::Range;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[doc(hidden)]
 pub struct ExpertPart {
-    /// The path of the module with the adapters of this parameter, if the settings select it.
+    /// The path of the module with the adapters of this parameter, if the settings select the parameter.
     pub adapter: Option<String>,
     /// The experts that the tensor belongs to: one, or all.
     pub experts: Range<usize>,

@@ -149,7 +149,7 @@ fn rotary(keys: &JsonKeys<'_>, family: &ModelFamily, kind: &str, ctx: usize) -> 
         },
     };
     let partial = keys.positive(PARTIAL)?;
-    // In transformers, the classes of other models do not read the key.
+    // In transformers, only the classes of Phi-3 and of models that rotate parts of heads read the key.
     let rotates_complete = family.partial == 1.0 && !family.is("phi3");
     let complete =
         |keys: &JsonKeys<'_>| match rotates_complete && keys.positive(PARTIAL)?.is_some_and(|part| part != 1.0) {

@@ -38,7 +38,7 @@ pub trait Architecture: Sized {
         Ok(RoutedStates { states: self.states(ids, sequences)?, routings: Vec::new() })
     }
 
-    /// Returns the load-balancing loss of the routers, if the model is trained with it.
+    /// Returns the load-balancing loss of the routers and its coefficient, if the model is trained with it.
     fn balance_loss(&self) -> Option<BalanceLossOptions<'_>> {
         None
     }
@@ -158,7 +158,7 @@ impl<A: Architecture> LanguageModel<A> {
     }
 
     /// Returns the logarithm of each target's probability, f32 `[batch, time]`, or 0 for targets that do not count, as
-    /// in [`LanguageModel::loss_packed`]. Each element may have its own gradient.
+    /// in [`LanguageModel::loss_packed`]. Each element can have its own gradient.
     ///
     /// # Errors
     /// The errors of [`LanguageModel::forward_packed`]; targets outside the vocabulary.

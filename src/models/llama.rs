@@ -2,7 +2,7 @@
 
 use super::{DecoderLayers, LanguageModel, LlamaConfig};
 
-/// Llama: rotary positions, RMS norms before attention and MLP, grouped key and value heads, a gated MLP, and no
+/// Llama: rotary positions, RMS norms before attention and the MLP, grouped key and value heads, a gated MLP, and no
 /// biases.
 ///
 /// Parameters, in this order: `model.embed_tokens.weight` `[vocab, hidden_size]`; for each block N, with the prefix

@@ -35,8 +35,8 @@ pub struct ExpertLoad {
 pub struct RouterReport {
     /// The loads of the experts of each sparse block. Padding is left out.
     pub loads: Vec<ExpertLoad>,
-    /// The load-balancing loss of all blocks, an f32 scalar, if the model is trained with it. In an engine, this is
-    /// this rank's part, and the mean over ranks is the loss ([`SyncBalanceLoss`]).
+    /// The load-balancing loss of all blocks, an f32 scalar, if the model is trained with it. In an engine, the
+    /// value is this rank's part, and the mean over ranks is the loss ([`SyncBalanceLoss`]).
     pub balance: Option<Tensor>,
     pub(super) coefficient: f64,
 }

@@ -14,7 +14,7 @@ pub enum OffloadError {
         /// The problem, and how to fix it.
         problem: String,
     },
-    /// Another job is offloading to the same folder.
+    /// A folder to which another job is already offloading.
     #[error(
         "cannot offload to {}: a running job is already using it{}; give each job its own folder as nvme_path, or stop \
          the other one",
@@ -70,7 +70,7 @@ pub enum OffloadError {
         /// The system's reason.
         source: std::io::Error,
     },
-    /// A thread for file access could not be started.
+    /// A thread for file access that could not be started.
     #[error("cannot start a thread for file access: {0}; lower aio.queue_depth or aio.intra_op_parallelism")]
     Thread(std::io::Error),
 }

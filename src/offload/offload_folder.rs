@@ -237,7 +237,7 @@ fn lock(path: &Path) -> Result<Arc<FolderLock>> {
     }
 }
 
-/// Returns the number of bytes that this user may still write to the disk of `path`, or of its nearest existing
+/// Returns the number of bytes that this user can still write to the disk of `path`, or of its nearest existing
 /// ancestor; 0 if the system does not report this number.
 #[doc(hidden)]
 pub fn free(path: &Path) -> u64 {

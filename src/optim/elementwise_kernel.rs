@@ -2,7 +2,7 @@
 //!
 //! A slice is divided into chunks for the threads, and each chunk into blocks that fit in the first-level cache. A
 //! block's gradient is widened, its elements are updated, and the 16-bit copy is written while all of the block is
-//! still in that cache, so the step reads and writes each buffer in memory once.
+//! still in that cache. The step therefore reads and writes each buffer in memory only once.
 
 use crate::kernels::parallel;
 use crate::kernels::simd::{self, SimdLoop, level};

@@ -136,7 +136,7 @@ impl WeightFiles {
         unused.map(|(name, _)| name).collect()
     }
 
-    /// Returns a hash of the files' headers and of a thousand positions in the data of each.
+    /// Returns a hash of the files' headers and of the bytes at up to a thousand positions in each file.
     pub fn fingerprint(&self) -> u64 {
         match &self.files[..] {
             [file] => file.fingerprint(),

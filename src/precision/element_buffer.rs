@@ -67,8 +67,8 @@ pub(crate) trait ElementBuffer: Sized {
         Ok(())
     }
 
-    /// Adds the elements `from` of `other`, which is in the same memory, times `factor`, to the elements of this buffer that
-    /// begin at index `to`, in f32 and rounded once.
+    /// Adds elements `from` of `other`, multiplied by `factor`, to the elements of this buffer that begin at index
+    /// `to`, in f32 and rounded once. `other` must be in the same memory.
     fn add_scaled(&mut self, to: usize, other: &Self, from: Range<usize>, factor: f32) -> Result<()> {
         if let (Some(sum), Some(values)) = (self.values_mut(), other.values()) {
             sum.slice(to..to + from.len()).add_scaled(values.slice(from), factor);

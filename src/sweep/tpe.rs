@@ -16,7 +16,7 @@ pub(super) const STARTUP_TRIALS: usize = 10;
 const CANDIDATES: usize = 24;
 /// The maximum number of good trials.
 const MAX_GOOD: usize = 25;
-/// The maximum number of draws of a value that must be in the range.
+/// The maximum number of draws from a component until a value is in the range. After that, a value is drawn uniformly.
 const REDRAWS: usize = 100;
 
 /// Returns the parameters of the next trial. `ranked` contains the parameters of earlier trials, the best first.

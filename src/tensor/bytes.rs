@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use safetensors::Dtype as InFile;
 
 /// Runs `$body` with `$T` as the Rust type and `$variant` as the storage variant of `$dtype`; runs `$other` for types
-/// that are not numbers of whole bytes.
+/// that are not numbers or do not consist of whole bytes.
 macro_rules! with_number {
     ($dtype:expr, $T:ident, $variant:ident => $body:expr, _ => $other:expr) => {
         with_number!(@ $dtype, $T, $variant, $body, $other,
@@ -27,7 +27,7 @@ macro_rules! with_number {
     };
 }
 
-/// A number type of whole bytes.
+/// A number type whose size is a whole number of bytes.
 trait LittleEndianNumber: bytemuck::Pod {
     fn of(value: f64) -> Self;
     fn f64(self) -> f64;

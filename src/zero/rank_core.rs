@@ -60,7 +60,7 @@ pub(crate) struct RankCore {
     pub(super) dtype: DType,
     /// The number of ranks in a group that keeps a second copy of gathered parameters, or 1 if none keeps one.
     pub(super) second_group: usize,
-    /// The memory tier of whole parameters.
+    /// The memory tier of complete parameters.
     pub(super) tensor_tier: MemoryTier,
     /// The memory that holds this rank's share, unless the share is in files.
     pub(super) share_place: BufferDevice,
@@ -340,9 +340,9 @@ impl RankCore {
         self.gpus.get().into_iter().for_each(GpuCollectives::abort);
     }
 
-    /// Collective, called after all ranks have been compared: connects the GPUs of all ranks through NCCL from now on,
-    /// if models compute on them and NCCL can connect them. Resources whose creation waits for all of the GPU's work
-    /// are created now rather than later.
+    /// Connects the GPUs of all ranks through NCCL from now on, if models compute on them and NCCL can connect them.
+    /// Resources whose creation waits for all of the GPU's work are created now rather than later. Collective, called
+    /// after all ranks have been compared.
     ///
     /// # Errors
     /// An error of NCCL or of the driver; a failed collective.

@@ -92,7 +92,7 @@ fn hosts_with_folders_of_their_own_send_what_each_has_also_where_ranks_form_grou
     }
 }
 
-/// Saves two checkpoints, discards the folder, and loads the second one on a different number of ranks.
+/// Saves two checkpoints, discards the folder, and loads both on a different number of ranks.
 #[test]
 #[ignore = "a program for other tests"]
 fn program() {

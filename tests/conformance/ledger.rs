@@ -1,5 +1,5 @@
 //! Accounts for every recorded case of DeepSpeed's behaviour: it is in a fixture, which a test of its area runs, or in
-//! the list of those that are left out (tests/fixtures/left_out.json), with the reason.
+//! the list of cases that are left out (tests/fixtures/left_out.json), with the reason.
 
 use crate::support::processes::repository;
 use crate::support::recorded::{is_left_out, left_out};

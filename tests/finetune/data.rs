@@ -331,7 +331,7 @@ proptest! {
             }
             prop_assert_eq!(of(0).targets_of_step(step), targets);
         }
-        // The first epoch contains each sample. Its last step is filled up with rows from the second epoch.
+        // The first epoch contains each sample. Its last step is completed with rows from the second epoch.
         let mut all: Vec<_> = (0..data.len()).map(|i| (data.sample(i).ids().collect::<Vec<_>>(), data.sample(i).predicted())).collect();
         for sample in &all {
             prop_assert!(seen.contains(sample));
@@ -364,7 +364,7 @@ proptest! {
     ) {
         let desk = Desk::new();
         let roles = ["user", "assistant", "system"];
-        // Each content begins with a letter, because a line end at its beginning would share a token with the header.
+        // Each content begins with a letter, because a line break at its beginning would share a token with the header.
         let turns: Vec<_> = turns.iter().map(|(role, parts)| (roles[*role], format!("A{}", parts.concat()))).collect();
         let said = turns.iter().filter(|(role, _)| *role == "assistant");
         let expected: String = said.map(|(_, content)| format!("{content}<|im_end|>")).collect();

@@ -1,4 +1,4 @@
-//! Encoders of all families match transformers: logits, states, and training at all stages.
+//! The encoders other than BERT match transformers: logits, states, and training at stages 0 and 3.
 
 use crate::fixtures::{far, values};
 use crate::support::processes::repository;

@@ -288,7 +288,7 @@ fn gpt_oss() -> Value {
     })
 }
 
-/// Returns values that f16 represents exactly, also with 1 added, and that differ between tensors and positions.
+/// Returns values that f16 represents exactly, even with 1 added, and that differ between tensors and positions.
 fn weights(config: &DecoderConfig) -> BTreeMap<String, Tensor> {
     let tensor = |(seed, (name, shape)): (usize, (String, Vec<usize>))| {
         let value = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1024.0 - 1.0;
@@ -396,7 +396,7 @@ fn converted(architecture: &str, config: &DecoderConfig) -> BTreeMap<String, Ten
     all
 }
 
-/// Returns the names of the tensors of a list.
+/// Returns the names of the tensors in a list.
 fn names(prefix: &str, list: &str) -> Vec<String> {
     let of = |name: &str| match name.strip_suffix('+') {
         Some(name) => vec![format!("{prefix}{name}.weight"), format!("{prefix}{name}.bias")],

@@ -1,4 +1,4 @@
-//! gpt-oss from GGUF files, whose experts may be in MXFP4.
+//! gpt-oss, read from GGUF files in which the experts can be in MXFP4.
 
 use crate::moe::MOE;
 use candle_core::quantized::gguf_file::{Content, Value};

@@ -184,7 +184,7 @@ fn a_file_of_a_mixture_has_the_description_and_the_weights_of_its_model() {
             assert_eq!(base.config_json()["model_type"], kind);
             let most = difference(&base);
             assert!(most <= accuracy, "{kind} in {dtype:?} differs by {most}");
-            // Parts of an expert need not begin with a block of the format.
+            // Parts of an expert need not begin at the start of a block of the format.
             for (name, shape) in config.parameters().unwrap().iter().filter(|(name, _)| name.contains(".experts.11.")) {
                 let all = whole(&base, name, shape);
                 for range in [0..1, 31..97, all.len() - 5..all.len(), 7..7] {

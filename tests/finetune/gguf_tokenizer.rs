@@ -283,7 +283,7 @@ fn a_written_tokenizer_of_sentence_piece_gives_the_ids_of_its_folder() {
         let mut runner = proptest::test_runner::TestRunner::deterministic();
         let texts = ("[abc ]{0,14}[é漢\n]?[abc ]{0,9}", "(<s>|<user>|</s>|)[abc ]{0,9}");
         let checked = runner.run(&texts, |(first, second)| {
-            // llama.cpp always adds a space, also before another one and after special tokens.
+            // llama.cpp always adds a space, even before another space and after special tokens.
             let text = if is_metaspace { first.trim_start().to_owned() } else { first + &second };
             let ids = own.encode(&text).unwrap().ids;
             prop_assert_eq!(&found.encode(&text).unwrap().ids, &ids, "{:?}", text);

@@ -139,7 +139,7 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     let lines = std::fs::read_to_string(desk.path("a.jsonl")).unwrap();
     std::fs::write(desk.path("many.jsonl"), lines.repeat(20)).unwrap();
     desk.trained("whole", &["--data", "many.jsonl"]);
-    // The folder is made to look like that of a run that was stopped after step 2, whose checkpoint is the newest.
+    // The folder is made to look like that of a run that was stopped after step 2: the newest checkpoint is of that step.
     desk.trained("first", &["--data", "many.jsonl", "--save", "saves", "--save_every", "2"]);
     let tags = |dir: &Path| {
         let mut tags: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();

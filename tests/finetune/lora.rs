@@ -1,5 +1,5 @@
-//! Adapters match PEFT's step by step, give the same bits at all stages, and are exported as PEFT files, merged
-//! models and GGUF files.
+//! Adapters match PEFT's step by step, give the same bits at stages 0 and 3, and are exported as PEFT files,
+//! merged models and GGUF files.
 
 use crate::fixtures::{
     adamw, adapted, base, batches, copy, far, json as record, mean, numbers, part, path, step, tensors,

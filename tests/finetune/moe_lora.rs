@@ -1,5 +1,6 @@
-//! Adapters of mixtures: on attention and on experts (PEFT's `target_parameters`), and on experts in 4 bits. They match
-//! PEFT step by step, give the same bits at all stages, and are written, read and merged as in PEFT.
+//! Adapters of mixtures, on attention and on experts (PEFT's `target_parameters`), match PEFT step by step, give the
+//! same bits at stages 0 and 3, and are written, read and merged as in PEFT. With experts in 4 bits, training gives the
+//! same bits at all stages.
 
 use crate::fixtures::{adamw, adapted, far, ids, numbers, part, probed, step, values};
 use crate::moe::MOE;

@@ -208,7 +208,7 @@ struct Run {
     lines: Receiver<String>,
     errors: std::thread::JoinHandle<String>,
     pids: [Option<i32>; RANKS],
-    /// Contains the temporary folder and the folder of the exported model.
+    /// The folder that contains the temporary folder and the folder of the exported model.
     dir: TempDir,
     /// The earlier content of /dev/shm.
     shared_memory: BTreeSet<PathBuf>,

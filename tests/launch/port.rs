@@ -82,7 +82,7 @@ fn the_port_is_open_at_the_first_hosts_address_alone() {
     let (folder, port) = (host_folder(), free_port());
     let first = start(&mut launcher_in(folder.path(), port, "--nnodes 2 --node_rank 0", ARGS));
     drop(reach(port));
-    // All of 127/8 is local in Linux.
+    // All of 127/8 is local on Linux.
     assert!(TcpStream::connect(("127.0.0.2", port)).is_err());
     send(Signal::TERM, &first);
     let output = ended(first);

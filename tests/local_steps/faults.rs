@@ -133,7 +133,7 @@ fn checkpoints_of_different_saves_are_not_mixed() {
     save(2);
     copy(&dir.path().join("last"), &dir.path().join("kept"));
     save(4);
-    // This is the state after a job that died before island 0 published its checkpoint.
+    // This is the state that a job leaves if it dies before island 0 publishes its checkpoint.
     std::fs::remove_dir_all(dir.path().join("last")).unwrap();
     copy(&dir.path().join("kept"), &dir.path().join("last"));
     let refused = on_ranks(2, |comm| {

@@ -1,4 +1,5 @@
-//! The pool of the kernels' helper threads, run by loom in every order that the memory model allows.
+//! The pool of the kernels' helper threads, run by loom in every order that the memory model allows, up to a limited
+//! number of thread switches.
 //!
 //! `src/kernels/worker_pool/protocol.rs` is compiled here unchanged; `pool_primitives.rs` gives it atomic words, locks
 //! and pauses that loom observes. In these tests, a helper is a thread that calls `help` until a last job ends it; the

@@ -84,7 +84,7 @@ fn with_a_limit(stage: u8, access: &str, limit: u64) -> (bool, String, String) {
     let folder = folder();
     // These are enough steps for the limit to take effect in time on a busy machine.
     let steps = if access == "mapped" { "12" } else { "200" };
-    // A write beyond the limit is an error only if its signal is ignored.
+    // A write beyond the limit returns an error only if the signal SIGXFSZ is ignored.
     let mut command = Command::new("env");
     let zerorun = zerorun();
     command.arg("--ignore-signal=XFSZ").arg(zerorun.get_program()).args(zerorun.get_args());

@@ -84,7 +84,8 @@ pub fn tokens() -> Vec<u16> {
     tokens
 }
 
-/// Returns inputs and targets, row by row, of `samples` global samples from `first` on, in the recorded runs' order.
+/// Returns the inputs and targets, row by row, of `samples` global samples starting at `first`, in the recorded runs'
+/// order.
 pub fn samples(tokens: &[u16], ctx: usize, first: usize, samples: usize) -> (Vec<u32>, Vec<u32>) {
     let window = |shift: usize| {
         (first..first + samples)

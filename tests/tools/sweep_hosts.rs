@@ -1,4 +1,4 @@
-//! `zerorun sweep --hostfile`: trials on several hosts, which fail, are lost, and do not share the folder.
+//! `zerorun sweep --hostfile`: trials on several hosts. Trials fail, hosts are lost, and hosts do not share the folder.
 
 use crate::support::processes::{
     descendants, launcher, program, send, start, stderr, stdout, wait_for, wait_until_gone,

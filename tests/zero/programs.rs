@@ -1,7 +1,7 @@
-//! Random programs that combine much of what an engine can do (frozen and packed parameters, groups, batch norm's
-//! statistics, units that recompute, dropout, experts that ranks choose, nine optimizers, gradients dropped, rates and
-//! weights set, parameters frozen and thawed, evaluation, checkpoints) give the same bits as at the lowest possible
-//! stage, whatever is sharded and offloaded.
+//! Random programs give the same bits as at the lowest possible stage, whatever is sharded and offloaded. They combine
+//! many features of an engine: frozen and packed parameters, groups, batch norm's statistics, units that recompute,
+//! dropout, experts that ranks choose, nine optimizers, gradients dropped, rates and weights set, parameters frozen and
+//! thawed, evaluation, and checkpoints.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{BatchNorm, Linear, Module, ModuleT, VarBuilder, batch_norm, linear};

@@ -98,7 +98,7 @@ enum HostLauncherFlag {
 
 impl HostFlags {
     /// Returns the hosts on which the ranks run. `own_ranks` is the number of ranks on each host, if the user gave it.
-    /// With `--nnodes`, also fills in the port where the hosts connect.
+    /// With `--nnodes`, also fills in the port to which the hosts connect.
     pub(crate) fn job_hosts(
         &self,
         own_ranks: Option<usize>,

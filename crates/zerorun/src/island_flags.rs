@@ -1,4 +1,4 @@
-//! The flags of a job that is one of several islands, which the command lines for scripts and for `zerorun finetune` share.
+//! The flags of a job that is one of several islands. The command lines for scripts and for `zerorun finetune` share them.
 
 use crate::launch::local_job::IslandPlace;
 use candle_zero::config::is_address;

@@ -69,7 +69,7 @@ impl LauncherVariables<'_> {
         self.get(name).map(read).transpose()
     }
 
-    /// Returns this host's index and, if known, the number of hosts, if a launcher gives the index.
+    /// Returns this host's index and, if known, the number of hosts, or `None` if no launcher gives the index.
     ///
     /// # Errors
     /// Fails if a value is not a number.

@@ -405,7 +405,7 @@ fn copy(parts: &[FlatTensor<'_>], range: Range<usize>, mut out: &mut [f32]) -> R
     Ok(())
 }
 
-/// Returns the start of each parameter. Overflow is checked here, once for all later arithmetic.
+/// Returns the start of each parameter. Checks for overflow, so that later arithmetic need not check for it.
 fn places(groups: &[Vec<DeepSpeedParameter>], stage: u8, world_size: usize) -> Result<Vec<ParameterLocation>, String> {
     let mut places = vec![];
     let mut start: usize = 0;

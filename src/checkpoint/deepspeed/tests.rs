@@ -1,4 +1,4 @@
-//! Tests with small checkpoints of various sizes. The tests write these in DeepSpeed's layout themselves, because only
+//! Tests with small checkpoints of various sizes. The tests themselves write these in DeepSpeed's layout, because only
 //! a few checkpoints written by DeepSpeed are available (tests/checkpoint/deepspeed_import.rs).
 #![allow(clippy::unwrap_used)]
 
@@ -437,7 +437,7 @@ fn a_damaged_buffer_is_an_error_that_names_the_file() {
         problem.contains("zero_pp_rank_0_mp_rank_00_model_states.pt") && problem.contains("module.mean"),
         "{problem}"
     );
-    // Far more buffers share one storage than any model has: each would get separate memory.
+    // Far more buffers share one storage than in any model, and each would get separate memory.
     let (_folder, checkpoint) = small(2).open_saved_with(|model, file| {
         let one = file.tensor(vec![1.0; 50]);
         let names: Vec<String> = (0..101).map(|i| format!("b{i}")).collect();

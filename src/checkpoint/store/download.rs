@@ -34,7 +34,7 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 ///
 /// # Errors
 /// Fails on all ranks for an invalid address, if no checkpoint is complete, if an object cannot be read or is damaged,
-/// or if the folder cannot be written. On ranks that did not find the problem, the error names the first one that did.
+/// or if the folder cannot be written. On ranks that did not find the problem, the error names the first rank that did.
 /// Also fails if a collective fails.
 pub(crate) fn fetch(
     comm: &dyn Communicator,
@@ -62,7 +62,8 @@ pub(crate) fn fetch(
     Ok(Some(DownloadedCheckpoint { dir, tag, _lock: lock }))
 }
 
-/// Returns the folder for checkpoints from an address, in the user's cache. It contains one checkpoint at a time.
+/// Returns the folder for checkpoints from an address: a folder in the user's cache or, if there is no cache, among the
+/// temporary files. It contains one checkpoint at a time.
 fn folder_of(url: &str) -> PathBuf {
     let cache = cache_home(std::env::var_os("XDG_CACHE_HOME"), std::env::home_dir());
     let number = XxHash3_64::oneshot(url.trim_end_matches('/').as_bytes());

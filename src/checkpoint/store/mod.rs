@@ -1,5 +1,5 @@
-//! Checkpoints in an object store: checkpoints are saved on disk and then uploaded, and downloaded to disk before
-//! loading.
+//! Checkpoints in an object store. A checkpoint is saved to disk and then uploaded; before it is loaded, it is
+//! downloaded to disk.
 //!
 //! ```text
 //!   PREFIX/latest                                          the tag of the newest checkpoint; written last

@@ -1,8 +1,8 @@
 //! All-gathers in three steps: ranks exchange their shards within each host, then slices of the host's result from host
 //! to host, then these slices within each host.
 //!
-//! Each host receives the bytes of the others once, even if only ranks at the same position gather. [`super::traffic`]
-//! gives the cost.
+//! Each byte enters every other host only once, even if only the ranks at the same position of each group gather
+//! (`gather_across`). [`super::traffic`] gives the cost.
 
 use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::link::{MessageTag, MpiTransfer};

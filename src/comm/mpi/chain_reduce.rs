@@ -43,8 +43,8 @@ fn behind(hosts: usize) -> usize {
     2 * MESSAGES_IN_FLIGHT * (hosts - 1)
 }
 
-/// Sums this rank's chunk of all ranks' `input` (world size x n elements), sent in the format `wire`, and writes it
-/// from element `at` on, which is the position of the first chunk or of this rank's chunk.
+/// Sums this rank's chunk of all ranks' `input` (world size x n elements), sent in the format `wire`, and writes the sum
+/// to `input` from element `at` on, which is the position of the first chunk or of this rank's chunk.
 pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
     let (world, rank, size) = (inter_host.size(), inter_host.rank(), input.dtype().size_in_bytes());
     let (hosts, chunk) = (inter_host.hosts.clone(), input.len() / world);

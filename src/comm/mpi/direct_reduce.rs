@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Sums this rank's chunk over the `input` (world size x n elements) of all ranks, whose parts are sent in the format
-/// `wire`. Writes the sum to `input` from element `at` on, which is the position of the first chunk or of this rank's
+/// `wire`. Writes the sum to `input` from element `at` on. `at` is the position of the first chunk or of this rank's
 /// chunk.
 pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
     let (world, rank, dtype) = (inter_host.size(), inter_host.rank(), input.dtype());

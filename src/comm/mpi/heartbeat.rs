@@ -93,7 +93,8 @@ impl HostHeartbeat {
         Ok(Self { stop, thread })
     }
 
-    /// Stops the watch when all ranks end normally. No message stays in flight, as MPI requires.
+    /// Stops the watch when all ranks end normally. MPI requires that no message stays in flight, so this function waits
+    /// for the last beats, for at most [`FINAL_BEATS_TIMEOUT`].
     pub(super) fn stop(self, link: &Arc<MpiLink>) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.thread().unpark();

@@ -7,9 +7,9 @@
 //!   all-gather       shards within each host -> slices of its result from host to host -> slices within each host
 //! ```
 //!
-//! Within a host, collectives use the [`ShmExchange`](crate::comm::shm::exchange::ShmExchange) of a world of that
-//! host's ranks. Between hosts, they use messages: a header, which names the collective that a rank is in, then pieces
-//! of data. The next pieces are in flight while the current one is processed.
+//! Within a host, collectives use a [`ShmExchange`](crate::comm::shm::exchange::ShmExchange) between that host's ranks.
+//! Between hosts, they use messages: a header, which names the collective that a rank is in, then pieces of data. The
+//! next pieces are in flight while the current one is processed.
 //!
 //! Sums run in rank order in f32, so the bits are those of one machine with the same number of ranks, whichever
 //! algorithm computes them. The algorithm that sends fewer bytes between hosts is used: see [`super::traffic`]. The
@@ -197,8 +197,8 @@ impl HierarchicalCollectives {
         gather(&mut self.0, &mut bytes, 1)
     }
 
-    /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on,
-    /// which is the position of the first chunk or of this rank's chunk.
+    /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes the sum to `input` from element
+    /// `at` on. `at` is the position of the first chunk or of this rank's chunk.
     fn reduce(&mut self, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
         let (wire, algorithm) = sum_of(&self.0.hosts, wire, input.dtype(), input.len() / self.0.size());
         match algorithm {

@@ -90,8 +90,8 @@ pub(super) fn block_elements(hosts: &HostTopology, code: InterHostFormat, chunk:
     (code.elements_in(bytes).min(held) / align * align).max(align)
 }
 
-/// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on, which is
-/// the position of the first chunk or of this rank's chunk.
+/// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes the sum to `input`, starting at
+/// element `at`: the position of the first chunk or of this rank's chunk.
 pub(super) fn reduce(
     inter_host: &mut InterHostExchange,
     code: InterHostFormat,
@@ -182,8 +182,8 @@ impl HostSumReduce<'_> {
     }
 }
 
-/// Returns the sum of all hosts' partial sums in host order: the decoded ones of the others, and this host's `own` at
-/// position `place` among them.
+/// Returns the sum of all hosts' partial sums in host order: the decoded sums of the other hosts, and this host's `own`
+/// at position `place`.
 fn sum_of(code: InterHostFormat, codes: &[Vec<u8>], own: &[f32], place: usize) -> Vec<f32> {
     if own.is_empty() {
         // An empty message has no alignment.

@@ -55,7 +55,8 @@ pub(super) struct MpiLibrary {
 
 impl MpiLibrary {
     /// Loads the library that the variable names, or the first one found: for each name, in the system's search path,
-    /// then in the `lib` folder next to the folder of the `mpirun` that started this process or that is on the PATH.
+    /// then in the `lib` folder next to the folder of the program that started this process, or of an `mpirun` or
+    /// `mpiexec` on the PATH.
     ///
     /// # Errors
     /// Fails if no library is found (the error lists all places), none that is found can be loaded, or the one that is
@@ -231,8 +232,8 @@ fn preferred(under_open_mpi: bool, under_zerorun: bool) -> Vec<MpiAbi> {
     }
 }
 
-/// Returns the `lib` folders next to the folders that contain programs named mpirun or mpiexec: that of the process
-/// that started this one, then those on the PATH.
+/// Returns `lib` folders: the one next to the folder of the program that started this process, then those next to the
+/// folders of the mpirun and mpiexec programs on the PATH.
 fn beside_mpirun() -> Vec<PathBuf> {
     let parent = rustix::process::getppid().map(|pid| format!("/proc/{}/exe", pid.as_raw_nonzero()));
     let path = std::env::var_os("PATH").unwrap_or_default();

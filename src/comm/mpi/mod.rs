@@ -64,7 +64,7 @@ pub fn found_library() -> std::result::Result<String, CommError> {
     Ok(library::MpiLibrary::find()?.name())
 }
 
-/// This process among the ranks of all hosts.
+/// This process as a rank of a job on several hosts.
 #[derive(Clone)]
 pub(super) struct MpiRank {
     link: Arc<MpiLink>,
@@ -75,7 +75,7 @@ pub(super) struct MpiRank {
     heartbeat: Arc<Mutex<Option<HostHeartbeat>>>,
 }
 
-/// The rank that leaves when the process ends.
+/// The rank of this process, which leaves the job when the process ends.
 static JOINED_RANK: OnceLock<MpiRank> = OnceLock::new();
 
 impl MpiRank {
@@ -121,7 +121,7 @@ impl MpiRank {
         let heartbeat = Arc::new(Mutex::new(watches.then(start).transpose()?));
         let mpi = Self { link, hosts, peer_exit_notices, region: region.clone(), heartbeat };
         if JOINED_RANK.set(mpi.clone()).is_ok() {
-            // SAFETY: the function never unwinds, and only calls MPI.
+            // SAFETY: `leave` has the type that `atexit` expects, and never unwinds.
             unsafe { atexit(leave) };
         }
         Ok((mpi, region))

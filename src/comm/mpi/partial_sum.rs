@@ -76,8 +76,8 @@ pub(super) struct SlotLayout {
 }
 
 impl SlotLayout {
-    /// Returns the maximum number of elements of each owner's chunk that fit in a slot of `bytes`, in complete blocks;
-    /// the result can be 0.
+    /// Returns the maximum number of elements of each owner's chunk that fit in a slot of `bytes`, in complete blocks
+    /// if they are quantized; the result can be 0.
     pub(super) fn elements_in(self, bytes: usize) -> usize {
         match self.wire {
             WireFormat::Exact | WireFormat::BetweenHosts(_) => bytes / (self.world * self.size),

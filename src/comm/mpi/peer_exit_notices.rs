@@ -15,7 +15,7 @@ const MAX_TEXT_BYTES: usize = 1024;
 /// The status that a rank reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum StatusNotice {
-    /// The rank gives up because the rank with this number has failed: the rank itself, or another one of its host. The
+    /// The rank gives up because the rank with this number has failed: the rank itself, or another one on its host. The
     /// text is the reason.
     GivesUp(usize, String),
     /// The rank leaves without an error.
@@ -50,7 +50,7 @@ impl StatusNotice {
     }
 }
 
-/// The notices of this rank and of those of other hosts.
+/// The notices of this rank and of the ranks of other hosts.
 pub(super) struct PeerExitNotices {
     link: Arc<MpiLink>,
     /// The region in which zerorun, or the first rank's heartbeat, records that a host is gone.

@@ -90,7 +90,7 @@ impl HostTopology {
         Ok(Self { ranks, names, own })
     }
 
-    /// Returns the topology of a group of ranks, which are counted from 0: `members` are their numbers here, in
+    /// Returns the topology of a group, whose ranks are counted from 0. `members` are their numbers in this topology, in
     /// ascending order.
     pub(super) fn within(&self, members: &[usize]) -> Self {
         let place = |rank: usize| members.partition_point(|member| *member < rank);

@@ -26,7 +26,7 @@ use crate::comm::wire::format::WireFormat;
 use crate::comm::wire::inter_host::InterHostFormat;
 use std::ops::Range;
 
-/// Sums whose chunks have fewer bytes in total are sent as raw parts, which reach their owner in a single message.
+/// Sums whose chunks have fewer bytes in total do not form a chain: raw parts reach their owner in a single message.
 const SHORT_BYTES: usize = 256 << 10;
 /// The number of bytes of a partial sum of one element.
 const PARTIAL_SUM_BYTES: usize = size_of::<f32>();
@@ -68,8 +68,8 @@ impl PeakHostTraffic {
 
 /// Returns the algorithm of a sum whose chunks have `chunk` elements of `size` bytes, sent in the format `wire`: host
 /// sums if that format is only for data between hosts; a chain if the sum is not short, a slot has room for a block for
-/// each rank, and a chain sends fewer bytes than a direct sum in the busiest direction of any host; and otherwise a
-/// direct sum. The result is the same on all ranks.
+/// each rank, and the largest number of bytes that a host receives or sends is smaller than in a direct sum; and
+/// otherwise a direct sum. The result is the same on all ranks.
 pub(super) fn algorithm(hosts: &HostTopology, wire: WireFormat, size: usize, chunk: usize) -> ReduceAlgorithm {
     if let WireFormat::BetweenHosts(code) = wire {
         return ReduceAlgorithm::HostSums(code);

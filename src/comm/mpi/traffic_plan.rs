@@ -1,4 +1,4 @@
-//! The traffic of a collective between hosts, for estimates: the plan of [`super::hierarchical`] without ranks.
+//! The traffic of a collective between hosts, for estimates: the transfers that [`super::hierarchical`] would make.
 
 use super::direct_reduce::message_elements;
 use super::hierarchical::sum_of;

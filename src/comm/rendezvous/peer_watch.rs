@@ -47,8 +47,8 @@ fn watch(run: impl FnOnce() + Send + 'static) -> Result<(), CommError> {
     spawned.map(drop).map_err(system("start a thread for"))
 }
 
-/// Handles the end of a rank's process: notifies the ranks that wait for this rank, unless it had already left or given
-/// up.
+/// Handles the end of a rank's process: notifies the ranks that wait for that rank, unless it had already left, given up
+/// or been recorded as dead.
 fn lost(region: &SharedMemoryRegion, rank: usize) {
     let told = matches!(region.state(rank), RankState::Finished | RankState::Aborted(_) | RankState::Dead(_));
     // All other ranks notice the end of rank 0, but only one of them records it.

@@ -3,7 +3,7 @@
 //! | file | content |
 //! | --- | --- |
 //! | `region.rs` | the shared memory and its layout |
-//! | `pieces.rs` | pieces of data in it: which rank writes and reads what, and in which order |
+//! | `pieces.rs` | pieces of data in the shared memory: which rank writes and reads what, and in which order |
 //! | `published_count.rs` | a count that one rank increments, and on which others sleep |
 //! | `mailbox.rs`, `mailbox_memory.rs`, `message.rs` | packets from one rank to another; messages, with their fingerprints and limits |
 //! | `rank_state.rs` | the state of each rank in the job, and the first failure |

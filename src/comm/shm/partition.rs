@@ -95,7 +95,7 @@ pub(in crate::comm) fn by_rank(input: &mut Flat, ranks: usize, world: usize) {
     }
 }
 
-/// Publishes one piece that contains `bytes` bytes for each peer, one after another; `write` writes one peer's bytes.
+/// Publishes one piece that contains `bytes` bytes for each peer, in rank order; `write` writes one peer's bytes.
 pub(in crate::comm) fn give_each(
     ex: &mut ShmExchange,
     bytes: usize,

@@ -3,9 +3,9 @@
 //! # Orderings
 //!
 //! `state` is stored with Release after the text that explains it, and loaded with Acquire before the text is read. The
-//! first failure is set between the two, in the same way. The consequences of a failure, which follow from that state,
-//! therefore cannot be taken for the first failure, and a rank that finds the first failure can read its text. Loom
-//! checks both: see [`super::pieces`].
+//! first failure is set after the text and before `state`, in the same way. The consequences of a failure, which follow
+//! from that state, therefore cannot be taken for the first failure, and a rank that finds the first failure can read
+//! its text. Loom checks both: see [`super::pieces`].
 
 use super::region::{CHANNELS, FailureText, SharedMemoryRegion, TEXT_BYTES, wake};
 use std::sync::atomic::Ordering;

@@ -2,8 +2,8 @@
 
 use std::mem::MaybeUninit;
 
-/// Copies `src` to `dst` of equal length. With `past_cache`, the stores bypass the caches on x86-64: a plain store
-/// first reads the line that it overwrites, and may evict another line that is still useful.
+/// Copies `src` to `dst`, which must have the same length. With `past_cache`, the stores bypass the caches on x86-64: a
+/// plain store first reads the line that it overwrites, and may evict another line that is still useful.
 pub(in crate::comm) fn copy(dst: &mut [MaybeUninit<u8>], src: &[u8], past_cache: bool) {
     assert_eq!(dst.len(), src.len(), "a copy between buffers of different lengths");
     #[cfg(target_arch = "x86_64")]

@@ -143,7 +143,8 @@ pub struct OffloadOptimizer {
     /// `ratio`: the fraction of the sub-groups that is offloaded; the first ones stay in memory. Default 1.
     pub ratio: f64,
     /// `delayed_update`, after `delayed_update_after` updates (default 40): if a GPU runs the model, an update runs
-    /// on the host during the next step, which still uses the weights before the update. `None`, the default: no delay.
+    /// on the host during the next step, which still uses the weights from before the update. `None`, the default: no
+    /// delay.
     pub delayed_update_after: Option<u64>,
     /// `pin_memory`: copy gradients and updated weights between a GPU and the host through page-locked memory. Default
     /// true.

@@ -84,8 +84,8 @@ impl NcclMember {
         watch: FailureWatch,
         limits: NcclBufferLimits,
     ) -> Result<Self> {
-        // The streams are in a separate cudarc context with the same device and primary context as Candle's, because a
-        // second stream in Candle's context would make cudarc record events around every kernel of the model.
+        // The streams are in a separate cudarc context with the same device and primary context as Candle's. A second
+        // stream in Candle's context would make cudarc record events around every kernel of the model.
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
         let (wire, idle) = (context.new_stream().w()?, context.new_stream().w()?);
         context.bind_to_thread().w()?;
@@ -133,8 +133,8 @@ impl NcclMember {
     /// Waits on the host for the work before an event on the wire stream.
     ///
     /// # Errors
-    /// Returns an error if the communicator has failed, now or before, or if the timeout expires. The communicator no
-    /// longer exists then.
+    /// Returns an error if the communicator fails or has failed before, or if the timeout expires. In these cases, the
+    /// communicator no longer exists.
     pub fn wait_for(&self, event: &CudaEvent, op: &'static str) -> Result<()> {
         self.wire.context().bind_to_thread().w()?;
         let waited = self.poll(op, self.watch.timeout, || {
@@ -293,8 +293,8 @@ impl NcclLaunch<'_> {
     /// Gathers `count` elements of every rank. `from` may be this rank's part of `to`.
     ///
     /// # Safety
-    /// There are `count` elements of type `kind` at `from`, and size x count at `to`, in device memory that nothing
-    /// else writes and that stays valid until the work on the wire stream is complete.
+    /// There are `count` elements of type `kind` at `from`, and size x count at `to`, both in device memory. Nothing else
+    /// writes to this memory, and it stays valid until the work on the wire stream is complete.
     pub unsafe fn all_gather(&self, from: CUdeviceptr, to: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
         // SAFETY: as the caller promises; the communicator exists.
         let code = unsafe { (self.library().all_gather)(from, to, count, kind, self.comm, self.stream()) };

@@ -90,7 +90,8 @@ impl Arrays {
     }
 }
 
-/// Runs three steps of arrays, each given by a length and a start, on the host and together on a device.
+/// Runs three steps on the host and on a device, where one launch updates all arrays. Each array is given by its length
+/// and its start.
 fn compare(
     device: &CudaDevice,
     optimizer: &dyn Optimizer,

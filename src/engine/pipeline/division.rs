@@ -136,7 +136,7 @@ impl PipelineDivision {
         self.stages.rank_of(self.stages.stages() - 1) == rank
     }
 
-    /// Returns the parameter of which a rank has a copy, if there is one. The rank of the last stage trains it.
+    /// Returns the parameter that a rank holds only as a copy, if there is one. The rank of the last stage trains it.
     pub fn copied(&self, rank: usize) -> Option<&str> {
         self.tied.as_deref().filter(|_| self.is_first(rank) && !self.is_last(rank))
     }

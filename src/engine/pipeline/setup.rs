@@ -69,7 +69,8 @@ impl PipelineSetup {
         &self.division.buffers
     }
 
-    /// Returns the parameter of which this rank has a copy, if there is one. The rank of the last stage trains it.
+    /// Returns the name of the parameter of which this rank has a copy, if there is one. The rank of the last stage
+    /// trains that parameter.
     pub(in crate::engine) fn copied(&self) -> Option<String> {
         self.division.copied(self.along.rank()).map(str::to_owned)
     }

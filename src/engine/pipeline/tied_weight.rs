@@ -28,7 +28,7 @@ pub(super) struct TiedWeight {
     pub ends: [usize; 2],
     pub is_first: bool,
     pub is_last: bool,
-    /// The last operation of this rank on which the first stage's backward pass of each micro batch depends.
+    /// For each micro batch, the last operation of this rank on which the first stage's backward pass depends.
     pub looked_up_after: Vec<usize>,
     /// The output's parts of the gradient, by micro batch, oldest first.
     pub kept: VecDeque<KeptGradient>,

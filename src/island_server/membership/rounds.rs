@@ -1,4 +1,4 @@
-//! When an exchange can be closed, and what closes it.
+//! Decides when an exchange can be closed, and closes it.
 
 use super::super::frame::{Frame, FrameKind};
 use super::super::messages::{MeanHead, RoundKey};

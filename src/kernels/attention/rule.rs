@@ -133,8 +133,8 @@ impl AttentionRule<'_> {
         h.heads * self.spans(h).into_iter().map(of_span).sum::<usize>()
     }
 
-    /// Returns the tiles in which the `n` queries that start at `start`, of a sequence of `time` positions, see a key:
-    /// the first key and the shape of each tile.
+    /// Returns the tiles with keys that are visible to the `n` queries from position `start` on, in a sequence of `time`
+    /// positions: the first key and the shape of each tile.
     pub(super) fn tiles(
         &self,
         time: usize,

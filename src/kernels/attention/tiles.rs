@@ -51,8 +51,8 @@ impl ScoreTiles for Bf16PairWords {
     }
 }
 
-/// Computes tile = keys queries^T for the pairs in which the query may see the key. `keys` has words by rows, `queries`
-/// is transposed, and both are `depth` words long.
+/// Computes tile = keys queries^T for the pairs in which the query may see the key. Each row of `keys` is a key, and
+/// each column of `queries`, which is transposed, is a query; both have `depth` words.
 ///
 /// # Safety
 /// The processor must have the instructions of `T`.

@@ -29,7 +29,7 @@ pub(super) trait GemmArithmetic: PackedWords {
     const COLS: usize = Self::VECTORS * Self::LANES;
 }
 
-/// An arithmetic into whose words elements of a dtype can be packed.
+/// An arithmetic whose words can hold packed elements of a dtype.
 pub(super) trait ElementArithmetic<E: Element>: GemmArithmetic + PackElementsToWords<E> {}
 
 impl<E: Element, A: GemmArithmetic + PackElementsToWords<E>> ElementArithmetic<E> for A {}

@@ -165,8 +165,8 @@ fn operands_that_are_packed_in_several_regions_give_the_right_product() {
     }
 }
 
-/// Returns the sums of a product in f32 from a loop over the inner dimension, in the fewest equal blocks of at most 512
-/// steps, rounded to full vectors.
+/// Returns the f32 sums of a product, computed by a loop over the inner dimension. The loop is divided into the fewest
+/// equal blocks of at most 512 steps, rounded to full vectors.
 fn sums_in_order<E: Element>(
     a: Matrix<'_, E>,
     b: Matrix<'_, E>,
@@ -419,7 +419,8 @@ fn products_of_several_waves_have_the_bits_of_separate_products() {
     if cfg!(miri) {
         return;
     }
-    // Three products of 1.3 million words of `a` each, which must be packed: more than a wave may hold.
+    // Three products, each with 1.3 million words of `a`, which must be packed: together, they exceed what a wave may
+    // hold.
     let (m, n, k) = (640, 7, 2100);
     let operands: Vec<_> =
         (0..3).map(|i| (Stored::<f32>::new(m, k, 0, true, i), Stored::<f32>::new(k, n, 0, false, 9 + i))).collect();

@@ -107,7 +107,7 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
 /// Applies scale and bias to the `n` columns (at most a full vector) that start at `col`.
 ///
 /// # Safety
-/// The call must be inside `V::with`, and these must be columns of the result.
+/// The call must be inside `V::with`, and the result must have these columns.
 #[inline(always)]
 unsafe fn before_activation<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,

@@ -109,7 +109,7 @@ impl SimdVector for Avx2 {
     unsafe fn exp2(self) -> Self {
         // SAFETY: as the caller promises.
         unsafe {
-            // The bounds come first, so that NaN passes through. The lower one yields 2^-127, whose exponent bits are
+            // The bounds are the first operands, so NaN passes through. The lower one yields 2^-127, whose exponent bits are
             // those of 0.
             let x = _mm256_max_ps(_mm256_set1_ps(-127.0), self.0);
             let x = _mm256_min_ps(_mm256_set1_ps(128.0), x);

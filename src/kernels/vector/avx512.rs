@@ -163,7 +163,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
     unsafe fn exp2(self) -> Self {
         // SAFETY: as the caller promises.
         unsafe {
-            // The bound comes first, so that NaN passes through.
+            // The bound is the first operand, so NaN passes through.
             let x = _mm512_max_ps(_mm512_set1_ps(-200.0), self.0);
             let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
             let p = exp2_of_rest(Self(_mm512_sub_ps(x, whole)));

@@ -129,7 +129,7 @@ fn kept_length(file: &File, mut is_kept: impl FnMut(&[u8]) -> bool) -> Result<Op
     Ok(Some(kept))
 }
 
-/// Reads records one after the other.
+/// A reader of records, one after the other.
 struct LogReader<R> {
     file: R,
     position: u64,

@@ -102,8 +102,8 @@ pub fn add_gated(onto: &Tensor, gate: &Tensor, x: &Tensor) -> Result<Tensor> {
     (wide(onto)? + wide(x)?.broadcast_mul(&factor)?)?.to_dtype(onto.dtype())
 }
 
-/// Returns the loss of [`crate::nn::load_balancing_loss`]: the sums of the experts' probabilities, multiplied by
-/// `factors`. A loss of f64 logits is in f64.
+/// Returns the loss of [`crate::nn::load_balancing_loss`]: the sum of the experts' probabilities, each multiplied by the
+/// factor of its expert in `factors`. A loss of f64 logits is in f64.
 pub fn load_balancing_loss(logits: &[&Tensor], factors: &[f64], counts: Option<&[bool]>) -> Result<Tensor> {
     let mut loss = None;
     for logits in logits {

@@ -19,10 +19,10 @@ use candle_core::{CpuStorage, Result, Tensor, bail};
 ///   loss = E sum over e of (T_e / R) (S_e / R)
 /// ```
 ///
-/// E is the number of experts, T_e the number of rows that chose expert e, S_e the sum of its probabilities (a softmax
-/// over all experts, whatever the router's order of operations), both over the rows of all layers; R is the number of
-/// rows times the number of layers. This is one loss for the model, not the mean of the layers' losses. With perfect
-/// balance, the loss is the number of experts per row. T_e is a constant for the gradient.
+/// E is the number of experts. T_e is the number of rows that chose expert e, and S_e is the sum of its probabilities (a
+/// softmax over all experts, whatever the router's order of operations), both over the rows of all layers. R is the
+/// number of rows times the number of layers. This is one loss for the model, not the mean of the layers' losses. With
+/// perfect balance, the loss is the number of experts per row. T_e is a constant for the gradient.
 ///
 /// `counts`, if given, has one element for each row of a layer. Rows with `false` (padding) do not count.
 ///

@@ -10,8 +10,8 @@ use candle_core::{Result, Tensor};
 use std::sync::{Arc, Mutex};
 
 /// A router of a model. It works like [`route`](super::route()), except in a gradient check: forward passes in which
-/// parameters are moved use the choices of the pass in which none is moved. For the gradient, a choice is a constant,
-/// but a small move would change the choices of some rows, and the loss would jump.
+/// parameters are perturbed use the choices of the pass in which none is perturbed. For the gradient, a choice is a
+/// constant, but a small perturbation would change the choices of some rows, and the loss would jump.
 #[derive(Debug, Clone)]
 pub(crate) struct CheckedRouter {
     options: RouterOptions,
@@ -19,7 +19,7 @@ pub(crate) struct CheckedRouter {
     held: Arc<Mutex<Option<HeldChoices>>>,
 }
 
-/// The choices of a gradient check's forward pass in which no parameter is moved.
+/// The choices of a gradient check's forward pass in which no parameter is perturbed.
 #[derive(Debug)]
 struct HeldChoices {
     /// The random stream of the forward pass that the check repeats.

@@ -12,7 +12,7 @@ use crate::tensor::element::{TensorElement, with_all, with_element, with_element
 use candle_core::{Device, Result, Shape, Tensor, bail};
 use std::sync::Arc;
 
-/// Returns the rows of `x` `[.., width]` in the order of the slots, `[slots, width]`: a row once for each of its
+/// Returns the rows of `x` `[.., width]` in the order of the slots, `[slots, width]`: a row occurs once for each of its
 /// experts. The gradients of a row's slots are summed in ascending order of the experts' numbers, in f32, and rounded
 /// once.
 ///

@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Tensor};
 
 const NAME: &str = "embedding";
 
-/// See [`crate::nn::embedding_in`]. Returns the rows of valid ids as a tensor of `shape`. Lookups of `padding` add
+/// Returns the rows of valid ids as a tensor of `shape`; see [`crate::nn::embedding_in`]. Lookups of `padding` add
 /// nothing to the table's gradient.
 pub(in crate::nn) fn embedding(
     ids: &[u32],

@@ -2,7 +2,7 @@
 //!
 //! Candle records an operation whenever one of its arguments is recorded, such as a parameter's tensor, and keeps the
 //! arguments for as long as the result. The tensors of this instance share the parameters' storages, whether gathered
-//! or released, and are not recorded. Both instances have the same variables as buffers.
+//! or released, and are not recorded. Both instances use the same variables as buffers.
 
 use super::unit::UnitRegistrar;
 use crate::error::{Error, ParamError, Result};

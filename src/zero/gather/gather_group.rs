@@ -148,8 +148,8 @@ impl GatherGroup {
         core.gather(layout.wire(self.wire), chunk, &layout.params)
     }
 
-    /// Waits for the all-gathers and puts the whole parameters into their tensors. Returns this rank's part of a second
-    /// copy if one is to be kept.
+    /// Waits for the all-gathers and puts the complete parameters into their tensors. Returns this rank's part of a
+    /// second copy if one is to be kept.
     pub fn install<R: StepExecutor>(
         &self,
         core: &R,

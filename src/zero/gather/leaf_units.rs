@@ -26,7 +26,8 @@ pub(crate) struct LeafUnits {
     /// The enclosing unit of each unit. The root encloses itself.
     around: Vec<UnitId>,
     is_marked: Vec<bool>,
-    /// For each routed unit, which is gathered only if the input of a layer chose it, the first unit of that layer.
+    /// For each routed unit (one that is gathered only if the input of its layer chose it), the first routed unit of
+    /// that layer.
     routed: Vec<Option<UnitId>>,
 }
 

@@ -5,7 +5,7 @@
 //! | `unit.rs` | the unit of gathering and releasing; recomputation |
 //! | `leaf_units.rs` | units that are gathered together with all units inside them |
 //! | `param_gatherer.rs` | decides when each unit is gathered and released |
-//! | `routed_units.rs`, `param_gatherer/routed.rs` | units of which a layer runs only those that its input chose |
+//! | `routed_units.rs`, `param_gatherer/routed.rs` | the units of a layer that runs only those chosen by its input |
 //! | `row_exchange.rs` | the exchange of rows between ranks among which experts are divided |
 //! | `unit_trace.rs` | the order in which units are needed |
 //! | `gather_group.rs` | parameters that are gathered together |

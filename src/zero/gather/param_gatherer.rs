@@ -17,9 +17,9 @@
 //! forward pass has gathered. The unit is gathered from these parts until weights change, without traffic between
 //! hosts.
 //!
-//! From the second micro step on, the next units are gathered while one unit runs, within the limits of
-//! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Every decision depends only on counts, never on
-//! time, so all ranks issue the same collectives in the same order.
+//! With `overlap_comm`, from the second micro step on, the next units are gathered while one unit runs, within the
+//! limits of `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Every decision depends only on counts,
+//! never on time, so all ranks issue the same collectives in the same order.
 
 mod routed;
 
@@ -318,9 +318,10 @@ impl<R: StepExecutor> ParamGatherer<R> {
         }
     }
 
-    /// Ends a unit's forward pass: releases the unit, unless it will be used again within
-    /// `stage3_max_reuse_distance`. A packed unit is released whatever the distance, because packing would save nothing
-    /// if everything stayed unpacked between the forward and the backward pass.
+    /// Ends a unit's forward pass: releases the unit, unless it will be used again within `stage3_max_reuse_distance`
+    /// and the gathered parameters do not exceed `stage3_max_live_parameters`. A packed unit is released whatever the
+    /// distance, because packing would save nothing if everything stayed unpacked between the forward and the backward
+    /// pass.
     pub fn leave_forward(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if self.outermost[unit] != unit {
             return Ok(());

@@ -5,9 +5,10 @@
 //!   backward   mark: gather | inner's operations; each parameter is released when its gradient has arrived
 //! ```
 //!
-//! The mark runs before the unit's last operation is differentiated, and so before all other operations of the unit. If
-//! the last operation is one of candle-zero's, the mark is one of its hooks. Otherwise it is an identity operation on
-//! the unit's output. Without an engine, or if parameters are not sharded, a unit only runs the module inside.
+//! The mark runs before the unit's last operation is differentiated, and therefore before any other operation of the unit
+//! is. If the last operation is one of candle-zero's, the mark is one of its hooks. Otherwise, the mark is an identity
+//! operation on the unit's output. Without an engine, or if parameters are not sharded, a unit only runs the module
+//! inside.
 //!
 //! A unit may recompute (activation checkpointing): the forward pass keeps only the unit's input, and the backward pass
 //! runs the forward pass again.
@@ -89,7 +90,7 @@ pub struct Unit<M> {
 }
 
 /// Builds a unit: the parameters that `build` takes from its `VarBuilder` belong to it. A parameter that several units
-/// take by the same name belongs to none of them: it is in memory during the entire forward and backward passes.
+/// take under the same name belongs to none of them: it is in memory during the entire forward and backward passes.
 ///
 /// ```
 /// use candle_core::{Result, Tensor};

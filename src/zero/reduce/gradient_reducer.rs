@@ -8,7 +8,7 @@
 //! A large gradient is reduced separately, in the buffer that its layer wrote: a parameter's pieces are already in it
 //! one after the other. Small gradients are packed together. From stage 2 on, a gradient is dropped as soon as it is
 //! reduced, while the backward pass continues. At stage 1, every rank holds its full gradient until the backward pass
-//! is over, as ZeRO defines it. At stage 0, the full sum is kept.
+//! is over, as ZeRO defines this stage. At stage 0, the full sum is kept.
 //!
 //! A parameter whose gradient may be missing on some ranks (`ignore_unused_parameters`, the experts of a leaf unit), or
 //! may arrive in a different order on each rank (the experts of a layer without a grouped product), waits until this
@@ -18,7 +18,8 @@
 //!
 //! With `zero_quantized_gradients`, a rank sends its gradients as int4, in blocks that depend only on the parameter and
 //! the number of ranks. Sums are always computed in f32, and at stage 0 they are transferred exactly. With
-//! `compress_between_hosts_only`, only the sum of a host's ranks is coded, or rounded to `communication_data_type`.
+//! `compress_between_hosts_only`, only the sum of a host's ranks is quantized, or rounded to
+//! `communication_data_type`.
 //!
 //! Every stage reduces in every micro step, even if it could wait for the accumulation boundary: the result is a sum
 //! over micro steps of sums over ranks. Only in this way do all stages add the same numbers in the same order, and

@@ -3,7 +3,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `gradient_reducer.rs` | buckets gradients, reduces them, and adds them to the share |
-//! | `core_gradients.rs` | the operations that need values: sums gradients, and packs them into buckets |
+//! | `core_gradients.rs` | the operations that need values: summing gradients and packing them into buckets |
 //! | `bucket_queue.rs` | the parameters that share a bucket, and the pending buckets |
 //! | `unreduced_gradients.rs`, `no_sync.rs` | gradients that stay on their rank until they are reduced |
 //! | `divided_backward.rs` | gradients that wait for the second part of a divided backward pass |

@@ -110,15 +110,15 @@ impl RankCore {
         Ok(f32_values(self.gather_whole(param, Flat::F32(own))?))
     }
 
-    /// Collective: returns the values that one rank has of a parameter. The others pass `None`.
+    /// Collective: returns the values of a parameter that one rank passes. The other ranks pass `None`.
     pub fn whole_of_one(&self, param: ParamId, values: Option<Vec<f32>>) -> Result<Vec<f32>> {
         // A negative zero added to any number gives that number, including a zero with its sign.
         let values = values.unwrap_or_else(|| vec![-0.0; self.params[param].numel]);
         Ok(f32_values(self.comm.all_reduce(Flat::F32(values), self.tag(&[param])).wait()?))
     }
 
-    /// Collective if parameters are sharded: gathers those of the parameters that are not yet in memory, calls `run`,
-    /// and releases them again. The inner error is that of `run`, after which ranks are still in step.
+    /// Collective if parameters are sharded: gathers the parameters that are not yet in memory, calls `run`, and releases
+    /// them again. The inner error is that of `run`, after which ranks are still in step.
     pub fn with_gathered<T>(
         &self,
         params: &[ParamId],

@@ -28,7 +28,7 @@ impl RankCore {
     ///
     /// # Errors
     /// A communication error, or a write error on rank 0. After a write error, all ranks return an error and can
-    /// continue, so that a full disk or a wrong path does not cost the model.
+    /// continue, so a full disk or a wrong path does not lose the model.
     pub fn export(&self, path: &Path, dtype: DType) -> Result<(), CollectiveFailure> {
         let model = self.model_parameters()?;
         let mut file =

@@ -50,7 +50,7 @@ impl SubGroupStateKind {
 
 /// Files under construction: those of this rank, or of a rehearsal that only counts.
 pub(crate) trait StateFileBuilder<R: ShareStorage> {
-    /// Begins an extent, still without elements, in the file of a state.
+    /// Begins an empty extent in the file of a state.
     fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtentOf<R>>;
     /// Reserves `count` more elements.
     fn grow(&mut self, extent: &FileExtentOf<R>, count: usize) -> Result<()>;
@@ -71,8 +71,8 @@ pub(crate) trait StateFileBuilder<R: ShareStorage> {
     ) -> Result<Option<TrackedBuffer<R::Buffer>>>;
 }
 
-/// The number of elements of initial values that are read together. This many elements form complete units of every
-/// packing, and fill complete pages of a file when packed.
+/// The number of elements of initial values that are read together. It is a multiple of the number of elements that any
+/// packing packs together, and this many packed elements fill complete pages of a file.
 pub(super) const LOAD_CHUNK: usize = 1 << 24;
 
 /// A share that is being filled.
@@ -264,7 +264,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     pub fn finish(&mut self, params: &[Param]) -> Result<Vec<SubGroup<R>>> {
         self.close();
         let mut groups = std::mem::take(&mut self.done);
-        // Makes the order of parameters, and of sums over them, independent of where sub-groups end.
+        // This makes the order of parameters, and of sums over them, independent of where sub-groups end.
         groups.sort_by_key(|group| group.class);
         self.files.written()?;
         let Self { plan, files, ledger, devices, .. } = self;

@@ -58,8 +58,8 @@ struct VarBuilderBackendInner {
     /// The parameters that each unit uses, including those of other units.
     used_by: Vec<BTreeSet<ParamId>>,
     groups: SubGroupBuilder,
-    /// Whole parameters and the values that they get once the model is built. If a model computed something from them
-    /// earlier, the result would keep the initial values forever.
+    /// Complete parameters and the values that they get once the model is built. If a model computed something from
+    /// them earlier, the result would keep the initial values forever.
     waiting: Vec<(Tensor, Storage)>,
     /// Whether only names, shapes and units are collected: no parameter gets memory or a share.
     shapes_only: bool,

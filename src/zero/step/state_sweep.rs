@@ -230,8 +230,8 @@ impl StepBackend for RankCore {
     }
 }
 
-/// Converts a range of elements of a part to a range of elements of the slot. `part` is the range of the whole part in
-/// the slot.
+/// Converts a range of elements of a part to a range of elements of the slot. `part` is the part's range in the
+/// slot.
 fn within(part: &Range<usize>, range: Range<usize>) -> Range<usize> {
     part.start + range.start..part.start + range.end
 }

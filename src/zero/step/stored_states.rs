@@ -51,8 +51,8 @@ pub(super) struct StateRounding<'a> {
     pub changes: bool,
 }
 
-/// Returns the number of bytes of f32 copies that a sweep through `elements` of a sub-group needs for states in other
-/// formats.
+/// Returns the number of bytes of f32 copies that a sweep through `elements` elements of a sub-group needs for states in
+/// other formats.
 pub(in crate::zero) fn room<R: StepExecutor>(
     group: &SubGroup<R>,
     mode: SweepMode,

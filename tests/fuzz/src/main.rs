@@ -1,5 +1,5 @@
-//! Runs fuzz targets with any Rust toolchain, without libFuzzer: random changes to seeds, each input in a process that
-//! may fail.
+//! Runs fuzz targets with any Rust toolchain, without libFuzzer: changes seeds at random, and runs the inputs in
+//! separate processes, which may fail.
 //!
 //! ```text
 //! candle-zero-fuzz [--target NAME]... [--seconds 10] [--seed 1] [--first 0] [--jobs 1]   all targets, or some

@@ -1,10 +1,10 @@
 //! Finds the bytes that belong to the assistant in a rendered conversation.
 //!
 //! Neither of the usual methods, rendering prefixes of the conversation and searching for markers, is correct. The
-//! conversation up to a message does not always render as a prefix of the full text (Qwen3 writes thoughts only in the
-//! last answer), and the text of a marker (`<|im_end|>`) may appear in a user's message. Therefore, contents are
-//! traced: in a second rendering, they contain Unicode private-use characters. If the two texts are otherwise equal,
-//! these characters show where each content begins and ends. The answers follow from these positions:
+//! conversation up to a message does not always render as a prefix of the full text: Qwen3 writes thoughts only in the
+//! last answer. The text of a marker (`<|im_end|>`) can also appear in a user's message. Therefore, contents are traced:
+//! in a second rendering, they contain Unicode private-use characters. If the two texts are otherwise equal, these
+//! characters show where each content begins and ends. The answers follow from these positions:
 //!
 //! - An answer begins after the first answer header that follows the previous message. The template itself defines
 //!   this header: it is the text that `add_generation_prompt` adds, or the text between a question and its

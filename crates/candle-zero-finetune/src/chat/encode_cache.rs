@@ -283,7 +283,7 @@ fn leaves_no_space(normalizer: &Value) -> bool {
 /// The state of a text after some of the pre-tokenizers.
 #[derive(Debug, Clone, Copy)]
 struct PreTokenizerState {
-    /// The character that stands for a space.
+    /// The character that represents a space.
     space: char,
     /// Whether the text is already cut at every place where this module cuts texts and where [`run_end`] cuts.
     is_cut: bool,
@@ -336,7 +336,7 @@ thread_local! {
 #[derive(Default)]
 struct PieceCache {
     key: u64,
-    /// The positions in `tokens` of a piece's tokens.
+    /// The start and end of each piece's tokens in `tokens`.
     places: HashMap<Box<str>, (u32, u32), BuildHasherDefault<PieceHasher>>,
     /// Ids, each with the start and end of its text in the piece, in bytes.
     tokens: Vec<(u32, u32, u32)>,

@@ -12,8 +12,8 @@ const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 /// The subfolder of a model's folder for additional templates. Each file is named after its template.
 pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
 
-/// Returns all templates in a model's folder by name, with the usual one as `default`: the template in
-/// chat_template.jinja or, if that file is missing, the templates in tokenizer_config.json; and the templates in the
+/// Returns all templates in a model's folder by name; the usual one is named `default`. They are the template in
+/// chat_template.jinja (or, if that file is missing, the templates in tokenizer_config.json) and the templates in the
 /// folder `additional_chat_templates`.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! Finds a model's tokenizer, in the files in its folder or inside its GGUF file.
+//! Finds a model's tokenizer in the files of its folder or in its GGUF file.
 //!
 //! | found | tokenizer |
 //! |---|---|

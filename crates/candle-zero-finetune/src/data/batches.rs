@@ -80,7 +80,7 @@ pub struct Batches {
 }
 
 impl Batches {
-    /// Returns batches to train on. They never end: each epoch has an order derived from `seed`. Rows are filled up
+    /// Returns batches to train on. They never end: each epoch has an order derived from `seed`. Rows are padded
     /// with `pad`.
     ///
     /// # Panics
@@ -100,7 +100,7 @@ impl Batches {
         Self::new(dataset, packing, shape, RowOrder::Sequential, pad)
     }
 
-    /// Returns batches to validate on: each row once, always in the same order. The last batches are filled up with
+    /// Returns batches to validate on: each row once, always in the same order. The last batches are padded with
     /// rows without targets.
     ///
     /// # Panics

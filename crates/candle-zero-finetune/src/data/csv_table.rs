@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::sync::Arc;
 
-/// The allowed separators of columns.
+/// The separators of columns that are considered if the file does not declare one.
 const SEPARATORS: [u8; 4] = [b',', b';', b'\t', b'|'];
 
 /// The rows of a table.
@@ -158,7 +158,7 @@ fn separator(first_line: &[u8], usual: u8, columns: &Columns) -> u8 {
 struct QuoteTracker {
     separator: u8,
     state: QuoteState,
-    /// The current line, counted from 1, and the line in which its row begins.
+    /// The current line, counted from 1, and the line on which its row begins.
     line: u64,
     row: u64,
     has_begun: bool,

@@ -27,7 +27,8 @@ use std::path::Path;
 /// The number of bytes at which a batch of records is complete. The records of a batch are processed together.
 const BATCH_BYTES: usize = 2 << 20;
 
-/// The maximum number of bytes of a file that are read for its fingerprint.
+/// The maximum size in bytes of a file that is read completely for its fingerprint. Of a larger file, this many bytes
+/// are read.
 const MAX_FINGERPRINTED_BYTES: u64 = 64 << 20;
 
 /// The version of the samples, which changes when the same data yields different samples.

@@ -299,8 +299,8 @@ fn text_bytes(field: &Field) -> usize {
     }
 }
 
-/// Returns the value that a field has in JSON lines, and adds its approximate size in memory. Dates and times are
-/// returned as the integers in the file.
+/// Returns the value that a field has in JSON lines, and adds its approximate size in memory to `bytes`. Dates and
+/// times are returned as the integers in the file.
 ///
 /// Null fields of a struct are omitted. A Parquet struct has all fields that any struct of its column has, so a message
 /// without a tool call would otherwise have a null call.

@@ -61,7 +61,7 @@ pub(super) fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
     }
 }
 
-/// Returns bytes as text, or names the first one that is not UTF-8.
+/// Returns bytes as text, or an error that names the first byte that is not UTF-8.
 pub(super) fn utf8(bytes: &[u8]) -> Result<&str, String> {
     std::str::from_utf8(bytes).map_err(|e| {
         let byte = bytes.get(e.valid_up_to()).copied().unwrap_or_default();

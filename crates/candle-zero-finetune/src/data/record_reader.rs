@@ -219,7 +219,7 @@ impl JsonListReader {
 
     fn next(&mut self) -> std::io::Result<Option<RawRecord>> {
         let (mut bytes, mut depth, mut in_string, mut escaped) = (vec![], 0_usize, false, false);
-        // The line in which the item begins.
+        // The line on which the item begins.
         let mut line = self.lines.line + 1;
         while self.state != ListState::After {
             let buffer = self.lines.reader.fill_buf()?;

@@ -27,8 +27,8 @@ impl Sample {
         Ok(Self::of_spans(tokenizer.encode(&rendered.text)?, &rendered.targets))
     }
 
-    /// Returns tokens, of which those with a byte in one of `spans` are to be predicted. The spans are in order and do
-    /// not overlap.
+    /// Returns a sample of the encoded tokens. A token is to be predicted if at least one of its bytes is in one of
+    /// `spans`, which are in order and do not overlap.
     pub(super) fn of_spans(encoded: EncodedText, spans: &[Range<usize>]) -> Self {
         let mut spans = spans.iter().peekable();
         let in_span = |(start, end): &(usize, usize)| {

@@ -3,9 +3,9 @@
 //! The file is little-endian, in words of four bytes: a header of 16 words; each sample's ids, then one bit per id, set
 //! if the id is a target, padded to complete words; an index of 8 words per sample (the offset of its ids in words, as
 //! two words; the number of ids; the label; the line, as two words; a digest of ids and bits, as two words); a report
-//! as JSON. The header contains a fingerprint of what the file was built from, the positions of the file's parts, and a
-//! digest of itself, the index and the report. The header of an incomplete file consists of zeros. All digests are
-//! checked when a file is opened, so a damaged file is rebuilt.
+//! as JSON. The header contains a fingerprint of what the file was built from, the numbers of samples and tokens, the
+//! positions of the file's parts, and a digest of the header, the index and the report. The header of an incomplete file
+//! consists of zeros. All digests are checked when a file is opened, so a damaged file is rebuilt.
 //!
 //! The process that builds a file locks a second file next to it. Others wait for the lock and then map the result. The
 //! kernel releases the lock of a process that exits before the file is complete.
@@ -152,7 +152,7 @@ impl SampleCache {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Err("there is no file")),
             file => file.map_err(io)?,
         };
-        // Earlier versions may have made the file readable to others.
+        // Earlier versions may have made the file readable by others.
         files::tighten(path);
         if file.metadata().map_err(io)?.len() < HEADER_BYTES as u64 {
             return Ok(Err("it is truncated"));

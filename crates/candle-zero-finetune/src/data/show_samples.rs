@@ -43,7 +43,7 @@ pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool
 }
 
 /// Returns a text that is harmless to a terminal: control characters become visible symbols, except for tabs and line
-/// ends.
+/// feeds.
 fn printable(text: &str) -> String {
     let picture = |c: char| match c {
         '\n' | '\t' => c,

@@ -1,4 +1,4 @@
-//! The architectures of llama.cpp: which models of transformers they compute, and what they assume about them.
+//! The architectures of llama.cpp: which models of transformers they compute, and what they assume about these models.
 //!
 //! A file describes a model by an architecture and a few keys. For properties without a key, llama.cpp assumes values.
 //! A model for which llama.cpp would therefore compute different results is refused ([`GgufArchitecture::problem`], in

@@ -1,4 +1,4 @@
-//! Writes a decoder as a GGUF file following llama.cpp's conventions for keys, tensor names and the layout of some
+//! Writes a decoder as a GGUF file that follows llama.cpp's conventions for keys, tensor names and the layout of some
 //! tensors.
 
 use super::architectures::GgufArchitecture;
@@ -22,7 +22,7 @@ use std::path::Path;
 pub enum GgufFormat {
     /// f16.
     F16,
-    /// Blocks of 32 8-bit integers with an f16 scale. Tensors whose row length is not a multiple of 32 elements are
+    /// Blocks of 32 signed 8-bit integers with an f16 scale. Tensors whose row length is not a multiple of 32 elements are
     /// stored in f16.
     Q8_0,
 }
@@ -62,7 +62,7 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
         sources.push(TensorOrigin::Values(factors));
     }
     let experts = config.mixture.as_ref().map_or(0, |mixture| mixture.experts);
-    // The places in `entries` of the tensors that contain a projection of all experts.
+    // The indices in `entries` of the tensors that contain a projection of all experts, by name.
     let mut shared: HashMap<String, usize> = HashMap::new();
     for (name, shape) in merged.shapes() {
         let unknown = || wrong(format!("llama.cpp has no name for tensor {name} of a {kind} model"));

@@ -8,7 +8,7 @@ use candle_zero::models::MixtureConfig;
 use serde_json::{Map, Value as Json};
 
 /// The mixtures that are read: their architecture, and their type and class in transformers. llama.cpp has no separate
-/// architecture for Mixtral, the last one.
+/// architecture for Mixtral, the last entry.
 const READ: [(&str, &str, &str); 5] = [
     ("qwen2moe", "qwen2_moe", "Qwen2MoeForCausalLM"),
     ("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM"),

@@ -383,8 +383,8 @@ impl<'a> GgufVocabulary<'a> {
             let score = score(id)?;
             merges.extend(parts.into_iter().map(|(.., a, b)| (score, a, b)));
         }
-        // Among equal scores, merges with longer first parts come first, as in transformers' conversion. Otherwise, the
-        // order of the ids is kept, because the sort is stable.
+        // Among equal scores, merges with longer first parts come first, then those with longer second parts, as in
+        // transformers' conversion. Otherwise, the order of the ids is kept, because the sort is stable.
         let chars = |text: &str| text.chars().count();
         merges.sort_by(|x, y| {
             (y.0.total_cmp(&x.0)).then_with(|| chars(y.1).cmp(&chars(x.1))).then_with(|| chars(y.2).cmp(&chars(x.2)))

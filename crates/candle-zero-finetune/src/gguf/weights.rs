@@ -173,8 +173,9 @@ impl GgufFile {
         Ok(())
     }
 
-    /// Returns elements `range` of a parameter `[experts, inputs, outputs]` that is stored in
-    /// [`TensorForm::OfAllExperts`]: its outputs alternate between the tensors, which contain matrices
+    /// Returns elements `range` of a parameter `[experts, inputs, outputs]` that is stored as
+    /// [`TensorForm::OfAllExperts`], or of a parameter `[inputs, outputs]` that is stored as
+    /// [`TensorForm::Transposed`]. The outputs alternate between the tensors, which contain matrices
     /// `[outputs, inputs]`.
     fn transposed(
         &self,

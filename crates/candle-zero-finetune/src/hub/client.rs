@@ -70,7 +70,7 @@ const INITIAL_BACKOFF: Duration = Duration::from_millis(500);
 const MAX_LISTING_BYTES: u64 = 1 << 26;
 /// The maximum size of a certificate file in bytes.
 const MAX_CERTIFICATE_BYTES: u64 = 1 << 24;
-/// The maximum number of redirects to the description of a file.
+/// The number of consecutive redirects after which the search for the properties of a file fails.
 const MAX_REDIRECTS: usize = 8;
 /// The maximum number of characters of a server's message that are shown.
 const MAX_SHOWN_CHARS: usize = 200;

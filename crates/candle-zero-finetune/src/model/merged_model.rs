@@ -83,8 +83,8 @@ impl<'a> MergedModel<'a> {
         self.adapter?.tensor(&format!("{module}.{end}"))
     }
 
-    /// Returns the part of a parameter of all experts that a tensor contains, with the matrices of the parameter's
-    /// adapter, or `None` if the tensor belongs to no such parameter or the parameter has no adapter.
+    /// Returns, for a tensor that contains a part of a parameter of all experts, this part and the matrices of the
+    /// parameter's adapter. Returns `None` if the tensor belongs to no such parameter or the parameter has no adapter.
     fn expert_part(&self, name: &str) -> Option<(ExpertPart, [&'a AdapterTensor; 2])> {
         let part = self.base.config().expert_part(name, &self.adapter?.config)?;
         let module = part.adapter.as_deref()?;
@@ -260,7 +260,7 @@ struct ExpertUpdates<'a> {
 
 impl<'a> ExpertUpdates<'a> {
     /// Extracts the matrices of individual experts from those of all experts: A is `[experts * r, in]`, B is
-    /// `[out, r * experts]`, in which the columns of the experts alternate.
+    /// `[out, r * experts]`, in which the columns of the experts are interleaved.
     fn new(part: ExpertPart, [a, b]: [&'a AdapterTensor; 2], scale: f32) -> Self {
         let (columns, inputs) = (a.shape[0], part.inputs);
         let all = b.values.chunks_exact(columns.max(1));

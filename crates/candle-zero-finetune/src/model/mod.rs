@@ -6,6 +6,7 @@
 //! | `trainable_model.rs` | the language model or the classifier that is trained |
 //! | `merged_model.rs`, `output_dir.rs` | the model with its adapter merged, as a Hugging Face folder |
 //! | `generator.rs`, `classifier.rs` | answers and labels of a trained model |
+//! | `mxfp4.rs` | experts in MXFP4, the format in which gpt-oss is published |
 
 pub(super) mod base_model;
 pub(super) mod classifier;

@@ -31,7 +31,7 @@ pub struct AdaptedValues {
     packed: Option<PackedWeights>,
 }
 
-/// A rule that selects the weights to pack by name and shape.
+/// A rule that selects, by name and shape, the weights to pack.
 type PackingRule = Box<dyn Fn(&str, &[usize]) -> bool + Send + Sync>;
 
 /// Weights that the model uses after packing and unpacking.

@@ -30,7 +30,7 @@ impl BatchSizing {
     /// multiple of `unit`. `packing` is the fullest allowed packing. If a run is resumed, `remembered` is its number of
     /// rows in a step.
     ///
-    /// The chosen number of rows in a step is a power of two, rounded up to a multiple of `unit`, so that it is the
+    /// The chosen number of rows in a step is a power of two, rounded up to a multiple of `unit`. It is therefore the
     /// same for many numbers of ranks.
     pub fn new(
         data: &Dataset,

@@ -13,8 +13,8 @@ use candle_zero::param::WeightFiles;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Writes a part of the result into its folder from rank 0, replacing what this run has written there before. If it
-/// cannot be written, returns the problem on all ranks and leaves the folder unchanged. Collective.
+/// Writes a part of the result into its folder from rank 0, replacing what this run has written there before. If the
+/// part cannot be written, returns the problem on all ranks and leaves the folder unchanged. Collective.
 ///
 /// # Errors
 /// A failed collective.

@@ -1,4 +1,5 @@
-//! Describes how many bytes a step moves between hosts, or between islands, with a choice of memory and without it.
+//! Describes how many bytes a step moves between hosts or islands, with the chosen memory settings and with the
+//! alternatives.
 
 use super::memory_fit::{MemoryDemand, MemoryFit};
 use crate::error::Result;

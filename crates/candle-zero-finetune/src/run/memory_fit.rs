@@ -31,7 +31,7 @@ pub struct MemoryDemand<'a> {
     pub islands: usize,
     /// The bytes per second that a host receives from the others, if this rate is known.
     pub network: Option<f64>,
-    /// The bytes that a host would receive in a step if the hosts were connected as a pipeline, if that is possible.
+    /// The bytes that a host would receive in a step of a pipeline across the hosts, if such a pipeline is possible.
     pub pipeline: Option<u64>,
     /// A function that returns the size in bytes of the activations of a micro batch with this number of rows, with or
     /// without recomputed blocks. An example is
@@ -282,7 +282,7 @@ struct PlacementCandidate {
 /// The ranks among which stage 3 shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ShardRanks {
-    /// All ranks of the job.
+    /// All ranks of the job, or of an island if there are several islands.
     All,
     /// The ranks of each host, of which there are this many.
     OfHost(usize),

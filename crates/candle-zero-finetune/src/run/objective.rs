@@ -107,7 +107,7 @@ impl Objective {
     }
 
     /// Returns what a batch contributes to a validation: the loss, its divisor, and then the rewards of the pairs (for
-    /// preferences) or the numbers of [`ClassificationScores`] (for labels). Rows that only fill up a batch contribute
+    /// preferences) or the numbers of [`ClassificationScores`] (for labels). Rows that only pad a batch contribute
     /// nothing.
     pub(super) fn sums(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
         let sums = match self {

@@ -162,8 +162,8 @@ pub struct LocalStepsOptions {
     pub steps: Option<u64>,
     /// The number of islands, or of slots for islands if they meet at a server. Default: one island per host.
     pub islands: Option<usize>,
-    /// The address of an island server, `HOST:PORT`: this job is one of several islands. Default: the islands are parts
-    /// of this job.
+    /// The address of an island server, `HOST:PORT`. With a server, this job is one of several islands. Default: no
+    /// server; the islands are parts of this job.
     pub server: Option<String>,
 }
 
@@ -210,8 +210,8 @@ pub struct Options {
     /// The length of training. Default: three epochs, or up to fifteen with few samples.
     pub length: TrainingLength,
     /// The peak learning rate. Default: for adapters, 2e-4 if the model's hidden size is 4096, proportionally more for
-    /// a smaller one, up to 1e-3, and less for a larger one; 2e-5 for training all weights; a tenth of either for
-    /// preferences.
+    /// a smaller one, up to 1e-3, and less for a larger one, and a tenth of that for preferences; 2e-5 for
+    /// training all weights.
     pub lr: Option<f64>,
     /// The number of rows, or preference pairs, in a step, across all ranks. Default: 8 (or 4, 2 or 1 with little data,
     /// so that an epoch has 30 steps or more). The default is rounded up to a multiple of the number of rows that the

@@ -200,7 +200,7 @@ impl PipelineDemand<'_> {
         })
     }
 
-    /// Estimates a pipeline with a complete configuration, which checks that the pipeline is possible.
+    /// Estimates a pipeline with a complete configuration, and thereby checks that the pipeline is possible.
     ///
     /// # Errors
     /// Errors of [`PipelineEstimate::new`].

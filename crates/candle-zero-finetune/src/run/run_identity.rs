@@ -48,7 +48,7 @@ impl SavedRun {
         Self { path, made, identity: RunIdentity::of_json(&client_state[KEY]) }
     }
 
-    /// Returns the number of rows in a step of all ranks.
+    /// Returns the number of rows in a step, across all ranks.
     pub fn batch(&self) -> Option<usize> {
         self.identity.as_ref()?.0.get("batch")?.as_u64().and_then(|rows| usize::try_from(rows).ok())
     }
@@ -118,7 +118,7 @@ impl RunIdentity {
 }
 
 /// Returns a number that changes with any weight. All weights are read, piece by piece on all cores. The number depends
-/// only on names, shapes and values, not on files, shards or their precision.
+/// only on names, shapes and values, not on the files, the shards or the precision in which they store the weights.
 pub(crate) fn fingerprint(values: &dyn InitialValues, parameters: &[(String, Vec<usize>)]) -> Result<u64> {
     const CHUNK_ELEMENTS: usize = 1 << 20;
     let pieces: Vec<(&str, &[usize], usize)> = parameters

@@ -375,8 +375,8 @@ impl TrainingEngine {
     ) -> Result<StepOutcome> {
         let micro_steps = self.config().batch.gradient_accumulation_steps;
         let (device, (_, parts)) = (self.device().clone(), self.data_position());
-        // The engine averages over ranks and micro batches. To get the mean over all targets, each sum is divided by an
-        // equal share of their number.
+        // The engine averages over ranks and micro batches. Each sum is divided by an equal share of the number of
+        // targets, so the average is the mean over all targets.
         let divisor = training.targets_of_step(step).max(1) as f64 / (parts * micro_steps) as f64;
         let (mut tokens, mut rewards_sum, mut failed_save) = (0, [0.0; 4], None);
         let (mut balance_sum, mut loads) = (None, Vec::<ExpertLoad>::new());

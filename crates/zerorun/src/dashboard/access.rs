@@ -36,7 +36,7 @@ impl ActionToken {
     }
 
     /// Returns whether a request has the token. The time that this takes does not depend on the position of a wrong
-    /// letter.
+    /// character.
     fn is_in(&self, request: &HttpRequest) -> bool {
         let given = request.header("authorization").and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default();
         let differences = self.0.bytes().zip(given.bytes()).fold(0, |all, (a, b)| std::hint::black_box(all | (a ^ b)));

@@ -15,7 +15,7 @@ const MAX_BODY: usize = 1 << 10;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The policy for the page: it may load its own files and talk to this server, and nothing else.
+/// The policy for the page: it may load only its own files, and talk only to this server.
 pub(super) const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
                                  base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 

@@ -1,4 +1,4 @@
-//! Live updates: what is appended to the records of runs, as server-sent events.
+//! Live updates: sends additions to the records of runs as server-sent events.
 //!
 //! However fast a run is, there are at most ten events a second: rows that arrive between two events are sent
 //! together, and many rows are reduced to a few (`columns`).
@@ -164,8 +164,8 @@ fn add(all: &mut Value, news: &RunNews) {
     }
 }
 
-/// Returns the new rows and, because the run may have repeated steps, the step after which the page must drop its
-/// earlier rows. The step is `None` if the lines only add values to steps.
+/// Returns the new rows and, because the run may have repeated steps, the step after which the page must drop the rows
+/// that it already has. The step is `None` if the lines only add values to steps.
 fn rows(lines: &[MetricsLine]) -> (Option<u64>, Vec<MetricsRow>) {
     let (mut after, mut rows) = (None::<u64>, BTreeMap::<u64, MetricsRow>::new());
     for line in lines {

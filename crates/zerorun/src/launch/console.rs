@@ -38,7 +38,7 @@ pub(super) fn signals_are_heard() {
     LISTENING.store(true, Ordering::SeqCst);
 }
 
-/// Records that the launcher should end. From now on, output that is not read is discarded.
+/// Records that the launcher should end. From then on, output that is not read is discarded.
 pub(super) fn asked_to_end() {
     END_REQUESTED.store(true, Ordering::SeqCst);
 }

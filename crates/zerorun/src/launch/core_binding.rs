@@ -25,8 +25,8 @@ impl CoreBinding {
     /// Returns the cores for `ranks` ranks on this host, whose name is `host`.
     ///
     /// # Errors
-    /// Fails if a core of the list is not available to this process, there are fewer cores than ranks, or something
-    /// else binds threads.
+    /// Fails if a core of the list is not available to this process, there are fewer cores than ranks, or the
+    /// environment variable `KMP_AFFINITY` is set.
     pub(crate) fn cores(&self, ranks: usize, host: &str) -> Result<CoreList> {
         if std::env::var_os(KMP_AFFINITY).is_some() {
             return Err(HostsError::KmpAffinity.into());

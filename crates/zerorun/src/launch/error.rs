@@ -32,7 +32,7 @@ pub enum LaunchError {
     /// There is no folder for the packages that are generated from scripts.
     #[error("no folder for script builds: ZERORUN_CACHE_DIR, XDG_CACHE_HOME and HOME are all unset; set one of them")]
     NoScriptCache,
-    /// Another user may change the sources that `zerorun` was built from, and could make a script run any code.
+    /// Another user can change the sources that `zerorun` was built from, and could thus make a script run any code.
     #[error(
         "zerorun and the candle-zero that scripts use come from {}, but {problem}; install zerorun from a folder that \
          you own (cargo install --path FOLDER/crates/zerorun)",
@@ -41,7 +41,7 @@ pub enum LaunchError {
     UntrustedSource {
         /// The folder, or a file in it.
         path: PathBuf,
-        /// The problem: who owns it, or that every user may change it.
+        /// The problem: another user owns it, or every user can change it.
         problem: String,
     },
     /// Cargo could not be started.

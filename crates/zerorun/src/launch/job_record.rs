@@ -3,7 +3,7 @@
 //! ```text
 //!   launcher   creates a file in memory, and names it in CANDLE_ZERO_RUN_FOLDERS
 //!   rank 0     appends the folder of each run that it records (candle_zero::runs)
-//!   launcher   from then on writes `log.txt` and `launch.jsonl` in these folders, first what has been collected
+//!   launcher   then writes `log.txt` and `launch.jsonl` in these folders, starting with what it has collected so far
 //! ```
 //!
 //! Only the launcher on the host of rank 0 receives the folders, so the records contain the output of that host's

@@ -57,8 +57,8 @@ pub(crate) struct LocalJob {
     pub(crate) devices: Option<String>,
 }
 
-/// The place of a job's ranks in a run of islands that meet at a server. A value of `None` means that of the
-/// environment or the configuration.
+/// The place of a job's ranks in a run of islands that meet at a server. `None` means the value from the environment or
+/// the configuration.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct IslandPlace {
     /// The address of the server.

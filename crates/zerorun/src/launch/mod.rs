@@ -4,11 +4,12 @@
 //! (`script_package`; its manifest may be at the top of the code, see `frontmatter`). `cargo_build` builds the
 //! executable with cargo. `local_job` defines the job of one host and the environment of its ranks. `ranks` starts the
 //! executable N times, passes on its output (`rank_output`, `stderr_tail`) and signals (`signals`), and stops everything
-//! when a rank fails (`failure_report`). `restarts` decides whether the job starts again. `job_record` adds the output of ranks, and how they ended, to the record of a run. Output of `zerorun` itself
-//! goes through `console`. `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which
-//! host. `nodes` starts and connects the launchers of several hosts, or starts their ranks with `mpirun`; `pmi`
-//! connects the MPI libraries of the ranks. `remote_shell` runs commands on other hosts. In the ranks,
-//! `comm/rank_env.rs` reads the variables that the launcher has set.
+//! when a rank fails (`failure_report`). `restarts` decides whether the job starts again. `job_record` adds the output of
+//! the ranks, and how they ended, to the record of the run. Output of `zerorun` itself goes through `console`.
+//! `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which host. `nodes` starts and
+//! connects the launchers of several hosts, or starts all ranks with `mpirun`; `pmi` connects the MPI libraries of the
+//! ranks. `remote_shell` runs commands on other hosts. In the ranks, `comm/rank_env.rs` reads the variables that the
+//! launcher has set.
 
 pub(crate) mod cargo_build;
 pub(crate) mod comm_backend;
@@ -89,8 +90,8 @@ pub(crate) struct LaunchOptions {
     /// How long the ranks may take to end after a signal to the launcher.
     pub(crate) grace: Duration,
     pub(crate) features: Option<String>,
-    /// The port of rank 0; on several hosts, the port where their launchers connect. `None` means a free port or, on
-    /// several hosts, the default port.
+    /// The port of rank 0; on several hosts, the port to which the hosts' launchers connect. `None` means a free port
+    /// or, on several hosts, the default port.
     pub(crate) master_port: Option<u16>,
     /// The port for metrics. `None` means the value from the environment.
     pub(crate) prometheus: Option<u16>,
@@ -99,7 +100,7 @@ pub(crate) struct LaunchOptions {
     /// The place of the ranks in a run of islands.
     pub(crate) island: local_job::IslandPlace,
     pub(crate) max_restarts: u32,
-    /// The minimum number of ranks, at most `ranks`.
+    /// The minimum number of ranks after a restart. It is not greater than `ranks`.
     pub(crate) min_ranks: usize,
     /// The timeline file. `None` means the value from the environment.
     pub(crate) timeline: Option<PathBuf>,

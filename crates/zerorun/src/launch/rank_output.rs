@@ -17,7 +17,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// The maximum length of a line. A longer one is split, so that a program that never ends its lines cannot fill the
+/// The maximum length of a line. A longer one is split. A program that never ends its lines therefore cannot exhaust
 /// memory.
 const MAX_LINE_BYTES: usize = 1 << 20;
 const READ_CHUNK: usize = 64 << 10;

@@ -51,7 +51,7 @@ impl RemoteShell {
     }
 }
 
-/// Returns the error that the program which reaches a host could not be started.
+/// Returns the error for a host that was not reached because the remote shell could not be started.
 pub(crate) fn not_reached(host: &str, command: &Command, source: &std::io::Error) -> HostsError {
     let program = command.get_program().to_string_lossy().into_owned();
     HostsError::NotReached { host: host.to_owned(), program, why: source.to_string() }
@@ -75,7 +75,7 @@ fn remote_line(words: &[String], variables: &[(String, String)], folder: &Path) 
     format!("cd {folder} && exec env {} {}", variables.join(" "), words.join(" "))
 }
 
-/// Returns whether a name belongs to this host, that is, whether this process can listen at its address.
+/// Returns whether a name belongs to this host: it is the host's name, or this process can listen at its address.
 pub(crate) fn is_here(name: &str) -> bool {
     name == host_name() || TcpListener::bind((name, 0)).is_ok()
 }

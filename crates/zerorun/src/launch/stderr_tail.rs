@@ -28,9 +28,9 @@ impl StderrTail {
         self.0.push_back(String::from_utf8_lossy(&line[..line.len().min(MAX_LINE_BYTES)]).trim_end().to_string());
     }
 
-    /// Returns the last error or panic message. Without one, returns `reason`, which the rank gave to the other ranks;
-    /// without a reason either, the last few lines of a rank that `ended_by_itself`. A rank that was stopped had no
-    /// time to print a reason, and its earlier output does not contain one.
+    /// Returns the last error or panic message. If there is none, returns `reason`, which the rank gave to the other
+    /// ranks. If there is no reason either, returns the last few lines of a rank that `ended_by_itself`. A rank that was
+    /// stopped had no time to print a reason, and its earlier output does not contain one.
     pub(super) fn last_words(&self, reason: Option<&str>, ended_by_itself: bool) -> Vec<String> {
         if let Some(begin) = self.0.iter().rposition(|line| begins_message(line)) {
             let message = self.0.range(begin..).take_while(|line| !ends_message(line));

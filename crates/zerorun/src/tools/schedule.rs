@@ -220,7 +220,7 @@ mod tests {
                    +----------
                     1  step 10
         ");
-        // A column that stands for several values shows their complete range.
+        // A column that represents several values shows their complete range.
         let saw = curve((0..1000).map(|i| f64::from(i % 2)));
         assert_eq!(saw.columns.len(), PLOT_COLUMNS);
         assert!(saw.plot("x").lines().filter(|line| line.contains(&"*".repeat(PLOT_COLUMNS))).count() == PLOT_ROWS);

@@ -23,7 +23,7 @@ const LONGEST: usize = 1 << 16;
 /// Reads each line as a message. Returns whether all lines are messages.
 ///
 /// # Panics
-/// If a message differs after it has been written and read again.
+/// Panics if a message differs after it has been written and read again.
 pub(crate) fn messages(data: &[u8]) -> bool {
     data.split(|byte| *byte == b'\n').all(|line| {
         let Ok(message) = serde_json::from_slice::<LauncherMessage>(line) else { return false };

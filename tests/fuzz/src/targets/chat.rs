@@ -122,7 +122,7 @@ pub fn run(data: &[u8]) -> bool {
 /// Creates samples from a file.
 ///
 /// # Panics
-/// If samples are inconsistent.
+/// Panics if samples are inconsistent.
 pub(super) fn prepare(name: &str, bytes: &[u8], kind: &DataKind) -> bool {
     let path = scratch::write(name, bytes);
     let folder = scratch::folder().join("samples");
@@ -154,7 +154,7 @@ pub(super) fn prepare(name: &str, bytes: &[u8], kind: &DataKind) -> bool {
 /// Renders a conversation, which is a JSON list of messages.
 ///
 /// # Panics
-/// If the targets are not in order within the text, or if the text differs from that of a plain rendering.
+/// Panics if the targets are not in order within the text, or if the text differs from that of a plain rendering.
 fn render(text: &str, kind: &DataKind) -> bool {
     let (Ok(conversation), Some(template)) = (Conversation::from_json(text), kind.template()) else { return false };
     let rendered = template.render(&conversation, false);

@@ -1,6 +1,6 @@
 //! A checkpoint of candle-zero. The first byte selects what the rest replaces: the manifest, the file of a rank, or the
-//! header of such a file.
-//! Checksums are recomputed for changed files, because they would otherwise reveal every random change.
+//! header of such a file. Checksums are recomputed for changed files, because they would otherwise reveal every random
+//! change.
 
 use super::{join, split};
 use crate::scratch;

@@ -37,7 +37,8 @@ pub(super) const WORDS: [&str; 27] = [
 /// Opens a model and reads all of it.
 ///
 /// # Panics
-/// If a weight's number of elements does not match its shape, or if the tokenizer returns an id outside its vocabulary.
+/// Panics if a weight's number of elements does not match its shape, or if the tokenizer returns an id outside its
+/// vocabulary.
 pub fn run(data: &[u8]) -> bool {
     let path = scratch::write("model.gguf", data);
     let mut is_read = false;

@@ -33,7 +33,7 @@ pub(super) const WORDS: [&str; 16] = [
 /// Reads a text.
 ///
 /// # Panics
-/// If something that was read changes when it is written and read again.
+/// Panics if something that was read changes when it is written and read again.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     let Ok(text) = std::str::from_utf8(rest) else { return false };

@@ -23,7 +23,7 @@ pub(crate) struct HostSelection {
     pub(crate) exclude: String,
     /// The number of hosts to use from the beginning of the hostfile.
     pub(crate) num_nodes: Option<usize>,
-    /// The number N of slots of each host, 0 to N-1, which overrides the hostfile.
+    /// The number of slots of each host, which overrides the hostfile. Slots are numbered from 0.
     pub(crate) num_gpus: Option<usize>,
 }
 

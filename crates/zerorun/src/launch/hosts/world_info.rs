@@ -33,8 +33,8 @@ pub(crate) struct RankPlacement {
     pub(crate) node: usize,
     /// The index among the ranks of its host.
     pub(crate) index: usize,
-    /// DeepSpeed's `LOCAL_RANK`: the rank modulo the number of ranks on this host. It is unique within a host, but
-    /// equals the index on all hosts only if all have the same number of ranks.
+    /// DeepSpeed's `LOCAL_RANK`: the rank modulo the number of ranks on this host. It is unique within a host, but it
+    /// is certain to equal the index only if all hosts have the same number of ranks.
     pub(crate) local_rank: usize,
     /// The slot, at index `local_rank` of `CUDA_VISIBLE_DEVICES`.
     pub(crate) slot: usize,
@@ -138,7 +138,7 @@ impl WorldInfo {
     }
 }
 
-/// A visitor that reads a JSON object in its order, which is that of the ranks.
+/// A visitor that reads the entries of a JSON object in their order, which is that of the ranks.
 struct WorldInfoVisitor;
 
 impl<'de> Visitor<'de> for WorldInfoVisitor {

@@ -112,8 +112,8 @@ fn is_elsewhere(error: &std::io::Error) -> bool {
         || error.raw_os_error() == Some(rustix::io::Errno::AFNOSUPPORT.raw_os_error())
 }
 
-/// Returns whether a name that resolves to loopback addresses is meant to: it is an IP address, or one of localhost's
-/// names.
+/// Returns whether a name that resolves to loopback addresses is meant to do so: whether it is an IP address or one of
+/// localhost's names.
 fn means_loopback(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     let first = name.split('.').next().unwrap_or_default();

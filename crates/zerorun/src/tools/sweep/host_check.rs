@@ -71,7 +71,7 @@ impl HostProbe {
         let probe = Self { path: path.clone(), contents, _file: own };
         let written = file.write_all(probe.contents.as_bytes()).and_then(|()| file.sync_all());
         written.map_err(|source| io("write", source))?;
-        // If the file system has no locks, no host sees this lock, and the check of the first host reports it.
+        // If the file system has no locks, no host sees this lock, and the check of the first host reports that.
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(errno) if !files::lacks_locks(errno) => Err(io("lock", errno.into())),
             _ => Ok(probe),
@@ -108,7 +108,7 @@ pub(super) fn check(
         Ok(command.spawn().map_err(|source| not_reached(host, &command, &source))?)
     };
     let started: Vec<Result<Child>> = hosts.iter().map(start).collect();
-    // All are waited for before an error is returned.
+    // The answers of all hosts are awaited before an error is returned.
     let answers: Vec<Result<HostCheck>> =
         hosts.iter().zip(started).map(|(host, child)| checked(host, child?)).collect();
     let checks = answers.into_iter().collect::<Result<Vec<HostCheck>>>()?;

@@ -56,7 +56,7 @@ pub(super) enum HostAnswer {
     TrialFailed(String),
     /// The trial was killed by this signal.
     Killed(String),
-    /// The trial has no value of the metric. The values are the names that it recorded.
+    /// The trial has no value of the metric. The strings are the names of the values that it recorded.
     NoMetric(Vec<String>),
     /// The request failed for this reason.
     Failed(String),
@@ -74,7 +74,7 @@ pub(super) struct HostCheck {
     /// Whether the program of the trials exists.
     pub(super) has_program: bool,
     pub(super) cores: usize,
-    /// The bytes of memory that can be allocated, or 0 if they are unknown.
+    /// The number of bytes of memory that can be allocated, or 0 if it is unknown.
     pub(super) memory: u64,
 }
 

@@ -92,7 +92,8 @@ pub(super) fn parameter_of_flag(text: &str) -> Result<(String, Value), String> {
     Ok((name.to_owned(), Value::Object(table)))
 }
 
-/// Returns the number, boolean, null or quoted string that the word is in JSON, and otherwise the word as text.
+/// Returns the word's value if the word is a number, boolean, null or quoted string in JSON, and otherwise the word as
+/// text.
 fn value_of_word(word: &str) -> Value {
     let read = serde_json::from_str(word).ok().filter(|value: &Value| !value.is_array() && !value.is_object());
     read.unwrap_or_else(|| word.into())

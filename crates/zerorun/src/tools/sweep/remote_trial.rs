@@ -1,4 +1,4 @@
-//! Other hosts, and the trials on them, as this host sees them: as remote shells.
+//! Other hosts and the trials on them. To this host, each of these trials is a remote shell.
 //!
 //! A remote shell runs `trial_keeper` on the other host, which starts the launcher of the trial, passes on the signals
 //! that arrive through its standard input, and asks the launcher to end when its standard input ends.

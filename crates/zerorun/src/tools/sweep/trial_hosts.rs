@@ -24,7 +24,7 @@ pub(super) struct HostCapacity {
     /// Whether it is this host.
     pub(super) is_here: bool,
     pub(super) cores: usize,
-    /// The bytes of memory that can be allocated, or 0 if they are unknown.
+    /// The number of bytes of memory that can be allocated, or 0 if it is unknown.
     pub(super) memory: u64,
 }
 
@@ -133,8 +133,8 @@ impl TrialHosts {
         self.0.iter().map(|host| host.places.len()).sum()
     }
 
-    /// Returns the number of threads of a rank, the same on all hosts, so that each rank has its own cores if at most
-    /// `parallel` trials of `ranks` ranks run.
+    /// Returns the number of threads of a rank, which is the same on all hosts. If at most `parallel` trials of `ranks`
+    /// ranks run at the same time, each rank has its own cores, unless a host has fewer cores than ranks.
     pub(super) fn threads(&self, parallel: usize, ranks: usize) -> usize {
         let of = |host: &TrialHost| host.cores / (host.places.len().min(parallel).max(1) * ranks);
         self.0.iter().map(of).min().unwrap_or(1).max(1)

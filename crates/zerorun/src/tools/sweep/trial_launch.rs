@@ -23,7 +23,7 @@ use std::process::{Child, Command, Stdio};
 pub(super) const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
 
 /// Starts the launcher of a job on this host. `devices` are the slots that the job uses, if there is a hostfile. Returns
-/// `None` if another process still trains this trial.
+/// `None` if another process is still training this trial.
 pub(super) fn launch(
     mut command: Command,
     results: &TrialResults,
@@ -55,7 +55,7 @@ fn lock(path: &Path) -> Result<Option<File>> {
     let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Err(Errno::WOULDBLOCK) => Ok(None),
-        // If the file system has no locks, it is unknown whether another process trains the trial.
+        // If the file system has no locks, it is unknown whether another process is training the trial.
         Err(errno) if !lacks_locks(errno) => Err(io(errno.into())),
         _ => Ok(Some(file)),
     }

@@ -12,7 +12,7 @@ use std::process::Child;
 pub(super) enum TrialProcess {
     /// The launcher, on this host.
     Here(Child),
-    /// The remote shell, whose other end runs the launcher.
+    /// The remote shell, which starts the launcher on another host.
     There(RemoteTrial),
 }
 
@@ -20,7 +20,7 @@ pub(super) enum TrialProcess {
 #[derive(Debug)]
 pub(super) enum TrialStart {
     Started(TrialProcess),
-    /// Another process still trains the trial.
+    /// Another process is still training the trial.
     Busy,
     /// The host cannot be reached, for this reason.
     Unreachable(String),

@@ -19,7 +19,8 @@ pub(super) enum JobEnd {
     Result(JobResult),
     /// A signal ended the job before its last step. The value is the name of the signal.
     Killed(String),
-    /// The job reached its last step, but did not record the metric. The values are the names that it recorded.
+    /// The job reached its last step, but did not record the metric. The strings are the names of the values that it
+    /// recorded.
     NoMetric(Vec<String>),
 }
 

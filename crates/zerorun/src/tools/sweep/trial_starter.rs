@@ -18,8 +18,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// The time for which this host may not see a checkpoint that another host has written, because network file systems
-/// cache directory listings, by default for up to 60 seconds.
+/// The maximum time to wait for a checkpoint that another host has written to become visible on this host. Network file
+/// systems cache directory listings, by default for up to 60 seconds.
 const MAX_CACHE_AGE: Duration = Duration::from_secs(90);
 /// The interval at which this host looks for that checkpoint.
 const CACHE_INTERVAL: Duration = Duration::from_millis(500);

@@ -164,7 +164,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Returns rows of made-up speeds: a micro batch takes 10 ms, and each further rank adds 10 % of a micro batch.
+    /// Returns rows of made-up speeds: a micro batch takes 10 ms, and each additional rank adds 1 ms per step.
     pub(in super::super) fn made_up() -> Vec<MeasuredRow> {
         let kinds = [ScalingKind::Weak, ScalingKind::Strong];
         let points = points(&kinds, &[0, 3], &rank_counts(&[4], 1)).expect("powers of two");
