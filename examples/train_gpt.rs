@@ -404,7 +404,9 @@ fn run_engine<A: Architecture>(
     let sample = args.sample.unwrap_or(if samples { 200 } else { 0 });
     let text = data.is_byte_level();
     if text && vocab != BYTES && engine.rank() == 0 {
-        say(format!("text is read as bytes, so only {BYTES} different tokens occur; the model has a vocabulary of {vocab}"))?;
+        say(format!(
+            "text is read as bytes, so only {BYTES} different tokens occur; the model has a vocabulary of {vocab}"
+        ))?;
     }
     let mut prompt = vec![];
     data.extend(0, data.len().min(16).min(ctx), &mut prompt);

@@ -56,3 +56,10 @@ pub(crate) fn buffer<E: Element>(len: usize) -> Vec<E> {
     bytemuck::cast_slice_mut::<E, u8>(&mut buffer).fill(0xff);
     buffer
 }
+
+/// Returns the distance between the cases that tests with very many cases try. An emulated processor would take minutes for
+/// all of them.
+#[cfg(test)]
+fn case_step() -> usize {
+    if std::env::var_os("CANDLE_ZERO_TEST_EMULATED").is_some() { 4 } else { 1 }
+}

@@ -3,6 +3,8 @@
 use super::super::record;
 use super::super::wire::ChangeFormat;
 use super::*;
+use crate::island_server::messages::MeanHead;
+use crate::island_server::record::RoundMember;
 
 const RANKS: usize = 2;
 const LEN: usize = 3;

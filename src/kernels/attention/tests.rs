@@ -1,6 +1,7 @@
 //! Compares attention with the formulas in f64, on every path that this machine has.
 
 use super::*;
+use crate::kernels::case_step;
 use crate::kernels::f32_access::{get, put};
 use half::{bf16, f16};
 
@@ -184,14 +185,9 @@ fn rules(h: &AttentionShape) -> Vec<(AttentionRule<'static>, Option<Vec<Vec<usiz
     alone.map(|rule| (rule, None)).chain(packs).collect()
 }
 
-/// Returns the distance between the rules that are tried. An emulated processor takes minutes for all pairs of a size
-/// and a rule.
+/// Returns the distance between the rules that are tried.
 fn step() -> usize {
-    match std::env::var_os("CANDLE_ZERO_TEST_EMULATED") {
-        _ if cfg!(miri) => 13,
-        Some(_) => 4,
-        None => 1,
-    }
+    if cfg!(miri) { 13 } else { case_step() }
 }
 
 fn results_and_gradients_are_those_of_the_formulas<E: Element>(accuracy: f64) {

@@ -157,11 +157,9 @@ fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str,
         _ => vec![pre_tokenizer],
     };
     let Some((bytes, before)) = steps.split_last().filter(|(last, _)| last["type"] == "ByteLevel") else {
-        return Err(
-            "it neither is byte-level nor has byte_fallback; only byte-level BPE and SentencePiece's BPE can \
+        return Err("it neither is byte-level nor has byte_fallback; only byte-level BPE and SentencePiece's BPE can \
                     be written as GGUF"
-                .into(),
-        );
+            .into());
     };
     if bytes["add_prefix_space"] == true {
         return Err(

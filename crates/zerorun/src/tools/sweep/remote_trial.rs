@@ -40,8 +40,10 @@ impl RemoteHosts {
 
     /// Returns the command that sends a request to a host.
     pub(super) fn command(&self, host: &str, request: &HostRequest) -> Result<Command> {
-        let request = serde_json::to_string(request)
-            .map_err(|why| SweepToolError::Host { host: host.to_owned(), problem: format!("the request cannot be encoded: {why}") })?;
+        let request = serde_json::to_string(request).map_err(|why| SweepToolError::Host {
+            host: host.to_owned(),
+            problem: format!("the request cannot be encoded: {why}"),
+        })?;
         let words = [as_text(self.launcher.as_os_str())?, "sweep".into(), ON_HOST.into(), request];
         as_text(self.directory.as_os_str())?;
         Ok(self.shell.command(host, &words, &self.exports, &self.directory))
@@ -101,7 +103,10 @@ impl RemoteTrial {
             Some(HostAnswer::Value(text)) => match text.parse() {
                 Ok(value) => ProcessEnd::Job(JobEnd::Result(Ok(value))),
                 Err(_) => {
-                    return Err(failed(format!("it answered with the value `{text}`; use the same version of zerorun on all hosts")).into());
+                    return Err(failed(format!(
+                        "it answered with the value `{text}`; use the same version of zerorun on all hosts"
+                    ))
+                    .into());
                 }
             },
             Some(HostAnswer::TrialFailed(why)) => ProcessEnd::Job(JobEnd::Result(Err(why))),

@@ -94,7 +94,8 @@ impl TrialRunner {
             return Ok(failed(status, last_words(&log)));
         }
         Ok(measured(&metrics, self.first_measured, resolved.batch.train_batch_size).unwrap_or_else(|| {
-            let reason = "its metrics contain no measured step; the script must write a line per step to --metrics".into();
+            let reason =
+                "its metrics contain no measured step; the script must write a line per step to --metrics".into();
             TrialOutcome::Failed { reason }
         }))
     }
