@@ -240,8 +240,8 @@ mod tests {
                 .unwrap_err()
                 .contains("not one of the supported pre-tokenizers")
         );
-        assert!(pre_tokenizer_name(&json!({"type": "Metaspace"})).unwrap_err().contains("neither byte-level"));
-        assert!(pre_tokenizer_name(&Json::Null).unwrap_err().contains("neither byte-level"));
+        assert!(pre_tokenizer_name(&json!({"type": "Metaspace"})).unwrap_err().contains("neither is byte-level"));
+        assert!(pre_tokenizer_name(&Json::Null).unwrap_err().contains("neither is byte-level"));
     }
 
     #[test]
