@@ -42,7 +42,7 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
 const ONE_WRITER: &str = "every rank writes one file, bypassing the page cache if possible";
 
 const AIO: &[super::ConfigKey] = keys! {
-    "block_size": POSITIVE, "1048576", H, "Bytes per request, rounded down to a multiple of the page size 4096; limited to the range from 4096 bytes to 16 MiB are used.";
+    "block_size": POSITIVE, "1048576", H, "Bytes per request, rounded down to a multiple of the page size 4096; limited to the range from 4096 bytes to 16 MiB.";
     "queue_depth": POSITIVE, "8", H, "Requests in flight per unit of intra_op_parallelism.";
     "intra_op_parallelism": POSITIVE, "1", H, "Multiplies queue_depth; at most 64 requests are in flight.";
     "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too, and reads intra_op_parallelism instead"), "Old key.";

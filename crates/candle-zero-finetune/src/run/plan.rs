@@ -161,7 +161,7 @@ impl RunPlan {
         {
             set("router_aux_loss_coef", json!(factor));
         }
-        set("initial adapter", prepared.adapter.map_or(Value::Null, hex));
+        set("adapter that it began with", prepared.adapter.map_or(Value::Null, hex));
         set(
             "objective",
             match options.objective {
@@ -176,7 +176,7 @@ impl RunPlan {
         }
         set("ctx", json!(prepared.ctx()));
         if let Some(tokens) = self.shorter {
-            set("tokens per row", json!(tokens));
+            set("tokens of a row", json!(tokens));
         }
         set("packing", json!(options.packing));
         set("order", json!(if options.shuffle { "shuffled" } else { "sequential" }));
