@@ -26,7 +26,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: 
         return 1;
     }
     let conflicts = [
-        (has_local_steps, "local_steps", "the ranks of an island hold complete copies of the model"),
+        (has_local_steps, "local_steps", "each island holds a complete copy of the model"),
         (
             zero.mics_shard_size.is_some(),
             "zero_optimization.mics_shard_size",
@@ -52,7 +52,9 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: 
     for (is_on, other, why) in conflicts {
         if is_on {
             let place = walk.place(SIZE);
-            let text = format!("{size} cannot be used together with {other}, because {why}; remove one of the two");
+            let text = format!(
+                "{size} cannot be used together with {other}, because {why}; remove expert_parallel or {other}"
+            );
             walk.problem(ConfigRule::Conflict, SIZE, place, text);
         }
     }

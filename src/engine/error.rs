@@ -175,7 +175,7 @@ pub enum EngineError {
     },
     /// `backward` on a loss that depends on no trained parameter.
     #[error(
-        "the loss does not depend on a trained parameter: it was computed without one, detached (Tensor::detach, \
+        "the loss does not depend on any trained parameter: it was computed without one, detached (Tensor::detach, \
          eval), or computed only by operations without a backward pass; compute it from the output of engine.forward"
     )]
     LossReachesNothing,
@@ -183,7 +183,7 @@ pub enum EngineError {
     #[error(
         "the loss comes from an older forward pass, {}; run forward again, call backward on its output, and detach \
          everything that is kept from one step to the next",
-        if *.is_old { "before the last update of the weights" } else { "on which the backward pass has already run" }
+        if *.is_old { "before the last update of the weights" } else { "whose backward pass has already run" }
     )]
     OldLoss {
         /// Whether the weights have changed since that forward pass.
@@ -192,15 +192,15 @@ pub enum EngineError {
     /// The gradient does not match the loss.
     #[error(
         "{what}: a small change in the weights changes the loss by {by_difference:.4e}, but the gradient from backward \
-         predicts {by_gradient:.4e}: training would not minimize this loss; the usual causes: an operation without a \
-         backward pass cuts off a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope, sdpa): \
-         replace the operation with that of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, \
-         softmax(D::Minus1), rope_slow; freezing its parameters does not help; an operation whose backward pass is \
+         predicts {by_gradient:.4e}: training would not minimize this loss. The usual causes are: (1) an operation \
+         without a backward pass, which cuts off a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, \
+         rope, sdpa): replace the operation with that of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, \
+         softmax(D::Minus1), rope_slow; freezing its parameters does not help; (2) an operation whose backward pass is \
          wrong in Candle 0.11 (conv1d, conv_transpose1d, max_pool2d, avg_pool2d whose windows overlap or do not divide the \
-         image evenly, upsampling, scatter, scatter_add, matmul with a transposed left and a broadcast right operand): use candle_zero::nn's; a \
-         gradient inside the loss (gradient penalty), some terms of which Candle drops unless \
-         CANDLE_GRAD_DO_NOT_DETACH=1 is set; a detached part, or a term computed from parameters outside \
-         engine.forward; `zerorun verify SCRIPT` lists the parameters whose gradient is wrong; if a part is excluded \
+         image evenly, upsampling, scatter, scatter_add, matmul with a transposed left and a broadcast right operand): \
+         use candle_zero::nn's; (3) a gradient inside the loss (gradient penalty), some terms of which Candle drops \
+         unless CANDLE_GRAD_DO_NOT_DETACH=1 is set; (4) a detached part, or a term computed from parameters outside \
+         engine.forward. `zerorun verify SCRIPT` lists the parameters whose gradient is wrong; if a part is excluded \
          on purpose, set \"gradient_check\": false, or EngineBuilder::gradient_check(false)"
     )]
     WrongGradient {
@@ -240,7 +240,7 @@ pub enum EngineError {
     /// Gradients overflow although the dynamic loss scale is at its minimum.
     #[error(
         "a gradient is not finite at optimizer step {step}, and the loss scale cannot fall below {scale} \
-         (fp16.min_loss_scale): training diverges; lower the learning rate, look for NaN in the data and the loss, \
+         (fp16.min_loss_scale): training is diverging; lower the learning rate, look for NaN in the data and the loss, \
          train in bf16, or lower fp16.min_loss_scale"
     )]
     LossScaleAtMinimum {

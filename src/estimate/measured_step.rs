@@ -64,7 +64,8 @@ impl MeasuredStep {
         let steps = &steps[FIRST_STEPS.min(steps.len() / 2)..];
         let total = |step: &[f64; 3]| step.iter().sum::<f64>();
         let step_s = median(steps.iter().map(total).collect()).filter(|s| s.is_normal());
-        let step_s = step_s.ok_or("no step takes any time")?;
+        let problem = if steps.is_empty() { "it contains no steps" } else { "its steps take no time" };
+        let step_s = step_s.ok_or(problem)?;
         let each = [0, 1, 2].map(|phase| median(steps.iter().map(|step| step[phase]).collect()).unwrap_or(0.0));
         // The medians of the phases do not exactly add up to the median of the step.
         let phases = Some(each).filter(|each| total(each) > 0.0).map(|each| each.map(|s| s * step_s / total(&each)));

@@ -5,7 +5,7 @@ use crate::kernels::buffer;
 use crate::precision::{Flat, FlatRef};
 #[cfg(feature = "cuda")]
 use crate::tensor::device_elements::add_in_place;
-use crate::tensor::element::{TensorElement, with_elements};
+use crate::tensor::element::{TensorElement, locked};
 use crate::tensor::residency::{storage_on, to_storage, with_view};
 use crate::util::lock;
 use candle_core::{DType, Device, Result, Shape, Tensor, op::BackpropOp};
@@ -57,13 +57,19 @@ impl Grad {
 
     /// Calls `look` with the values as elements of type `E`. `op` names the operation in errors.
     pub fn read<E: TensorElement, T>(&self, op: &'static str, look: impl FnOnce(&[E]) -> Result<T>) -> Result<T> {
-        match self {
+        // One call of `look`, because the compiler would repeat its code for a second one.
+        let (tensor, guard);
+        look(match self {
             Self::Own(flat) => match E::of_flat(flat) {
-                Some(values) => look(values),
+                Some(values) => values,
                 None => candle_core::bail!("{op}: the gradient is {:?}, but must be {:?}", flat.dtype(), E::DTYPE),
             },
-            Self::Shared(tensor) | Self::OnDevice(tensor) => with_elements::<E, _>(&tensor.contiguous()?, op, look),
-        }
+            Self::Shared(shared) | Self::OnDevice(shared) => {
+                tensor = shared.contiguous()?;
+                guard = locked(&tensor);
+                guard.elements(op)?
+            }
+        })
     }
 
     /// Returns a copy that may be changed.

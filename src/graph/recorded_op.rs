@@ -192,12 +192,16 @@ impl<const N: usize> OpInputs<N> {
         if !self.are_wanted() {
             return Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false));
         }
-        let slot = Arc::new(GradSlot::default());
         let sinks = self.sinks;
-        let backward: BackwardFn = Box::new(move |grad| backward(grad, &sinks));
-        let operation = RecordedOp { name, slot: slot.clone(), backward: Mutex::new(Some(backward)) };
-        with_token(operation.over(self.tokens)?, slot, name, (storage, shape))
+        recorded(self.tokens, name, (storage, shape), Box::new(move |grad| backward(grad, &sinks)))
     }
+}
+
+/// Returns the result of an operation that a backward pass differentiates.
+fn recorded(inputs: Vec<Tensor>, name: &'static str, result: (Storage, Shape), backward: BackwardFn) -> Result<Tensor> {
+    let slot = Arc::new(GradSlot::default());
+    let operation = RecordedOp { name, slot: slot.clone(), backward: Mutex::new(Some(backward)) };
+    with_token(operation.over(inputs)?, slot, name, result)
 }
 
 /// Creates a token for a tensor that has none, for one use.

@@ -3,7 +3,7 @@
 
 use super::Element;
 use super::f32_access::{self, as_f32, vectorized};
-use rayon::prelude::*;
+use super::parallel::{ParallelChunks, for_each_part};
 
 /// The number of lanes of a sum, which are added up independently.
 const LANES: usize = 8;
@@ -34,7 +34,8 @@ impl BatchNormSizes {
         inputs: [&[E]; N],
         add: impl Fn(usize) -> A + Sync,
     ) -> Vec<f64> {
-        let channel = |channel: usize| {
+        let mut sums = vec![0f64; self.channels];
+        for_each_part(self.channels, ParallelChunks::new(&mut sums, 1), |channel, sum| {
             let add = add(channel);
             let mut room = [const { Vec::new() }; N];
             room.iter_mut().for_each(|room| room.resize(self.pixels, 0f32));
@@ -49,9 +50,9 @@ impl BatchNormSizes {
                     add_in_lanes(&mut lanes, runs, &add);
                 });
             }
-            lanes.iter().sum()
-        };
-        (0..self.channels).into_par_iter().map(channel).collect()
+            sum[0] = lanes.iter().sum();
+        });
+        sums
     }
 
     /// Computes each element of `y` from the inputs' elements at the same position, with the function that
@@ -63,7 +64,8 @@ impl BatchNormSizes {
         add: bool,
         of: impl Fn(usize) -> F + Sync,
     ) {
-        let image = |(image, y): (usize, &mut [E])| {
+        let image_len = (self.channels * self.pixels).max(1);
+        for_each_part(y.len().div_ceil(image_len), ParallelChunks::new(y, image_len), |image, y| {
             for (channel, y) in y.chunks_mut(self.pixels).enumerate() {
                 let inputs = inputs.map(|input| &input[self.run(image, channel)]);
                 let of = of(channel);
@@ -77,8 +79,7 @@ impl BatchNormSizes {
                     false => f32_access::map(inputs, y, of),
                 });
             }
-        };
-        y.par_chunks_mut((self.channels * self.pixels).max(1)).enumerate().for_each(image);
+        });
     }
 }
 

@@ -14,6 +14,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The calling thread takes part, so it never waits for other threads to wake up. With one thread or one task,
 /// everything runs on the calling thread, in order.
 pub fn for_each(n_tasks: usize, task: impl Fn(usize) + Sync) {
+    run_tasks(n_tasks, &task);
+}
+
+/// Does the work of [`for_each`]. It is not generic, so that each kernel's task is compiled only once.
+fn run_tasks(n_tasks: usize, task: &(dyn Fn(usize) + Sync)) {
     let threads = rayon::current_num_threads().min(n_tasks);
     if threads <= 1 {
         return (0..n_tasks).for_each(task);

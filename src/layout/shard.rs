@@ -39,7 +39,7 @@ pub struct ShardCut {
 /// rank.
 ///
 /// ```text
-///   4 ranks, 2 along the expert axis: rank 0 1 2 3 has position 0 1 0 1
+///   4 ranks, 2 along the expert axis: ranks 0 1 2 3 have positions 0 1 0 1
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ExpertPlace {

@@ -278,7 +278,7 @@ mod tests {
         };
         let mut scaler = LossScaler::new(&Precision::Fp16(fp16), ZeroStage::Three);
         scaler.update(false).unwrap();
-        insta::assert_snapshot!(scaler.update(true).unwrap_err(), @"a gradient is not finite at optimizer step 2, and the loss scale cannot fall below 1 (fp16.min_loss_scale): training diverges; lower the learning rate, look for NaN in the data and the loss, train in bf16, or lower fp16.min_loss_scale");
+        insta::assert_snapshot!(scaler.update(true).unwrap_err(), @"a gradient is not finite at optimizer step 2, and the loss scale cannot fall below 1 (fp16.min_loss_scale): training is diverging; lower the learning rate, look for NaN in the data and the loss, train in bf16, or lower fp16.min_loss_scale");
     }
 
     #[test]

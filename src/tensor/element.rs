@@ -5,6 +5,7 @@ use crate::kernels;
 use crate::precision::Flat;
 use candle_core::{CpuStorage, DType, Error, Layout, Result, Storage, Tensor, WithDType};
 use half::{bf16, f16};
+use std::ops::Deref;
 
 /// A storage dtype of the layers: f32, bf16 or f16.
 pub(crate) trait TensorElement: WithDType + kernels::Element {
@@ -102,18 +103,51 @@ pub(crate) fn with_all<E: WithDType, R, const N: usize>(
     op: &'static str,
     run: impl FnOnce([Option<&[E]>; N]) -> Result<R>,
 ) -> Result<R> {
-    let storages = tensors.map(|t| t.map(|t| (t.storage_and_layout(), t)));
-    let mut slices = [None; N];
-    for (slice, storage) in slices.iter_mut().zip(&storages) {
-        let Some(((storage, layout), tensor)) = storage else { continue };
-        *slice = Some(match &**storage {
-            Storage::Cpu(s) => elements::<E>(s, layout, op)?,
-            _ => {
-                return Err(Error::Msg(format!("{op}: the CPU kernel received a tensor on {:?}", tensor.device())).bt());
-            }
-        });
+    let tensors = locked_tensors(tensors);
+    run(elements_of_all(&tensors, op)?)
+}
+
+// The compiler repeats `with_all` for each `run`. What does not depend on `run` is in separate functions, so that it is
+// compiled only once for each number of tensors.
+
+fn locked_tensors<'a, const N: usize>(
+    tensors: [Option<&'a Tensor>; N],
+) -> [Option<LockedTensor<'a, impl Deref<Target = Storage> + 'a>>; N] {
+    tensors.map(|tensor| tensor.map(locked))
+}
+
+fn elements_of_all<'a, E: WithDType, const N: usize>(
+    tensors: &'a [Option<LockedTensor<'_, impl Deref<Target = Storage>>>; N],
+    op: &'static str,
+) -> Result<[Option<&'a [E]>; N]> {
+    let mut all = [None; N];
+    for (elements, tensor) in all.iter_mut().zip(tensors) {
+        *elements = tensor.as_ref().map(|tensor| tensor.elements(op)).transpose()?;
     }
-    run(slices)
+    Ok(all)
+}
+
+/// A tensor and its storage, which `guard` keeps locked for reading.
+pub(crate) struct LockedTensor<'a, G> {
+    tensor: &'a Tensor,
+    guard: G,
+    layout: &'a Layout,
+}
+
+/// Locks a tensor's storage for reading, after waiting until no thread writes it.
+pub(crate) fn locked(tensor: &Tensor) -> LockedTensor<'_, impl Deref<Target = Storage>> {
+    let (guard, layout) = tensor.storage_and_layout();
+    LockedTensor { tensor, guard, layout }
+}
+
+impl<G: Deref<Target = Storage>> LockedTensor<'_, G> {
+    /// Returns the elements of the tensor, which must be contiguous and on the CPU.
+    pub fn elements<E: WithDType>(&self, op: &'static str) -> Result<&[E]> {
+        match &*self.guard {
+            Storage::Cpu(s) => elements(s, self.layout, op),
+            _ => Err(Error::Msg(format!("{op}: the CPU kernel received a tensor on {:?}", self.tensor.device())).bt()),
+        }
+    }
 }
 
 /// Does the same as [`with_all`], for any number of tensors.
@@ -122,12 +156,8 @@ pub(crate) fn with_each<'a, E: WithDType, R>(
     op: &'static str,
     run: impl FnOnce(&[&[E]]) -> Result<R>,
 ) -> Result<R> {
-    let storages: Vec<_> = tensors.into_iter().map(|t| (t.storage_and_layout(), t)).collect();
-    let slices = storages.iter().map(|((storage, layout), tensor)| match &**storage {
-        Storage::Cpu(s) => elements::<E>(s, layout, op),
-        _ => Err(Error::Msg(format!("{op}: the CPU kernel received a tensor on {:?}", tensor.device())).bt()),
-    });
-    run(&slices.collect::<Result<Vec<_>>>()?)
+    let tensors: Vec<_> = tensors.into_iter().map(locked).collect();
+    run(&tensors.iter().map(|tensor| tensor.elements(op)).collect::<Result<Vec<_>>>()?)
 }
 
 /// Does the same as [`with_all`], for one tensor.
@@ -136,7 +166,7 @@ pub(crate) fn with_elements<E: WithDType, R>(
     op: &'static str,
     run: impl FnOnce(&[E]) -> Result<R>,
 ) -> Result<R> {
-    with_all([Some(tensor)], op, |[values]| run(values.unwrap_or_default()))
+    run(locked(tensor).elements(op)?)
 }
 
 #[cfg(test)]

@@ -49,7 +49,7 @@ fn every_stage_and_rank_generates_the_same_tokens() {
         assert_eq!(want[0], want[1], "one evaluation gives the same tokens as one for each token");
         for (stage, world) in [(0, 2), (3, 1), (3, 2)] {
             for got in generated(stage, world, &build) {
-                assert_eq!(&got, want, "stage {stage} on {world} ranks");
+                assert_eq!(&got, want, "stage {stage}, world size {world}");
             }
         }
     }

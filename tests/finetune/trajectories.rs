@@ -115,12 +115,15 @@ fn follow(name: &str) {
             let mut first: Option<Vec<u8>> = None;
             for stage in stages {
                 let run = train(name, &record[case], decays_all, world, stage, false);
-                compare(name, &record[case], &run, &format!("{case}, stage {stage}, {world} ranks"));
+                compare(name, &record[case], &run, &format!("{case}, stage {stage}, world size {world}"));
                 if decays_all && stage == 0 {
                     compare_weights(name, &run);
                 }
                 let first = first.get_or_insert_with(|| run.weights.clone());
-                assert!(*first == run.weights, "{name}, {case}: stage {stage} gives different bits, {world} ranks");
+                assert!(
+                    *first == run.weights,
+                    "{name}, {case}: stage {stage} gives different bits at world size {world}"
+                );
             }
         }
     }

@@ -25,17 +25,26 @@ thread_local! {
 /// A thread that waits for others may run another product in the meantime. That product finds or allocates another
 /// buffer.
 pub(super) fn with_words<R>(words: usize, f: impl FnOnce(*mut f32) -> R) -> R {
+    let mut buffer = take_buffer(words);
+    let result = f(buffer.as_mut_ptr().cast());
+    give_back(buffer);
+    result
+}
+
+fn take_buffer(words: usize) -> Vec<CacheLine> {
     let mut buffer = FREE_BUFFERS.with_borrow_mut(Vec::pop).unwrap_or_default();
     let lines = words.div_ceil(16);
     if buffer.len() < lines {
         buffer.resize(lines, CacheLine { _words: [0.0; 16] });
     }
-    let result = f(buffer.as_mut_ptr().cast());
+    buffer
+}
+
+fn give_back(mut buffer: Vec<CacheLine>) {
     if size_of_val(&buffer[..]) > MAX_KEPT_BYTES {
         buffer = Vec::new();
     }
     FREE_BUFFERS.with_borrow_mut(|free| free.push(buffer));
-    result
 }
 
 /// Returns the size in bytes of this thread's unused buffers.

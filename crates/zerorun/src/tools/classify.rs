@@ -13,8 +13,8 @@ use std::process::ExitCode;
 /// Predict the labels of texts with a model from `zerorun finetune --task classify`, or another encoder or language
 /// model for sequence classification.
 ///
-/// Prints one line per text: its label, the label's probability, and the text. Without TEXT, each line of standard
-/// input is a text.
+/// Prints one line per text: its label, the label's probability, and the text. Without TEXT, each non-blank
+/// line of standard input is a text.
 ///
 /// Exit code: 0 if all texts are labelled, 1 if standard output could not be written, 2 if the model, a text or the
 /// command line is wrong.

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 /// Answer prompts and stream the tokens of each answer.
 ///
 /// A prompt is a user message, rendered with the model's chat template. Without a template, or with --raw, the model
-/// continues the text. Without --prompt and --messages, each line of standard input is a separate prompt.
+/// continues the text. Without --prompt and --messages, each non-blank line of standard input is a separate prompt.
 ///
 /// Exit code: 0 if all prompts are answered, 1 if standard output could not be written, 2 if the model, the adapter, a
 /// prompt or the command line is wrong.

@@ -155,7 +155,8 @@ pub(super) fn introduce(
     }
 }
 
-/// Returns a text from a stranger for a terminal or a log: shortened, and with its control characters escaped.
+/// Returns untrusted text in a form that is safe for a terminal or a log: shortened, and with its control characters
+/// escaped.
 pub(super) fn printable(text: &str, most: usize) -> String {
     let mut characters = text.chars();
     let mut shown = String::new();
