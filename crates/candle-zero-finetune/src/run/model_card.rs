@@ -103,11 +103,11 @@ fn readme(prepared: &PreparedRun, outcome: RunOutcome) -> String {
         text += "- lora\n";
     }
     text += &format!(
-        "---\n\n# A fine-tuned model\n\n{}, starting from `{base}`, with candle-zero {} in {} of {} steps",
+        "---\n\n# A fine-tuned model\n\n{}, starting from `{base}`, with candle-zero {} in {} of {}",
         method(prepared),
         env!("CARGO_PKG_VERSION"),
         outcome.steps,
-        outcome.total,
+        counted(outcome.total, "step"),
     );
     if let Some(loss) = outcome.loss {
         text += &format!("; the loss of the last step is {loss:.4}");
