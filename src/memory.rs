@@ -369,7 +369,8 @@ impl fmt::Display for MemoryReport {
         let groups = if self.copies == 1 { String::new() } else { format!(" in groups of {}", world / self.copies) };
         writeln!(
             f,
-            "{psi} parameters{frozen} at stage {stage} on {}{groups}; bytes of this rank:",
+            "{}{frozen} at stage {stage} on {}{groups}; bytes of this rank:",
+            counted(psi, "parameter"),
             counted(world, "rank")
         )?;
         let width = self.rows.iter().map(|row| row.kind.name().len()).fold(15, usize::max);

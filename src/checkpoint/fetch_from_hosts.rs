@@ -19,6 +19,7 @@ use crate::comm::agree::{CollectiveFailure, agree, gather, texts};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::open;
 use crate::notice::emit;
+use crate::util::counted;
 use rustix::fs::{FlockOperation, flock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -133,7 +134,8 @@ pub(super) fn fetch(
     let bytes: u64 = queues.iter().flatten().map(|part| parts.bytes(*part)).map(|range| range.end - range.start).sum();
     if comm.rank() == 0 {
         let tag = &located.manifest.tag;
-        emit(&format!("checkpoint {tag}: sending {bytes} bytes to hosts that lack them"));
+        let (bytes, lacked) = (counted(bytes, "byte"), if bytes == 1 { "it" } else { "them" });
+        emit(&format!("checkpoint {tag}: sending {bytes} to hosts that lack {lacked}"));
     }
     let made = if hosts.makes_folder() { new_folder(dir).map(Some) } else { Ok(None) };
     let made = agree(comm, made.map_err(|e| not_written(dir, &e)), failed_elsewhere(dir))?;

@@ -392,8 +392,9 @@ fn wanted(
             };
             if len != own_len {
                 return Err(wrong(format!(
-                    "it has {len} elements of {name} of {}, but this optimizer needs {own_len}; train with the optimizer \
+                    "it has {} of {name} of {}, but this optimizer needs {own_len}; train with the optimizer \
                      that was saved ({}), or load with load_optimizer_states false",
+                    counted(len, "element"),
                     own.name,
                     manifest.optimizer.as_deref().unwrap_or("none")
                 )));

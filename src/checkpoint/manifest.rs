@@ -362,7 +362,8 @@ impl Manifest {
             let most = p.checked_numel().map_or(u64::MAX, |numel| numel as u64);
             let odd =
                 p.state_lens.iter().find(|(state, len)| **state == WEIGHTS || !own.contains(state) || **len > most);
-            let what = || odd.map_or(String::new(), |(state, len)| format!("{len} elements of state {state}"));
+            let what =
+                || odd.map_or(String::new(), |(state, len)| format!("{} of state {state}", counted(*len, "element")));
             say(odd.is_none(), format!("{} has {}", p.name, what()))?;
         }
         let mut sum = 0u64;
@@ -384,13 +385,13 @@ impl Manifest {
             let most = self.most_header_bytes(layout.bytes(rank)).min(MAX_HEADER_BYTES);
             let header_is_possible =
                 (8..most).contains(&file.header_bytes) && file.header_bytes.is_multiple_of(PAGE as u64);
-            say(header_is_possible, format!("{name} has a header of {} bytes", file.header_bytes))?;
+            say(header_is_possible, format!("{name} has a header of {}", counted(file.header_bytes, "byte")))?;
             let bytes = file.header_bytes.checked_add(layout.bytes(rank));
             say(
                 bytes == Some(file.bytes),
                 format!(
-                    "{name} has {} bytes, but the shapes of its parameters need {}",
-                    file.bytes,
+                    "{name} has {}, but the shapes of its parameters need {}",
+                    counted(file.bytes, "byte"),
                     bytes.unwrap_or(u64::MAX)
                 ),
             )?;

@@ -7,6 +7,7 @@ use crate::error::{CheckpointError, Error, Result};
 use crate::files;
 use crate::offload::AlignedBuffer;
 use crate::precision::FlatRef;
+use crate::util::counted;
 use crate::zero::share::state_access::PIECE;
 use candle_core::DType;
 use rustix::fs::{FallocateFlags, fallocate};
@@ -163,8 +164,8 @@ impl RankFileReader {
         let file = files::open(&path).map_err(unreadable)?;
         let found = file.metadata().map_err(unreadable)?.len();
         if found != entry.bytes {
-            let bytes = entry.bytes;
-            return Err(wrong(format!("it has {found} bytes, but {bytes} were written; load another tag")));
+            let (found, bytes) = (counted(found, "byte"), entry.bytes);
+            return Err(wrong(format!("it has {found}, but {bytes} were written; load another tag")));
         }
         let header_bytes = usize::try_from(entry.header_bytes).map_err(|e| wrong(e.to_string()))?;
         let mut header = vec![0; header_bytes];

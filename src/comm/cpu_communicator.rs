@@ -11,7 +11,7 @@ use super::{
 };
 use crate::error::{CommError, Result};
 use crate::precision::Flat;
-use crate::util::{fnv1a, lock};
+use crate::util::{counted, fnv1a, lock};
 use candle_core::DType;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -185,7 +185,10 @@ impl CpuCommunicator {
         let mut seen = vec![false; self.size];
         for member in groups.iter().flatten() {
             match seen.get_mut(*member) {
-                None => return Err(format!("rank {member} does not exist: there are {} ranks", self.size)),
+                None => {
+                    let (be, ranks) = (if self.size == 1 { "is" } else { "are" }, counted(self.size, "rank"));
+                    return Err(format!("rank {member} does not exist: there {be} {ranks}"));
+                }
                 Some(true) => return Err(format!("rank {member} is in two groups or twice in one")),
                 Some(seen) => *seen = true,
             }

@@ -17,6 +17,7 @@ use super::shm::quantized::sum_blocks;
 use super::wire::format::WireFormat;
 use crate::error::CommError;
 use crate::precision::{Flat, FlatRef};
+use crate::util::counted;
 use candle_core::DType;
 
 /// A rank's position in its world and its `gather_bytes` collective.
@@ -54,8 +55,12 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
     /// Implements `Communicator::reduce_to_groups_as`. As in [`all_reduce`](Self::all_reduce), the receiver encodes.
     pub fn reduce_to_groups(self, wire: WireFormat, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
         let (world, rank) = (self.size, self.rank);
-        assert!(world.is_multiple_of(ranks), "{world} ranks cannot form groups of {ranks}");
-        assert!(input.len().is_multiple_of(world), "{} elements cannot form {world} equal chunks", input.len());
+        assert!(world.is_multiple_of(ranks), "{} cannot form groups of {ranks}", counted(world, "rank"));
+        assert!(
+            input.len().is_multiple_of(world),
+            "{} cannot form {world} equal chunks",
+            counted(input.len(), "element")
+        );
         let (owners, chunk) = (StridedRanks::across(rank, ranks, world), input.len() / world);
         let call = CollectiveFingerprint::new(0, CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
         let arriving = self.exchange(call, encoded(WireFormat::Exact, input.as_ref()));
@@ -70,7 +75,11 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
     /// Implements `Communicator::reduce_scatter_as`.
     pub fn reduce_scatter(self, wire: WireFormat, mut input: Flat, tag: u64) -> Pending<Flat> {
         let (world, own) = (self.size, self.rank);
-        assert!(input.len().is_multiple_of(world), "{} elements cannot form {world} equal chunks", input.len());
+        assert!(
+            input.len().is_multiple_of(world),
+            "{} cannot form {world} equal chunks",
+            counted(input.len(), "element")
+        );
         let chunk = input.len() / world;
         let call = CollectiveFingerprint::new(0, CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
         // Each chunk has its own blocks.
@@ -153,16 +162,17 @@ pub(super) fn of_equal_length(all: Vec<Vec<u8>>, size: usize, rank: usize) -> Re
     if all.len() != size {
         let found = all.len();
         return Err(CommError::other(format!(
-            "gather_bytes must return {size} messages on rank {rank}, one for each rank, but returned {found}"
+            "gather_bytes must return {} on rank {rank}, one for each rank, but returned {found}",
+            counted(size, "message")
         )));
     }
     let sent = all[rank].len();
     match all.iter().position(|message| message.len() != sent) {
         None => Ok(all),
         Some(peer) => Err(CommError::other(format!(
-            "gather_bytes returned {} bytes from rank {peer} and {sent} from rank {rank}; every rank must make the \
+            "gather_bytes returned {} from rank {peer} and {sent} from rank {rank}; every rank must make the \
              same calls in the same order",
-            all[peer].len()
+            counted(all[peer].len(), "byte")
         ))),
     }
 }

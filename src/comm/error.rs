@@ -401,9 +401,10 @@ pub enum RankEnvError {
     },
     /// The ranks are on several hosts.
     #[error(
-        "{local_world} of {world} ranks are on this host, but these variables join only the ranks of one host; start \
+        "{local_world} of {world} ranks {} on this host, but these variables join only the ranks of one host; start \
          one launcher on each host instead of the ranks, `zerorun --nnodes {hosts} --node_rank N --master_addr \
-         {first} --num_ranks {local_world} PROGRAM`, or let mpirun or srun start the ranks"
+         {first} --num_ranks {local_world} PROGRAM`, or let mpirun or srun start the ranks",
+        if *local_world == 1 { "is" } else { "are" }
     )]
     SeveralHosts {
         /// The number of ranks on this host.

@@ -76,6 +76,7 @@ pub use wire::inter_host::InterHostFormat;
 
 use crate::error::{CommError, Result};
 use crate::precision::Flat;
+use crate::util::counted;
 use candle_core::DType;
 use default_collectives::DefaultCollectives;
 use std::ops::Range;
@@ -350,7 +351,8 @@ fn all_to_all<C: Communicator + ?Sized>(
     let (rank, size, dtype) = (comm.rank(), comm.size(), input.dtype());
     assert!(
         sent.len() == size && received.len() == size,
-        "all_to_all on rank {rank}: `sent` and `received` need {size} numbers, one for each rank, but have {} and {}",
+        "all_to_all on rank {rank}: `sent` and `received` need {}, one for each rank, but have {} and {}",
+        counted(size, "number"),
         sent.len(),
         received.len()
     );

@@ -9,6 +9,7 @@ use super::{
     offload, optim, pipeline, scheduler, value_conversion,
 };
 use crate::layout::ZeroStage;
+use crate::util::counted;
 use candle_core::DType;
 use serde_json::Value;
 
@@ -402,10 +403,11 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
     if zero.hpz_partition_size > 1 {
         let hpz = zero.hpz_partition_size;
         let text = format!(
-            "{found} is given together with zero_hpz_partition_size {hpz}: parameters that are sharded among {found} \
-             ranks are gathered only from these ranks, so a second copy would be no faster to reach; remove \
-             zero_hpz_partition_size if memory can hold all states of a group, or mics_shard_size if it can hold only \
-             the parameters"
+            "{found} is given together with zero_hpz_partition_size {hpz}: parameters that are sharded among {} are \
+             gathered only from {}, so a second copy would be no faster to reach; remove zero_hpz_partition_size if \
+             memory can hold all states of a group, or mics_shard_size if it can hold only the parameters",
+            counted(found, "rank"),
+            if found == 1 { "this rank" } else { "these ranks" }
         );
         walk.problem(ConfigRule::Conflict, key, place, text);
     }

@@ -4,6 +4,7 @@ use super::note::shown;
 use super::optim::{needs_type, parameters, unknown_type};
 use super::walk::ConfigWalk;
 use super::{AdafactorConfig, ConfigRule, OneCycleConfig, OptimizerConfig, PerGroup, SchedulerConfig, WarmupType};
+use crate::util::counted;
 use serde_json::Value;
 
 /// The schedules, in exact letter case.
@@ -91,8 +92,8 @@ fn given_rate(walk: &mut ConfigWalk<'_>, key: &str) -> Option<PerGroup> {
         rate => PerGroup::All(rate.as_f64()?),
     };
     if let PerGroup::Each(rates) = &rate {
-        let groups = rates.len();
-        walk.note(&of(key), format!("a list of {groups} numbers: it needs an engine with {groups} parameter groups"));
+        let (numbers, groups) = (counted(rates.len(), "number"), counted(rates.len(), "parameter group"));
+        walk.note(&of(key), format!("a list of {numbers}: it needs an engine with {groups}"));
     }
     Some(rate)
 }

@@ -5,6 +5,7 @@ use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
 use crate::kernels::gemm::Activation;
+use crate::util::counted;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
 const KERNELS: KernelModule = module!("activation");
@@ -23,9 +24,10 @@ fn kernel(device: &CudaDevice, function: Activation, part: &str, dtype: DType) -
 fn check(first: &DeviceFlatRef<'_>, others: &[&DeviceFlatRef<'_>]) -> Result<()> {
     match others.iter().find(|other| (other.dtype(), other.len()) != (first.dtype(), first.len())) {
         Some(other) => bail!(
-            "activation: {} elements of {:?} were given, but the first array has {} of {:?}",
-            other.len(),
+            "activation: {} of {:?} {} given, but the first array has {} of {:?}",
+            counted(other.len(), "element"),
             other.dtype(),
+            if other.len() == 1 { "was" } else { "were" },
             first.len(),
             first.dtype()
         ),
@@ -57,9 +59,8 @@ pub(crate) fn backward(
     check(x, &[dy])?;
     if (dx.dtype(), dx.len()) != (x.dtype(), count) {
         bail!(
-            "activation: the gradient has {} {:?} elements, but must have {count} {:?}",
-            dx.len(),
-            dx.dtype(),
+            "activation: the gradient has {}, but must have {count} {:?}",
+            counted(dx.len(), &format!("{:?} element", dx.dtype())),
             x.dtype()
         )
     }

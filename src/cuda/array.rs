@@ -107,7 +107,8 @@ impl DeviceFlatRef<'_> {
     /// Returns an error if `range` ends before it starts or after the last element.
     pub fn part(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
         if range.start > range.end || range.end > self.len() {
-            bail!("elements {range:?} are out of range: there are {}", self.len())
+            let be = if self.len() == 1 { "is" } else { "are" };
+            bail!("elements {range:?} are out of range: there {be} {}", self.len())
         }
         Ok(match self {
             Self::F32(v) => DeviceFlatRef::F32(v.slice(range)),

@@ -3,6 +3,7 @@
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelModule, module, over, suffix};
+use crate::util::counted;
 use candle_core::{CudaDevice, Result, bail};
 
 const KERNELS: KernelModule = module!("array_ops");
@@ -51,7 +52,7 @@ pub(super) fn scale(device: &CudaDevice, values: DeviceFlatMut<'_>, factor: f32)
 fn run(device: &CudaDevice, kernel: &str, to: DeviceFlatMut<'_>, from: &DeviceFlatRef<'_>, factor: f32) -> Result<()> {
     let count = to.len();
     if from.len() != count {
-        bail!("{kernel}: the source has {} elements, but the destination has {count}", from.len())
+        bail!("{kernel}: the source has {}, but the destination has {count}", counted(from.len(), "element"))
     }
     if count == 0 {
         return Ok(());

@@ -3,6 +3,7 @@
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelModule, module, over, suffix};
+use crate::util::counted;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, Result, bail};
 
@@ -54,7 +55,11 @@ impl PartialColumnSums {
     /// Computes the columns' sums over rows of `width` elements.
     pub fn of_columns(device: &CudaDevice, x: &DeviceFlatRef<'_>, width: usize) -> Result<Self> {
         if width == 0 || !x.len().is_multiple_of(width) {
-            bail!("column sums: {} elements do not form rows of {width}", x.len())
+            bail!(
+                "column sums: {} {} not form rows of {width}",
+                counted(x.len(), "element"),
+                if x.len() == 1 { "does" } else { "do" }
+            )
         }
         let cut = RowChunking::of(x.len() / width, width);
         let mut sums = cut.room(device)?;
@@ -71,7 +76,12 @@ impl PartialColumnSums {
     pub fn put(&self, device: &CudaDevice, grad: DeviceFlatMut<'_>, add: bool) -> Result<()> {
         let RowChunking { width, chunks, .. } = self.cut;
         if grad.len() != width {
-            bail!("column sums: the gradient has {} elements, but there are {width} columns", grad.len())
+            bail!(
+                "column sums: the gradient has {}, but there {} {}",
+                counted(grad.len(), "element"),
+                if width == 1 { "is" } else { "are" },
+                counted(width, "column")
+            )
         }
         let function = KERNELS.function(device, &format!("sum_parts_{}", suffix(grad.dtype())))?;
         // SAFETY: the kernel takes a width, as many chunks of that width as the second number specifies, and a gradient

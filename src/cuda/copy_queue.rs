@@ -322,7 +322,8 @@ mod tests {
             assert!(there.iter().zip(&all).all(|(there, flat)| there.capacity_in_bytes() == 4 * (flat.len() + 5)));
             let back: Vec<_> = there.into_iter().map(|flat| down.down(flat).unwrap()).collect();
             for (back, flat) in back.into_iter().zip(&all) {
-                assert!(back.wait().unwrap() == *flat, "{} elements, pinned: {pinned}", flat.len());
+                let elements = crate::util::counted(flat.len(), "element");
+                assert!(back.wait().unwrap() == *flat, "{elements}, pinned: {pinned}");
             }
         }
     }

@@ -4,6 +4,7 @@ use super::array::written;
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
+use crate::util::counted;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
@@ -52,8 +53,11 @@ impl LogitRows<'_> {
         if logits != rows * classes || first + rows > self.targets.1 {
             let (end, targets) = (first + rows, self.targets.1);
             bail!(
-                "cross_entropy: {logits} logits or {targets} targets do not match rows {first} to {end} of {classes} \
-                 classes"
+                "cross_entropy: {} or {} {} not match rows {first} to {end} of {classes} {}",
+                counted(logits, "logit"),
+                counted(targets, "target"),
+                if targets == 1 { "does" } else { "do" },
+                if classes == 1 { "class" } else { "classes" }
             )
         }
         Ok(())
@@ -111,7 +115,8 @@ pub(crate) fn gradients(
     of.check(d.len())?;
     let fits = |logits: &DeviceFlatRef<'_>| (logits.len(), logits.dtype()) == (d.len(), d.dtype());
     if !logits.is_none_or(fits) {
-        bail!("cross_entropy: the gradient has {} elements of {:?}, unlike the logits", d.len(), d.dtype())
+        let elements = counted(d.len(), "element");
+        bail!("cross_entropy: the gradient has {elements} of {:?}, unlike the logits", d.dtype())
     }
     if of.rows == 0 {
         return Ok(());
@@ -142,7 +147,8 @@ pub(crate) fn gradients(
 /// Computes the sum of `count` losses divided by `divisor`, as a number in device memory.
 pub(crate) fn mean(device: &CudaDevice, losses: &CudaSlice<f32>, count: usize, divisor: f64) -> Result<CudaStorage> {
     if losses.len() < count {
-        bail!("cross_entropy: {count} losses are to be summed, but there are only {}", losses.len())
+        let be = if losses.len() == 1 { "is" } else { "are" };
+        bail!("cross_entropy: {count} losses are to be summed, but there {be} only {}", losses.len())
     }
     written(device, DType::F32, 1, |mean| {
         let launch = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
@@ -162,7 +168,8 @@ pub(crate) fn scaled_by(
 ) -> Result<CudaStorage> {
     let count = values.len();
     if (scale.len(), scale.dtype()) != (1, DType::F32) {
-        bail!("cross_entropy: the scale has {} {:?} elements, but must be one f32", scale.len(), scale.dtype())
+        let elements = counted(scale.len(), &format!("{:?} element", scale.dtype()));
+        bail!("cross_entropy: the scale has {elements}, but must be one f32")
     }
     written(device, dtype, count, |scaled| {
         if count == 0 {

@@ -4,6 +4,7 @@ use super::array::written;
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelModule, module, over, suffix};
+use crate::util::counted;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
@@ -32,7 +33,7 @@ pub(crate) fn look_up(
 ) -> Result<CudaStorage> {
     let (rows, count) = (table.len().checked_div(width).unwrap_or(0), ids.len() * width);
     if let Some(id) = ids.iter().find(|id| **id != NO_ROW && **id as usize >= rows) {
-        bail!("embedding: row {id} was requested, but the table has {rows} rows")
+        bail!("embedding: row {id} was requested, but the table has {}", counted(rows, "row"))
     }
     written(device, dtype, count, |y| {
         if count == 0 {
@@ -86,7 +87,13 @@ pub(crate) fn add_rows(
     let last = uses.ids.last().map_or(0, |id| *id as usize + 1);
     if dy.len() != uses.count * width || grad.len() < last * width {
         let (count, rows) = (dy.len(), uses.count);
-        bail!("embedding: {count} elements do not match {rows} rows of {width} and a gradient of {}", grad.len())
+        bail!(
+            "embedding: {} {} not match {} of {width} and a gradient of {}",
+            counted(count, "element"),
+            if count == 1 { "does" } else { "do" },
+            counted(rows, "row"),
+            grad.len()
+        )
     }
     if uses.ids.is_empty() || width == 0 {
         return Ok(());

@@ -76,7 +76,8 @@ impl DeviceFlatMut<'_> {
     /// Returns an error if `range` ends before it starts or after the last element.
     pub fn part(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
         if range.start > range.end || range.end > self.len() {
-            bail!("elements {range:?} are out of range: there are {}", self.len())
+            let be = if self.len() == 1 { "is" } else { "are" };
+            bail!("elements {range:?} are out of range: there {be} {}", self.len())
         }
         Ok(match self {
             Self::F32(v) => DeviceFlatMut::F32(v.slice_mut(range)),

@@ -5,6 +5,7 @@ use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::{KernelArgument, arguments};
 use super::kernel_module::{KernelModule, module, over, suffix};
 use crate::kernels::gemm::Activation;
+use crate::util::counted;
 use candle_core::{CudaDevice, CudaStorage, Result, bail};
 
 const KERNELS: KernelModule = module!("linear_epilogue");
@@ -25,7 +26,8 @@ pub(crate) fn follow(
     };
     if width == 0 || !count.is_multiple_of(width) || !fits(bias, width) || !fits(residual, count) {
         bail!(
-            "linear: the size or dtype of a bias or residual differs from {count} products of {dtype:?} in rows of {width}"
+            "linear: the size or dtype of a bias or residual differs from {} of {dtype:?} in rows of {width}",
+            counted(count, "product")
         )
     }
     let number = match function {

@@ -50,6 +50,7 @@ use super::device_flat::DeviceFlat;
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
 use crate::precision::IntFormat;
+use crate::util::counted;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use candle_core::{CudaDevice, DType};
@@ -170,7 +171,12 @@ impl NcclComm {
     /// # Errors
     /// Same as for [`all_gather`](Self::all_gather).
     pub fn reduce_scatter(&self, sums: NcclSumMode, input: DeviceFlat) -> Result<PendingNcclCollective> {
-        assert!(input.len().is_multiple_of(self.size()), "{} elements in {} equal chunks", input.len(), self.size());
+        assert!(
+            input.len().is_multiple_of(self.size()),
+            "{} in {} equal chunks",
+            counted(input.len(), "element"),
+            self.size()
+        );
         let (count, dtype) = (input.len() / self.size(), input.dtype());
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
         let op = "a reduce-scatter";

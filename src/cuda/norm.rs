@@ -5,6 +5,7 @@ use super::column_sums::{PartialColumnSums, RowChunking};
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::{arguments, by_row};
 use super::kernel_module::{KernelModule, module, suffix};
+use crate::util::counted;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
@@ -25,7 +26,11 @@ impl NormStatistics {
     /// Allocates the statistics of rows of `width` elements.
     fn new(device: &CudaDevice, x: &DeviceFlatRef<'_>, width: usize, centered: bool) -> Result<Self> {
         if width == 0 || !x.len().is_multiple_of(width) {
-            bail!("norm: {} elements do not form rows of {width}", x.len())
+            bail!(
+                "norm: {} {} not form rows of {width}",
+                counted(x.len(), "element"),
+                if x.len() == 1 { "does" } else { "do" }
+            )
         }
         let rows = x.len() / width;
         // SAFETY: the forward pass writes a number for each row, and the backward pass reads only these numbers.
@@ -37,13 +42,9 @@ impl NormStatistics {
     fn check(&self, x: &DeviceFlatRef<'_>, weight: &DeviceFlatRef<'_>, dy: &DeviceFlatRef<'_>) -> Result<()> {
         let all = self.rows * self.width;
         if [x.len(), dy.len()] != [all; 2] || dy.dtype() != x.dtype() {
-            let (x_dtype, dy_dtype) = (x.dtype(), dy.dtype());
-            bail!(
-                "norm: x has {} {x_dtype:?} elements and dy has {} {dy_dtype:?} elements, but both must have {all} of \
-                 the same dtype",
-                x.len(),
-                dy.len()
-            )
+            let elements = |array: &DeviceFlatRef<'_>| counted(array.len(), &format!("{:?} element", array.dtype()));
+            let (x, dy) = (elements(x), elements(dy));
+            bail!("norm: x has {x} and dy has {dy}, but both must have {all} of the same dtype")
         }
         check_parameter(x, weight, self.width)
     }
@@ -53,10 +54,9 @@ impl NormStatistics {
 fn check_parameter(x: &DeviceFlatRef<'_>, parameter: &DeviceFlatRef<'_>, width: usize) -> Result<()> {
     if parameter.len() != width || ![x.dtype(), DType::F32].contains(&parameter.dtype()) {
         bail!(
-            "norm: the parameter has {} {:?} elements, but must have {width} {:?} or F32 elements",
-            parameter.len(),
-            parameter.dtype(),
-            x.dtype()
+            "norm: the parameter has {}, but must have {}",
+            counted(parameter.len(), &format!("{:?} element", parameter.dtype())),
+            counted(width, &format!("{:?} or F32 element", x.dtype()))
         )
     }
     Ok(())
@@ -129,9 +129,8 @@ pub(crate) fn input_gradient(
     statistics.check(x, weight, dy)?;
     if (dx.len(), dx.dtype()) != (x.len(), x.dtype()) {
         bail!(
-            "norm: the gradient has {} {:?} elements, but must have {} {:?}",
-            dx.len(),
-            dx.dtype(),
+            "norm: the gradient has {}, but must have {} {:?}",
+            counted(dx.len(), &format!("{:?} element", dx.dtype())),
             x.len(),
             x.dtype()
         )

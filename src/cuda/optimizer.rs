@@ -3,6 +3,7 @@
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::{KernelArgument, arguments};
 use super::kernel_module::{KernelModule, module, suffix};
+use crate::util::counted;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, DType, Result, bail};
 
@@ -107,15 +108,15 @@ impl<'a> MultiTensorStep<'a> {
         let count = param.len();
         let is_f32 = |array: &DeviceFlatMut<'_>| (array.dtype(), array.len()) == (DType::F32, count);
         if !is_f32(&param) || !state.iter().all(is_f32) || state.len() != states {
-            bail!("{kernel}: the parameter and {states} states must be f32 and of equal length")
+            bail!("{kernel}: the parameter and {} must be f32 and of equal length", counted(states, "state"))
         }
         if grad.len() != count {
-            bail!("{kernel}: the gradient has {} elements, but the parameter has {count}", grad.len())
+            bail!("{kernel}: the gradient has {}, but the parameter has {count}", counted(grad.len(), "element"))
         }
         // Kernels expect the dtype of a 16-bit copy, but there may be no such copy.
         let half_dtype = half.as_ref().map_or(DType::BF16, DeviceFlatMut::dtype);
         if half_dtype == DType::F32 || half.as_ref().is_some_and(|half| half.len() != count) {
-            bail!("{kernel}: the 16-bit copy must be bf16 or f16 and have {count} elements")
+            bail!("{kernel}: the 16-bit copy must be bf16 or f16 and have {}", counted(count, "element"))
         }
         if count == 0 {
             return Ok(());

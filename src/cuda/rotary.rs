@@ -5,6 +5,7 @@ use super::flat_view::DeviceFlatRef;
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelModule, module, over, suffix};
 use crate::kernels::rope::{RotaryLayout, RotaryPairs};
+use crate::util::counted;
 use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaDevice, CudaStorage, Result, bail};
@@ -32,7 +33,12 @@ impl RotaryAngles {
             || cos.is_empty()
             || !cos.len().is_multiple_of(half)
         {
-            bail!("rotary: {} cosines and {} sines do not form positions of {half} pairs", cos.len(), sin.len())
+            bail!(
+                "rotary: {} and {} do not form positions of {}",
+                counted(cos.len(), "cosine"),
+                counted(sin.len(), "sine"),
+                counted(half, "pair")
+            )
         }
         let (positions, cos, sin) = (cos.len() / half, device.clone_htod(cos)?, device.clone_htod(sin)?);
         Ok(Self { layout, half, positions, cos, sin, device: device.id() })
@@ -69,7 +75,11 @@ pub(crate) fn rotate(
     };
     let rows_fit = of_rows.is_none_or(|rows| rows.len() >= x.len() / width.max(1));
     if width == 0 || !width.is_multiple_of(head) || !x.len().is_multiple_of(width) || !rows_fit {
-        bail!("rotary: {} elements do not match the positions, rows of {width} and heads of {head}", x.len())
+        bail!(
+            "rotary: {} {} not match the positions, rows of {width} and heads of {head}",
+            counted(x.len(), "element"),
+            if x.len() == 1 { "does" } else { "do" }
+        )
     }
     if end > angles.positions {
         bail!("rotary: {end} positions are needed, but the table has angles for only {}", angles.positions)

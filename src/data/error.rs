@@ -1,5 +1,6 @@
 //! Errors of data files and samples.
 
+use crate::util::counted;
 use std::path::PathBuf;
 
 /// Errors of data files and samples.
@@ -31,8 +32,9 @@ pub enum DataError {
     },
     /// A file of 16-bit tokens ends in half a token.
     #[error(
-        "{} has {bytes} bytes; 16-bit tokens need an even number of bytes: is it a complete token file?",
-        path.display()
+        "{} has {}; 16-bit tokens need an even number of bytes: is it a complete token file?",
+        path.display(),
+        counted(*bytes, "byte")
     )]
     OddTokenFile {
         /// The file.
@@ -42,8 +44,9 @@ pub enum DataError {
     },
     /// The data has fewer tokens than one sample needs.
     #[error(
-        "{data} has {tokens} tokens, but a sample with a context length of {ctx} needs {needed}; use more data or a \
-         shorter context"
+        "{data} has {}, but a sample with a context length of {ctx} needs {needed}; use more data or a \
+         shorter context",
+        counted(*tokens, "token")
     )]
     TooShort {
         /// The name of the data.
@@ -57,8 +60,10 @@ pub enum DataError {
     },
     /// A micro batch is too large for any forward pass.
     #[error(
-        "a micro batch of {samples} samples of {ctx} tokens is too large: the maximum is {most} tokens; use a smaller \
-         train_micro_batch_size_per_gpu, or more gradient_accumulation_steps"
+        "a micro batch of {} of {} is too large: the maximum is {most} tokens; use a smaller \
+         train_micro_batch_size_per_gpu, or more gradient_accumulation_steps",
+        counted(*samples, "sample"),
+        counted(*ctx, "token")
     )]
     BatchTooLarge {
         /// The number of samples in a micro batch on one rank.

@@ -8,7 +8,7 @@ use crate::config::{Config, OffloadTo};
 use crate::error::{EngineError, KernelError, Result};
 use crate::kernels::checked_level;
 use crate::optim::GroupedOptimizer;
-use crate::util::fnv1a;
+use crate::util::{counted, fnv1a};
 use crate::zero::rank_core::RankCore;
 use candle_nn::Init;
 use serde_json::Value;
@@ -60,8 +60,8 @@ impl EngineFingerprint {
     }
 
     fn describe(&self) -> String {
-        let Self { parameters, elements, model, .. } = self;
-        format!("{parameters} parameters with {elements} elements in total, hash {:08x}", *model as u32)
+        let (parameters, elements) = (counted(self.parameters, "parameter"), counted(self.elements, "element"));
+        format!("{parameters} with {elements} in total, hash {:08x}", self.model as u32)
     }
 
     /// Returns the fingerprint without initial values, which are compared one by one if only they differ.

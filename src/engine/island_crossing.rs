@@ -8,7 +8,7 @@ use crate::error::{EngineError, Error, IslandError, Result};
 use crate::island_server::{ChangeFormat, Entrance, Hello, IslandLink, LAUNCHER, RunShape, SLOT};
 use crate::layout::{MeshAxis, RankMesh};
 use crate::notice::emit;
-use crate::util::list;
+use crate::util::{counted, list};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -195,7 +195,7 @@ impl ServerCrossing {
     pub fn decode(&self, wire: IslandWire, bytes: &[u8], len: usize) -> Result<Vec<f32>> {
         let format = ChangeFormat::from(wire);
         if format.encoded_len(len as u64) != Some(bytes.len() as u64) {
-            let why = format!("a mean of {len} elements has {} bytes", bytes.len());
+            let why = format!("a mean of {} has {}", counted(len, "element"), counted(bytes.len(), "byte"));
             return Err(IslandError::NoServer { address: self.address.clone(), why }.into());
         }
         Ok(format.decode(bytes, len))

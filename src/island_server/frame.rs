@@ -7,6 +7,7 @@
 //! A frame's length is checked against the limit for the frame's kind before the body is read, and the body takes
 //! memory only as its bytes arrive.
 
+use crate::util::counted;
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 
@@ -131,7 +132,8 @@ pub(super) fn read(
             return Err(ReadError::Foreign(format!("it sent a frame of kind {kind:?}, which is not expected here")));
         }
         Some(limit) if length > limit => {
-            let why = format!("it sent a frame of kind {kind:?} of {length} bytes; at most {limit} are allowed");
+            let length = counted(length, "byte");
+            let why = format!("it sent a frame of kind {kind:?} of {length}; at most {limit} are allowed");
             return Err(ReadError::Foreign(why));
         }
         Some(_) => {}

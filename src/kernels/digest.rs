@@ -97,7 +97,7 @@ mod tests {
             assert!(seen.insert(digest(&other)), "bit {bit}");
         }
         for len in [0, 1, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 199] {
-            assert!(seen.insert(digest(&first[..len])), "{len} bytes");
+            assert!(seen.insert(digest(&first[..len])), "{}", crate::util::counted(len, "byte"));
         }
         // Stripes, and then chunks, swap places.
         let mut other = first.clone();

@@ -3,6 +3,7 @@
 use crate::kernels::element::Element;
 use crate::kernels::f32_access::{add_to, update, vectorized};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
+use crate::util::counted;
 
 /// The number of rows that one task looks up.
 const ROWS_PER_TASK: usize = 128;
@@ -13,7 +14,12 @@ const TABLE_ROWS_PER_TASK: usize = 64;
 ///
 /// Panics if an id is outside the table, or if the number of rows of `out` differs from the number of ids.
 pub fn embedding<E: Element>(ids: &[u32], table: &[E], width: usize, out: &mut [E]) {
-    assert_eq!(out.len(), ids.len() * width, "the number of elements does not match {} rows of {width}", ids.len());
+    assert_eq!(
+        out.len(),
+        ids.len() * width,
+        "the number of elements does not match {} of {width}",
+        counted(ids.len(), "row")
+    );
     for_each_part(ids.len().div_ceil(ROWS_PER_TASK), ParallelChunks::new(out, ROWS_PER_TASK * width), |task, out| {
         let ids = &ids[task * ROWS_PER_TASK..];
         for (out, id) in out.chunks_exact_mut(width.max(1)).zip(ids) {
@@ -31,8 +37,8 @@ pub fn embedding_backward_into<E: Element>(ids: &[u32], dy: &[E], width: usize, 
     let Some(&(largest, _)) = order.last() else { return };
     assert!(
         (largest as usize + 1) * width <= grad.len(),
-        "id {largest} is outside the gradient of {} elements in rows of {width}",
-        grad.len()
+        "id {largest} is outside the gradient of {} in rows of {width}",
+        counted(grad.len(), "element")
     );
     let parts = ParallelChunks::new(grad, TABLE_ROWS_PER_TASK * width);
     for_each_part(largest as usize / TABLE_ROWS_PER_TASK + 1, parts, |task, grad| {
@@ -59,7 +65,12 @@ pub fn embedding_backward_into<E: Element>(ids: &[u32], dy: &[E], width: usize, 
 /// Returns the pair (id, position) of every row of `dy`, sorted by id and then by position, so that the entries of a
 /// table row are adjacent.
 fn by_id<E>(ids: &[u32], dy: &[E], width: usize) -> Vec<(u32, u32)> {
-    assert_eq!(dy.len(), ids.len() * width, "the number of elements does not match {} rows of {width}", ids.len());
+    assert_eq!(
+        dy.len(),
+        ids.len() * width,
+        "the number of elements does not match {} of {width}",
+        counted(ids.len(), "row")
+    );
     let mut order: Vec<(u32, u32)> = ids.iter().copied().zip(0..).collect();
     order.sort_unstable();
     order

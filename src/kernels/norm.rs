@@ -8,6 +8,7 @@ use crate::kernels::element::Element;
 use crate::kernels::f32_access::{as_f32, map, update, vectorized};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 use crate::kernels::row_reduce::reduce;
+use crate::util::counted;
 
 /// The number of rows that one task computes. It is constant because the summation order of the parameters' gradients
 /// depends on it.
@@ -235,7 +236,7 @@ fn sum_parts(parts: &[f32], sum: Option<&mut [f32]>) {
 /// Checks the sizes and returns the width of the rows.
 fn check(elements: usize, width: usize, rows: usize) -> usize {
     assert!(width > 0, "rows without elements have no norm");
-    assert_eq!(elements, rows * width, "the number of elements does not match {rows} rows of {width}");
+    assert_eq!(elements, rows * width, "the number of elements does not match {} of {width}", counted(rows, "row"));
     width
 }
 

@@ -3,6 +3,7 @@
 use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::f32_access::{as_f32, narrow, vectorized};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
+use crate::util::counted;
 
 /// The number of rows that one task rotates.
 const ROWS_PER_TASK: usize = 32;
@@ -55,8 +56,10 @@ impl RotaryTable {
         let half = frequencies.len();
         assert!(
             2 * half <= layout.head && layout.head.is_multiple_of(2),
-            "{half} pairs do not fit into a head of {} elements",
-            layout.head
+            "{} {} not fit into a head of {}",
+            counted(half, "pair"),
+            if half == 1 { "does" } else { "do" },
+            counted(layout.head, "element")
         );
         let [cos, sin] = [f64::cos, f64::sin].map(|f| {
             let mut table = Vec::with_capacity(time * half);
@@ -109,9 +112,14 @@ impl RotaryTable {
         }
         assert!(
             width > 0 && width.is_multiple_of(head),
-            "rows of {width} elements cannot be divided into heads of {head}"
+            "rows of {} cannot be divided into heads of {head}",
+            counted(width, "element")
         );
-        assert!(x.len().is_multiple_of(width), "{} elements cannot be divided into rows of {width}", x.len());
+        assert!(
+            x.len().is_multiple_of(width),
+            "{} cannot be divided into rows of {width}",
+            counted(x.len(), "element")
+        );
         let task = ROWS_PER_TASK * width;
         for_each_part(x.len().div_ceil(task), ParallelChunks::new(y, task), |i, y| {
             let x = &x[i * task..][..y.len()];
@@ -119,7 +127,11 @@ impl RotaryTable {
             vectorized!({
                 for (r, (x, y)) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).enumerate() {
                     let t = at(i * ROWS_PER_TASK + r);
-                    assert!(t < self.time, "position {t} is outside the table, which has {} positions", self.time);
+                    assert!(
+                        t < self.time,
+                        "position {t} is outside the table, which has {}",
+                        counted(self.time, "position")
+                    );
                     let angles = [&self.cos, &self.sin].map(|table| &table[t * self.half..][..self.half]);
                     if E::KIND == ElementDtype::F32 {
                         self.turn_row(bytemuck::cast_slice(x), angles, direction, bytemuck::cast_slice_mut(y));

@@ -9,6 +9,8 @@
 //! Each fragment is exchanged once every H steps (Streaming DiLoCo, arXiv 2501.18512). It is sent after a step, and
 //! takes effect after the step that is `delay` steps later.
 
+use crate::util::counted;
+
 /// The steps at which fragments are sent and take effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FragmentSchedule {
@@ -26,7 +28,10 @@ impl FragmentSchedule {
     pub fn new(steps: u64, fragments: u64, delay: u64) -> Self {
         assert!(
             0 < fragments && fragments <= steps && delay < steps,
-            "{steps} steps are too few for {fragments} fragments and a delay of {delay}"
+            "{} {} too few for {} and a delay of {delay}",
+            counted(steps, "step"),
+            if steps == 1 { "is" } else { "are" },
+            counted(fragments, "fragment")
         );
         Self { steps, fragments, delay }
     }

@@ -91,8 +91,8 @@ impl fmt::Display for MeshError {
             Self::Indivisible { world_size, ranks, with_data, axes } => {
                 let needed = match (ranks, with_data) {
                     (None, _) => "more ranks than can be counted".to_string(),
-                    (Some(ranks), true) => format!("exactly {ranks} ranks"),
-                    (Some(ranks), false) => format!("a multiple of {ranks} ranks"),
+                    (Some(ranks), true) => format!("exactly {}", counted(*ranks, "rank")),
+                    (Some(ranks), false) => format!("a multiple of {}", counted(*ranks, "rank")),
                 };
                 let axes = if axes.is_empty() { "no axis" } else { axes };
                 write!(

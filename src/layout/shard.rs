@@ -8,6 +8,7 @@
 //! This is DeepSpeed's stage-3 layout. candle-zero uses it at every stage, so that the same rank owns the same
 //! elements, whatever is sharded.
 
+use crate::util::counted;
 use std::cmp::Ordering;
 use std::ops::Range;
 
@@ -57,7 +58,8 @@ impl ExpertPlace {
     pub fn of(number: usize, count: usize, size: usize) -> Self {
         assert!(
             size > 0 && count.is_multiple_of(size) && number < count,
-            "expert {number} of {count} cannot be on {size} ranks"
+            "expert {number} of {count} cannot be on {}",
+            counted(size, "rank")
         );
         Self { position: number / (count / size), size }
     }

@@ -22,6 +22,7 @@
 //! others ([`ShardMesh::of`]).
 
 use super::shard::ShardCut;
+use crate::util::counted;
 use std::ops::Range;
 
 /// The division of sharded state among the ranks of a job.
@@ -44,7 +45,8 @@ impl ShardMesh {
     pub fn in_groups(world_size: usize, shards: usize) -> Self {
         assert!(
             shards > 0 && world_size.is_multiple_of(shards),
-            "{world_size} ranks cannot be divided into groups of {shards}"
+            "{} cannot be divided into groups of {shards}",
+            counted(world_size, "rank")
         );
         Self { world_size, shards }
     }

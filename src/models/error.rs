@@ -1,5 +1,6 @@
 //! Errors of models and layers.
 
+use crate::util::counted;
 use std::path::PathBuf;
 
 /// Errors of models and layers.
@@ -73,7 +74,8 @@ pub enum ModelError {
     /// The embedding table does not contain a token id.
     #[error(
         "token id {id} at position {position} (counted over the flattened ids) is outside the embedding's table of \
-         {rows} rows; ids must be below {rows}: the tokenizer and the model's vocabulary must agree"
+         {}; ids must be below {rows}: the tokenizer and the model's vocabulary must agree",
+        counted(*rows, "row")
     )]
     TokenOutOfRange {
         /// The id found.
@@ -86,7 +88,8 @@ pub enum ModelError {
     /// A target is not a class of the logits.
     #[error(
         "target {target} at position {position} (counted over the flattened targets) is not one of the logits' \
-         {classes} classes; targets must be below {classes}"
+         {}; targets must be below {classes}",
+        if *classes == 1 { "1 class".into() } else { format!("{classes} classes") }
     )]
     TargetOutOfRange {
         /// The target found.

@@ -2,6 +2,7 @@
 
 use crate::error::ModelError;
 use crate::nn::{Sequences, embedding, refuse};
+use crate::util::counted;
 use candle_core::{Result, Tensor, bail};
 
 /// The texts of a batch, one after the other in a single row. Padding is left out: it costs no time, and does not
@@ -28,7 +29,11 @@ impl JoinedTexts {
         // This also checks the lengths.
         let padded = Sequences::padded(lengths, time)?;
         if padded.batch() != batch {
-            bail!("a batch of {batch} rows has {} lengths; give one for each row", lengths.len())
+            bail!(
+                "a batch of {} has {}; give one for each row",
+                counted(batch, "row"),
+                counted(lengths.len(), "length")
+            )
         }
         if let Some(length) = lengths.iter().copied().max().filter(|length| *length > context) {
             return Err(refuse(ModelError::SequenceTooLong { length, context }.into()));

@@ -3,6 +3,7 @@
 use super::config_checks::refused;
 use crate::nn::frequencies::{self, Llama3RopeScaling, YarnRopeScaling};
 use crate::nn::{Rotary, RotaryLayout, RotaryPairs};
+use crate::util::counted;
 use candle_core::Result;
 use std::sync::Arc;
 
@@ -135,8 +136,8 @@ impl RotaryConfig {
     pub(super) fn check(&self, head: usize, ctx: usize) -> crate::Result<()> {
         let width = self.width(head);
         if !(self.partial > 0.0 && self.partial <= 1.0) || width < 2 || !width.is_multiple_of(2) {
-            let allowed =
-                format!("at most 1, and must rotate an even number, at least 2, of the {head} elements in a head");
+            let elements = counted(head, "element");
+            let allowed = format!("at most 1, and must rotate an even number, at least 2, of the {elements} in a head");
             return Err(refused("partial_rotary_factor", self.partial, &allowed));
         }
         let positive = |key, value: f64| match value > 0.0 && value.is_finite() {

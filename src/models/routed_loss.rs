@@ -3,6 +3,7 @@
 
 use super::{Architecture, BalanceLossOptions, ExpertLoad, LanguageModel, RoutedStates, RouterReport};
 use crate::nn::{LossOptions, Routing, Sequences, WeightLayout, linear_cross_entropy_with, linear_log_probabilities};
+use crate::util::counted;
 use candle_core::{Result, Tensor, bail};
 
 impl<A: Architecture> LanguageModel<A> {
@@ -55,7 +56,13 @@ impl<A: Architecture> LanguageModel<A> {
     ) -> Result<(Tensor, RouterReport)> {
         self.check_length(ids)?;
         if let Some(counts) = counts.filter(|counts| counts.len() != ids.elem_count()) {
-            bail!("the mask has {} elements; there are {} tokens", counts.len(), ids.elem_count())
+            let tokens = ids.elem_count();
+            bail!(
+                "the mask has {}; there {} {}",
+                counted(counts.len(), "element"),
+                if tokens == 1 { "is" } else { "are" },
+                counted(tokens, "token")
+            )
         }
         let RoutedStates { states, routings } = self.layers().routed_states(ids, sequences)?;
         let loads =

@@ -1,6 +1,7 @@
 //! A text that a model continues token by token.
 
 use crate::nn::KeyValueCache;
+use crate::util::counted;
 use candle_core::{Result, bail};
 
 /// A text that a model continues, with the keys and values that the model's blocks have computed for it, for use by
@@ -73,9 +74,8 @@ impl Session {
         }
         if self.caches.len() != blocks {
             bail!(
-                "the session was started by a model of {} blocks, but this one has {blocks}; a session belongs to one \
-                 model",
-                self.caches.len()
+                "the session was started by a model of {}, but this one has {blocks}; a session belongs to one model",
+                counted(self.caches.len(), "block")
             )
         }
         for cache in &mut self.caches {

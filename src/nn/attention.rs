@@ -8,6 +8,7 @@ use crate::nn::f32_parameters::with_wide;
 use crate::nn::on_gpu;
 use crate::nn::{AttentionOptions, Sequences, composed};
 use crate::tensor::element::{TensorElement, with_all, with_element};
+use crate::util::counted;
 use candle_core::{Result, Tensor, bail};
 
 /// Computes softmax(q k^T / sqrt(head width), causal) v for `n_head` heads.
@@ -196,7 +197,12 @@ pub(super) fn with_some_sinks(
 pub(super) fn check_sinks(sinks: Option<&Tensor>, n_head: usize) -> Result<()> {
     match sinks.filter(|sinks| sinks.dims() != [n_head]) {
         Some(sinks) => {
-            bail!("attention: the sinks have shape {:?}; {n_head} query heads need [{n_head}]", sinks.dims())
+            bail!(
+                "attention: the sinks have shape {:?}; {} {} [{n_head}]",
+                sinks.dims(),
+                counted(n_head, "query head"),
+                if n_head == 1 { "needs" } else { "need" }
+            )
         }
         None => Ok(()),
     }
@@ -217,7 +223,8 @@ pub(super) fn fused_heads(qkv: &Tensor, n_head: usize) -> Result<AttentionShape>
         }
         ref dims => bail!(
             "causal_attention: the input has shape {dims:?}; it must be [batch, time, 3 * width] with a width \
-             divisible by the {n_head} heads"
+             divisible by the {}",
+            counted(n_head, "head")
         ),
     }
 }
@@ -244,12 +251,13 @@ pub(super) fn grouped_heads(
             Ok(AttentionShape { batch, time, heads: n_head, kv_heads: n_kv_head, head: width / n_head })
         }
         _ => bail!(
-            "grouped_attention: queries {:?}, keys {:?} and values {:?} do not match {n_head} query and {n_kv_head} \
-             key heads; they must be [batch, time, heads * width of a head], and the number of query heads must \
-             be a multiple of that of key heads",
+            "grouped_attention: queries {:?}, keys {:?} and values {:?} do not match {n_head} query and {}; \
+             they must be [batch, time, heads * width of a head], and the number of query heads must be a multiple of \
+             that of key heads",
             q.dims(),
             k.dims(),
-            v.dims()
+            v.dims(),
+            counted(n_kv_head, "key head")
         ),
     }
 }

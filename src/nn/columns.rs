@@ -5,6 +5,7 @@ use crate::kernels::add::add_into;
 use crate::kernels::buffer;
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
+use crate::util::counted;
 use candle_core::{D, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -24,8 +25,9 @@ pub fn columns(x: &Tensor, range: Range<usize>) -> Result<Tensor> {
     let width = x.dims().last().copied().unwrap_or(0);
     if range.is_empty() || range.end > width {
         bail!(
-            "columns: {range:?} of an input of shape {:?}; the range must select some of its {width} columns",
-            x.dims()
+            "columns: {range:?} of an input of shape {:?}; the range must select some of its {}",
+            x.dims(),
+            counted(width, "column")
         )
     }
     if !x.device().is_cpu() {

@@ -6,6 +6,7 @@ use crate::graph::{OpInputs, SavedTensor};
 use crate::kernels::buffer;
 use crate::kernels::convolution::{ConvolutionSizes, channel_sums};
 use crate::tensor::element::{TensorElement, with_element};
+use crate::util::counted;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Conv1dConfig, ConvTranspose1dConfig, Init, Module, VarBuilder, init};
 
@@ -76,9 +77,11 @@ impl Conv1d {
         are_positive(CONV, [("in / groups", c_in), ("out", outputs), ("length of the input", l_in), ("in", channels)])?;
         if c_in.checked_mul(groups) != Some(channels) || outputs % groups != 0 {
             bail!(
-                "{CONV}: the weight has shape {:?} and there are {groups} groups; an input of shape {:?} needs [out, \
+                "{CONV}: the weight has shape {:?} and there {} {}; an input of shape {:?} needs [out, \
                  in / groups, kernel] with out divisible by the groups",
                 self.weight.dims(),
+                if groups == 1 { "is" } else { "are" },
+                counted(groups, "group"),
                 x.dims()
             )
         }
@@ -164,9 +167,11 @@ impl ConvTranspose1d {
         are_positive(TRANSPOSED, [("out / groups", c_in), ("length of the input", l_out), ("in", inputs)])?;
         if inputs != channels || channels % groups != 0 {
             bail!(
-                "{TRANSPOSED}: the weight has shape {:?} and there are {groups} groups; an input of shape {:?} needs \
+                "{TRANSPOSED}: the weight has shape {:?} and there {} {}; an input of shape {:?} needs \
                  [in, out / groups, kernel] with in divisible by the groups",
                 self.weight.dims(),
+                if groups == 1 { "is" } else { "are" },
+                counted(groups, "group"),
                 x.dims()
             )
         }
@@ -183,8 +188,9 @@ impl ConvTranspose1d {
         let Some(l_in) = whole.and_then(|whole| whole.checked_sub(padding.checked_mul(2)?)).filter(|l_in| *l_in > 0)
         else {
             bail!(
-                "{TRANSPOSED}: an input of {l_out} elements leaves no output with a kernel of {kernel}, stride \
-                 {stride}, dilation {dilation} and padding {padding} on both sides; use less padding"
+                "{TRANSPOSED}: an input of {} leaves no output with a kernel of {kernel}, stride {stride}, dilation \
+                 {dilation} and padding {padding} on both sides; use less padding",
+                counted(l_out, "element")
             )
         };
         Ok(ConvolutionSizes {
@@ -357,7 +363,11 @@ fn transposed_init(out_channels: usize, kernel_size: usize) -> Init {
 /// Returns the number of channels per group.
 fn group(op: &'static str, channels: usize, groups: usize) -> Result<usize> {
     if groups == 0 || !channels.is_multiple_of(groups) {
-        bail!("{op}: {channels} channels cannot be divided into {groups} groups of equal size")
+        bail!(
+            "{op}: {} cannot be divided into {} of equal size",
+            counted(channels, "channel"),
+            counted(groups, "group")
+        )
     }
     Ok(channels / groups)
 }

@@ -4,6 +4,7 @@
 
 use crate::error::ModelError;
 use crate::nn::refuse;
+use crate::util::counted;
 use candle_core::Result;
 use std::f64::consts::TAU;
 
@@ -15,7 +16,8 @@ use std::f64::consts::TAU;
 pub fn default(head: usize, theta: f64) -> Result<Vec<f64>> {
     if head == 0 || !head.is_multiple_of(2) {
         candle_core::bail!(
-            "rotary: heads have {head} elements; an even number is needed because they are rotated in pairs"
+            "rotary: heads have {}; an even number is needed because they are rotated in pairs",
+            counted(head, "element")
         )
     }
     require("rope_theta", theta)?;

@@ -9,6 +9,7 @@ use crate::kernels::attention::{
 use crate::kernels::buffer;
 use crate::precision::Flat;
 use crate::tensor::element::{TensorElement, with_all, with_element};
+use crate::util::counted;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::fmt::{self, Display, Formatter};
 
@@ -72,7 +73,8 @@ impl CacheSizes {
 impl Display for CacheSizes {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Self { batch, kv_heads, head, dtype } = self;
-        write!(f, "{batch} x {kv_heads} key heads of {head} elements in {dtype:?}")
+        let (heads, elements) = (counted(*kv_heads, "key head"), counted(*head, "element"));
+        write!(f, "{batch} x {heads} of {elements} in {dtype:?}")
     }
 }
 
@@ -231,7 +233,11 @@ impl KeyValueCache {
         }
         let (len, time, limit) = (self.len, h.time, self.limit);
         if time > limit - len {
-            bail!("attention with a cache: {time} positions after {len} exceed the cache's limit of {limit}")
+            bail!(
+                "attention with a cache: {} after {len} {} the cache's limit of {limit}",
+                counted(time, "position"),
+                if time == 1 { "exceeds" } else { "exceed" }
+            )
         }
         if len > 0 && on_cpu != self.host.is_some() {
             let [held, new] = if on_cpu { ["another device", "the CPU"] } else { ["the CPU", "another device"] };

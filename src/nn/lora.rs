@@ -22,6 +22,7 @@ use crate::kernels::element::ElementDtype;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
 use crate::kernels::parallel::{self, ParallelChunks};
 use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
+use crate::util::counted;
 use candle_core::{D, DType, Result, Tensor, bail};
 use std::cell::Cell;
 use std::ops::Range;
@@ -98,19 +99,22 @@ impl LoraOperands<'_> {
         let fits = inputs == sizes.inputs && self.b.dims() == [sizes.outputs, rank] && rank > 0;
         if !fits {
             bail!(
-                "{NAME}: the adapter's matrices have shapes {:?} and {:?}; a weight of {} inputs and {} outputs needs \
+                "{NAME}: the adapter's matrices have shapes {:?} and {:?}; a weight of {} and {} needs \
                  [r, {}] and [{}, r]",
                 self.a.dims(),
                 self.b.dims(),
-                sizes.inputs,
-                sizes.outputs,
+                counted(sizes.inputs, "input"),
+                counted(sizes.outputs, "output"),
                 sizes.inputs,
                 sizes.outputs
             )
         }
         match self.magnitude.map(Tensor::dims) {
             Some(found) if found != [outputs] => {
-                bail!("{NAME}: the magnitude has shape {found:?}; a weight of {outputs} outputs needs [{outputs}]")
+                bail!(
+                    "{NAME}: the magnitude has shape {found:?}; a weight of {} needs [{outputs}]",
+                    counted(outputs, "output")
+                )
             }
             _ => Ok(()),
         }

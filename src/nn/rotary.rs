@@ -7,7 +7,7 @@ use crate::nn::on_gpu;
 use crate::nn::row_positions::RowPositions;
 use crate::nn::{Sequences, composed, frequencies};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
-use crate::util::lock;
+use crate::util::{counted, lock};
 use candle_core::{Result, Tensor, bail};
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -151,7 +151,8 @@ impl Rotary {
             }
             ref dims => bail!(
                 "rotary: the input has shape {dims:?}; it must be [batch, time, heads * {head}], where time is at most \
-                 {most} (the input follows {first} positions)"
+                 {most} (the input follows {})",
+                counted(first, "position")
             ),
         };
         let table = self.angles.of(length, self.ctx, self.layout)?;
@@ -217,8 +218,10 @@ impl AngleTable {
         let RotaryLayout { head, .. } = layout;
         if !head.is_multiple_of(2) || head / 2 < frequencies.len() {
             bail!(
-                "rotary: heads have {head} elements, but {} pairs are rotated; an even number of at least {} is needed",
-                frequencies.len(),
+                "rotary: heads have {}, but {} {} rotated; an even number of at least {} is needed",
+                counted(head, "element"),
+                counted(frequencies.len(), "pair"),
+                if frequencies.len() == 1 { "is" } else { "are" },
                 2 * frequencies.len()
             )
         }

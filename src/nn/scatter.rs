@@ -5,6 +5,7 @@ use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
 use crate::graph::OpInputs;
 use crate::kernels::scatter::{NOWHERE, ScatterIndices};
 use crate::tensor::element::{TensorElement, with_element};
+use crate::util::counted;
 use candle_core::shape::Dim;
 use candle_core::{DType, Layout, Result, Tensor, bail};
 
@@ -83,9 +84,8 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
             _ if index == largest => NOWHERE,
             Ok(index) if index < to[dim] => offset + index * strides[dim],
             _ => bail!(
-                "{op}: index {index} along dimension {dim} is out of range; a tensor of shape {to:?} has {} elements \
-                 there",
-                to[dim]
+                "{op}: index {index} along dimension {dim} is out of range; a tensor of shape {to:?} has {} there",
+                counted(to[dim], "element")
             ),
         });
         for axis in (0..at.len()).rev() {

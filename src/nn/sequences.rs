@@ -1,5 +1,6 @@
 //! The starts of sequences in packed rows.
 
+use crate::util::counted;
 use candle_core::{Device, Result, Tensor, bail};
 use std::sync::Arc;
 
@@ -63,7 +64,8 @@ impl Sequences {
             if lengths.contains(&0) || end > time {
                 bail!(
                     "sequences: row {row} has lengths {lengths:?}; they must be above 0 and no more than the row's \
-                     {time} positions in total"
+                     {} in total",
+                    counted(time, "position")
                 )
             }
             if end < time {

@@ -1,5 +1,6 @@
 //! Errors of offloading to files.
 
+use crate::util::counted;
 use std::path::PathBuf;
 
 /// Errors of offloading to files.
@@ -29,10 +30,11 @@ pub enum OffloadError {
     },
     /// A disk that cannot hold the offloaded state.
     #[error(
-        "cannot offload to {}: files there need {needed} bytes, but {available} are available: {} more bytes are \
-         needed; free that much space, or set nvme_path to a folder on a larger disk",
+        "cannot offload to {}: files there need {needed} bytes, but {available} are available: {} {} needed; \
+         free that much space, or set nvme_path to a folder on a larger disk",
         path.display(),
-        needed.saturating_sub(*available)
+        counted(needed.saturating_sub(*available), "more byte"),
+        if needed.saturating_sub(*available) == 1 { "is" } else { "are" }
     )]
     Space {
         /// The folder that `nvme_path` names.

@@ -1,5 +1,6 @@
 //! Errors of parameters and of the files that they are initialized from.
 
+use crate::util::counted;
 use std::path::{Path, PathBuf};
 
 /// Errors of parameters and of the files that they are initialized from.
@@ -22,8 +23,10 @@ pub enum ParamError {
     },
     /// A rule that freezes all parameters.
     #[error(
-        "all {count} parameters are frozen, so there is nothing to train; leave some trainable with \
-         EngineBuilder::trainable, set_trainable or the parameter groups"
+        "{} frozen, so there is nothing to train; leave {} trainable with EngineBuilder::trainable, set_trainable or \
+         the parameter groups",
+        if *count == 1 { "the only parameter is".into() } else { format!("all {count} parameters are") },
+        if *count == 1 { "it" } else { "some" }
     )]
     NothingTrained {
         /// The number of the model's parameters.
@@ -57,7 +60,10 @@ pub enum ParamError {
     },
     /// Name patterns that freeze all parameters.
     #[error(
-        "all {count} parameters match {patterns} and are frozen, so there is nothing to train; leave some trainable"
+        "{} {patterns} and {} frozen, so there is nothing to train; leave {} trainable",
+        if *count == 1 { "the only parameter matches".into() } else { format!("all {count} parameters match") },
+        if *count == 1 { "is" } else { "are" },
+        if *count == 1 { "it" } else { "some" }
     )]
     AllOfPatterns {
         /// The patterns.
@@ -313,8 +319,9 @@ pub enum ParamError {
     },
     /// A parameter for whose elements on this rank the system does not have enough memory.
     #[error(
-        "the system does not have enough memory for the {elements} elements of parameter {name} on this rank; use a \
-         smaller model, or more ranks at stage 3"
+        "the system does not have enough memory for the {} of parameter {name} on this rank; use a \
+         smaller model, or more ranks at stage 3",
+        counted(*elements, "element")
     )]
     NoMemory {
         /// The parameter.

@@ -8,6 +8,7 @@ use super::UnitId;
 use crate::error::{ParamError, Result};
 use crate::memory::MemoryLedgerEntry;
 use crate::tensor::bytes;
+use crate::util::counted;
 use candle_core::{DType, Tensor};
 
 /// The rule for synchronizing buffers between ranks. Each rank changes its buffers according to its own batches.
@@ -97,7 +98,7 @@ impl ModelBuffer {
             Some(found) => {
                 let (name, shape) = (self.name.clone(), self.tensor.dims().to_vec());
                 let [found, expected] =
-                    [found, expected].map(|(count, dtype)| format!("{count} elements of type {dtype:?}"));
+                    [found, expected].map(|(count, dtype)| format!("{} of type {dtype:?}", counted(count, "element")));
                 Err(ParamError::BufferChanged { name, shape, found, expected }.into())
             }
         }

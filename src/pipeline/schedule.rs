@@ -17,6 +17,7 @@
 //! which one rank with accumulation sums them. The lists of operations are those of
 //! `torch.distributed.pipelining.schedules`.
 
+use crate::util::counted;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -130,10 +131,11 @@ impl fmt::Display for ScheduleError {
             }
             Self::MicroBatches { kind, ranks, found } => write!(
                 f,
-                "there are {found} micro batches per step (gradient_accumulation_steps), which pipeline.schedule {} on \
-                 {ranks} ranks cannot divide into {} rounds of equal length; use a multiple of {ranks}",
+                "there {} per step (gradient_accumulation_steps), which pipeline.schedule {} on {ranks} ranks cannot \
+                 divide into {} of equal length; use a multiple of {ranks}",
+                if *found == 1 { "is 1 micro batch".into() } else { format!("are {found} micro batches") },
                 kind.name(),
-                found / ranks
+                counted(found / ranks, "round")
             ),
         }
     }

@@ -3,6 +3,7 @@
 use super::domain::ParameterDomain;
 use super::error::SweepError;
 use super::space::SweepSpace;
+use crate::util::counted;
 
 /// The maximum number of trials.
 const MAX_TRIALS: usize = 10_000;
@@ -207,7 +208,9 @@ impl SweepSettings {
                 "trials",
                 trials,
                 format!(
-                    "the grid has {count} combinations, and all of them are tried; leave trials out, or use another searcher"
+                    "the grid has {}, and {} tried; leave trials out, or use another searcher",
+                    counted(count, "combination"),
+                    if count == 1 { "it is" } else { "all of them are" }
                 ),
             )),
             _ => Ok(count as usize),
@@ -221,7 +224,7 @@ impl SweepSettings {
             false => Err(SweepError::setting(
                 key,
                 found,
-                format!("give at least 1 and fewer than the {steps} steps of a complete trial"),
+                format!("give at least 1 and fewer than the {} of a complete trial", counted(steps, "step")),
             )),
         };
         match self.scheduler {

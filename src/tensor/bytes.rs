@@ -1,6 +1,7 @@
 //! The elements of tensors of any number type as bytes, little-endian as in files.
 
 use super::residency::{storage_on, swap};
+use crate::util::counted;
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, bail};
@@ -137,7 +138,7 @@ pub(crate) fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
     with_number!(tensor.dtype(), T, V => match values {
         V(values) => match values.get(range) {
             Some(values) => Ok(bytemuck::cast_slice::<T, u8>(values).to_vec()),
-            None => bail!("a tensor of shape {:?} holds {} elements", tensor.shape(), values.len()),
+            None => bail!("a tensor of shape {:?} holds {}", tensor.shape(), counted(values.len(), "element")),
         },
         _ => bail!("the elements of a tensor do not match its dtype {:?}", tensor.dtype()),
     }, _ => bail!("the elements of a tensor of {:?} cannot be read", tensor.dtype()))
@@ -170,8 +171,9 @@ pub(crate) fn of_bytes(dtype: DType, bytes: &[u8]) -> Result<CpuStorage> {
 pub(crate) fn set_bytes(tensor: &Tensor, bytes: &[u8]) -> Result<()> {
     if bytes.len() != tensor.elem_count() * tensor.dtype().size_in_bytes() {
         bail!(
-            "{} bytes were given for a tensor of shape {:?} and dtype {:?}",
-            bytes.len(),
+            "{} {} given for a tensor of shape {:?} and dtype {:?}",
+            counted(bytes.len(), "byte"),
+            if bytes.len() == 1 { "was" } else { "were" },
             tensor.shape(),
             tensor.dtype()
         )

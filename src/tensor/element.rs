@@ -3,6 +3,7 @@
 use super::residency::refusal;
 use crate::kernels;
 use crate::precision::Flat;
+use crate::util::counted;
 use candle_core::{CpuStorage, DType, Error, Layout, Result, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 use std::ops::Deref;
@@ -93,7 +94,7 @@ pub(crate) fn elements<'a, E: WithDType>(s: &'a CpuStorage, l: &Layout, op: &'st
     };
     let all = s.as_slice::<E>()?;
     all.get(start..end).ok_or_else(|| {
-        Error::Msg(format!("{op}: the tensor of shape {:?} holds {} elements", l.shape(), all.len())).bt()
+        Error::Msg(format!("{op}: the tensor of shape {:?} holds {}", l.shape(), counted(all.len(), "element"))).bt()
     })
 }
 

@@ -15,13 +15,14 @@
 use crate::comm::Communicator;
 use crate::error::{EngineError, Result};
 use crate::layout::{MeshAxis, RankMesh};
+use crate::util::counted;
 use std::sync::Arc;
 
 /// Returns the error for `ranks` ranks that cannot divide the `count` experts of `layer`.
 pub(crate) fn indivisible(ranks: usize, count: usize, layer: &str) -> EngineError {
     let why = format!(
-        "expert_parallel.autoep_size is {ranks}, which does not divide the {count} experts of {layer}; use a divisor of \
-         {count}"
+        "expert_parallel.autoep_size is {ranks}, which does not divide the {} of {layer}; use a divisor of {count}",
+        counted(count, "expert")
     );
     EngineError::ExpertParallel { why }
 }

@@ -118,7 +118,7 @@ fn what_a_cache_cannot_take_up_is_refused_and_changes_nothing() {
         cache.causal_attention(qkv, heads).unwrap_err().to_string().lines().next().unwrap_or_default().to_string()
     };
     insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 3).unwrap(), 2), @"attention with a cache: 3 positions after 6 exceed the cache's limit of 8");
-    insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 1).unwrap(), 1), @"attention with a cache: it holds 1 x 2 key heads of 4 elements in F32, but the new input has 1 x 1 key heads of 8 elements in F32; each layer and each text needs its own cache");
+    insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 1).unwrap(), 1), @"attention with a cache: it holds 1 x 2 key heads of 4 elements in F32, but the new input has 1 x 1 key head of 8 elements in F32; each layer and each text needs its own cache");
     insta::assert_snapshot!(text(&mut cache, &qkv.narrow(1, 0, 1).unwrap().to_dtype(DType::BF16).unwrap(), 2), @"attention with a cache: it holds 1 x 2 key heads of 4 elements in F32, but the new input has 1 x 2 key heads of 4 elements in BF16; each layer and each text needs its own cache");
     let recorded = Var::from_tensor(&qkv.narrow(1, 6, 1).unwrap()).unwrap();
     insta::assert_snapshot!(text(&mut cache, &recorded, 2), @"attention with a cache has no backward pass, but a graph of its input is being recorded; detach the input, or train with causal_attention or grouped_attention");

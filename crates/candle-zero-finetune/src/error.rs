@@ -99,8 +99,9 @@ pub enum FinetuneError {
     },
     /// A tokenizer with more tokens than the embedding has rows.
     #[error(
-        "the tokenizer has ids up to {last}, but the model's embedding has {rows} rows ({beyond} too few); use the \
-         tokenizer that belongs to the model"
+        "the tokenizer has ids up to {last}, but the model's embedding has {} ({beyond} too few); use the \
+         tokenizer that belongs to the model",
+        candle_zero::util::counted(*rows, "row")
     )]
     TokensBeyondEmbedding {
         /// The largest token id.
@@ -172,7 +173,7 @@ pub enum FinetuneError {
         token: String,
     },
     /// A text that the tokenizer refuses.
-    #[error("the tokenizer cannot encode a text of {bytes} bytes: {reason}")]
+    #[error("the tokenizer cannot encode a text of {}: {reason}", candle_zero::util::counted(*bytes, "byte"))]
     Encode {
         /// The length of the text in bytes.
         bytes: usize,
@@ -253,8 +254,9 @@ pub enum FinetuneError {
     EmptyPrompt,
     /// A prompt that leaves no room for an answer.
     #[error(
-        "the prompt has {tokens} tokens, but the model's context of {ctx} tokens must also hold the answer; give a \
-         shorter prompt"
+        "the prompt has {}, but the model's context of {} must also hold the answer; give a shorter prompt",
+        candle_zero::util::counted(*tokens, "token"),
+        candle_zero::util::counted(*ctx, "token")
     )]
     LongPrompt {
         /// The number of tokens in the prompt.
@@ -322,9 +324,8 @@ pub enum FinetuneError {
     },
     /// A data file with many records that cannot be used.
     #[error(
-        "{skipped} of {} records in {} {} skipped: {why}; correct the data, or give --allow_skipped to learn from the \
-         others",
-        records,
+        "{skipped} of {} in {} {} skipped: {why}; correct the data, or give --allow_skipped to learn from the others",
+        candle_zero::util::counted(*records, "record"),
         path.display(),
         if *skipped == 1 { "is" } else { "are" }
     )]

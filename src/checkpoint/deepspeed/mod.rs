@@ -39,6 +39,7 @@ pub use optim_file::DynamicScaler;
 
 use crate::error::{Error, Result};
 use crate::layout::shard_len;
+use crate::util::counted;
 use model_file::ModelFile;
 use optim_file::{OptimFile, OptimFileGroup};
 use serde_json::{Map, Value as Json};
@@ -247,7 +248,9 @@ impl DeepSpeedCheckpoint {
     /// Reads the elements `range` of one parameter's `state`, as needed by a rank that owns a shard of it.
     pub fn read_range(&self, state: DeepSpeedState, parameter: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let (Some(about), Some(place)) = (self.parameters.get(parameter), self.places.get(parameter)) else {
-            let problem = format!("parameter {parameter} was requested, but there are only {}", self.parameters.len());
+            let count = self.parameters.len();
+            let be = if count == 1 { "is" } else { "are" };
+            let problem = format!("parameter {parameter} was requested, but there {be} only {count}");
             return Err(wrong(&self.folder, problem));
         };
         if range.start > range.end || range.end > about.elements() {
@@ -279,7 +282,9 @@ impl DeepSpeedCheckpoint {
     pub fn read_buffer(&self, index: usize) -> Result<Vec<u8>> {
         let archive = &self.model.archive;
         let Some((_, tensor)) = self.model.buffers.get(index) else {
-            let problem = format!("buffer {index} was requested, but there are only {}", self.buffers.len());
+            let count = self.buffers.len();
+            let be = if count == 1 { "is" } else { "are" };
+            let problem = format!("buffer {index} was requested, but there {be} only {count}");
             return Err(wrong(archive.path(), problem));
         };
         Ok(tensor.kind.as_own(archive.read_bytes(tensor)?))
@@ -319,7 +324,8 @@ impl DeepSpeedCheckpoint {
     fn check_groups(&self, state: DeepSpeedState) -> Result<()> {
         let (shapes, groups) = (self.model.groups.len(), self.ranks[0].groups.len());
         if shapes != groups {
-            let problem = format!("it has {groups} parameter groups, but the model file has {shapes}");
+            let groups = counted(groups, "parameter group");
+            let problem = format!("it has {groups}, but the model file has {shapes}");
             return Err(damaged(self.ranks[0].archive.path(), &problem));
         }
         for (group, parameters) in self.model.groups.iter().enumerate() {
@@ -388,8 +394,8 @@ fn total(parts: &[FlatTensor<'_>]) -> Option<usize> {
 }
 
 fn lengths_differ(state: DeepSpeedState, of: &str, found: Option<usize>, needed: usize) -> String {
-    let found = found.map_or("too many".into(), |n| n.to_string());
-    format!("{} of {of} has {found} elements, but param_shapes needs {needed}", state.name())
+    let found = found.map_or("too many elements".into(), |n| counted(n, "element"));
+    format!("{} of {of} has {found}, but param_shapes needs {needed}", state.name())
 }
 
 /// Reads elements `range` of the concatenated `parts`.

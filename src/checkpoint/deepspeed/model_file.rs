@@ -6,6 +6,7 @@ use super::stored_tensor::{StoredTensor, elements, shape};
 use super::tag_files::wrong;
 use super::torch_archive::{TorchArchive, damaged};
 use crate::error::Result;
+use crate::util::counted;
 use candle_core::DType;
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
@@ -228,8 +229,9 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
     let bytes = buffers.iter().fold(0u64, |sum, (_, tensor)| sum.saturating_add(tensor.bytes()));
     match bytes > archive.stored().saturating_mul(MAX_BUFFER_SHARING) {
         true => Err(format!(
-            "the buffers in module take {bytes} bytes, but the file stores only {} bytes",
-            archive.stored()
+            "the buffers in module take {}, but the file stores only {}",
+            counted(bytes, "byte"),
+            counted(archive.stored(), "byte")
         )),
         false => Ok((buffers, unread)),
     }

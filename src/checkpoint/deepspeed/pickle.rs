@@ -4,6 +4,7 @@
 //! Values live in one list and refer to each other by index, so that shared and recursive values cost nothing and are
 //! freed without recursion.
 
+use crate::util::counted;
 use std::collections::HashMap;
 
 /// The index of a node in its pickle.
@@ -171,7 +172,13 @@ impl PickleMachine<'_> {
     fn slice(&mut self, length: usize) -> Result<&[u8], PickleProblem> {
         let rest = self.bytes.get(self.position..).unwrap_or_default();
         let slice = rest.get(..length).ok_or_else(|| {
-            format!("it ends in the middle of a value ({length} more bytes are needed, {} remain)", rest.len())
+            format!(
+                "it ends in the middle of a value ({} {} needed, {} {})",
+                counted(length, "more byte"),
+                if length == 1 { "is" } else { "are" },
+                rest.len(),
+                if rest.len() == 1 { "remains" } else { "remain" }
+            )
         })?;
         self.position += length;
         Ok(slice)

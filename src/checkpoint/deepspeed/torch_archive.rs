@@ -4,6 +4,7 @@ use super::pickle::{Pickle, PickleProblem};
 use super::stored_tensor::StoredTensor;
 use crate::error::{CheckpointError, Error, Result};
 use crate::files;
+use crate::util::counted;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
@@ -61,7 +62,7 @@ impl TorchArchive {
                 return Err(format!("{name} is compressed or encrypted, which torch.save never does"));
             }
             if start.checked_add(length).is_none_or(|end| end > file_length) {
-                return Err(format!("{name} of {length} bytes extends beyond the end of the file"));
+                return Err(format!("{name} of {} extends beyond the end of the file", counted(length, "byte")));
             }
             storages.insert(key.to_owned(), StorageSpan { start, length });
         }
@@ -100,9 +101,12 @@ impl TorchArchive {
         };
         found().ok_or_else(|| {
             format!(
-                "{place}: elements {} to {} of a tensor of {length} elements that starts at element {start} are not in \
-                 data/{storage}, which has {} bytes",
-                range.start, range.end, entry.length
+                "{place}: elements {} to {} of a tensor of {} that starts at element {start} are not in \
+                 data/{storage}, which has {}",
+                range.start,
+                range.end,
+                counted(*length, "element"),
+                counted(entry.length, "byte")
             )
         })
     }

@@ -28,6 +28,7 @@ use crate::comm::shm::partition::{StridedRanks, by_rank, of_group};
 use crate::comm::stats::counters::ReceivedBytes;
 use crate::comm::wire::format::WireFormat;
 use crate::precision::Flat;
+use crate::util::counted;
 use candle_core::DType;
 use std::ops::Range;
 
@@ -78,8 +79,8 @@ impl HierarchicalCollectives {
         self.0.begin(CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
         assert!(
             input.len().is_multiple_of(self.0.size()),
-            "{} elements cannot form {} equal chunks",
-            input.len(),
+            "{} cannot form {} equal chunks",
+            counted(input.len(), "element"),
             self.0.size()
         );
         let chunk = input.len() / self.0.size();

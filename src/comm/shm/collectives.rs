@@ -10,6 +10,7 @@ use crate::comm::wire::format::WireFormat;
 use crate::error::CommError;
 use crate::kernels::simd::{SimdLoop, level};
 use crate::precision::{Flat, FlatMut, FlatRef, cast};
+use crate::util::counted;
 use candle_core::DType;
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -32,7 +33,12 @@ pub(in crate::comm) fn reduce_scatter(
     tag: u64,
 ) -> Result<Flat> {
     ex.begin(CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
-    assert!(input.len().is_multiple_of(ex.size()), "{} elements cannot form {} equal chunks", input.len(), ex.size());
+    assert!(
+        input.len().is_multiple_of(ex.size()),
+        "{} cannot form {} equal chunks",
+        counted(input.len(), "element"),
+        ex.size()
+    );
     let chunk = input.len() / ex.size();
     let (wire, step) = piece_of(ex.size(), wire, input.dtype());
     for range in pieces(chunk, step) {
@@ -57,7 +63,7 @@ pub(in crate::comm) fn all_gather_within(
     tag: u64,
 ) -> Result<Flat> {
     ex.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
-    assert!(ex.size().is_multiple_of(ranks), "{} ranks cannot form groups of {ranks}", ex.size());
+    assert!(ex.size().is_multiple_of(ranks), "{} cannot form groups of {ranks}", counted(ex.size(), "rank"));
     gather_of(ex, wire, StridedRanks::neighbours(ex.rank(), ranks), shard)
 }
 
@@ -70,7 +76,7 @@ pub(in crate::comm) fn reduce_to_groups(
     mut input: Flat,
     tag: u64,
 ) -> Result<Flat> {
-    assert!(ex.size().is_multiple_of(ranks), "{} ranks cannot form groups of {ranks}", ex.size());
+    assert!(ex.size().is_multiple_of(ranks), "{} cannot form groups of {ranks}", counted(ex.size(), "rank"));
     by_rank(&mut input, ranks, ex.size());
     let sum = reduce_scatter(ex, wire, input, tag)?;
     // Every group must have the same sums, so they are sent without quantization.

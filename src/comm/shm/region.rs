@@ -20,6 +20,7 @@
 //! define the order in which words are written and read.
 
 use crate::error::{CommError, Error, Result};
+use crate::util::counted;
 use memmap2::{MmapOptions, MmapRaw};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -113,7 +114,8 @@ impl SharedMemoryRegion {
         let stat = rustix::fs::fstat(borrowed).map_err(|e| foreign(format!("a closed descriptor ({e})")))?;
         let bytes = Self::file_bytes(world_size);
         if stat.st_size as u64 != bytes {
-            return Err(foreign(format!("{} bytes instead of the {bytes} bytes of {world_size} ranks", stat.st_size)));
+            let (found, ranks) = (counted(stat.st_size, "byte"), counted(world_size, "rank"));
+            return Err(foreign(format!("{found} instead of the {bytes} bytes of {ranks}")));
         }
         // SAFETY: the launcher passed the descriptor to this process for this purpose, and `comm::from_env`, the only
         // caller, does not get here again once it has succeeded. Nothing else in this process owns it.
@@ -332,7 +334,7 @@ impl SharedMemoryRegion {
 
     fn seat_offset(&self, seat: usize) -> usize {
         let (channel, rank) = (seat / self.world_size, seat % self.world_size);
-        assert!(channel < CHANNELS, "seat {seat} of {} ranks", self.world_size);
+        assert!(channel < CHANNELS, "seat {seat} of {}", counted(self.world_size, "rank"));
         self.block(rank) + SEATS + channel * SEAT
     }
 

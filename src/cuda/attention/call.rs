@@ -4,6 +4,7 @@ use super::element::AttentionElement;
 use super::tile_launch::{self, TileLaunch, TileLaunches};
 use crate::cuda::kernel_module::KernelFunction;
 use crate::kernels::attention::{AttentionRule, AttentionShape, SequenceSpan};
+use crate::util::counted;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaView, DevicePtr, DeviceRepr, LaunchArgs, PushKernelArg,
 };
@@ -75,7 +76,11 @@ impl<'a> AttentionCall<'a> {
         let [q, k, v] = rows;
         for (rows, heads) in [(q, h.heads), (k, h.kv_heads), (v, h.kv_heads)] {
             let end = (h.batch * h.time - 1) * rows.stride + heads * h.head;
-            assert!(end <= rows.values.len() && heads * h.head <= rows.stride, "{h:?}: {} elements", rows.values.len());
+            assert!(
+                end <= rows.values.len() && heads * h.head <= rows.stride,
+                "{h:?}: {}",
+                counted(rows.values.len(), "element")
+            );
         }
         let stream = device.cuda_stream();
         let piece = 16 / size_of::<E>();

@@ -17,6 +17,7 @@ use crate::kernels::mac_count;
 use crate::kernels::math::{exp, tanh};
 use crate::kernels::parallel::{for_each_part, for_each_part_here};
 use crate::kernels::row_reduce::{maximum, reduce};
+use crate::util::counted;
 
 /// The number of queries whose scores are computed with a key while it is in the processor's cache.
 const QUERIES: usize = 8;
@@ -99,9 +100,9 @@ pub fn forward_cached<E: Element>(
     h.check(out.len(), h.batch * h.heads * h.time);
     assert!(
         cached.capacity.is_multiple_of(BLOCK) && cached.before + h.time <= cached.capacity,
-        "{} cached and {} new positions exceed the cache's capacity of {}, or it is not a multiple of {BLOCK}",
+        "{} cached and {} exceed the cache's capacity of {}, or it is not a multiple of {BLOCK}",
         cached.before,
-        h.time,
+        counted(h.time, "new position"),
         cached.capacity
     );
     if out.is_empty() {

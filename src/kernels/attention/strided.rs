@@ -3,6 +3,7 @@
 use super::AttentionShape;
 use super::rule::SequenceSpan;
 use crate::kernels::parallel::DisjointParts;
+use crate::util::counted;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -84,7 +85,11 @@ impl<'a, E> MultiHeadRowsMut<'a, E> {
     /// Panics if ranges overlap or exceed the row.
     pub fn columns<const N: usize>(data: &'a mut [E], row_stride: usize, ranges: [Range<usize>; N]) -> [Self; N] {
         for (i, range) in ranges.iter().enumerate() {
-            assert!(range.start <= range.end && range.end <= row_stride, "{range:?} exceeds {row_stride} columns");
+            assert!(
+                range.start <= range.end && range.end <= row_stride,
+                "{range:?} exceeds {}",
+                counted(row_stride, "column")
+            );
             for other in &ranges[..i] {
                 assert!(range.end <= other.start || other.end <= range.start, "{other:?} and {range:?} overlap");
             }
@@ -99,12 +104,22 @@ impl<'a, E> MultiHeadRowsMut<'a, E> {
     pub(super) fn by_head(self, batch: usize, time: usize, heads: usize, head: usize) -> RowsByHeadMut<'a, E> {
         assert!(
             heads * head <= self.columns.len(),
-            "{heads} heads of {head} do not fit into columns {:?}",
+            "{} of {head} {} not fit into columns {:?}",
+            counted(heads, "head"),
+            if heads == 1 { "does" } else { "do" },
             self.columns
         );
         let rows = batch * time;
         let end = rows.checked_sub(1).map_or(0, |last| last * self.row_stride + self.columns.start + heads * head);
-        assert!(end <= self.len, "{rows} rows need {end} elements, but there are only {}", self.len);
+        assert!(
+            end <= self.len,
+            "{} {} {}, but there {} only {}",
+            counted(rows, "row"),
+            if rows == 1 { "needs" } else { "need" },
+            counted(end, "element"),
+            if self.len == 1 { "is" } else { "are" },
+            self.len
+        );
         RowsByHeadMut { rows: self, batch, time, heads, head }
     }
 }
@@ -141,14 +156,22 @@ impl<'a, E> RowsByHeadMut<'a, E> {
         let all = self.batch * self.time;
         assert!(
             span.first + span.len <= all && head + n <= self.heads,
-            "{span:?} or head {head} is outside {} heads of {all} positions",
-            self.heads
+            "{span:?} or head {head} is outside {} of {}",
+            counted(self.heads, "head"),
+            counted(all, "position")
         );
         let start = span.first * self.rows.row_stride + self.rows.columns.start + head * self.head;
         // SAFETY: `by_head` checked that every head of every row is within the data.
         let data = unsafe { self.rows.data.add(start) };
         HeadRowsMut { data, row_stride: self.rows.row_stride, time: span.len, head: n * self.head, slice: PhantomData }
     }
+}
+
+/// Panics because position `t` is not one of a view's `time` positions.
+#[cold]
+#[inline(never)]
+fn position_outside(t: usize, time: usize) -> ! {
+    panic!("position {t} is outside the {}", counted(time, "position"))
 }
 
 /// The vectors of one head at some positions, for writing.
@@ -165,7 +188,7 @@ impl<E> HeadRowsMut<'_, E> {
     #[inline(always)]
     pub(super) fn row(&mut self, t: usize) -> &mut [E] {
         let time = self.time;
-        self.row_if(t).unwrap_or_else(|| panic!("position {t} is outside the {time} positions"))
+        self.row_if(t).unwrap_or_else(|| position_outside(t, time))
     }
 
     /// Returns the vector of position t if it exists.

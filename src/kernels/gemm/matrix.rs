@@ -1,5 +1,6 @@
 //! Views of matrices inside slices.
 
+use crate::util::counted;
 use std::marker::PhantomData;
 
 /// A matrix inside a slice. Element (i, j) is at `i * row_stride + j * col_stride`, and one of the strides is 1.
@@ -104,7 +105,12 @@ impl<'a, E> MatrixMut<'a, E> {
     /// # Panics
     /// Panics if the matrix has fewer than `col` columns.
     pub fn split_columns(self, col: usize) -> (Self, Self) {
-        assert!(col <= self.cols, "there are only {} columns", self.cols);
+        assert!(
+            col <= self.cols,
+            "there {} only {}",
+            if self.cols == 1 { "is" } else { "are" },
+            counted(self.cols, "column")
+        );
         let second = Self { data: self.data.wrapping_add(col), cols: self.cols - col, ..self };
         (Self { cols: col, ..self }, second)
     }

@@ -3,6 +3,7 @@
 use super::*;
 use crate::kernels::simd::InstructionSet;
 use crate::kernels::{case_step, math};
+use crate::util::counted;
 use half::{bf16, f16};
 
 fn numbers<E: Element>(n: usize, seed: u32) -> Vec<E> {
@@ -324,7 +325,12 @@ fn check_rows<E: Element>() {
                 let all = product(200);
                 let (counts, step) = ([1, 2, 3, 4, 5, 16, 17, 24, 31, 32, 48, 65, 90, 96, 129], case_step());
                 for rows in counts.into_iter().skip((index + usize::from(transposed)) % step).step_by(step) {
-                    assert!(product(rows) == all[..rows * n], "{method:?}: {rows} rows, {n} columns, inner {k}");
+                    assert!(
+                        product(rows) == all[..rows * n],
+                        "{method:?}: {}, {}, inner {k}",
+                        counted(rows, "row"),
+                        counted(n, "column")
+                    );
                 }
             }
         }
@@ -403,7 +409,7 @@ fn check_grouped<E: Element, C: Element>(layouts: &[usize]) {
                 let want = grouped::<E, C>(method, *layout, (n, k), false);
                 for threads in [1, 3] {
                     let got = pool(threads).install(|| grouped::<E, C>(method, *layout, (n, k), true));
-                    assert!(got == want, "{method:?} {n}x{k} {layout}, {threads} threads");
+                    assert!(got == want, "{method:?} {n}x{k} {layout}, {}", counted(threads, "thread"));
                 }
             }
         }

@@ -7,6 +7,7 @@ use crate::kernels::element::ElementDtype;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, Product, gemm_grouped};
 use crate::nn::WeightLayout;
 use crate::tensor::element::TensorElement;
+use crate::util::counted;
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
@@ -39,13 +40,14 @@ impl ExpertAdapter {
         let is_whole = rows > 0 && rows.is_multiple_of(sizes.experts);
         if !is_whole || columns != rows || inputs != sizes.inputs || outputs != sizes.outputs() {
             bail!(
-                "experts: the adapter's matrices have shapes {:?} and {:?}; {} experts of {} inputs and {} outputs need \
+                "experts: the adapter's matrices have shapes {:?} and {:?}; {} of {} and {} {} \
                  [{} r, {}] and [{}, {} r]",
                 self.a.dims(),
                 self.b.dims(),
-                sizes.experts,
-                sizes.inputs,
-                sizes.outputs(),
+                counted(sizes.experts, "expert"),
+                counted(sizes.inputs, "input"),
+                counted(sizes.outputs(), "output"),
+                if sizes.experts == 1 { "needs" } else { "need" },
                 sizes.experts,
                 sizes.inputs,
                 sizes.outputs(),

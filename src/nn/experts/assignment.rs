@@ -1,6 +1,7 @@
 //! The rows of each expert, as ranges of slots.
 
 use crate::kernels::experts::RowSlots;
+use crate::util::counted;
 use candle_core::{Result, bail};
 use std::ops::Range;
 
@@ -46,13 +47,15 @@ impl ExpertAssignment {
     /// The errors of [`ExpertAssignment::new`]; a range that ends after the last expert.
     pub fn of_range(choices: &[u32], k: usize, experts: usize, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > experts {
-            bail!("experts: the range {range:?} is not within the {experts} experts")
+            bail!("experts: the range {range:?} is not within the {}", counted(experts, "expert"))
         }
         if k == 0 || !choices.len().is_multiple_of(k) || u32::try_from(choices.len()).is_err() {
             bail!(
-                "experts: there are {} choices for {k} experts per row; the number of choices must be a multiple of \
+                "experts: there {} {} for {} per row; the number of choices must be a multiple of \
                  the number of experts per row, and at most {}",
-                choices.len(),
+                if choices.len() == 1 { "is" } else { "are" },
+                counted(choices.len(), "choice"),
+                counted(k, "expert"),
                 u32::MAX
             )
         }
@@ -60,7 +63,11 @@ impl ExpertAssignment {
         for (i, expert) in choices.iter().enumerate() {
             let expert = *expert as usize;
             if expert >= experts {
-                bail!("experts: row {} chooses expert {expert}; there are only {experts}, numbered from 0", i / k)
+                bail!(
+                    "experts: row {} chooses expert {expert}; there {} only {experts}, numbered from 0",
+                    i / k,
+                    if experts == 1 { "is" } else { "are" }
+                )
             }
             if range.contains(&expert) {
                 starts[expert - range.start + 1] += 1;

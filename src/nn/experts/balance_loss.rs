@@ -8,6 +8,7 @@ use crate::kernels::routing::softmax;
 use crate::nn::composed;
 use crate::nn::in_f32::{has_kernels, with_grad};
 use crate::tensor::element::with_element;
+use crate::util;
 use crate::zero::gather::unit::link_under_construction;
 use crate::zero::rank_core::EngineLink;
 use candle_core::{CpuStorage, Result, Tensor, bail};
@@ -70,12 +71,14 @@ fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) ->
         let sizes = [layer.assignment().rows(), layer.assignment().experts(), layer.experts_per_row()];
         if sizes != [rows, experts, k] || layer.logits().dtype() != first.logits().dtype() {
             bail!(
-                "{NAME}: layer {i} has {} rows, {} experts, {} of them for each row, and logits in {:?}; layer 0 has \
-                 {rows} rows, {experts} experts, {k} of them for each row, and logits in {:?}; all must be equal",
-                sizes[0],
-                sizes[1],
+                "{NAME}: layer {i} has {}, {}, {} of them for each row, and logits in {:?}; layer 0 has {}, {}, {k} of \
+                 them for each row, and logits in {:?}; all must be equal",
+                util::counted(sizes[0], "row"),
+                util::counted(sizes[1], "expert"),
                 sizes[2],
                 layer.logits().dtype(),
+                util::counted(rows, "row"),
+                util::counted(experts, "expert"),
                 first.logits().dtype()
             )
         }
@@ -83,7 +86,12 @@ fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) ->
     if let Some(counts) = counts
         && counts.len() != rows
     {
-        bail!("{NAME}: the mask has {} elements; there are {rows} rows", counts.len())
+        bail!(
+            "{NAME}: the mask has {}; there {} {}",
+            util::counted(counts.len(), "element"),
+            if rows == 1 { "is" } else { "are" },
+            util::counted(rows, "row")
+        )
     }
     let counted = counts.map_or(rows, |counts| counts.iter().filter(|counts| **counts).count());
     let does_count = |row: usize| counts.is_none_or(|counts| counts[row]);
@@ -104,7 +112,10 @@ fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) ->
         }
     }
     if numbers[0] == 0.0 {
-        bail!("{NAME}: none of the {rows} rows counts; leave out micro batches that contain only padding")
+        bail!(
+            "{NAME}: none of the {} counts; leave out micro batches that contain only padding",
+            util::counted(rows, "row")
+        )
     }
     let n = numbers[0] * layers.len() as f64;
     // The factors of the sums of probabilities.

@@ -8,6 +8,7 @@ use super::{ExpertAssignment, ExpertProjection, Routing, combine_experts, expert
 use crate::graph::{InputGradSink, OpInputs, SavedTensor};
 use crate::kernels::{buffer, gate_up};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
+use crate::util::counted;
 use crate::zero::{RoutedPass, RoutedUnits};
 use candle_core::{Device, Result, Shape, Tensor, bail};
 use std::sync::Arc;
@@ -53,10 +54,12 @@ impl ExpertMlp {
         let ((_, both), (width, _)) = (gate_up.widths(), down.widths());
         if gate_up.experts() != down.experts() || both != 2 * width {
             bail!(
-                "experts: gate and up of {} experts have {both} outputs, and down of {} experts has {width} inputs; \
+                "experts: gate and up of {} have {}, and down of {} has {}; \
                  the numbers of experts must be equal, and there must be {} outputs",
-                gate_up.experts(),
-                down.experts(),
+                counted(gate_up.experts(), "expert"),
+                counted(both, "output"),
+                counted(down.experts(), "expert"),
+                counted(width, "input"),
                 2 * width
             )
         }
@@ -74,9 +77,9 @@ impl ExpertMlp {
     pub fn with_units(self, units: RoutedUnits) -> Result<Self> {
         if units.len() != self.experts() {
             bail!(
-                "experts: the MLP has {} experts, but {} units; build one unit for each expert",
-                self.experts(),
-                units.len()
+                "experts: the MLP has {}, but {}; build one unit for each expert",
+                counted(self.experts(), "expert"),
+                counted(units.len(), "unit")
             )
         }
         Ok(Self { units: Some(units), ..self })
@@ -94,7 +97,8 @@ impl ExpertMlp {
     pub fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
         let assignment = routing.assignment();
         if assignment.experts() != self.experts() {
-            bail!("experts: the router chose among {} experts; the MLP has {}", assignment.experts(), self.experts())
+            let (among, experts) = (counted(assignment.experts(), "expert"), self.experts());
+            bail!("experts: the router chose among {among}; the MLP has {experts}")
         }
         let mut shape = x.dims().to_vec();
         if let Some(last) = shape.last_mut() {
@@ -149,7 +153,11 @@ impl ExpertMlp {
     ) -> Result<Tensor> {
         let (slots, inputs, outputs) = (assignment.slots(), self.gate_up.widths().0, self.down.widths().1);
         if x.dims() != [slots, inputs] {
-            bail!("experts: the rows of {slots} slots have shape {:?}; gate and up need [{slots}, {inputs}]", x.dims())
+            bail!(
+                "experts: the rows of {} have shape {:?}; gate and up need [{slots}, {inputs}]",
+                counted(slots, "slot"),
+                x.dims()
+            )
         }
         let x = x.contiguous()?;
         let mut op = OpInputs::of([Some(&x)])?;

@@ -10,6 +10,7 @@ use crate::kernels::buffer;
 use crate::nn::in_f32::has_kernels;
 use crate::nn::{WeightLayout, autocast, composed, linear, lora};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
+use crate::util::counted;
 use candle_core::{Result, Tensor, bail};
 use std::sync::Arc;
 
@@ -53,32 +54,34 @@ impl ExpertProjection {
             sizes.columns.push(first..first + outputs);
             if (weight.experts(), inputs) != (sizes.experts, sizes.inputs) || weight.dtype() != weights[0].dtype() {
                 bail!(
-                    "experts: a weight of {} experts with {inputs} inputs and dtype {:?} is joined to one of {} experts with \
-                     {} inputs and dtype {:?}; these must be equal",
-                    weight.experts(),
+                    "experts: a weight of {} with {} and dtype {:?} is joined to one of {} with {} and dtype {:?}; \
+                     these must be equal",
+                    counted(weight.experts(), "expert"),
+                    counted(inputs, "input"),
                     weight.tensors()[0].dtype(),
-                    sizes.experts,
-                    sizes.inputs,
+                    counted(sizes.experts, "expert"),
+                    counted(sizes.inputs, "input"),
                     weights[0].tensors()[0].dtype()
                 )
             }
         }
         if weights.is_empty() || (!biases.is_empty() && biases.len() != weights.len()) {
             bail!(
-                "experts: a projection has {} weights and {} biases; there must be at least one weight, and either a \
-                 bias for each weight or no bias",
-                weights.len(),
-                biases.len()
+                "experts: a projection has {} and {} {}; there must be at least one weight, and either a bias for each \
+                 weight or no bias",
+                counted(weights.len(), "weight"),
+                biases.len(),
+                if biases.len() == 1 { "bias" } else { "biases" }
             )
         }
         for (bias, columns) in biases.iter().zip(&sizes.columns) {
             bias.check(1, "bias")?;
             if bias.experts() != sizes.experts || bias.dims() != [columns.len()] {
                 bail!(
-                    "experts: the biases of {} experts have shape {:?}; the weights of {} experts require [{}]",
-                    bias.experts(),
+                    "experts: the biases of {} have shape {:?}; the weights of {} require [{}]",
+                    counted(bias.experts(), "expert"),
                     bias.dims(),
-                    sizes.experts,
+                    counted(sizes.experts, "expert"),
                     columns.len()
                 )
             }
@@ -117,12 +120,12 @@ impl ExpertProjection {
     pub fn forward(&self, x: &Tensor, assignment: &Arc<ExpertAssignment>) -> Result<Tensor> {
         if x.dims() != [assignment.slots(), self.sizes.inputs] || assignment.experts() != self.sizes.experts {
             bail!(
-                "experts: the input has shape {:?} and the assignment has {} experts; for {} slots, a projection of {} \
-                 experts needs an input of shape [{}, {}] and an assignment of as many experts",
+                "experts: the input has shape {:?} and the assignment has {}; for {}, a projection of {} needs an \
+                 input of shape [{}, {}] and an assignment of as many experts",
                 x.dims(),
-                assignment.experts(),
-                assignment.slots(),
-                self.sizes.experts,
+                counted(assignment.experts(), "expert"),
+                counted(assignment.slots(), "slot"),
+                counted(self.sizes.experts, "expert"),
                 assignment.slots(),
                 self.sizes.inputs
             )

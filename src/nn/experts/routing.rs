@@ -9,6 +9,7 @@ use crate::kernels::{buffer, parallel};
 use crate::nn::composed;
 use crate::nn::in_f32::has_kernels;
 use crate::tensor::element::{TensorElement, with_element, with_elements};
+use crate::util::counted;
 use candle_core::{DType, Result, Tensor, bail};
 use std::sync::Arc;
 
@@ -77,8 +78,9 @@ pub(super) fn choose(logits: &Tensor, options: RouterOptions) -> Result<(Arc<Vec
     }
     if k == 0 || k > experts {
         bail!(
-            "router: {k} of {experts} experts cannot be chosen for each row (the logits have shape {:?}); choose between 1 \
-             and {experts}",
+            "router: {k} of {} cannot be chosen for each row (the logits have shape {:?}); choose between 1 and \
+             {experts}",
+            counted(experts, "expert"),
             logits.dims()
         )
     }

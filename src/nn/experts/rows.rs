@@ -9,6 +9,7 @@ use crate::nn::composed;
 use crate::nn::f32_parameters::with_wide;
 use crate::nn::in_f32::has_kernels;
 use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
+use crate::util::counted;
 use candle_core::{Device, Result, Shape, Tensor, bail};
 use std::sync::Arc;
 
@@ -70,11 +71,14 @@ pub fn combine_experts(
     let largest = assignment.choice_of_slots().iter().max().map_or(0, |choice| *choice as usize + 1);
     if slots != assignment.slots() || weights.elem_count() < largest || shape.elem_count() != rows * width {
         bail!(
-            "{NAME}: y has the shape [{slots}, {width}], the weights {:?}, and the result {:?}; y must have {} slots, \
-             the weights at least {largest} elements, and the result {rows} rows of {width} elements",
+            "{NAME}: y has the shape [{slots}, {width}], the weights {:?}, and the result {:?}; y must have {}, the \
+             weights at least {}, and the result {} of {}",
             weights.dims(),
             shape.dims(),
-            assignment.slots()
+            counted(assignment.slots(), "slot"),
+            counted(largest, "element"),
+            counted(rows, "row"),
+            counted(width, "element")
         )
     }
     if !has_kernels(y) {
@@ -161,7 +165,11 @@ pub fn add_gated(onto: &Tensor, gate: &Tensor, x: &Tensor) -> Result<Tensor> {
 /// Checks that `x` has the rows of the assignment.
 fn check_rows(name: &str, x: &Tensor, width: usize, assignment: &ExpertAssignment) -> Result<()> {
     if x.rank() == 0 || x.elem_count() != assignment.rows() * width {
-        bail!("{name}: the input has shape {:?}; the router chose experts for {} rows", x.dims(), assignment.rows())
+        bail!(
+            "{name}: the input has shape {:?}; the router chose experts for {}",
+            x.dims(),
+            counted(assignment.rows(), "row")
+        )
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use crate::graph::{InputGradSink, OpInputs};
 use crate::tensor::element::{TensorElement, with_each};
+use crate::util::counted;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -65,9 +66,9 @@ impl ExpertTensors {
         let (dims, dtype) = (self.dims(), self.dtype());
         if self.experts() == 0 || dims.len() != rank {
             bail!(
-                "experts: the {what} of each of {} experts has shape {dims:?}; there must be at least one expert, and a {} \
-                 for each",
-                self.experts(),
+                "experts: the {what} of each of {} has shape {dims:?}; there must be at least one expert, and a {} for \
+                 each",
+                counted(self.experts(), "expert"),
                 if rank == 1 { "vector" } else { "matrix" }
             )
         }

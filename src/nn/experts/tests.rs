@@ -6,6 +6,7 @@ use super::*;
 use crate::error::without_backtrace;
 use crate::nn::lora::tests::{differentiated, distance, tensor};
 use crate::nn::{Linear, WeightLayout, add, composed, linear, without_adapters};
+use crate::util::counted;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::Module;
 use std::sync::Arc;
@@ -496,7 +497,7 @@ fn rows_of_an_expert_have_the_same_bits_whatever_the_others_choose() {
         let alone = run(0);
         assert!(alone.iter().all(|values| values.iter().any(|x| *x != 0.0)));
         for before in [1, 100, 300] {
-            assert!(run(before) == alone, "{dtype:?}, {before} rows before");
+            assert!(run(before) == alone, "{dtype:?}, {} before", counted(before, "row"));
         }
     }
 }

@@ -16,6 +16,7 @@ use crate::kernels::experts::{RowSlots, sum_slots};
 use crate::nn::f32_parameters::with_wide;
 use crate::precision::Flat;
 use crate::tensor::element::{TensorElement, with_element, with_elements};
+use crate::util::counted;
 use crate::zero::{RowContent, RowExchange};
 use candle_core::{Result, Shape, Tensor, Var, bail};
 use std::sync::Arc;
@@ -64,7 +65,7 @@ impl RowRoutes {
         let width = x.dims().last().copied().unwrap_or(0);
         let own = routing.assignment().rows();
         if x.elem_count() != own * width || width == 0 {
-            bail!("{NAME}: the input has shape {:?}; the router chose experts for {own} rows", x.dims())
+            bail!("{NAME}: the input has shape {:?}; the router chose experts for {}", x.dims(), counted(own, "row"))
         }
         if experts > MAX_EXPERTS {
             bail!("{NAME}: {experts} experts are divided among ranks; at most {MAX_EXPERTS} can be")

@@ -4,7 +4,7 @@ use super::routed_units::RoutedUnits;
 use crate::comm::Communicator;
 use crate::error::{CommError, Result};
 use crate::precision::Flat;
-use crate::util::fnv1a;
+use crate::util::{counted, fnv1a};
 use crate::zero::check::gradient_check_state::count_collective_step;
 use crate::zero::rank_core::EngineLink;
 use std::ops::Range;
@@ -92,9 +92,12 @@ impl RowExchange {
                 let numbers = &all[rank];
                 if numbers[..2] != [choices as f64, width as f64] {
                     return Err(CommError::other(format!(
-                        "rank {rank} sends rows of {} elements with {} experts each, but this rank has rows of {width} \
-                         elements with {choices} experts; all ranks must run the same layer",
-                        numbers[1], numbers[0]
+                        "rank {rank} sends rows of {} with {} each, but this rank has rows of {} with {}; all ranks \
+                         must run the same layer",
+                        counted(numbers[1], "element"),
+                        counted(numbers[0], "expert"),
+                        counted(width, "element"),
+                        counted(choices, "expert")
                     )));
                 }
                 let number = numbers[2 + self.rank];

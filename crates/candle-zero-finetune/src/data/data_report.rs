@@ -229,12 +229,15 @@ impl fmt::Display for DataReport {
         let (samples, made) = if self.pairs { (self.samples / 2, "pair") } else { (self.samples, "sample") };
         write!(
             f,
-            "{}: {}, {}, {}, {} of them targets{cached}",
+            "{}: {}, {}, {}, {}{cached}",
             forms.join(", "),
             counted(self.records, "record"),
             counted(samples, made),
             counted(self.tokens, "token"),
-            self.targets
+            match self.targets {
+                1 => "1 of them a target".to_string(),
+                targets => format!("{targets} of them targets"),
+            }
         )
     }
 }

@@ -16,7 +16,7 @@ use crate::error::FinetuneError;
 use crate::error::{Error, Result};
 use candle_zero::files;
 use candle_zero::untrusted_work::{SandboxSubject, within};
-use candle_zero::util::list;
+use candle_zero::util::{counted, list};
 use minijinja::value::Value;
 use parquet::basic::{Compression, ConvertedType, LogicalType, Repetition, Type as Physical};
 use parquet::errors::ParquetError;
@@ -278,8 +278,9 @@ fn check_groups(metadata: &ParquetMetaData, columns: &SchemaDescriptor) -> Resul
             // A row has a value in each column, which may be null.
             if rows < 0 || column.num_values() < rows {
                 return Err(format!(
-                    "its footer is damaged ({rows} rows with {} values of {path}); fetch or write it again",
-                    column.num_values()
+                    "its footer is damaged ({} with {} of {path}); fetch or write it again",
+                    counted(rows, "row"),
+                    counted(column.num_values(), "value")
                 ));
             }
         }

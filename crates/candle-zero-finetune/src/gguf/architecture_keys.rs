@@ -3,6 +3,7 @@
 use super::weights::GgufFile;
 use crate::error::Result;
 use candle_core::quantized::gguf_file::Value;
+use candle_zero::util::counted;
 
 /// The metadata keys of an architecture.
 pub(super) struct ArchitectureKeys<'a> {
@@ -17,7 +18,7 @@ impl<'a> ArchitectureKeys<'a> {
 
     pub fn refuse(&self, key: &str, allowed: impl ToString) -> candle_zero::Error {
         let found = self.get(key).map_or("absent".to_owned(), |value| match value {
-            Value::Array(values) => format!("a list of {} values", values.len()),
+            Value::Array(values) => format!("a list of {}", counted(values.len(), "value")),
             Value::String(text) => format!("{text:?}"),
             // The number in the parentheses after the type name.
             value => format!("{value:?}").split(['(', ')']).nth(1).unwrap_or_default().to_owned(),

@@ -3,6 +3,7 @@
 use super::architectures::{GPT_OSS, GgufArchitecture, PositionRule, Presence, ScaleRule, Tying, WindowRule};
 use candle_zero::models::{DecoderConfig, RotaryConfig, RotaryScaling};
 use candle_zero::nn::{Activation, ExpertGate, RouterOrder};
+use candle_zero::util::counted;
 
 impl GgufArchitecture {
     /// Returns why llama.cpp would compute different results with a model, or `None` if it would not.
@@ -115,7 +116,7 @@ impl GgufArchitecture {
                 let scalar = config.query_scale.map_or(config.head_dim as f64, |scale| scale.powi(-2));
                 if (scalar / assumed - 1.0).abs() > 1e-6 {
                     let scalar = (scalar * 1e6).round() / 1e6;
-                    let why = format!("{assumed} for a model with {} blocks", config.blocks.len());
+                    let why = format!("{assumed} for a model with {}", counted(config.blocks.len(), "block"));
                     return Some(self.assumes("query_pre_attn_scalar", scalar, why));
                 }
                 match has_caps {

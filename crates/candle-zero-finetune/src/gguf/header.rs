@@ -4,6 +4,7 @@
 
 use super::formats::TensorFormat;
 use candle_core::quantized::gguf_file::Value;
+use candle_zero::util::counted;
 use std::collections::HashMap;
 
 /// The header of a file.
@@ -60,8 +61,8 @@ impl GgufHeader {
             let note = if VERSIONS.contains(&version.swap_bytes()) { " (the file is big-endian)" } else { "" };
             return Err(format!("its version is {version}{note}, but must be 2 or 3"));
         }
-        let tensor_count = bytes.count("tensors", MIN_TENSOR_BYTES)?;
-        let key_count = bytes.count("metadata keys", MIN_KEY_BYTES)?;
+        let tensor_count = bytes.count("tensor", "", MIN_TENSOR_BYTES)?;
+        let key_count = bytes.count("metadata key", "", MIN_KEY_BYTES)?;
         let mut metadata = HashMap::new();
         for _ in 0..key_count {
             let key = bytes.name("a metadata key")?;
@@ -123,8 +124,10 @@ impl<'a> HeaderBytes<'a> {
         let (left, total) = (self.left(), self.file.len());
         if len > left {
             return Err(format!(
-                "{what} takes {len} bytes, but only {left} of the file's {total} bytes are left: the file is truncated \
-                 or damaged"
+                "{what} takes {}, but only {left} of the file's {} {} left: the file is truncated or damaged",
+                counted(len, "byte"),
+                counted(total, "byte"),
+                if left == 1 { "is" } else { "are" }
             ));
         }
         let bytes = &self.file[self.at..self.at + len];
@@ -146,22 +149,23 @@ impl<'a> HeaderBytes<'a> {
         self.array(what).map(u64::from_le_bytes)
     }
 
-    /// Reads a number of items, each of which takes at least `least` bytes.
-    fn count(&mut self, what: &str, least: usize) -> Result<usize, String> {
-        let count = self.u64(&format!("the number of {what}"))?;
+    /// Reads a number of items in `place`, each of which takes at least `least` bytes.
+    fn count(&mut self, item: &str, place: &str, least: usize) -> Result<usize, String> {
+        let count = self.u64(&format!("the number of {item}s{place}"))?;
         let most = self.left() / least;
         match usize::try_from(count).ok().filter(|count| *count <= most) {
             Some(count) => Ok(count),
             None => Err(format!(
-                "it has {count} {what}, but the {} bytes that are left hold at most {most}: the file is truncated or \
-                 damaged",
-                self.left()
+                "it has {}{place}, but the {} that {} at most {most}: the file is truncated or damaged",
+                counted(count, item),
+                counted(self.left(), "byte"),
+                if self.left() == 1 { "is left holds" } else { "are left hold" }
             )),
         }
     }
 
     fn text(&mut self, what: &str) -> Result<String, String> {
-        let len = self.count(&format!("bytes in {what}"), 1)?;
+        let len = self.count("byte", &format!(" in {what}"), 1)?;
         let bytes = self.take(len, what)?;
         // Some tokens are not valid UTF-8, and some writers end strings with zeros.
         Ok(String::from_utf8_lossy(bytes).trim_end_matches('\0').to_owned())
@@ -217,7 +221,7 @@ impl<'a> HeaderBytes<'a> {
             9 => 12,
             other => return Err(format!("{key} has values of type {other}, but must have a type from 0 to 12")),
         };
-        let len = self.count(&format!("values in {key}"), least)?;
+        let len = self.count("value", &format!(" in {key}"), least)?;
         self.array_elements = self.array_elements.saturating_add(len);
         if self.array_elements > MAX_ARRAY_ELEMENTS {
             return Err(format!(

@@ -11,6 +11,7 @@ use super::writer::GgufValue;
 use crate::chat::tokenizer_files::TokenizerFiles;
 use crate::error::Result;
 use candle_core::quantized::gguf_file::Value;
+use candle_zero::util::counted;
 use serde_json::{Map, Value as Json, json};
 use std::collections::HashMap;
 
@@ -247,7 +248,7 @@ impl<'a> GgufVocabulary<'a> {
             return Err(gguf.refuse(
                 "tokenizer.ggml.token_type",
                 found,
-                format!("{} numbers, one per token", texts.len()),
+                format!("{}, one per token", counted(texts.len(), "number")),
             ));
         }
         let token = |(id, text): (usize, &'a Value)| match text {
@@ -330,7 +331,7 @@ impl<'a> GgufVocabulary<'a> {
         const SCORES: &str = "tokenizer.ggml.scores";
         let scores = self.gguf.array(SCORES)?.ok_or_else(|| self.gguf.refuse(SCORES, "absent", "a list of numbers"))?;
         if scores.len() != self.tokens.len() {
-            let allowed = format!("{} numbers, one per token", self.tokens.len());
+            let allowed = format!("{}, one per token", counted(self.tokens.len(), "number"));
             return Err(self.gguf.refuse(SCORES, format!("a list of length {}", scores.len()), allowed));
         }
         let score = |id: usize| match &scores[id] {

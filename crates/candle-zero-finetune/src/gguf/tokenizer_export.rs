@@ -7,6 +7,7 @@ use crate::chat::template_files::named_templates;
 use crate::chat::tokenizer::Tokenizer;
 use crate::error::{Error, FinetuneError, Result};
 use candle_zero::files;
+use candle_zero::util::counted;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -44,7 +45,8 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
         ids.insert(id, (content, if token["special"] == true { CONTROL } else { USER_DEFINED }));
     }
     if let Some((last, _)) = ids.last_key_value().filter(|(last, _)| **last >= rows) {
-        return Err(wrong(format!("it has token {last}, but the model's embedding has only {rows} rows")));
+        let rows = counted(rows, "row");
+        return Err(wrong(format!("it has token {last}, but the model's embedding has only {rows}")));
     }
     let merge_of = |merge: &'_ Json| -> Result<(String, String)> {
         let pair = match merge {

@@ -11,7 +11,7 @@ use candle_zero::engine::InitialValues;
 use candle_zero::files;
 use candle_zero::models::DecoderConfig;
 use candle_zero::param::check_finite;
-use candle_zero::util::{fnv1a, list};
+use candle_zero::util::{counted, fnv1a, list};
 use memmap2::Mmap;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -129,7 +129,10 @@ impl GgufFile {
         if !row.is_multiple_of(block) {
             return Err(bad(
                 &self.path,
-                format!("the row length of tensor {name}, {row} elements, is not a multiple of the block size {block}"),
+                format!(
+                    "the row length of tensor {name}, {}, is not a multiple of the block size {block}",
+                    counted(row, "element")
+                ),
             ));
         }
         let size = (info.elements() / block).checked_mul(format.block_bytes());

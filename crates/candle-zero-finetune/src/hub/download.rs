@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use candle_zero::files::{folder_of, sync_folder};
 use candle_zero::notice;
 use candle_zero::offload::free_space;
-use candle_zero::util::{binary, hex};
+use candle_zero::util::{binary, counted, hex};
 use ring::digest::{Context, SHA256};
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
@@ -92,7 +92,7 @@ impl FileDownload<'_> {
             };
             done += read as u64;
             if done > remote.size {
-                let problem = format!("it should have {} bytes, but more were sent", remote.size);
+                let problem = format!("it should have {}, but more were sent", counted(remote.size, "byte"));
                 return Err(self.client.unexpected_answer(self.file, problem).into());
             }
             into.write_all(&buffer[..read]).map_err(wrong)?;

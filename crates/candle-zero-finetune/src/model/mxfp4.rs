@@ -10,6 +10,7 @@
 use crate::error::{FinetuneError, Result};
 use candle_zero::engine::InitialValues;
 use candle_zero::param::{FileTensor, WeightFiles, check_finite};
+use candle_zero::util::counted;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -64,7 +65,8 @@ fn packed<'a>(files: &'a WeightFiles, name: &str, shape: &[usize]) -> Result<Pac
         return Err(wrong(files, &blocks, problem));
     };
     if !inputs.is_multiple_of(BLOCK) {
-        let problem = format!("belongs to experts with {inputs} inputs; MXFP4 needs a multiple of {BLOCK}");
+        let inputs = counted(inputs, "input");
+        let problem = format!("belongs to experts with {inputs}; MXFP4 needs a multiple of {BLOCK}");
         return Err(wrong(files, &blocks, problem));
     }
     let find = |name: &str, other: &str, shape: &[usize]| {

@@ -381,9 +381,10 @@ impl EstimateReport {
             trained => format!(" ({trained} of them trained)"),
         };
         let mut text = format!(
-            "{name}: {psi} parameters{trained}, {units}; stage {} on {ranks} rank{}\n\n",
+            "{name}: {}{trained}, {units}; stage {} on {}\n\n",
+            counted(psi, "parameter"),
             memory.stage,
-            if ranks == 1 { "" } else { "s" }
+            counted(ranks, "rank")
         );
         self.write_memory(&mut text);
         self.write_step(&mut text);

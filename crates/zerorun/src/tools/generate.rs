@@ -259,7 +259,7 @@ impl AnswerGenerator<'_> {
         if !answer.ended {
             let why =
                 if sampling.max_tokens < self.sampling.max_tokens { "the context length" } else { "--max_tokens" };
-            eprint(&format!("zerorun: the answer was cut off at {} tokens by {why}", answer.ids.len()));
+            eprint(&format!("zerorun: the answer was cut off at {} by {why}", counted(answer.ids.len(), "token")));
         }
         Ok(true)
     }

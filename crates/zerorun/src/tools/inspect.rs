@@ -189,7 +189,7 @@ impl fmt::Display for CheckpointReport<'_> {
             row("steps", format!("{}, {} of them skipped", m.global_steps, m.skipped_steps))?;
             row("samples", m.global_samples.to_string())?;
             row("states", m.states.join(", "))?;
-            row("parameters", format!("{} with {} elements", m.parameters.len(), elements(m)))?;
+            row("parameters", format!("{} with {}", m.parameters.len(), counted(elements(m), "element")))?;
             if let Some(file) = &m.buffers {
                 row("buffers", format!("{} in {}", buffers.len(), file.name))?;
             }

@@ -89,7 +89,8 @@ impl PipelineReport {
         let Self { model, parameters, estimate, .. } = self;
         let (ranks, schedule) = (estimate.ranks.len(), estimate.schedule());
         let mut text = format!(
-            "{model}: {parameters} parameters, {}; stage {}, {} of {}, schedule {}, accumulation {}\n\n",
+            "{model}: {}, {}; stage {}, {} of {}, schedule {}, accumulation {}\n\n",
+            counted(*parameters, "parameter"),
             counted(estimate.layers, "layer"),
             estimate.config.zero.stage,
             counted(estimate.pipelines, "pipeline"),

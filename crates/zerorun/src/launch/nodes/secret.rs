@@ -6,7 +6,7 @@
 
 use crate::error::{HostsError, LaunchError, Result};
 use candle_zero::files::read_text;
-use candle_zero::util::hex;
+use candle_zero::util::{counted, hex};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 use std::io::BufRead;
@@ -69,7 +69,7 @@ impl JobSecret {
         match text.len() {
             _ if text.contains(['\n', '\r', '\0']) => Err(bad(from, wanted("it has several lines"))),
             MIN_SECRET_BYTES..=MAX_SECRET_BYTES => Ok(Self(text.into())),
-            bytes => Err(bad(from, wanted(&format!("it is {bytes} bytes long")))),
+            bytes => Err(bad(from, wanted(&format!("it is {} long", counted(bytes, "byte"))))),
         }
     }
 

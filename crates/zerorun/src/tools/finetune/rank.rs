@@ -148,11 +148,14 @@ fn introduce(run: &FineTune) {
     let (stage, ranks) = (engine.config().zero.stage, counted(engine.world_size(), "rank"));
     let division = engine.pipeline_ranks().map_or(String::new(), |along| {
         let (pipelines, waiting) = (counted(engine.data_position().1, "pipeline"), 100.0 * run.waiting_share());
-        format!(", in {pipelines} of {along} ranks, which wait for {waiting:.0} % of a step")
+        let along = counted(along, "rank");
+        format!(", in {pipelines} of {along}, which wait for {waiting:.0} % of a step")
     });
     let islands = islands(engine, run.prepared().validation().is_some());
     print(format!(
-        "{trained} of {names} parameter tensors are trained, at stage {stage} on {ranks}{division}{islands}"
+        "{trained} of {} {} trained, at stage {stage} on {ranks}{division}{islands}",
+        counted(names, "parameter tensor"),
+        if trained == 1 { "is" } else { "are" }
     ));
     if run.waiting_share() > 0.5 {
         eprint(&format!(
@@ -163,8 +166,8 @@ fn introduce(run: &FineTune) {
         ));
     }
     let row = match shorter {
-        Some(tokens) => format!("{tokens} tokens (not {ctx}, so that an epoch has more steps)"),
-        None => format!("{ctx} tokens"),
+        Some(tokens) => format!("{} (not {ctx}, so that an epoch has more steps)", counted(tokens, "token")),
+        None => counted(ctx, "token"),
     };
     print(format!(
         "{} in {} of up to {row}, {} per step ({} per {} at once): {}, {} through the data",

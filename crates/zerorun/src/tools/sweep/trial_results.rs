@@ -8,6 +8,7 @@ use crate::tools::run_log::last_words;
 use candle_zero::checkpoint::newest_checkpoint;
 use candle_zero::runs::{RecordedRun, RunsFolder};
 use candle_zero::sweep::SweepJob;
+use candle_zero::util::counted;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -83,9 +84,10 @@ impl TrialResults {
                      checkpoint to --save and end when Engine::stop_requested returns true, and continue with --resume",
                     job.to
                 ),
-                false => {
-                    format!("it ended after {reached} of {} steps; the script must train for --steps steps", job.to)
-                }
+                false => format!(
+                    "it ended after {reached} of {}; the script must train for --steps steps",
+                    counted(job.to, "step")
+                ),
             };
             return Ok(JobEnd::Result(Err(why)));
         }
