@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Compiles the libraries and commands for aarch64, treating unused code as an error, and runs the unit tests of the kernels under
-# qemu, at the highest SIMD level of qemu's processor.
+# Compiles the engine, the only package with code for single processors, for aarch64, treating unused code as an error, and runs the
+# unit tests of the kernels under qemu, at the highest SIMD level of qemu's processor.
 #
 #   scripts/check_aarch64.sh [--install] [--all-targets] [FOLDER]
 #   scripts/check_aarch64.sh --install-only
 #
-# With --all-targets, also compiles tests, benches and examples. Needs cargo, a gcc for aarch64 and qemu-user; with --install or
-# --install-only (as root), the last two are installed with apt-get. If the toolchain has no standard library for aarch64, Debian's
-# rustc is unpacked into FOLDER (target/aarch64 by default), which also holds the build. The exit status is 77 if something is not
-# available; the last line names it.
+# With --all-targets, compiles all packages with their tests, benches and examples. Needs cargo, a gcc for aarch64 and qemu-user; with
+# --install or --install-only (as root), the last two are installed with apt-get. If the toolchain has no standard library for
+# aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), which also holds the build. The exit status is 77 if
+# something is not available; the last line names it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CANDLE_ZERO_SIMD
 install=
-targets=(--lib --bins)
+targets=(-p candle-zero --lib)
 case ${1-} in --install | --install-only) install=$1 && shift ;; esac
-case ${1-} in --all-targets) targets=(--all-targets) && shift ;; esac
+case ${1-} in --all-targets) targets=(--workspace --all-targets) && shift ;; esac
 folder=${1:-${CARGO_TARGET_DIR:-target}/aarch64}
 triple=aarch64-unknown-linux-gnu
 packages=(gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
@@ -63,7 +63,7 @@ done
 # Tests whose cases take minutes on an emulated processor try only some of these cases.
 export CANDLE_ZERO_TEST_EMULATED=1
 # Only some warnings are errors, because compilers newer than the project's have new warnings.
-RUSTFLAGS='-D unused' cargo check --locked --workspace "${targets[@]}" --target "$triple" || exit 1
+RUSTFLAGS='-D unused' cargo check --locked "${targets[@]}" --target "$triple" || exit 1
 cargo test --release --locked --no-run --target "$triple" --manifest-path tests/kernels/Cargo.toml || exit 1
 runs || skip "no qemu that runs aarch64 programs ($(head -n 1 "$work/why")); run apt-get install ${packages[*]}"
 cargo test --release --locked --target "$triple" --manifest-path tests/kernels/Cargo.toml
