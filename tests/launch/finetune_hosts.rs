@@ -17,8 +17,8 @@ fn finetune(command: &mut Command, out: &Path, more: &[&str]) {
     let fixtures = repository().join("tests/fixtures/finetune");
     command.arg("finetune").arg(fixtures.join("models/llama"));
     command.arg("--data").arg(fixtures.join("smollm2/chats.jsonl"));
-    command.args(["--steps", "3", "--batch", "8", "--lora", "r=4,dropout=0.1", "--ctx", "64", "--cache", "false"]);
-    command.arg("--out").arg(out).args(more);
+    command.args(["--steps", "3", "--batch", "8", "--lora", "r=4,dropout=0.1", "--ctx", "64"]);
+    command.arg("--cache").arg(out.with_extension("cache")).arg("--out").arg(out).args(more);
 }
 
 /// Returns the result's files, without the model card.
