@@ -38,7 +38,7 @@ pub(crate) fn messages(data: &[u8]) -> bool {
 /// handshake, then messages. Returns whether the handshake succeeds.
 pub(crate) fn session(data: &[u8], joins: bool, has_secret: bool) -> bool {
     let [here, mut there] = ends();
-    let sender = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         // The data is written in a thread, because the reader stops at the first error and leaves the rest.
         scope.spawn(move || {
             let _ = there.write_all(data);
@@ -50,8 +50,7 @@ pub(crate) fn session(data: &[u8], joins: bool, has_secret: bool) -> bool {
         // Closes the connection without TIME_WAIT, which would keep the port for a minute.
         let _ = set_socket_linger(&*here, Some(Duration::ZERO));
         result
-    });
-    sender
+    })
 }
 
 fn read(stream: &Arc<TcpStream>, joins: bool, has_secret: bool) -> bool {
