@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 
 /// The calls that launch collectives. In shared memory, a call is represented by its index; index 0 means no call.
-const CALLS: [&str; 12] = [
+const CALLS: [&str; 14] = [
     "",
     "initialize",
     "forward",
@@ -17,6 +17,8 @@ const CALLS: [&str; 12] = [
     "export_safetensors",
     "save_16bit_model",
     "gather_f64",
+    "wait_for_upload",
+    "synchronize_islands",
 ];
 
 thread_local! {
@@ -33,7 +35,8 @@ pub(crate) struct EngineCallGuard {
 pub(crate) fn during(call: &str) -> EngineCallGuard {
     let before = CURRENT_CALL.get();
     if before == 0 {
-        CURRENT_CALL.set(CALLS.iter().position(|name| *name == call).unwrap_or(0));
+        let index = CALLS.iter().position(|name| *name == call);
+        CURRENT_CALL.set(index.unwrap_or_else(|| unreachable!("{call} is not in CALLS")));
     }
     EngineCallGuard { before, on_this_thread: PhantomData }
 }
