@@ -155,12 +155,12 @@ mod tests {
     #[test]
     fn what_cannot_be_used_is_said() {
         for (text, words) in [
-            ("", "no step"),
-            ("{\"summary\": true}", "no step"),
+            ("", "no steps"),
+            ("{\"summary\": true}", "no steps"),
             ("{\n{}", "line 1 is not JSON"),
             ("{\"step\": 0, \"loss\": 1.0}", "line 1 lacks valid forward_ms, backward_ms, step_ms"),
             ("{\"step\": 0, \"forward_ms\": -1, \"backward_ms\": 1, \"step_ms\": 1}", "numbers of at least 0"),
-            ("{\"step\": 0, \"forward_ms\": 0, \"backward_ms\": 0, \"step_ms\": 0}", "takes any time"),
+            ("{\"step\": 0, \"forward_ms\": 0, \"backward_ms\": 0, \"step_ms\": 0}", "take no time"),
         ] {
             let problem = MeasuredStep::of_lines(text).unwrap_err();
             assert!(problem.contains(words), "{text}: {problem}");

@@ -88,8 +88,8 @@ pub(crate) struct MultiHostContext {
     pub(crate) master_addr: String,
     /// The server that connects the ranks' MPI libraries.
     pub(crate) pmi: Arc<pmi::PmiServer>,
-    /// A rank that has failed or whose host is lost or has failed, and why. [`LauncherEvent::PeerMessage`] announces
-    /// it.
+    /// A rank that has failed or whose host is lost or has failed, and why. The event
+    /// [`PeerMessage`](super::signals::LauncherEvent::PeerMessage) announces it.
     pub(crate) remote_failure: Arc<Mutex<Option<(usize, String)>>>,
     /// Forwards to the other hosts a signal that asks this launcher to end.
     pub(crate) tell: Arc<dyn Fn(Signal) + Send + Sync>,

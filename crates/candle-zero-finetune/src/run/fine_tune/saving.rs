@@ -96,7 +96,7 @@ impl FineTune {
     }
 
     /// Writes the current model of a run that was stopped and has no checkpoints, and returns its folder:
-    /// [`Options::stopped`](super::options::Options::stopped) or, if that already exists, a folder of that name with a
+    /// [`Options::stopped`](crate::Options::stopped) or, if that already exists, a folder of that name with a
     /// number appended. Training cannot be resumed from this folder. Collective.
     ///
     /// # Errors
