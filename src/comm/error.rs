@@ -147,7 +147,7 @@ pub enum CommError {
     },
     /// Ranks issued different collectives.
     #[error(
-        "ranks have diverged: rank {rank} is in {here}, rank {peer} in {there}; every rank must run the same model \
+        "ranks have diverged: rank {rank} is in {here}, and rank {peer} is in {there}; every rank must run the same model \
          with the same configuration, and make the same calls in the same order: forward, step, eval, \
          save_checkpoint, load_checkpoint and exports must be called on all ranks, never on only some of them as in \
          `if rank == 0`"

@@ -48,7 +48,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> PipelineConfig {
                     let why = why.lines().last().unwrap_or_default().trim_start_matches("error: ");
                     let message = format!(
                         "expected a regular expression after type:, found {expression:?}: {why}; put a backslash before \
-                         each special character that stands for itself"
+                         each special character that is meant literally"
                     );
                     walk.problem(ConfigRule::Range, PARTITION, walk.place(PARTITION), message);
                 }

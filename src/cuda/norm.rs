@@ -44,7 +44,7 @@ impl NormStatistics {
         if [x.len(), dy.len()] != [all; 2] || dy.dtype() != x.dtype() {
             let elements = |array: &DeviceFlatRef<'_>| counted(array.len(), &format!("{:?} element", array.dtype()));
             let (x, dy) = (elements(x), elements(dy));
-            bail!("norm: x has {x} and dy has {dy}, but both must have {all} of the same dtype")
+            bail!("norm: x has {x} and dy has {dy}, but both must have {all} elements of the same dtype")
         }
         check_parameter(x, weight, self.width)
     }
@@ -129,10 +129,9 @@ pub(crate) fn input_gradient(
     statistics.check(x, weight, dy)?;
     if (dx.len(), dx.dtype()) != (x.len(), x.dtype()) {
         bail!(
-            "norm: the gradient has {}, but must have {} {:?}",
+            "norm: the gradient has {}, but must have {}",
             counted(dx.len(), &format!("{:?} element", dx.dtype())),
-            x.len(),
-            x.dtype()
+            counted(x.len(), &format!("{:?} element", x.dtype()))
         )
     }
     let NormStatistics { rows, width, means, factors } = statistics;

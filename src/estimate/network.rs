@@ -70,7 +70,7 @@ pub(super) struct TransferTime {
 
 /// The allowed form of a description and of its parts.
 const ALLOWED_FORM: &str = "separate them with a comma";
-const BUSY_FORM: &str = "the third part is the share of a host's processors that is busy while its link is: a number \
+const BUSY_FORM: &str = "the third part is the share of a host's processors that is busy while its link is busy: a number \
                     up to 100 followed by %";
 const RATE_FORM: &str = "the rate is a number above 0 followed by bit, kbit, Mbit or Gbit (bits on the wire, in each \
                     direction) or by MB/s or GB/s (bytes of data)";

@@ -120,7 +120,7 @@ impl Shapes {
             UnitRule::None => "as requested: the parameters are not grouped",
         };
         let assumed = vec![
-            "every tensor in the file is a parameter, used in the natural order of the names".to_string(),
+            "every tensor is a parameter, used in the natural order of the names".to_string(),
             format!("{}, {how}", counted(units, "unit")),
         ];
         Ok(Self { name: path.display().to_string(), registered, packing: None, kept_f32: None, assumed })

@@ -344,7 +344,7 @@ fn greet(reader: &mut impl Read) -> std::result::Result<(), String> {
     reader.read_exact(&mut word).map_err(|error| format!("{FOREIGN}: {error}"))?;
     let (magic, version) = word.split_at(8);
     if magic != MAGIC {
-        return Err(format!("{FOREIGN}: it begins with a different word"));
+        return Err(format!("{FOREIGN}: its first bytes are not those of an island"));
     }
     let version = version.try_into().map_or(0, u32::from_le_bytes);
     (version == VERSION).then_some(()).ok_or_else(|| {

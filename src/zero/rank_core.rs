@@ -200,7 +200,7 @@ impl EngineLink {
 
     /// Connects the link to the engine, which exists from now on.
     pub fn connect(&self, core: &Arc<RankCore>) {
-        assert!(self.0.set(Arc::downgrade(core)).is_ok(), "a link is connected once");
+        assert!(self.0.set(Arc::downgrade(core)).is_ok(), "a link can be connected only once");
     }
 }
 

@@ -228,7 +228,7 @@ fn ranks_that_diverge_are_told_both_sides() {
         let mine = comm.all_gather(Flat::from(vec![1.0; 5]), 7).wait().unwrap_err();
         assert!(matches!(mine, Error::Comm(CommError::Diverged { rank: 1, .. })), "{mine}");
     });
-    insta::assert_snapshot!(errors[0], @"ranks have diverged: rank 0 is in all_reduce no. 1 with 8 f32 (content 00000007), rank 1 in all_gather no. 1 with 5 f32 (content 00000007); every rank must run the same model with the same configuration, and make the same calls in the same order: forward, step, eval, save_checkpoint, load_checkpoint and exports must be called on all ranks, never on only some of them as in `if rank == 0`");
+    insta::assert_snapshot!(errors[0], @"ranks have diverged: rank 0 is in all_reduce no. 1 with 8 f32 (content 00000007), and rank 1 is in all_gather no. 1 with 5 f32 (content 00000007); every rank must run the same model with the same configuration, and make the same calls in the same order: forward, step, eval, save_checkpoint, load_checkpoint and exports must be called on all ranks, never on only some of them as in `if rank == 0`");
 }
 
 #[test]

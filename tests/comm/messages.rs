@@ -102,7 +102,7 @@ fn a_message_that_the_other_rank_does_not_expect_is_an_error_that_shows_both() {
     let of_sender = errors.next().unwrap();
     let of_receiver = errors.next().unwrap();
     assert!(of_sender.contains("rank 1 stopped"), "{of_sender}");
-    assert!(of_receiver.starts_with("ranks have diverged: rank 1 is in receive no. 1 with 6 f32 (content 000000cd), rank 0 in send no. 1 with 5 f32 (content 000000ab)"), "{of_receiver}");
+    assert!(of_receiver.starts_with("ranks have diverged: rank 1 is in receive no. 1 with 6 f32 (content 000000cd), and rank 0 is in send no. 1 with 5 f32 (content 000000ab)"), "{of_receiver}");
 }
 
 #[test]

@@ -133,7 +133,7 @@ fn what_a_pipeline_cannot_have_is_refused_in_words() {
         }
     };
     insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:transformer"}))), @"cannot train in a pipeline: pipeline.partition is type:transformer, and each of 2 stages must have a layer whose type name matches, but only 0 layers have such a name; the types are Activation, Linear, Residual");
-    insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:(residual"}))), @r#"the configuration value: `pipeline.partition`: expected a regular expression after type:, found "(residual": unclosed group; put a backslash before each special character that stands for itself"#);
+    insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:(residual"}))), @r#"the configuration value: `pipeline.partition`: expected a regular expression after type:, found "(residual": unclosed group; put a backslash before each special character that is meant literally"#);
     insta::assert_snapshot!(refused(2, module, section(json!({"partition": "time"}))), @"cannot train in a pipeline: pipeline.partition is time, but the layers cannot be measured without a micro batch; set one with PipelineModule::example, or use another pipeline.partition");
     let of_first = |rank: usize| {
         let mut config = config(4, 0);

@@ -150,7 +150,7 @@ impl fmt::Display for CommSummary {
         if self.rows.is_empty() {
             write!(
                 f,
-                "\nno collective between {} rank{}",
+                "\nno logged collective between {} rank{}",
                 self.world_size,
                 if self.world_size == 1 { "" } else { "s" }
             )?;

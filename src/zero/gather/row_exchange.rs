@@ -116,7 +116,7 @@ impl RowExchange {
             match total.filter(fits) {
                 Some(_) => Ok(rows),
                 None => Err(CommError::other(format!(
-                    "the other ranks announce {rows:?} rows for the experts of rank {}, more than can be sorted; use \
+                    "the ranks of the exchange announce {rows:?} rows for the experts of rank {}, more than can be sorted; use \
                      smaller micro batches",
                     group.in_job(self.rank)
                 ))

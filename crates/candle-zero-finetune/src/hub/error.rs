@@ -47,7 +47,7 @@ pub enum HubError {
     /// A repository whose conditions must be accepted first.
     #[error(
         "{file} of {repository} requires accepting the model's conditions; accept them at {endpoint}/{name}, and give \
-         a token of the account that did (HF_TOKEN)"
+         a token of the account that accepted them (HF_TOKEN)"
     )]
     Gated {
         /// The repository.

@@ -199,7 +199,7 @@ impl SnapshotFetch<'_, '_> {
                 FolderLockOutcome::Busy(owner) if !is_said => {
                     is_said = true;
                     let who = owner.map_or("another process".into(), |owner| format!("process {owner}"));
-                    notice::emit(&format!("{who} is fetching {}: waiting for it", self.repository));
+                    notice::emit(&format!("{who} is fetching {}; waiting for it to finish", self.repository));
                 }
                 FolderLockOutcome::Busy(_) => {}
             }

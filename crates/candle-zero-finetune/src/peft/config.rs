@@ -128,7 +128,7 @@ impl PeftConfig {
         };
         let r = match get("r").and_then(Value::as_u64).and_then(|r| usize::try_from(r).ok()) {
             Some(r) => r,
-            None => return Err(format!("r is {}; it must be a whole number", config.get("r").unwrap_or(&Value::Null))),
+            None => return Err(format!("r is {}; it must be a positive whole number", config.get("r").unwrap_or(&Value::Null))),
         };
         let target_parameters = names("target_parameters", get("target_parameters"))?.unwrap_or_default();
         let has_parameters = !target_parameters.is_empty();
@@ -363,7 +363,7 @@ mod tests {
         insta::assert_snapshot!(PeftConfig::read("[1]").unwrap_err(), @"it is not a JSON object: invalid type: sequence, expected a map at line 1 column 0");
         insta::assert_snapshot!(PeftConfig::read("{}").unwrap_err(), @"it has no peft_type; only LORA is supported");
         insta::assert_snapshot!(text(json!({"peft_type": "IA3"})), @"peft_type is IA3; only LORA is supported");
-        insta::assert_snapshot!(text(json!({"r": -1})), @"r is -1; it must be a whole number");
+        insta::assert_snapshot!(text(json!({"r": -1})), @"r is -1; it must be a positive whole number");
         insta::assert_snapshot!(text(json!({"r": 0})), @"LoRA settings: r is 0, but must be from 1 to 1048576");
         insta::assert_snapshot!(text(json!({"lora_alpha": null})), @"it has no lora_alpha");
         insta::assert_snapshot!(text(json!({"bias": "all"})), @r#"bias is "all"; only "none" is supported"#);

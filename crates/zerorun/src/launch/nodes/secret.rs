@@ -67,7 +67,7 @@ impl JobSecret {
     pub(crate) fn of_text(from: &str, text: &str) -> Result<Self> {
         let text = text.trim();
         match text.len() {
-            _ if text.contains(['\n', '\r', '\0']) => Err(bad(from, wanted("it has several lines"))),
+            _ if text.contains(['\n', '\r', '\0']) => Err(bad(from, wanted("it has several lines or a NUL byte"))),
             MIN_SECRET_BYTES..=MAX_SECRET_BYTES => Ok(Self(text.into())),
             bytes => Err(bad(from, wanted(&format!("it is {} long", counted(bytes, "byte"))))),
         }
@@ -219,7 +219,7 @@ mod tests {
     fn a_secret_is_one_line_that_nobody_guesses_and_no_message_tells_it() {
         let told = |text: &str| JobSecret::of_text("X", text).unwrap_err().to_string();
         insta::assert_snapshot!(told("hunter2"), @"X cannot be used as the secret of the hosts: it is 7 bytes long; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
-        insta::assert_snapshot!(told("hunter2hunter2\nhunter2"), @"X cannot be used as the secret of the hosts: it has several lines; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
+        insta::assert_snapshot!(told("hunter2hunter2\nhunter2"), @"X cannot be used as the secret of the hosts: it has several lines or a NUL byte; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
         assert!(told(&"x".repeat(MAX_SECRET_BYTES + 1)).contains("4097 bytes"));
         let secret = JobSecret::of_text("X", "  correct horse battery staple \n").unwrap();
         assert_eq!(secret.line(), "correct horse battery staple\n");
