@@ -128,7 +128,12 @@ impl PeftConfig {
         };
         let r = match get("r").and_then(Value::as_u64).and_then(|r| usize::try_from(r).ok()) {
             Some(r) => r,
-            None => return Err(format!("r is {}; it must be a positive whole number", config.get("r").unwrap_or(&Value::Null))),
+            None => {
+                return Err(format!(
+                    "r is {}; it must be a positive whole number",
+                    config.get("r").unwrap_or(&Value::Null)
+                ));
+            }
         };
         let target_parameters = names("target_parameters", get("target_parameters"))?.unwrap_or_default();
         let has_parameters = !target_parameters.is_empty();
