@@ -1,6 +1,6 @@
 //! With the feature `cuda`, compiles the kernels in src/cuda/kernels to PTX, which is embedded in the library.
 //!
-//! The compiler is `$NVCC`, nvcc in `$CUDA_HOME`, or nvcc on the PATH. The PTX is compiled for the compute capability
+//! The compiler is `$NVCC`, `$CUDA_HOME/bin/nvcc`, or nvcc on the PATH. The PTX is compiled for the compute capability
 //! in `$CUDA_COMPUTE_CAP` (for example `90`), for that of the first GPU that nvidia-smi lists, or for 8.0, and runs on
 //! GPUs of this capability and all later ones.
 

@@ -3,10 +3,10 @@
 //!     cargo bench --bench collectives
 //!
 //! A measurement lasts from a common start until the slower rank is done. Bytes per second refer to the complete,
-//! unsharded buffer. The yardstick, `copy`, is a plain copy through shared memory: both ranks simultaneously read a
-//! buffer of that size, which the other rank has written, from the pages of a memfd into their own memory. All of this
-//! memory has been touched beforehand. Each round runs the copy and every collective in turn, so that all of them run
-//! with the machine in the same state.
+//! unsharded buffer. The yardstick, `copy`, is a plain copy through shared memory: each rank reads a buffer of that size,
+//! which the other rank has written, from the pages of a memfd into its own memory, and both ranks do so at the same
+//! time. All of this memory has been touched beforehand. Each round runs the copy and every collective in turn, so that
+//! all of them run with the machine in the same state.
 //!
 //! Results marked `(new)` are in memory that the system allocates during the call, so their times include page faults.
 //! Other results are in memory that was already in use: a reduction leaves its result in its input, and a gather does

@@ -355,7 +355,7 @@ struct Images {
     classes: Vec<u8>,
 }
 
-/// The mean and standard deviation of CIFAR-10's planes, on a scale of 255.
+/// The mean and standard deviation of CIFAR-10's planes, on a scale from 0 to 255.
 const PLANES: [(f32, f32); 3] = [(125.3, 63.0), (123.0, 62.1), (113.9, 66.7)];
 
 impl Images {

@@ -6,7 +6,7 @@ use candle_core::Device;
 /// Returns the GPU whose index is the local rank. If there are more ranks than GPUs, ranks share GPUs round-robin.
 ///
 /// # Errors
-/// No GPU is available, or a rank's environment cannot be parsed.
+/// No GPU is available, or the rank's environment cannot be parsed.
 #[cfg(feature = "cuda")]
 pub(crate) fn default() -> Result<Device> {
     use crate::comm::RankEnv;

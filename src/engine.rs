@@ -187,7 +187,8 @@ impl<M> Engine<M> {
     /// Outside variables that it sets keep the values of the last call, which has the true weights.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] between backward and step; the error of `run`; a failed collective.
+    /// [`EngineError::OutOfOrder`] between backward and step, unless that backward pass ran inside `no_sync`; the error of
+    /// `run`; a failed collective.
     pub fn forward(&mut self, run: impl FnMut(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let inside = self.stream_inside();
         let stream = stream_of(RngStreamKey {

@@ -107,7 +107,7 @@ pub enum Error {
     /// The record of a run.
     #[error(transparent)]
     Run(#[from] RunError),
-    /// The settings of a sweep.
+    /// The settings or the results of a sweep.
     #[error(transparent)]
     Sweep(#[from] SweepError),
     /// An error from a package or program that builds on this one, such as one from a custom communicator or from
@@ -142,8 +142,8 @@ impl Error {
     }
 }
 
-/// Returns whether a line is the first frame of a backtrace. Candle appends one to its messages if RUST_BACKTRACE is
-/// set.
+/// Returns whether a line is the first frame of a backtrace. Candle appends a backtrace to its messages if
+/// RUST_BACKTRACE is set.
 #[doc(hidden)]
 pub fn begins_backtrace(line: &str) -> bool {
     line.strip_prefix("   ").is_some_and(|frame| frame.trim_start().starts_with("0: "))

@@ -64,7 +64,7 @@ pub enum MemoryTier {
     Device,
     /// The host's memory.
     Host,
-    /// Page-locked memory of the host, through which copies between it and the GPU pass.
+    /// Page-locked memory of the host, through which copies between the host and the GPU pass.
     Pinned,
     /// Space reserved in files.
     File,

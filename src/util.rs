@@ -116,7 +116,7 @@ pub fn counted(count: impl Display + PartialEq + From<u8>, noun: &str) -> String
     format!("{count} {noun}{plural}")
 }
 
-/// Formats bytes with one decimal and a binary unit.
+/// Formats a number of bytes, with one decimal and a binary unit from 1 KiB on.
 pub fn binary(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if bytes < 1 << 10 {

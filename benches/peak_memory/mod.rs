@@ -1,4 +1,4 @@
-//! Measures the peak memory bandwidth, for comparison with the results of benches.
+//! Measures the peak memory bandwidth, for comparison with the results of the benches.
 
 use divan::Bencher;
 use divan::counter::BytesCount;

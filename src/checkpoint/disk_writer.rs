@@ -62,7 +62,8 @@ impl DiskWriter {
         self.spares.recv().unwrap_or_else(|_| unreachable!("the thread only ends after an error"))
     }
 
-    /// Starts writing the first `len` bytes of `buffer`: full blocks, or the last ones of the file.
+    /// Starts writing the first `len` bytes of `buffer`: full blocks, except that the last block of the file can be
+    /// partial.
     pub fn write(&self, buffer: AlignedBuffer, len: usize, at: u64) {
         // A thread that has failed accepts no requests; its error arrives with the next spare buffer.
         _ = self.requests.send(WriteRequest { buffer, len, at });

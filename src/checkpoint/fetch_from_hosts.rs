@@ -1,7 +1,7 @@
 //! Fetches parts of a checkpoint that only other hosts have, through the communicator, into a folder on this host.
 //!
 //! ```text
-//!   each rank    a bit per header and block that it needs and its host lacks   -> all
+//!   each rank    for each header and block, a bit: needed, and not on its host -> all
 //!   each round   one piece from every rank that has some to send               -> all; hosts that need it write it
 //! ```
 //!
@@ -95,7 +95,7 @@ impl FileParts {
 }
 
 /// Fetches the parts that this rank needs and that this host's folder lacks: the `needed` blocks of rank files, with
-/// the headers of these files, and all buffers. Returns `None` if no host lacks anything. Collective.
+/// the headers of these files, and all buffers. Returns `None` if no host lacks a needed part. Collective.
 ///
 /// # Errors
 /// Fails on all ranks if a file cannot be read or written, and if a collective fails.

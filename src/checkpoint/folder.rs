@@ -291,7 +291,8 @@ pub(super) struct PreparedCheckpoint {
     latest: Option<NamedTempFile>,
 }
 
-/// Writes the manifest, given as text, alongside the written files.
+/// Writes the manifest, given as text, alongside the written files and, if `is_latest` is set, the file that will become
+/// `latest`.
 pub(super) fn prepare(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> Result<PreparedCheckpoint> {
     if let Err(problem) = Manifest::check_length(manifest).and_then(|()| Manifest::parse(manifest)) {
         let problem =

@@ -126,7 +126,7 @@ impl Checkpoint {
         Ok(Self { path, places: RankFileOffsets::new(manifest.layout()), manifest, files, buffers, _fetched: fetched })
     }
 
-    /// Returns the predecessor of the next save.
+    /// Returns this checkpoint as the predecessor of the next save.
     pub(crate) fn as_last(&self) -> Option<LastCheckpoint> {
         // The tag comes from the path, because the folder may have been renamed.
         let tag = self.path.file_name()?.to_str()?;
@@ -167,7 +167,8 @@ impl Checkpoint {
         Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
     }
 
-    /// Reads every byte and compares it with its checksum. `tell` is called with the number of bytes read so far.
+    /// Reads every byte of the rank files, and compares each block with its checksum. `tell` is called with the number of
+    /// bytes read so far.
     ///
     /// # Errors
     /// Fails with a [`CheckpointError::Unusable`] that names the first damaged file and the position in it.
@@ -309,7 +310,7 @@ fn open_on_hosts(
     Ok(Some((checkpoint, wanted)))
 }
 
-/// Returns the parts of a checkpoint that this rank needs, if it belongs to this model.
+/// Returns the parts of a checkpoint that this rank needs, if the checkpoint belongs to this model.
 fn wanted(
     core: &RankCore,
     trainer: &GroupedOptimizer,

@@ -141,7 +141,7 @@ pub struct Parameter {
     #[serde(default, skip_serializing_if = "is_first")]
     pub pipeline_rank: usize,
     /// With expert parallelism, the position of the ranks that saved the parameter of an expert, and the number of
-    /// positions. For each of these ranks, its number modulo the second value equals the first value.
+    /// positions. The number of each of these ranks modulo the second value equals the first value.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expert: Option<[usize; 2]>,
 }

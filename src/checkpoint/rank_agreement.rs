@@ -5,7 +5,8 @@ use crate::comm::agree::{CollectiveFailure, first_to_differ, rank_failed};
 use crate::error::{CheckpointError, Error, without_backtrace};
 use std::path::Path;
 
-/// Returns the error about `path` on a rank that succeeded while another one failed.
+/// Returns a function that, given the number of the rank that failed, creates the error about `path` for the ranks that
+/// succeeded.
 pub(crate) fn failed_elsewhere(path: &Path) -> impl FnOnce(usize) -> Error {
     let path = path.to_owned();
     move |rank| Error::from(CheckpointError::Unusable { path, problem: rank_failed(rank) })

@@ -213,7 +213,7 @@ impl RankFileReader {
     }
 
     /// Reads bytes of the file from `at` on: all within the header, which [`open`](Self::open) has checked, or all
-    /// within the data, whose blocks are checked here.
+    /// within one block of the data, which is checked here.
     pub fn read_at(&mut self, at: u64, bytes: &mut [u8]) -> Result<()> {
         let Some(at_data) = at.checked_sub(self.data_start) else {
             let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: self.path.clone(), problem });

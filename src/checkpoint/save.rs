@@ -7,8 +7,8 @@
 //!                             | forward, backward (state does not change) | step
 //! ```
 //!
-//! A background save takes no snapshot: master weights and optimizer states change only in a step, and the next step
-//! that changes them waits until the files are written.
+//! A background save takes no snapshot of master weights and optimizer states: they change only in a step, and the next
+//! step that changes them waits until the files are written. Only the buffers are copied at the beginning.
 
 use super::buffers;
 use super::folder;
@@ -365,7 +365,7 @@ impl ShareToSave {
                 let (param, Some(kind)) = (*param, ParamStateKind::named(name, *states)) else { continue };
                 let own = self.layout.shard(state, *number, rank);
                 let owned = self.core.held(kind, param);
-                // States are read in pieces of this rank's share that begin at offsets at which file access may begin.
+                // States are read in pieces of this rank's share that begin at offsets at which file access can begin.
                 for part in state_access::pieces(&owned) {
                     let (start, end) = (part.start.max(own.start), part.end.min(own.end));
                     if start < end {
@@ -459,7 +459,8 @@ fn publish(prepared: folder::PreparedCheckpoint, dir: &Path, tag: &str, options:
     Ok(())
 }
 
-/// Removes all but the `keep` newest checkpoints in `dir` that were saved without a tag; `tag`, which exists, stays.
+/// Removes all but the `keep` newest checkpoints in `dir` that were saved without a tag. Checkpoint `tag`, which exists,
+/// and the one that `latest` names stay in any case.
 #[doc(hidden)]
 pub fn keep_newest(dir: &Path, keep: usize, tag: &str) {
     if let Err(error) = folder::keep_newest(dir, keep.max(1), tag) {

@@ -28,7 +28,7 @@ impl AbortSignal {
         Self { region, rank, local_rank, mpi, why: OnceLock::new() }
     }
 
-    /// Notifies the other ranks that this one gives up because of `why`, unless they have already been given a reason.
+    /// Notifies the other ranks that this one gives up because of `why`, unless it has already given them a reason.
     pub(super) fn abort(&self, why: &str) {
         // A backtrace would clutter the other ranks' own messages.
         let why = without_backtrace(why);

@@ -49,7 +49,7 @@ struct CollectiveQueue {
 #[derive(Default)]
 struct QueuedJobs {
     waiting: VecDeque<CollectiveJob>,
-    /// Whether a long job is among the waiting ones.
+    /// Whether a long job has been pushed since the comm thread last found the queue empty.
     urgent: bool,
     /// Whether the comm thread sleeps without a timeout: the next job, however short, must wake it.
     asleep: bool,

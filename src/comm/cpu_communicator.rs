@@ -312,7 +312,7 @@ impl Communicator for CpuCommunicator {
 }
 
 impl Drop for CpuCommunicator {
-    /// Notifies the other ranks if this one panics. Otherwise, launched collectives finish first.
+    /// Notifies the other ranks if this one panics. Otherwise, dropping `launcher` waits for launched collectives.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.abort_in_panic();

@@ -25,7 +25,7 @@ const WIRE_FORMATS: [&str; 7] = [
 /// One rank's description of one collective. It consists of plain numbers so that it can be stored in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CollectiveFingerprint {
-    /// The number of collectives that this rank has begun, counted from 1.
+    /// The number of this collective among those that the rank has begun, counted from 1; 0 if they are not counted.
     pub sequence: u64,
     /// The [`CollectiveKind`] as a number.
     pub kind: u64,

@@ -23,7 +23,7 @@ use std::time::Duration;
 /// process's engines share the collectives, their counters, and the first error, which ends the job for all of them.
 ///
 /// # Errors
-/// Fails if the memory is not this job's, or another process has the same rank. Under an MPI launcher, also fails if no
+/// Fails if the shared memory is not this job's, or another process has the same rank. Under an MPI launcher, also fails if no
 /// MPI library is found or MPI fails; with torchrun's variables, also fails if ranks do not connect within
 /// [`RankEnv::timeout`] or disagree about the job.
 pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
@@ -89,7 +89,8 @@ fn joined_by_rendezvous(env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
 }
 
 /// Divides a host's cores among the rayon threads of its ranks, unless the environment sets the number of threads or
-/// the launcher has given each rank its own cores. Ranks that each use all cores are many times slower.
+/// this process may use only some of the cores, as when the launcher binds each rank to its own. Ranks that each use all
+/// cores are many times slower.
 fn share_cores(ranks: usize) {
     let said = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|value| !value.is_empty());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -278,7 +278,7 @@ pub trait Communicator: Send + Sync {
     /// rank passes counts that match those of the others, and the same `tag`.
     ///
     /// # Errors
-    /// If the ranks' counts do not match, the ranks have diverged, which is an error.
+    /// Fails if the ranks' counts do not match, because the ranks have then diverged.
     ///
     /// # Panics
     /// Panics if `sent` or `received` does not have one number for each rank, if the numbers in `sent` do not add up to
@@ -307,9 +307,9 @@ pub trait Communicator: Send + Sync {
         Err(not_implemented("group").into())
     }
 
-    /// Returns the failure of another rank, if one has been detected, without waiting. Such a failure ends waits for
-    /// operations that involve the other ranks but are not collectives of this communicator. By default, no failure is
-    /// reported.
+    /// Returns the failure of another rank, if one has been detected, without waiting. The engine polls this method while
+    /// it waits for operations that involve the other ranks but are not collectives of this communicator. By default, no
+    /// failure is reported.
     fn failure(&self) -> Option<CommError> {
         None
     }

@@ -7,7 +7,7 @@
 //!
 //! A pair of ranks has one link per direction and communicator, whose messages arrive in the order in which they were
 //! launched. Links are independent of each other and of collectives: each has a thread, started with its first message,
-//! so that ranks may launch messages to different ranks in any order.
+//! so that ranks can launch messages to different ranks in any order.
 
 use super::Pending;
 use super::collective_kind::CollectiveKind;

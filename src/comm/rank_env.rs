@@ -16,7 +16,7 @@
 //!
 //! `srun --mpi=pmi2` sets MPICH's rank and world; the local ranks then come from Slurm.
 //!
-//! PMIx provides a process's rank (within `PMIX_NAMESPACE`), not the number of ranks: the user sets it with
+//! PMIx provides a process's rank (within `PMIX_NAMESPACE`), but not the number of ranks. The user sets that number in
 //! `WORLD_SIZE`, as DeepSpeed's launcher does for MPICH, and MPI confirms it. PALS and jsrun do not provide the number
 //! of ranks on a host: [`RankEnv`] then contains the total number of ranks instead.
 //!
@@ -82,7 +82,8 @@ pub struct RankEnv {
     pub master_port: u16,
     /// The inherited file descriptor of the memory that the ranks of this host share; set by zerorun.
     pub shm_fd: Option<RawFd>,
-    /// Whether MPI connects the ranks: an MPI launcher (mpirun, mpiexec, srun) started them, or zerorun lets MPI do so.
+    /// Whether MPI connects the ranks: an MPI launcher (mpirun, mpiexec, srun) started them, or zerorun lets MPI connect
+    /// them.
     pub mpi: bool,
     /// The time that a rank waits for the others in a collective.
     pub timeout: Duration,

@@ -466,7 +466,8 @@ fn number_length(text: &str) -> Option<usize> {
     Some(at)
 }
 
-/// Fails if a word consists only of characters that occur in numbers but is not a number.
+/// Fails if a word that is not a number looks like one: it begins with a digit, after any minus signs, and consists only of
+/// characters that occur in numbers.
 fn broken_number(word: &str) -> std::result::Result<(), BadNumber> {
     let is_number = |c: char| c.is_ascii_digit() || matches!(c, '.' | '-' | '+' | 'e' | 'E');
     let digits = word.trim_start_matches('-');

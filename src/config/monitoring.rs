@@ -176,7 +176,7 @@ fn flops_profiler(walk: &ConfigWalk<'_>) -> Option<FlopsProfiler> {
 
 impl Monitoring {
     /// Writes the sections to `tree` under DeepSpeed's names. Sections that are off keep the keys that `tree` already
-    /// has for them.
+    /// has for them, except `comms_logger` and `run`, which become null.
     pub(super) fn print(&self, tree: &mut Map<String, Value>) {
         for (section, folder) in [("tensorboard", &self.tensorboard), ("csv_monitor", &self.csv_monitor)] {
             set(tree, &format!("{section}.enabled"), json!(folder.is_some()));

@@ -313,7 +313,7 @@ fn adam(walk: &mut ConfigWalk<'_>, always_decoupled: bool) -> AdamConfig {
     }
 }
 
-/// Reads `params` with the table of its type. Returns `None` if the type has no table.
+/// Reads `params` with the table of the type `of_type`. Returns `None` if that type has no table.
 pub(super) fn parameters(walk: &mut ConfigWalk<'_>, owner: &str, of_type: &str) -> Option<()> {
     let path = format!("{owner}.params");
     let section = typed_section(&path, of_type)?;

@@ -70,7 +70,7 @@ pub struct Config {
     pub local_steps: Option<super::LocalStepsConfig>,
     /// The `seed` of the initial weights. Default 42.
     pub seed: u64,
-    /// `activation_checkpointing.every_unit`, or another key of that section that requests it: every unit recomputes
+    /// `activation_checkpointing.every_unit`, or another key of that section with the same effect: every unit recomputes
     /// its forward pass during the backward pass.
     pub activation_checkpointing: bool,
     /// `activation_checkpointing.cpu_checkpointing`: the inputs that recomputing units keep are moved out of the

@@ -8,12 +8,12 @@ use candle_core::{CudaDevice, Result, bail};
 
 const KERNELS: KernelModule = module!("array_ops");
 
-/// Computes to = from, cast to the dtype of `to`.
+/// Computes `to = from`, cast to the dtype of `to`.
 pub(crate) fn copy(device: &CudaDevice, to: DeviceFlatMut<'_>, from: &DeviceFlatRef<'_>) -> Result<()> {
     copy_scaled(device, to, from, 1.0)
 }
 
-/// Computes to = factor * from. The product is computed in f32 and rounded once.
+/// Computes `to = factor * from`. The product is computed in f32 and rounded once.
 pub(super) fn copy_scaled(
     device: &CudaDevice,
     to: DeviceFlatMut<'_>,
@@ -23,12 +23,12 @@ pub(super) fn copy_scaled(
     run(device, "copy_scaled", to, from, factor)
 }
 
-/// Computes to += from in f32 and rounds once.
+/// Computes `to += from` in f32 and rounds once.
 pub(crate) fn add(device: &CudaDevice, to: DeviceFlatMut<'_>, from: &DeviceFlatRef<'_>) -> Result<()> {
     run(device, "add_scaled", to, from, 1.0)
 }
 
-/// Computes to += factor * from in f32 and rounds once.
+/// Computes `to += factor * from` in f32 and rounds once.
 pub(super) fn add_scaled(
     device: &CudaDevice,
     to: DeviceFlatMut<'_>,
@@ -38,7 +38,7 @@ pub(super) fn add_scaled(
     run(device, "add_scaled", to, from, factor)
 }
 
-/// Computes values *= factor in f32 and rounds once.
+/// Computes `values *= factor` in f32 and rounds once.
 pub(super) fn scale(device: &CudaDevice, values: DeviceFlatMut<'_>, factor: f32) -> Result<()> {
     let count = values.len();
     if count == 0 {

@@ -144,7 +144,7 @@ mod tests {
     const LENGTHS: [usize; 8] = [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1041, 65537];
 
     /// Returns numbers whose magnitude differs from block to block. Of every seven blocks, one contains only zeros, and
-    /// one contains numbers close to the smallest normal ones.
+    /// one contains only subnormal numbers.
     fn numbers(seed: usize, len: usize) -> Vec<f32> {
         let number = |i: usize| {
             let bits = crate::util::mix((seed * 1_000_003 + i) as u64);

@@ -37,7 +37,7 @@ impl RowChunking {
         unsafe { device.alloc((self.chunks * self.width).max(1)) }
     }
 
-    /// Returns the launch of a kernel that sums rows.
+    /// Returns the launch configuration of a kernel that sums rows.
     pub fn launch(&self) -> LaunchConfig {
         let tiles = self.width.div_ceil(BLOCK.0 as usize) as u32;
         LaunchConfig { grid_dim: (tiles, self.chunks as u32, 1), block_dim: (BLOCK.0, BLOCK.1, 1), shared_mem_bytes: 0 }

@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, LaunchConfi
 
 /// An argument of a kernel.
 pub(crate) enum KernelArgument<'a> {
-    /// Elements to read, of the dtype in the kernel's name.
+    /// Elements to read, of a dtype that the kernel supports.
     Read(&'a DeviceFlatRef<'a>),
     /// Elements to write.
     Write(DeviceFlatMut<'a>),

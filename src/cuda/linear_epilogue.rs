@@ -10,8 +10,9 @@ use candle_core::{CudaDevice, CudaStorage, Result, bail};
 
 const KERNELS: KernelModule = module!("linear_epilogue");
 
-/// Computes residual + f(product + bias) for products in rows of `width`. With a function, the products are replaced by
-/// the function's arguments, and the result is in separate memory. Without one, the result replaces the products.
+/// Computes `residual + f(product + bias)` for products in rows of `width`. With a function, replaces the products with
+/// the function's arguments, and returns the result. Without one, replaces the products with the result, and returns
+/// `None`.
 pub(crate) fn follow(
     device: &CudaDevice,
     products: DeviceFlatMut<'_>,

@@ -334,7 +334,7 @@ impl NcclComm {
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for start in (0..count).step_by(most) {
             let len = most.min(count - start);
-            // SAFETY: as the caller promises; `room` has `stride` elements, at least `len`, for each peer. The wire
+            // SAFETY: as the caller promises; `pieces` has `stride` elements, at least `len`, for each peer. The wire
             // stream sums a piece before it receives the next in its place, and if `to` is in `from`, it has sent the
             // elements that the sums overwrite.
             unsafe {

@@ -81,8 +81,8 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Creates a loader of batches of `ctx` tokens for a model of `vocab` tokens, on `device`, from the start of the
-    /// data.
+    /// Creates a loader that begins at the start of the data. It returns batches on `device`, with `ctx` tokens per sample,
+    /// for a model with a vocabulary of `vocab` tokens.
     ///
     /// # Errors
     /// [`DataError::TooShort`] if `data` is too short for a [sampler](Sampler::new); [`DataError::BatchTooLarge`] if a

@@ -69,7 +69,7 @@ impl<M> Engine<M> {
     ///
     /// As in DeepSpeed, the count of micro steps is unchanged: the next update comes when it would have come anyway. If
     /// this is called between backward and step, the micro step is treated as if it had not begun, and forward comes
-    /// next; a loss whose backward pass has not run may still be used. [`step`](Self::step) drops the gradients after
+    /// next; a loss whose backward pass has not run can still be used. [`step`](Self::step) drops the gradients after
     /// an update, so this call is not needed then.
     ///
     /// # Errors

@@ -209,10 +209,11 @@ impl EngineBuilder {
     }
 
     /// Sets whether the gradient of the first step is compared with the change in the loss when the weights are moved
-    /// slightly up and down, which costs two extra forward passes in that step. If a part of the graph is cut off, an
-    /// operation's backward pass is wrong or a second-order term is dropped, the step fails with
-    /// [`EngineError::WrongGradient`] before any weight changes. Default: the configuration's `gradient_check`, or true
-    /// without it. In a pipeline, or if experts are divided among ranks, the check is always off.
+    /// slightly up and down, which costs two extra forward passes in that step. If the result is unclear, the check is
+    /// repeated in the next steps, up to eight steps in total. If a part of the graph is cut off, an operation's
+    /// backward pass is wrong or a second-order term is dropped, the step that shows this fails with
+    /// [`EngineError::WrongGradient`] before it changes any weight. Default: the configuration's `gradient_check`, or
+    /// true without it. In a pipeline, or if experts are divided among ranks, the check is always off.
     #[must_use]
     pub fn gradient_check(mut self, gradient_check: bool) -> Self {
         self.gradient_check = Some(gradient_check);

@@ -185,8 +185,8 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks if the checkpoint is damaged
     /// or belongs to another model or optimizer, or if the folder has checkpoints but neither `tag` nor `latest` names
-    /// one. In that case, the engine is unchanged, except that a delayed update has been completed and a forward pass
-    /// without a backward pass no longer counts.
+    /// one. In that case, the engine is unchanged unless there was a delayed update: the update has then been completed,
+    /// and a forward pass without a backward pass no longer counts.
     /// [`CheckpointError::Store`](crate::error::CheckpointError::Store) on all ranks if the checkpoint cannot be
     /// downloaded;
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation; a

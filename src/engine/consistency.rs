@@ -18,7 +18,7 @@ use serde_json::Value;
 struct EngineFingerprint {
     parameters: u64,
     elements: u64,
-    /// This field and all that follow are hashes.
+    /// A hash, like every field below.
     model: u64,
     config: u64,
     weights: u64,

@@ -76,10 +76,12 @@ struct PerturbedOutputs {
 
 impl<M> Engine<M> {
     /// Checks the gradient of every trained parameter in the next micro step. Each forward pass runs at least two
-    /// more times per parameter, with that parameter moved slightly up and down. The next optimizer step compares
-    /// the change in the loss with the gradients that the backward pass computed. Parameters whose result is unclear
-    /// are checked again in the next steps, up to eight steps in total. Then [`gradient_report`](Self::gradient_report)
-    /// returns the result. As soon as a gradient is known to be wrong, the step ends with an error. Collective.
+    /// more times per parameter, with that parameter moved slightly up and down. If the changes in the output would
+    /// take more than 1 GiB, the parameters of each unit, or else all parameters, are moved together. The next
+    /// optimizer step compares the change in the loss with the gradients that the backward pass computed. Parameters
+    /// whose result is unclear are checked again in the next steps, up to eight steps in total. Then
+    /// [`gradient_report`](Self::gradient_report) returns the result. As soon as a gradient is known to be wrong, the
+    /// step ends with an error. Collective.
     ///
     /// The first step of a run does the same with all parameters together, which takes two extra forward passes, unless
     /// `gradient_check` in the configuration or [`EngineBuilder::gradient_check`](crate::EngineBuilder::gradient_check)

@@ -23,7 +23,8 @@ use std::path::{Path, PathBuf};
 pub(super) struct SavedByIslands {
     pub dir: PathBuf,
     pub tag: Option<String>,
-    /// Whether this island saved the checkpoint. Otherwise, all islands load that of island 0.
+    /// Whether this island saved the checkpoint and continues with its progress. Otherwise, the island begins anew with
+    /// the loaded weights.
     is_own: bool,
 }
 

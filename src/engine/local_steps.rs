@@ -10,7 +10,7 @@ use serde_json::Value;
 impl<M> Engine<M> {
     /// Collective among all ranks of the job: ends the current window of local steps early, so that all islands have
     /// the same weights. With an island server, all islands that train must call it after the same step. Without
-    /// `local_steps`, it does nothing.
+    /// `local_steps`, nothing is exchanged.
     ///
     /// Call it after the last step, before weights are evaluated or exported, unless the last step ended a window.
     ///

@@ -75,8 +75,8 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Collective: sets an existing gradient: see [`safe_get_full_grad`](Self::safe_get_full_grad). The next backward
-    /// pass of the accumulation adds to it. All ranks must give the same `value`.
+    /// Collective: sets an existing gradient (see [`safe_get_full_grad`](Self::safe_get_full_grad)). The next backward
+    /// pass of the accumulation adds to this gradient. All ranks must give the same `value`.
     ///
     /// # Errors
     /// [`EngineError::GradientAbsent`]; otherwise the same as
@@ -281,8 +281,8 @@ impl<M> Engine<M> {
 
     /// Releases all gathered parameters at stage 3, including those kept by `stage3_param_persistence_threshold`, until
     /// the next forward or backward pass needs them (DeepSpeed's call), for example to free memory for an evaluation
-    /// elsewhere. At every stage, free memory is returned to the GPU's driver. All ranks must call it at the same
-    /// point.
+    /// elsewhere. At every stage, free memory is returned to the GPU's driver. All ranks must call this method at the
+    /// same point.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between forward and backward; a failed collective.

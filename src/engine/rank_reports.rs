@@ -48,7 +48,7 @@ impl<M> Engine<M> {
             Ok(())
         });
         self.reporter.stop_in_record |= asked.contains(&RunRequest::Stop);
-        // Islands save together, but the vote is within one island, so a request for a checkpoint is ignored there.
+        // Islands save together, but the vote is within one island, so islands ignore a request for a checkpoint.
         let save = asked.contains(&RunRequest::Save) && self.islands.is_none();
         StepRequests { report: true, save }
     }

@@ -50,8 +50,8 @@ pub struct PipelineRankEstimate {
 }
 
 impl PipelineEstimate {
-    /// Estimates a pipeline of `world_size` ranks, divided as
-    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide it. `prepare` changes the shapes
+    /// Estimates the pipelines of a job with `world_size` ranks, divided as
+    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide them. `prepare` changes the shapes
     /// of each rank, for example with [`Shapes::trainable`] or [`Shapes::quantized`]. Instead of measured times
     /// (`pipeline.partition` `time`), the numbers of parameters determine the stages.
     ///

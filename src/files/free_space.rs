@@ -7,8 +7,8 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::path::Path;
 
-/// Checks that files of `bytes` in total can be created in `folder`, by creating an unnamed file and reserving the
-/// bytes for a moment, so that quotas are included.
+/// Checks that files of `bytes` bytes in total can be created in `folder`. Creates an unnamed file and reserves the bytes
+/// for a moment, which also checks quotas.
 ///
 /// # Errors
 /// [`OutputError::Refused`] if no file can be created; [`OutputError::NoSpace`] if the bytes would not fit.

@@ -77,7 +77,7 @@ impl Grad {
         self.view(|values| Self::Own(values.to_flat()))
     }
 
-    /// Returns the gradient in a form that may be changed in place. A gradient that may be shared is copied.
+    /// Returns the gradient on the host, in a form that may be changed in place. A gradient that is a tensor is copied.
     pub fn into_own(self) -> Result<Flat> {
         match self {
             Self::Own(flat) => Ok(flat),

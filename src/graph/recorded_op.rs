@@ -169,7 +169,7 @@ impl<const N: usize> OpInputs<N> {
         Ok(InputGradSink(Some(slot)))
     }
 
-    /// Returns whether the gradient of any input is wanted. Otherwise nothing needs to be kept for the backward pass.
+    /// Returns whether the gradient of any input is wanted. If none is, nothing needs to be kept for the backward pass.
     pub fn are_wanted(&self) -> bool {
         !self.tokens.is_empty()
     }

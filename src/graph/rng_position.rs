@@ -12,8 +12,8 @@ pub(crate) struct RngPosition {
     pub stream: u64,
     /// The index of the next draw.
     pub next: u64,
-    /// Whether an engine is training ([`draw_from`]). If so, elements are dropped even if nothing is recorded: this is
-    /// how a recomputing unit runs its first forward pass, whose output its second forward pass must reproduce.
+    /// Whether an engine is training ([`draw_from`]). If so, elements are dropped even if nothing is recorded: a
+    /// recomputing unit records nothing in its first forward pass, whose output its second forward pass must reproduce.
     pub in_training: bool,
 }
 
@@ -36,8 +36,8 @@ pub(crate) struct RngStreamKey {
 }
 
 /// Returns the stream of a forward pass. It differs for each forward pass of a run, and for runs with different seeds.
-/// It is determined by the position of the forward pass in its optimizer step, so a run that resumes from a checkpoint
-/// uses the same stream.
+/// It is determined by the optimizer step and the position of the forward pass in that step, so a run that resumes from
+/// a checkpoint uses the same stream.
 pub(crate) fn stream_of(key: RngStreamKey) -> u64 {
     let RngStreamKey { seed, rank, step, micro_step, forward } = key;
     // The factors are odd, so that keys that differ in only one part have different streams.

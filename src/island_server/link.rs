@@ -340,7 +340,7 @@ fn failure_of(error: ReadError, address: &str, was_welcome: bool) -> IslandError
     IslandError::Lost { address, why }
 }
 
-/// Connects to the server, which may be starting.
+/// Connects to the server, which may still be starting.
 fn reach(address: &str, failure: &dyn Fn() -> Option<Error>) -> Result<TcpStream> {
     let unreachable = |why: String| Error::from(IslandError::Unreachable { address: address.to_owned(), why });
     let end = Instant::now() + PATIENCE;

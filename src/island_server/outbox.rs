@@ -100,7 +100,7 @@ pub(super) fn start_writer(outbox: Arc<Outbox>, stream: TcpStream, beat: Duratio
             outbox.sent(&frame);
         }
         drop(to);
-        // This also ends the reader of the connection.
+        // On a broken connection, this also ends the reader.
         let broken = lock(&outbox.state).broken;
         _ = stream.shutdown(if broken { Shutdown::Both } else { Shutdown::Write });
     })

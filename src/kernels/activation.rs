@@ -38,7 +38,7 @@ macro_rules! with_function {
 
 /// Computes y = f(x).
 ///
-/// Panics if the lengths differ, like all functions in this module.
+/// Panics if the lengths differ, as do all functions in this module.
 pub fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
     match function {
         Activation::GeluTanh => map(x, y, math::gelu_tanh_odds, math::gated_by_odds),

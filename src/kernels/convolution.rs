@@ -55,7 +55,7 @@ impl ConvolutionSizes {
         self.c_out * self.patch()
     }
 
-    /// Returns the sizes of the product that each pass computes.
+    /// Returns the sizes whose product is the number of multiply-adds of each pass.
     fn products(self) -> [usize; 4] {
         [self.batch * self.groups, self.c_out, self.patch(), self.l_out]
     }

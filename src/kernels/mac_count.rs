@@ -1,4 +1,4 @@
-//! Counts the multiply-adds of matrix products and of attention on the thread that requests them.
+//! Counts the multiply-adds of matrix products, convolutions and attention on the thread that requests them.
 //!
 //! The cost is one addition per call of a kernel, on the calling thread. The threads that do the computing count
 //! nothing.

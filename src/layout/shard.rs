@@ -36,8 +36,8 @@ pub struct ShardCut {
 }
 
 /// The ranks that hold the parameters of an expert: with expert parallelism, those with the expert's position along the
-/// expert axis. The position along this axis changes fastest with the number of the rank, so these are every `size`-th
-/// rank.
+/// expert axis. The position along this axis changes fastest with the number of the rank, so the expert is on every
+/// `size`-th rank.
 ///
 /// ```text
 ///   4 ranks, 2 along the expert axis: ranks 0 1 2 3 have positions 0 1 0 1
@@ -51,7 +51,8 @@ pub struct ExpertPlace {
 }
 
 impl ExpertPlace {
-    /// Returns the place of expert `number` of a layer of `count` experts: consecutive experts are on the same ranks.
+    /// Returns the place of expert `number` of a layer of `count` experts. Each position has `count / size` consecutive
+    /// experts.
     ///
     /// # Panics
     /// Panics if `size` does not divide `count`, or if there is no such expert.

@@ -224,10 +224,10 @@ impl Encoder {
         &self.config
     }
 
-    /// Returns the states after the last block, `[batch, time, hidden_size]`, for ids `[batch, time]` (u32). The rows
-    /// contain texts of the given lengths, each at least 1, followed by arbitrary ids. `kinds` `[batch, time]` (u32)
-    /// contains the tokens' types, usually 0 for a first text and 1 for a second; without it, all are 0. Models without
-    /// types ignore it. States after the end of a text have no meaning.
+    /// Returns the states after the last block and the final norm, if there is one, `[batch, time, hidden_size]`, for ids
+    /// `[batch, time]` (u32). The rows contain texts of the given lengths, each at least 1, followed by arbitrary ids.
+    /// `kinds` `[batch, time]` (u32) contains the tokens' types, usually 0 for a first text and 1 for a second; without
+    /// `kinds`, all types are 0. Models without types ignore `kinds`. States after the end of a text have no meaning.
     ///
     /// # Errors
     /// More tokens than the model has positions, an id outside the vocabulary, or lengths that do not match the tokens.

@@ -384,7 +384,7 @@ impl EncoderKeys<'_> {
         Ok(is_full.iter().map(block).collect())
     }
 
-    /// Returns the base of the wavelengths in blocks of a kind, if there is one: from `rope_parameters`, as
+    /// Returns the base of the wavelengths in blocks of `kind`, if a base is given: from `rope_parameters`, as
     /// transformers 5 writes it, or from `old_key`.
     fn theta(&self, kind: &str, prefix: &'static str, old_key: &str) -> Result<Option<f64>> {
         let of_kind = match self.0.object("rope_parameters", "rope_parameters.")? {

@@ -200,7 +200,7 @@ fn claim(file: &File, path: &Path) -> Result<bool> {
     Ok(true)
 }
 
-/// Removes an incomplete last line, which is left if the disk is full or a process is killed. Anything but a regular
+/// Removes an incomplete last line, which a full disk or a killed process leaves behind. Anything but a regular
 /// file is left unchanged.
 pub(crate) fn end_last_line(file: &File) -> std::io::Result<()> {
     /// The number of bytes that are read at a time, starting from the end.

@@ -86,7 +86,7 @@ impl Progress {
     }
 
     /// Shows the progress within the step after step `done`: `part` of `of` parts. Lines show it only in the first step
-    /// of a run, when there is nothing else to show yet, and at most every 10 seconds.
+    /// of a run, when there is nothing else to show yet, and not more often than every 10 seconds.
     pub fn within(&mut self, done: u64, part: usize, of: usize) {
         match &mut self.display {
             ProgressDisplay::Nothing => {}

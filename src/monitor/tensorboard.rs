@@ -68,7 +68,7 @@ impl Monitor for TensorBoard {
         self.append(&records)
     }
 
-    /// Writes the hyperparameters and the outcome of the run, for TensorBoard's table of hyperparameters.
+    /// Writes session logs, and the hyperparameters and the outcome of the run for TensorBoard's table of hyperparameters.
     fn note(&mut self, milestone: &RunMilestone<'_>) -> Result<()> {
         let now = seconds();
         match milestone {

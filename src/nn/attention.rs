@@ -15,8 +15,8 @@ use candle_core::{Result, Tensor, bail};
 ///
 /// `qkv` `[batch, time, 3 width]` contains queries, keys and values side by side, each split into `n_head` equal heads,
 /// as in the output of GPT-2's c_attn; the result is `[batch, time, width]`. Position t sees positions 0 to t.
-/// Arithmetic is in f32 for every dtype. The work is done in tiles, without memory that is quadratic in the number of
-/// positions, and without work for positions that are not seen.
+/// Sums and the softmax are in f32 for every dtype. The work is done in tiles, without memory that is quadratic in the
+/// number of positions, and without work for positions that are not seen.
 ///
 /// # Errors
 /// An input with a different number of dimensions, or a last dimension that is not divisible by `3 * n_head`.

@@ -40,7 +40,7 @@ pub struct LossOptions {
     /// The soft cap c of logits: they are mapped to c tanh(logit / c) (Gemma 2).
     pub soft_cap: Option<f64>,
     /// The divisor of the sum of the losses, instead of the number of rows that count: 1 for the sum, or the number of
-    /// targets in a full batch of which this is a part. With a divisor, the loss and its gradients are 0 if no row
+    /// targets in a full batch of which these rows are a part. With a divisor, the loss and its gradients are 0 if no row
     /// counts.
     pub divisor: Option<f64>,
 }

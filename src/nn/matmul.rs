@@ -152,13 +152,13 @@ struct MatmulOperandLayout {
 }
 
 impl MatmulOperandLayout {
-    /// Returns a matrix by its index, with `rows` and `columns`.
+    /// Returns a matrix of `rows` rows and `columns` columns, by its index.
     fn matrix<'a, E: TensorElement>(self, all: &'a [E], number: usize, [rows, columns]: [usize; 2]) -> Matrix<'a, E> {
         let values = &all[number * rows * columns..][..rows * columns];
         if self.transposed { Matrix::new(values, columns, rows).t() } else { Matrix::new(values, rows, columns) }
     }
 
-    /// Returns the operand's gradient, whose matrices have `rows` and `columns`. Each of these matrices is a sum over
+    /// Returns the operand's gradient, whose matrices are `[rows, columns]`. Each of these matrices is a sum over
     /// the positions in the result's batch at which the operand's matrix is used. The terms are products, with inner
     /// dimension `inner`, of the two matrices that `factors` returns for a position.
     fn gradient<'a, E: TensorElement>(

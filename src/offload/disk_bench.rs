@@ -9,8 +9,8 @@
 //!                 -> 3 rounds of the pipeline with 15 pairs of block size and queue depth (sweep)
 //! ```
 //!
-//! Every pass begins with none of its files in the page cache, and ends when everything that it wrote is on the disk.
-//! Passes that are compared take turns, because the bandwidth of a shared disk changes from minute to minute. The
+//! Before every pass, its files are removed from the page cache. A pass ends when everything that it wrote is on the
+//! disk. Passes that are compared take turns, because the bandwidth of a shared disk changes from minute to minute. The
 //! reported times are medians.
 
 use super::aligned_buffer::AlignedBuffer;
@@ -184,7 +184,7 @@ pub struct PipelineBench {
     /// The times of the pipeline.
     #[serde(flatten)]
     pub timing: DiskPassTiming,
-    /// The speed in bytes per second, relative to that of the faster plain loop.
+    /// The speed divided by that of the faster plain loop.
     pub of_plain: f64,
 }
 

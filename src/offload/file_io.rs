@@ -49,7 +49,7 @@ struct FileIoShared {
     wanted: Condvar,
     /// Signals that fewer bytes are unwritten.
     written: Condvar,
-    /// Signals that no thread holds any memory.
+    /// Signals that a thread has freed the memory that it held.
     idle: Condvar,
     chosen: AtomicDiskAccess,
     meter: IoMeter,

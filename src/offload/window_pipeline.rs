@@ -173,7 +173,8 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
     pub fn next(&mut self) -> Result<StateWindow<F::Staging>> {
         let index = self.at;
         self.at += 1;
-        // Requests are carried out in the order in which they are made, so that the disk never waits for the update.
+        // Requests are carried out in the order in which they are made. With `read_ahead`, the read of the following
+        // window is requested before this one is updated and written back, so the disk does not wait for the update.
         let wanted = (index + 1 + usize::from(self.windows.read_ahead)).min(self.plan.len());
         while self.begun < wanted {
             // A new window gets the buffers of the window whose write began first.

@@ -105,7 +105,7 @@ pub trait Optimizer: Send + Sync {
         1e-3
     }
 
-    /// Returns the momentum: the betas that a schedule such as OneCycle changes. The default is none.
+    /// Returns the momentum: betas, which a schedule such as OneCycle changes, or one factor. The default is no momentum.
     fn momentum(&self) -> Momentum {
         Momentum::Factor(0.0)
     }

@@ -317,7 +317,7 @@ pub enum ParamError {
         /// The first few names in the file.
         has: String,
     },
-    /// A parameter for whose elements on this rank the system does not have enough memory.
+    /// A parameter whose elements on this rank need more memory than the system has.
     #[error(
         "the system does not have enough memory for the {} of parameter {name} on this rank; use a \
          smaller model, or more ranks at stage 3",

@@ -140,7 +140,7 @@ impl PipelineSchedule {
         matches!(pass, PipelinePass::Backward | PipelinePass::BackwardInput)
     }
 
-    /// Returns the operation of another stage whose result `op` needs.
+    /// Returns the operation of another stage that computes the input of `op`, if there is one.
     fn needed_by(self, op: PipelineOp) -> Option<PipelineOp> {
         match op.pass {
             PipelinePass::Forward => Some(PipelineOp { stage: op.stage.checked_sub(1)?, ..op }),

@@ -1,6 +1,6 @@
 //! The division of a model's layers among the stages of a pipeline.
 //!
-//! A cut is the index of a stage's first layer. Every stage has consecutive layers, and at least one of them.
+//! A cut is the index of a stage's first layer. Every stage has at least one layer, and its layers are consecutive.
 
 use crate::util::counted;
 use std::fmt;

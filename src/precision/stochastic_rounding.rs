@@ -16,7 +16,7 @@ pub(crate) struct RoundingDice {
 }
 
 impl RoundingDice {
-    /// Creates a separate source for every `seed`, name, state (by index) and step.
+    /// Creates a separate source for every combination of `seed`, `name`, `state` (an index) and `step`.
     pub fn new(seed: u64, name: &str, state: u64, step: u64) -> Self {
         let key = mix(seed ^ fnv1a(name.as_bytes()));
         Self { key: mix(mix(key.wrapping_add(state)).wrapping_add(step)) }
@@ -56,7 +56,7 @@ impl SimdLoop for StochasticRound<'_> {
         for (i, (x, y)) in src.iter().zip(dst).enumerate() {
             let bits = x.to_bits();
             let rounded = (bits.wrapping_add(dice.roll(first + i as u64)) >> 16) as u16;
-            // Infinities and NaNs stay unchanged.
+            // Infinities stay infinities, and NaNs stay NaNs.
             let special = (bits >> 16) as u16 | u16::from(bits & 0x007f_ffff != 0) << 6;
             *y = bf16::from_bits(if bits & 0x7f80_0000 == 0x7f80_0000 { special } else { rounded });
         }

@@ -25,8 +25,8 @@ pub(super) fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
 }
 
 /// Calls `each` with every complete line from byte `from` on: an object, or the reason why the line is not one. A last
-/// line without its end is ignored, because it is still being written or its writer was killed. Returns the position
-/// after the last complete line.
+/// line without its end is ignored, because it is still being written or its writer was killed; if it is already too
+/// long, it is treated as complete. Returns the position after the last complete line.
 pub(super) fn complete_lines(
     mut file: File,
     from: u64,

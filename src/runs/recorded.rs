@@ -140,7 +140,8 @@ impl RecordedRun {
         self.lines(SAMPLES)
     }
 
-    /// Reads the launcher's records, oldest first: starts, and how ranks ended. Damaged lines are left out.
+    /// Reads the launcher's records, oldest first: starts, how ranks ended, and failures of the job. Damaged lines are
+    /// left out.
     ///
     /// # Errors
     /// The file cannot be read.

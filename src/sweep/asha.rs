@@ -10,7 +10,7 @@ pub(super) fn rungs(min_steps: u64, eta: u64, steps: u64) -> Vec<u64> {
     rungs.take_while(|rung| *rung < steps).chain([steps]).collect()
 }
 
-/// Returns the trial to promote and the rung to which it continues. A trial may be promoted if it is among the best
+/// Returns the trial to promote and the rung to which it continues. A trial can be promoted if it is among the best
 /// `1 / eta` of a rung and has not continued yet; of these trials, the best one of the highest rung is returned.
 pub(super) fn promotion(trials: &[SweepTrial], rungs: &[u64], eta: u64, goal: SweepGoal) -> Option<(usize, u64)> {
     rungs.windows(2).rev().find_map(|pair| {
@@ -22,8 +22,8 @@ pub(super) fn promotion(trials: &[SweepTrial], rungs: &[u64], eta: u64, goal: Sw
     })
 }
 
-/// Returns the trial that continues if no rung has enough trials for a promotion and no trial is complete: the best of
-/// the highest rung. Without this rule, a sweep with few trials would train none to the end.
+/// Returns the trial that continues if no rung has enough trials for a promotion and no trial is complete: the best
+/// paused trial of the highest rung that has one. Without this rule, a sweep with few trials would train none to the end.
 pub(super) fn last_promotion(trials: &[SweepTrial], rungs: &[u64], goal: SweepGoal) -> Option<(usize, u64)> {
     if trials.iter().any(|trial| trial.state == TrialState::Complete) {
         return None;

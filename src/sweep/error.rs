@@ -1,6 +1,6 @@
-//! Errors of a sweep's settings.
+//! Errors of a sweep's settings and results.
 
-/// A setting of a sweep that cannot be used.
+/// A setting of a sweep that cannot be used, or a result that does not belong to a running trial.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SweepError {

@@ -1,5 +1,5 @@
-//! Stop at the median (Golovin et al. 2017): a trial ends if its best value so far is worse than the median of the
-//! other trials' mean values up to the same step.
+//! The median stopping rule (Golovin et al. 2017): a trial ends if its best value so far is worse than the median of
+//! the other trials' mean values up to the same step.
 
 use super::settings::SweepGoal;
 use super::trial::SweepTrial;

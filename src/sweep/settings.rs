@@ -67,7 +67,8 @@ pub enum TrialScheduler {
     Asha {
         /// The first rung, in steps.
         min_steps: u64,
-        /// One in this many trials of a rung continues, and each rung has this many times the steps of the one before.
+        /// The reduction factor: one in `eta` trials of a rung continues, and each rung has `eta` times the steps of the
+        /// previous rung.
         eta: u64,
     },
     /// Population-based training: at regular intervals, the worst trials are replaced by branches of the best.

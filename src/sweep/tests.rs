@@ -246,7 +246,7 @@ proptest! {
         } else {
             prop_assert!(sweep.trials().len() >= count);
             let is_alive = |trial: &SweepTrial| !matches!(trial.state, TrialState::Failed(_) | TrialState::Stopped | TrialState::Replaced { .. });
-            // Unless all have failed, at least one trial is trained to its end.
+            // Unless all trials have failed, or were stopped or replaced, at least one is trained to its end.
             prop_assert!(is_complete || !sweep.trials().iter().any(is_alive), "{:?}", sweep.trials());
         }
         if let TrialScheduler::Asha { min_steps, eta } = settings.scheduler {

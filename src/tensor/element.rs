@@ -108,8 +108,8 @@ pub(crate) fn with_all<E: WithDType, R, const N: usize>(
     run(elements_of_all(&tensors, op)?)
 }
 
-// The compiler repeats `with_all` for each `run`. What does not depend on `run` is in separate functions, so that it is
-// compiled only once for each number of tensors.
+// The compiler repeats `with_all` for each `run`. The code that does not depend on `run` is in separate functions, which
+// are compiled only once for each dtype and number of tensors.
 
 fn locked_tensors<'a, const N: usize>(
     tensors: [Option<&'a Tensor>; N],
@@ -135,7 +135,7 @@ pub(crate) struct LockedTensor<'a, G> {
     layout: &'a Layout,
 }
 
-/// Locks a tensor's storage for reading, after waiting until no thread writes it.
+/// Locks a tensor's storage for reading, after waiting until no thread writes to it.
 pub(crate) fn locked(tensor: &Tensor) -> LockedTensor<'_, impl Deref<Target = Storage>> {
     let (guard, layout) = tensor.storage_and_layout();
     LockedTensor { tensor, guard, layout }

@@ -219,7 +219,7 @@ pub(super) fn on_big_stack<T>(run: impl FnOnce() -> T) -> T {
 
 /// Methods for units and parameters.
 impl RankCore {
-    /// Takes a parameter's gradient, which is complete as far as this backward pass is concerned.
+    /// Takes a parameter's gradient, to which the backward pass that computed it adds nothing more.
     pub(super) fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
         // Candle's operations compute gradients of frozen parameters too.
         let grad = Some(grad).filter(|_| self.params[param].is_trained());

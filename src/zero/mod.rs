@@ -2,13 +2,13 @@
 //!
 //! | folder | contents |
 //! | --- | --- |
-//! | `share/` | this rank's share: registers parameters, lays out sub-groups, reads and writes their states |
-//! | `gather/` | units and their parameters: gather, prefetch, release; recomputation |
-//! | `reduce/` | gradients: bucket them, reduce them, add them to the share |
+//! | `share/` | this rank's share: registration of parameters, layout of sub-groups, access to their states |
+//! | `gather/` | units and their parameters: gathering, prefetching, releasing; recomputation |
+//! | `reduce/` | gradients: bucketing, reduction, addition to the share |
 //! | `step/` | the optimizer step: vote, update, publish |
 //! | `transfer/` | pending collectives and copies between host and GPU |
-//! | `gpu/` | work on the GPU: packs gradients, updates the shares on it, times the model's work |
-//! | `check/` | checks that gradients are correct, and finds mistakes in a program and differences between ranks |
+//! | `gpu/` | work on the GPU: packing of gradients, updates of the shares on it, timing of the model's work |
+//! | `check/` | checks of gradients, and detection of mistakes in a program and of differences between ranks |
 //!
 //! | file | contents |
 //! | --- | --- |
@@ -19,8 +19,8 @@
 //! | `hooks.rs` | forward and backward passes: the methods that the engine, units and parameters call |
 //! | `model_buffers.rs` | tensors that are not parameters, and their synchronization between ranks |
 //!
-//! The decisions of a step are written once, over `step_executor::StepExecutor`. The core and a rehearsal carry them
-//! out.
+//! The decisions of a step are written once, in terms of `step_executor::StepExecutor`. The core and a rehearsal carry
+//! them out.
 
 pub(crate) mod check;
 mod engine_step_executor;

@@ -1,8 +1,8 @@
 //! The partitioned state of one rank, which the engine and the operations inside the autograd graph share.
 //!
 //! Operations hold an [`EngineLink`]: it leads to the [`RankCore`] while the engine lives, and to nothing before and
-//! after, so that a model outside an engine is a plain Candle model. Modules above this one use the core's methods.
-//! Its fields are visible only inside `zero/`.
+//! after, so that a model outside an engine is a plain Candle model. Modules above this one use the core's methods,
+//! because the core's fields are visible only inside `zero/`.
 
 use super::check::forward_outputs::ForwardOutputs;
 use super::check::gradient_check_state::FiniteDifferenceCheck;

@@ -2,8 +2,8 @@
 //!
 //! Decisions are written once, for any [`StepExecutor`]. They are carried out by the engine's core, or by the rehearsal
 //! of an estimate, which has sizes in place of values and counts transferred bytes. The work that either does with
-//! values of gradients and states is defined next to the decisions, as the traits `GradientBackend` and `StepBackend`:
-//! in `reduce/gradient_reducer.rs` and `step/state_sweep.rs`.
+//! values of gradients and states is defined next to the decisions, as the traits `GradientBackend` (in
+//! `reduce/gradient_reducer.rs`) and `StepBackend` (in `step/state_sweep.rs`).
 
 use super::share::share_storage::{BufferPlaceOf, ShareStorage};
 use super::share::sub_group::SubGroup;

@@ -208,7 +208,7 @@ fn pipes_sockets_and_devices_in_place_of_its_files_are_errors_in_words() {
 
 // ---- two jobs ----------------------------------------------------------------------------------------------------
 
-/// Runs another job, which saves into the folder that its environment names, and lives until its input ends.
+/// Acts as another job: saves into the folder that the environment names, and runs until its input ends.
 #[test]
 #[ignore = "a program for other tests"]
 fn saver() {

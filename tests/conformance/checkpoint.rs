@@ -54,7 +54,7 @@ fn on_ranks<T: Send>(world: usize, config: &Value, work: impl Fn(&mut Engine<Tin
     ranks.unwrap().into_iter().map(Result::unwrap).collect()
 }
 
-/// Trains for `count` steps; returns the bits of the losses.
+/// Trains for `count` steps, and returns the bits of the losses.
 fn steps(engine: &mut Engine<Tiny>, count: u64) -> Result<Vec<u32>> {
     let (rank, world) = (engine.rank(), engine.world_size());
     (0..count)

@@ -215,8 +215,8 @@ fn recorded_weights_and_states_are_met() {
                     continue;
                 }
                 let context = |what: &str| format!("{name} {hyper}: {what} of {tensor} after step {step}");
-                // The betas are rounded to f32 as in DeepSpeed; a second moment from PyTorch, or from the formula in
-                // f64, therefore differs; without bias correction, the weights differ too.
+                // The betas are rounded to f32 as in DeepSpeed. Therefore, a second moment from PyTorch, or from the
+                // formula in f64, differs. Without bias correction, the weights differ too.
                 let source = case["source"].as_str().unwrap();
                 let exact_betas = source.contains("torch.optim") || source.starts_with("formula");
                 let tolerance = match () {

@@ -135,7 +135,7 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
             engine.export_safetensors(&before)?;
             let mut rows = vec![];
             for _ in 0..3 {
-                // Only rank 1's loss is not finite, but the other ranks skip the step, too.
+                // Only rank 1's loss is not finite, but rank 0 skips the step, too.
                 run(&mut engine, if rank == 1 { f64::NAN } else { 1.0 })?;
                 assert!(!engine.was_step_applied());
                 assert_eq!(engine.global_grad_norm(), Some(f64::INFINITY));

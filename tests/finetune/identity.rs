@@ -160,8 +160,8 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     assert_eq!(found.len(), 2, "{found:?}");
     std::fs::remove_dir_all(saves.join(&found[1])).unwrap();
     std::fs::write(saves.join("latest"), found[0].to_str().unwrap()).unwrap();
-    // The run continues on two ranks, with different micro batches, and saves at different steps. The number of rows in
-    // a step stays the same.
+    // The run continues on two ranks at stage 3, and saves at different steps. The number of rows in a step stays the
+    // same.
     let config = json!({"zero_optimization": {"stage": 3}}).to_string();
     std::fs::write(desk.path("ds.json"), config).unwrap();
     let words =

@@ -1,5 +1,5 @@
 //! Mixtures of experts: logits, choices, losses and training match transformers, with both styles of config.json, at
-//! every stage and on several ranks.
+//! stages 0 and 3, and on one and two ranks.
 
 use crate::fixtures::{
     ProbeTolerances, Records, adamw, check_probes, check_session, far, ids, mean, next_tokens, numbers, step, values,
@@ -265,7 +265,7 @@ fn follow(name: &str, kind: &str) {
         let worst = |run: &Run| norms.iter().zip(&run.norms).fold(0f64, |most, (a, b)| most.max((b / a - 1.0).abs()));
         let mut worst_norm = worst(first);
         if worst_norm > NORM && name == "gpt_oss" {
-            // At the limit of gpt-oss' activation, its derivative jumps. If rounding put a number on a different side
+            // The derivative of gpt-oss' activation jumps at its limit. If rounding put a number on a different side
             // of the limit than in the recorded run, the number is on the recorded side of one of the two adjacent f32
             // limits, so runs with these limits are compared, too.
             let neighbors = [1.0 - f32::EPSILON / 2.0, 1.0 + f32::EPSILON];

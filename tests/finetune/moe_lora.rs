@@ -109,8 +109,8 @@ fn check_adapter(adapter: &Adapter, recorded: &Value, what: &str) {
     }
 }
 
-/// Checks an adapter that PEFT has trained, or with which PEFT has begun training: it is applied to the base, merged
-/// into the base, and written again.
+/// Checks an adapter that PEFT wrote before or after training: it is applied to the base, merged into the base, and
+/// written again.
 fn check_result(case: &str, stage: &str, want: f64) {
     let base = base_of(case);
     let folder = MOE.path(format!("lora/{case}/{stage}"));

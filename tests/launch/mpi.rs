@@ -51,7 +51,7 @@ pub fn steps(metrics: &Path) -> Vec<[String; 2]> {
         .collect()
 }
 
-/// Returns the bundled configuration of a stage.
+/// Returns the path of the bundled configuration of a stage.
 fn config(stage: usize) -> String {
     format!("{}/ds_configs/zero{stage}.json", repository().display())
 }
@@ -84,7 +84,8 @@ fn between_hosts(metrics: &Path, kind: &str) -> [u64; 2] {
     ["elements", "between_hosts_bytes"].map(|key| of_kind[key].as_u64().unwrap())
 }
 
-/// Writes the configuration of stage 3, with this key added to zero_optimization, to a file in `folder`.
+/// Writes the configuration of stage 3, with this key added to zero_optimization, to a file in `folder`, and returns
+/// its path.
 fn with_key(key: &str, value: usize, folder: &Path) -> String {
     let mut all: Value = serde_json::from_str(&std::fs::read_to_string(config(3)).unwrap()).unwrap();
     all["zero_optimization"][key] = value.into();

@@ -49,7 +49,7 @@ fn windows_follow_pytorch_for_any_ranks_per_island_and_stage() {
             for (window, [outer, local]) in case.windows.iter().enumerate() {
                 let difference = largest_difference(&of_ranks[0][window], local);
                 assert!(difference < 1e-6, "{settings}, {ranks} x stage {stage}, window {window}: {difference}");
-                // With an alpha of 0, all islands have the outer weights.
+                // With an alpha of 0 and a single fragment, all islands have the outer weights.
                 if settings["fragment_alpha"] == 0.0 && settings["fragments"] == 1 {
                     assert!(of_ranks.iter().all(|windows| windows[window] == of_ranks[0][window]));
                     assert!(largest_difference(&of_ranks[0][window], outer) < 1e-6);

@@ -139,7 +139,7 @@ fn half_gradients_are_summed_in_f32() {
 
 #[test]
 fn the_loss_gradient_is_multiplied_by_the_f32_scale_before_rounding() {
-    // f16 cannot represent this number, a loss scale that is divided by three micro batches.
+    // f16 cannot represent this number: a loss scale divided by the number of micro batches, 3.
     let scale = 65536.0 / 3.0f32;
     for (dtype, precision) in [(DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
         let logits = tensor(&[2, 7], 5).to_dtype(dtype).unwrap();

@@ -11,7 +11,7 @@ use candle_zero::models::{DecoderConfig, decoder_pipeline};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Returns, for each kind of state, the number of bytes that it occupies between steps and the maximum.
+/// Returns, for each kind of state, the number of bytes that it occupies between steps, and the maximum.
 fn bytes(report: &MemoryReport) -> Vec<(MemoryKind, [usize; 2])> {
     let of = |row: &MemoryRow| (row.kind, [row.host.held, row.host.peak]);
     // The estimate does not include state that depends on the size of a micro batch.

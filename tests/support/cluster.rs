@@ -74,8 +74,8 @@ fn limited(folder: &Path, seconds: u32) -> Command {
 /// other tests check that folder.
 const OWN_SHM: &str = "mount -t tmpfs none /dev/shm";
 
-/// Returns `mpirun` for ranks on this host, or `None` if it was not fetched. The program and its arguments are
-/// appended.
+/// Returns `mpirun` for ranks on this host, or `None` if it was not fetched. The caller appends the program and its
+/// arguments.
 pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
     let folder = mpi.folder()?;
     let mut command = limited(&folder, 120);
@@ -148,7 +148,7 @@ impl Hosts {
     }
 
     /// Returns a command that runs on one of the hosts with MPICH's library for at most `seconds` seconds, or `None` if
-    /// the library was not fetched. The program and its arguments are appended.
+    /// the library was not fetched. The caller appends the program and its arguments.
     pub fn on(&self, host: usize, seconds: u32) -> Option<Command> {
         let lib = Mpi::Mpich.library()?;
         let name = &self.names[host];
@@ -203,7 +203,8 @@ impl Hosts {
         self.pids(host).into_iter().filter(of).collect()
     }
 
-    /// Returns `mpirun` on the first host for `ranks` ranks on each host. The program and its arguments are appended.
+    /// Returns `mpirun` on the first host, for `ranks[0]` ranks on that host and `ranks[1]` on the second. The caller
+    /// appends the program and its arguments.
     pub fn mpirun(&self, mpi: Mpi, ranks: [usize; 2]) -> Option<Command> {
         let mut command = self.with(mpi)?;
         command.arg(mpi.folder()?.join("bin/mpirun"));
@@ -213,8 +214,8 @@ impl Hosts {
         Some(command)
     }
 
-    /// Returns a command that runs on the first host, with this `mpirun` on its PATH. The program and its arguments are
-    /// appended.
+    /// Returns a command that runs on the first host, with this `mpirun` on its PATH. The caller appends the program and
+    /// its arguments.
     pub fn with(&self, mpi: Mpi) -> Option<Command> {
         let a = &self.names[0];
         let mut command = limited(&mpi.folder()?, 120);

@@ -90,7 +90,7 @@ fn one_and_two_ranks_are_measured_with_both_kinds_of_scaling_and_drawn() {
         assert!((tokens / number("tokens_per_s") - 1.0).abs() < 1e-9, "{row}");
         // In an all-reduce of two ranks, each rank sends as many bytes as the gradients take: those of an embedding of
         // 256 tokens, 16 positions, a block and a norm. Stage 3 keeps such small parameters on all ranks, and sends the
-        // same.
+        // same number of bytes.
         let parameters = 256 * 8 + 16 * 8 + (12 * 8 * 8 + 13 * 8) + 2 * 8;
         assert_eq!(number("sent_bytes"), if row["ranks"] == 2 { f64::from(4 * parameters) } else { 0.0 }, "{row}");
         assert!(row["ranks"] == 2 || number("efficiency") == 1.0, "{row}");

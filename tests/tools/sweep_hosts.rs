@@ -83,7 +83,7 @@ impl Cluster {
         self.journal(sweep).iter().any(|line| line["event"] == "place" && line["host"] == host)
     }
 
-    /// Waits until a trial of a sweep has recorded a step on a host.
+    /// Waits until a trial of a sweep has been placed on a host, and the record of a trial exists.
     fn wait_for_trial_on(&self, sweep: &str, host: &str) {
         let runs = self.folder.path(sweep).join("runs");
         let has_runs = || std::fs::read_dir(&runs).is_ok_and(|mut runs| runs.next().is_some());

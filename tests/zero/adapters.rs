@@ -126,8 +126,8 @@ fn adapters_give_the_same_bits_at_every_stage_and_place() {
             for stage in 1..4 {
                 assert!(reference == run(stage, false, released()), "{lora}, stage {stage}, {more}");
             }
-            // In 16 bits, a recomputing block rounds the gradients of its input, which it uses twice, at a different
-            // point.
+            // In 16 bits, a recomputing block, which uses its input twice, rounds the gradients of this input at a
+            // different point.
             if more == json!({}) {
                 assert!(reference == run(3, true, released()), "{lora}, recomputed");
             }

@@ -372,7 +372,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Loads the checkpoint in `from`, if there is one, trains for `steps` steps, and saves to `to`. Returns the exported
+/// Loads the checkpoint in `from`, if it is given, trains for `steps` steps, and saves to `to`. Returns the exported
 /// model.
 fn go_on(job: Job, stage: u8, from: Option<&Path>, to: &Path, steps: usize) -> Vec<u8> {
     let config = divided(config(stage, 1, json!({}), json!({"bf16": {"enabled": true}})), job.size);

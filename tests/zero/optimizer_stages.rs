@@ -29,7 +29,7 @@ fn optimizers() -> [Value; 8] {
     ]
 }
 
-/// Returns the configuration's keys besides the ZeRO section: those of the optimizer and its schedule, and `more`.
+/// Returns the configuration's keys outside the ZeRO section: those of the optimizer and its schedule, and `more`.
 fn with(optimizer: &Value, more: Value) -> Value {
     let schedule = json!({"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_min_lr": 1e-3}});
     // These optimizers determine their rate themselves.

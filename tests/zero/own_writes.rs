@@ -33,7 +33,7 @@ enum When {
     AfterStep,
 }
 
-/// Trains for three steps; in the second one, or before the first, `write` changes a parameter.
+/// Trains for three steps. `write` changes a parameter before the first step, during the second, or right after it.
 fn run(stage: u8, when: When, write: fn(&Model) -> Result<()>) -> candle_zero::Result<()> {
     let results = threads::run(2, move |comm| {
         let config = config(stage, 1, json!({}), json!({}));

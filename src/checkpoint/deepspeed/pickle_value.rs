@@ -68,7 +68,8 @@ impl<'a> PickleValue<'a> {
 
     // ---- dictionaries and lists ----------------------------------------------------------------
 
-    /// Returns the value of a key; `None` if it is missing or is Python's None, or if this value is not a dictionary.
+    /// Returns the value of a key, or `None` if the key is missing, its value is Python's None, or `self` is not a
+    /// dictionary.
     pub fn find(&self, key: &str) -> Option<Self> {
         let PickleNode::Dict(entries) = self.node() else { return None };
         let is_it = |id: PickleNodeId| matches!(self.pickle.node(id), PickleNode::Text(text) if text == key);
@@ -106,7 +107,7 @@ impl<'a> PickleValue<'a> {
         Ok(items.iter().enumerate().map(|(i, id)| self.inner(*id, &i.to_string())).collect())
     }
 
-    /// Returns item `index` of a list, or the value of that key in a dictionary.
+    /// Returns item `index` of a list or tuple, or the value of the integer key `index` in a dictionary.
     pub fn item(&self, index: usize) -> Result<Self, PickleProblem> {
         let id = match self.node() {
             PickleNode::List(items) | PickleNode::Tuple(items) => items.get(index),
@@ -202,7 +203,7 @@ impl<'a> PickleValue<'a> {
     // ---- JSON ----------------------------------------------------------------------------------
 
     /// Returns the value in JSON. Tuples become lists; numbers that are not finite, and values that JSON cannot
-    /// express, become null.
+    /// express, become null. Dictionary entries whose keys are neither strings nor integers are left out.
     pub fn json(&self) -> Result<Json, PickleProblem> {
         let mut left = MAX_JSON_VALUES;
         self.json_within(&mut left, MAX_JSON_DEPTH).ok_or_else(|| format!("{} is too large or too deep", self.place))

@@ -369,7 +369,7 @@ fn all_types() -> Vec<SavedBuffer> {
     ]
 }
 
-/// Opens a checkpoint with buffers of all types and `more`. The model's parameter is in `module` too.
+/// Opens a checkpoint with buffers of all types and `more`. One of the model's parameters is in `module` too.
 fn with_buffers(stage: u8, more: &[(&str, Python)]) -> (tempfile::TempDir, Result<DeepSpeedCheckpoint>) {
     small(stage).open_saved_with(|model, file| {
         let mut module = vec![(text("g0.p0"), file.tensor(vec![9.0; if stage == 3 { 0 } else { 9 }]))];

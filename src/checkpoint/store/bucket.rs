@@ -151,8 +151,8 @@ impl ObjectBucket {
         put.map(drop).map_err(|e| self.refused("cannot write", names, &e))
     }
 
-    /// Writes the file at `path`, which has `bytes` bytes, unless `stop` is set. The object appears only once it is
-    /// complete. `tell` is called with the number of bytes sent so far.
+    /// Writes the file at `path`, which has `bytes` bytes. Returns an error if `stop` is set before all bytes are sent. The
+    /// object appears only once it is complete. `tell` is called with the number of bytes sent so far.
     pub async fn put_file(
         &self,
         names: &[&str],

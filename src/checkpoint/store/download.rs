@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use twox_hash::XxHash3_64;
 
-/// The maximum time to wait for another process on this host that fetches the same checkpoint.
+/// The maximum time to wait for another job on this host that is downloading into the folder or loading from it.
 const PEER_FETCH_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// The interval at which rank 0 reports progress.
@@ -187,7 +187,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
 }
 
 /// Checks all checksums of a file in the folder. `number` is the index of a rank's file; for the file of buffers, it is
-/// the number of ranks.
+/// the number of ranks' files.
 fn is_right(folder: &Path, manifest: &Manifest, number: usize) -> Result<()> {
     match (&manifest.buffers, number < manifest.files.len()) {
         (Some(entry), false) => buffers::read(folder, entry).map(drop),

@@ -25,7 +25,7 @@ pub(super) const MAX_MESSAGE_BYTES: usize = 1 << 18;
 /// The maximum number of bytes that a rank sends to all others at a time.
 const MAX_SENT_BYTES: usize = 16 << 20;
 /// The number of messages in flight to and from each other rank: the network is not idle while a received message is
-/// processed, nor while a library waits for the other side's permission to send.
+/// processed, nor while the MPI library waits for the other side's permission to send.
 pub(super) const MESSAGES_IN_FLIGHT: usize = 4;
 /// The time for which the failure of a rank on another host may go unnoticed after its consequence has been noticed on
 /// this host.
@@ -175,7 +175,7 @@ impl InterHostExchange {
         Ok(())
     }
 
-    /// Waits until at most the newest `messages` of the sent messages are in flight.
+    /// Waits until no sent message is in flight except the newest `messages`.
     pub(super) fn limit_in_flight(&mut self, messages: usize) -> Result<()> {
         while self.sending.len() > messages
             && let Some((peer, sent)) = self.sending.pop_front()

@@ -1,8 +1,8 @@
 //! Messages between this process and those of other hosts, over MPI.
 //!
 //! All messages are sent and received without blocking, and progress is made by polling, so that a wait can end with an
-//! error when a rank is gone. No call in this module waits for another process, except [`MpiLink::gather`] at the
-//! start and [`MpiLink::end`] at the end.
+//! error when a rank is gone. No call in this module waits for another process, except [`MpiLink::start`] and
+//! [`MpiLink::gather`] at the start, and [`MpiLink::end`] at the end.
 
 use super::library::MpiLibrary;
 use crate::error::CommError;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 /// The size of a message in bytes: as large as a program that only moves bytes would choose.
 const MESSAGE_BYTES: usize = 4 << 20;
-/// The number of messages in flight to and from a rank.
+/// The number of messages in each direction that may still be in flight when the next one is begun.
 const MESSAGES_IN_FLIGHT: usize = 3;
 /// The number of round trips with messages of a few bytes.
 const ROUND_TRIPS: usize = 200;

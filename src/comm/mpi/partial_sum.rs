@@ -130,7 +130,7 @@ mod tests {
     const WIRES: [WireFormat; 3] =
         [WireFormat::Exact, WireFormat::Blocks(IntFormat::Int8), WireFormat::Blocks(IntFormat::Int4)];
 
-    /// Returns numbers whose sums depend on their order, including zeros of both signs.
+    /// Returns numbers whose sums depend on their order, including negative zeros.
     fn part(rank: usize, len: usize, dtype: DType) -> Flat {
         let value = |i: usize| match i % 29 {
             3 => -0.0,

@@ -63,7 +63,7 @@ struct PeerExitNoticesState {
     /// The pending receives from the ranks that have sent nothing yet.
     awaited: Vec<(usize, MpiTransfer)>,
     left: BTreeSet<usize>,
-    /// The first rank that failed, with its reason.
+    /// The first rank that failed, with the reason.
     failure: Option<(usize, String)>,
     /// The notice of this rank, in flight to each of the others.
     told: Option<Vec<MpiTransfer>>,
@@ -110,7 +110,7 @@ impl PeerExitNotices {
         }
     }
 
-    /// Returns the first rank of another host that is known to have failed, with its reason.
+    /// Returns the first rank of another host that is known to have failed, with the reason.
     ///
     /// # Errors
     /// Fails if MPI fails.
@@ -142,7 +142,8 @@ impl PeerExitNotices {
         lock(&self.state).left.contains(&rank)
     }
 
-    /// Returns whether all ranks of other hosts have sent their notice, and that of this rank has been sent to them.
+    /// Returns whether all ranks of other hosts have sent their notice, and that of this rank, if there is one, has been
+    /// sent to them.
     ///
     /// # Errors
     /// Fails if MPI fails.

@@ -196,7 +196,7 @@ mod tests {
                 "{hosts} hosts of one rank"
             );
         }
-        // A slot has no room for a block for every rank.
+        // With int8, a slot has no room for a block for every rank.
         assert_eq!(algorithm(&[600, 600], WireFormat::Exact, 4, 1 << 20), ReduceAlgorithm::Chain);
         assert_eq!(algorithm(&[600, 600], INT8, 4, 1 << 20), ReduceAlgorithm::Direct);
         // A sum in a format whose bits depend on the algorithm always uses that algorithm, however short the sum is.

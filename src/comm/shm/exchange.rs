@@ -32,7 +32,7 @@ const IDLE_SPINS: SpinLimits = SpinLimits { spins: 500, yields: 500 };
 const SHARED_CORE_SPINS: SpinLimits = SpinLimits { spins: 20, yields: 20 };
 /// The length of heartbeat silence after which a rank counts as dead. A heartbeat beats four times a second.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
-/// The maximum time counted for one turn of a wait, which consists of a nap and a check. See [`PeerWaitTimer`].
+/// The maximum time counted for one turn of a wait (a nap and a check). See [`PeerWaitTimer`].
 const MAX_COUNTED_TURN: Duration = Duration::from_secs(1);
 
 /// The thread that runs a collective.

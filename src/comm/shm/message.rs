@@ -1,7 +1,7 @@
 //! Messages between two ranks of this host, as packets in a mailbox.
 //!
-//! A wait ends with an error when the other rank has died, given up or left, when any rank has failed, or when the time
-//! limit is exceeded, as in [`super::exchange`].
+//! A wait ends with an error when the other rank has died, given up or left, when its heartbeat stops, when any rank has
+//! failed, or when the time limit is exceeded, as in [`super::exchange`].
 
 use super::exchange::PeerWaitTimer;
 use super::mailbox::{MailboxReceiver, MailboxSender};

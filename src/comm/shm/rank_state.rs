@@ -63,7 +63,7 @@ const DEAD: u32 = 4;
 
 impl SharedMemoryRegion {
     /// Records that the process of `rank` has ended abnormally. Called by the launcher or, if there is none, by the
-    /// rank for which `claims_cause` returned true. Every waiting rank returns an error with `why`.
+    /// rank whose call to `claims_cause` returned true. Every waiting rank returns an error with `why`.
     pub fn mark_dead(&self, rank: usize, why: &str) {
         self.write_text(rank, FailureText::Cause, why);
         self.record_first_failure(rank, RankFault::Died);

@@ -10,8 +10,9 @@
 //! A channel is a set of slots for the collectives of one division of the ranks into groups; channel 0 is for those of
 //! all ranks. A rank has a seat in every channel. Memory that is never touched takes no space.
 //!
-//! `zerorun` creates the region as a memfd and the ranks inherit it, or rank 0 creates it and hands it to the others.
-//! It has no name, needs no /dev/shm, and disappears with the last process. Ranks as threads use the same layout.
+//! `zerorun` creates the region as a memfd and the ranks inherit it, or the first rank of the machine creates it and
+//! hands it to the others. It has no name, needs no /dev/shm, and disappears with the last process. Ranks as threads use
+//! the same layout.
 //!
 //! A rank's block is written only by that rank, with four exceptions: threads that wait for the rank count themselves
 //! in `sleepers`; without a launcher, ranks that notice its death claim the right to record the cause; the launcher, or

@@ -52,8 +52,8 @@ impl CommReport {
         self.kinds.get(&kind).copied().unwrap_or_default()
     }
 
-    /// Returns the number of bytes of gradients and parameters as sent (by all-reduces, reduce-scatters and
-    /// all-gathers).
+    /// Returns the number of bytes of gradients and parameters that this rank received (in all-reduces, reduce-scatters
+    /// and all-gathers).
     pub fn data_wire_bytes(&self) -> u64 {
         self.data().map(|k| k.wire_bytes).sum()
     }

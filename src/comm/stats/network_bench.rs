@@ -56,7 +56,7 @@ impl TransferMeasurement {
 }
 
 /// Measures the network with buffers of about `bytes` bytes, on all ranks at the same time. Returns `None` if all ranks
-/// are on one host.
+/// are on one host, or if this process has not joined the job through MPI.
 ///
 /// # Errors
 /// A collective failed.
@@ -92,7 +92,7 @@ pub fn rate_between_hosts(comm: &dyn Communicator, bytes: usize) -> Result<Optio
     Ok(Some(all_gather(comm, chunk)?.rate()))
 }
 
-/// Measures an all-gather of `chunk` f32 from each rank.
+/// Measures an all-gather of `chunk` f32 values from each rank.
 fn all_gather(comm: &dyn Communicator, chunk: usize) -> Result<TransferMeasurement> {
     fastest(comm, CollectiveKind::AllGather, || comm.all_gather(Flat::F32(vec![1.0; chunk]), 1).wait().map(drop))
 }
@@ -141,7 +141,7 @@ fn processors_of(stat: &str) -> Option<HostCpuTimes> {
     let (all, each) = stat.split_once('\n')?;
     let times: Vec<f64> = all.strip_prefix("cpu ")?.split_whitespace().map_while(|time| time.parse().ok()).collect();
     // The fields are user, nice, system, idle, iowait, irq and softirq, of which idle and iowait do not count. The
-    // fields after them are the time of other virtual machines, or are already included in user.
+    // fields after them are the time of other virtual machines, or are already included in user and nice.
     let [user, nice, system, _, _, irq, softirq, ..] = times[..] else { return None };
     let count = each.lines().take_while(|line| line.starts_with("cpu")).count();
     (count > 0).then(|| HostCpuTimes { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })
@@ -153,8 +153,8 @@ fn one_way(comm: &dyn Communicator, place: &MpiRank) -> Result<f64> {
     Ok(comm.gather_f64(vec![own]).wait()?.into_iter().flatten().fold(0.0, f64::max))
 }
 
-/// Runs a function on all ranks at the same time, several times. Returns the shortest time, and the largest number
-/// of bytes that one host received in collectives of `kind`.
+/// Runs a function on all ranks at the same time, in several rounds. Returns the time of the fastest round, and the
+/// largest number of bytes that one host received in that round in collectives of `kind`.
 fn fastest(comm: &dyn Communicator, kind: CollectiveKind, run: impl Fn() -> Result<()>) -> Result<TransferMeasurement> {
     let between = || comm.report().kind(kind).between_hosts_bytes;
     let mut best = TransferMeasurement { into_a_host: 0.0, seconds: Duration::MAX.as_secs_f64() };

@@ -124,8 +124,8 @@ pub struct MuonConfig {
     pub weight_decay: f64,
     /// The orthogonalization method. Default gram.
     pub ns_method: NsMethod,
-    /// The optimizer of the parameters that are not matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4. Its
-    /// default `betas` are 0.9, 0.95, and its default `eps` is 1e-10.
+    /// The optimizer of all other parameters, including embeddings and the output projection. Its `lr` is `adam_lr`:
+    /// default `lr`, else 3e-4. Its default `betas` are 0.9, 0.95, and its default `eps` is 1e-10.
     pub adam: AdamConfig,
 }
 

@@ -19,7 +19,7 @@ pub struct ZeroConfig {
     /// `load_from_fp32_weights` (default true): load master weights as they were saved; false: rounded to the model's
     /// dtype.
     pub load_from_fp32_weights: bool,
-    /// `log_trace_cache_warnings`: rank 0 logs when the order in which units are used changes. Default false.
+    /// `log_trace_cache_warnings`: rank 0 logs each step that uses units in a different order than before. Default false.
     pub log_trace_cache_warnings: bool,
     /// `contiguous_gradients`. Buckets are always contiguous in candle-zero; the key is only recorded.
     pub contiguous_gradients: bool,
@@ -30,9 +30,10 @@ pub struct ZeroConfig {
     pub sub_group_size: usize,
     /// `stage3_prefetch_bucket_size`: the number of elements gathered ahead; 0 switches prefetching off. Default 5e7.
     pub prefetch_bucket_size: usize,
-    /// `stage3_param_persistence_threshold`: parameters with at most this many elements stay gathered. Default 1e5.
+    /// `stage3_param_persistence_threshold`: parameters with at most this many elements stay gathered, unless they are
+    /// quantized. Default 1e5.
     pub param_persistence_threshold: usize,
-    /// `stage3_model_persistence_threshold`, in elements: the maximum total of all such parameters.
+    /// `stage3_model_persistence_threshold`, in elements: the maximum total size of the parameters that stay gathered.
     pub model_persistence_threshold: usize,
     /// `stage3_max_live_parameters`: the number of elements gathered at a time before prefetching stops. Default 1e9.
     pub max_live_parameters: usize,
@@ -45,7 +46,7 @@ pub struct ZeroConfig {
     /// `mics_shard_size`: at stage 3, everything is sharded within groups of this many ranks. Default `None`: among all
     /// ranks, as at lower stages.
     pub mics_shard_size: Option<usize>,
-    /// `zero_quantized_weights`: stage 3 gathers int8 with a scale per block. Lower stages do not gather weights.
+    /// `zero_quantized_weights`: stage 3 gathers int8 with a scale per block. Lower stages gather updated weights exactly.
     pub quantized_weights: bool,
     /// `zero_quantized_nontrainable_weights`: frozen matrices are stored and gathered in 8 bits at stage 3.
     pub quantized_nontrainable_weights: bool,

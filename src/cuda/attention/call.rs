@@ -132,7 +132,7 @@ impl<'a> AttentionCall<'a> {
 }
 
 /// The tiles of rows that blocks own, each as {first position of the sequence, length of the sequence, first position
-/// of the tile}.
+/// of the tile within the sequence}.
 pub(super) struct TileTable {
     /// The list of tiles, or `None` if each row is one sequence: the kernels then compute the tiles themselves.
     list: Option<CudaSlice<u32>>,

@@ -35,7 +35,7 @@ element_of!(f32, F32, "f32", "attention_f32");
 element_of!(bf16, BF16, "bf16", "attention_bf16");
 element_of!(f16, F16, "f16", "attention_f16");
 
-/// Evaluates a generic expression for the format of some elements.
+/// Evaluates an expression that is generic over the element type `$E`, for the format of `$elements`.
 macro_rules! of_format {
     ($elements:expr, $E:ident => $body:expr) => {
         match $elements {

@@ -181,7 +181,7 @@ fn check_number_of_stages(config: &PipelineConfig, (ranks, layers): (usize, usiz
 
 /// The parameters and buffers of each layer, found by building all layers without memory for parameters.
 struct LayerParameters {
-    /// The number of elements of each layer.
+    /// The number of elements of each layer's parameters.
     elements: Vec<usize>,
     numbers: BTreeMap<String, usize>,
     buffers: BTreeSet<String>,

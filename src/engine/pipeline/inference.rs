@@ -64,10 +64,10 @@ impl<B> PipelineEngine<B> {
     }
 
     /// Does the same as [`infer_batch`](Self::infer_batch), but returns the outputs only on the rank of the last stage,
-    /// and `None` on the others. Outputs may have any dtype.
+    /// and `None` on the others. The last layer's outputs may have any dtype and any number of dimensions.
     ///
     /// # Errors
-    /// The same as [`infer_batch`](Self::infer_batch), except for the outputs of the last layer.
+    /// The same as [`infer_batch`](Self::infer_batch), except the error for an output that other ranks cannot receive.
     pub fn infer_batch_on_last_stage(
         &mut self,
         micro_batches: usize,

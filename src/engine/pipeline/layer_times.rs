@@ -1,12 +1,13 @@
 //! The time that each layer takes on each rank, and the memory that it needs: `pipeline.partition` `time`.
 //!
 //! ```text
-//!   every rank    builds each kind of layer separately, and takes the time of the shortest of several passes
+//!   every rank    builds each layer separately, and takes the shortest of several passes for each kind of layer
 //!   all ranks     times of all ranks, and their memory limits ----> the same cuts on all ranks
 //! ```
 //!
 //! The layers are plain Candle models here: they are built outside the engine, one at a time, and dropped again.
-//! Layers of the same kind whose parameters and inputs have the same shapes are measured once.
+//! Layers of the same kind whose parameters and inputs have the same shapes are measured once. The last layer is always
+//! measured, because its time includes the loss.
 
 use crate::comm::Communicator;
 use crate::comm::agree::first_to_differ;

@@ -138,8 +138,8 @@ impl<M> Engine<M> {
         self.not_stopped()
     }
 
-    /// Counts the micro batches of a step that began at `start` and whose backward passes have run, so that the next
-    /// call to [`step`](Engine::step) updates the weights.
+    /// Counts the micro batches of a step after their backward passes have run, so that the next call to
+    /// [`step`](Engine::step) updates the weights. The step began at `start`.
     pub(super) fn end_micro_batches(&mut self, micro_batches: usize, start: Instant) {
         let earlier = micro_batches as u64 - 1;
         self.reporter.micro_step = Some(start);

@@ -6,7 +6,7 @@
 //! cap c, a score's gradient is also multiplied by the cap's derivative, 1 - (score / c)^2.
 //!
 //! A query head sums its part of dk and dv from zero, and the parts are added in order: by [`key_head`], which computes
-//! a full group, or by [`add_parts`] after tasks that each computed a [`query_head`]. Both produce the same bits.
+//! a full group, or by [`add_parts`] after tasks that each ran [`query_head`]. Both produce the same bits.
 
 use super::forward::HeadBufferLayout;
 use super::pack;

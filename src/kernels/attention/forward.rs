@@ -11,7 +11,7 @@ use super::tiles::{ScoreTiles, gather, scores};
 use crate::kernels::element::Element;
 use crate::kernels::vector::PackElementsToWords;
 
-/// Computes the rows of `out` and of `lse` of one head of a sequence of `h.time` positions. `sink` is the score of the
+/// Computes the rows of `out` and `lse` for one head and a sequence of `h.time` positions. `sink` is the score of the
 /// head's sink, if it has one.
 ///
 /// # Safety

@@ -2,10 +2,9 @@
 //!
 //! A few queries read the complete cache once, so the operation is limited by memory bandwidth, not by arithmetic. Keys
 //! and values are therefore stored by head, in the order in which they are read, and are used in place in their dtype.
-//! Values are stored one position after the other. Keys are stored in blocks of [`BLOCK`] positions, in which the
-//! values of one element at successive positions are adjacent, so that a vector of scores needs no horizontal sum. The
-//! sums of each query are in f32, in an order that depends neither on the number of threads nor on the number of new
-//! positions.
+//! Values are stored one position after the other. Keys are stored in blocks of [`BLOCK`] positions, in which the same
+//! elements of successive keys are adjacent, so that a vector of scores needs no horizontal sum. The sums of each query
+//! are in f32, in an order that depends neither on the number of threads nor on the number of new positions.
 
 use super::rule::AttentionRule;
 use super::scratch::{AttentionScratch, SCRATCH};

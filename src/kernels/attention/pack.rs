@@ -1,4 +1,4 @@
-//! Packing of rows of elements into working memory, and writing them back.
+//! Packs rows of elements into working memory, and writes rows of results back.
 
 use super::shape::BLOCK;
 use super::strided::{HeadRows, HeadRowsMut};

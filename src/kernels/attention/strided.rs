@@ -20,13 +20,12 @@ impl<'a, E> MultiHeadRows<'a, E> {
         Self { data, row_stride }
     }
 
-    /// Returns one head's vectors of one row of positions.
+    /// Returns one head's vectors of one sequence.
     pub(super) fn head(&self, h: &AttentionShape, batch: usize, head: usize) -> HeadRows<'a, E> {
         self.of(batch * h.time, head, h.head)
     }
 
-    /// Returns one head's vectors of `width` elements, starting at vector number `first`, counted over all rows of
-    /// positions.
+    /// Returns one head's vectors of `width` elements, starting at row `first`, counted over all sequences.
     pub(super) fn of(&self, first: usize, head: usize, width: usize) -> HeadRows<'a, E> {
         HeadRows {
             data: &self.data[first * self.row_stride + head * width..],

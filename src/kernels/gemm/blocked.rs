@@ -147,7 +147,7 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         if self.spans.count > 1 { self.regions.most() * self.b.outer.next_multiple_of(W::LANES) } else { 0 }
     }
 
-    /// Returns the number of steps for which a task keeps packed columns of `b`.
+    /// Returns the number of steps for which a task keeps packed columns of `b`, or 1 if packed columns are not kept.
     pub(super) fn packed_steps(&self) -> usize {
         if self.few { 1 } else { self.span_steps }
     }
@@ -234,7 +234,7 @@ pub(super) struct GemmPart<'a, E, C> {
     packed: AtomicUsize,
 }
 
-/// The maximum number of sums of one call of a microkernel, over all arithmetics.
+/// The maximum number of sums of one call of a microkernel, for any arithmetic.
 const MAX_SUMS: usize = 8 * 48;
 
 /// The sums of one call of a microkernel, on the stack.
@@ -541,7 +541,7 @@ impl FewRowsTask {
 /// that sums are rarely loaded and stored, and small enough that the packed words stay in the first-level cache.
 const PIECE_STEPS: usize = 128;
 
-/// Splits a range into pieces of at most `most`, in order.
+/// Splits a range into pieces of length `most` or less, in order.
 fn turns(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     range.clone().step_by(most).map(move |start| start..range.end.min(start.saturating_add(most)))
 }

@@ -152,7 +152,7 @@ unsafe fn exp2_of_rest<V: SimdVector>(rest: V) -> V {
 pub(crate) unsafe fn tanh<V: SimdVector>(x: V) -> V {
     // SAFETY: as the caller promises.
     unsafe {
-        // If one operand of `max` is NaN, it returns the second operand.
+        // If one operand of `max` is NaN, the result is the second operand.
         let x = V::splat(-TANH_BOUND).max(x);
         let x = V::zero().sub(V::splat(-TANH_BOUND).max(V::zero().sub(x)));
         let x2 = x.mul(x);

@@ -5,7 +5,7 @@
 //!                                      candle-zero.json  the job and its checkpoints, to continue the run (run_folder.rs)
 //! ```
 //!
-//! A run that continues after a restart, or from one of its checkpoints, is continued in the same file.
+//! A run that resumes after a restart, or from one of its checkpoints, is continued in the same file.
 
 mod records;
 mod run_folder;
@@ -83,7 +83,7 @@ impl WandbMonitor {
         Ok(Some(Self { config: config.clone(), folder, name: text(NAME), id, run: None }))
     }
 
-    /// Begins a run, or continues the one that this job wrote before, or whose checkpoint was loaded.
+    /// Begins a run, or continues the run that this job wrote before or whose checkpoint was loaded.
     fn begin(&mut self, run: &RunDescription) -> Result<()> {
         for folder in WandbRunFolder::continued_by(run, &self.folder) {
             let samples = run.samples;

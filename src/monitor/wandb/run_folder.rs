@@ -101,7 +101,7 @@ impl WandbRunFolder {
     }
 
     /// Returns the folders in `folder` of the runs that `run` may continue, best first: those that saved to the folder
-    /// from which a checkpoint was loaded, newest first, and those of the same job before its restart, oldest first.
+    /// from which a checkpoint was loaded, newest first, then those of the same job before its restart, oldest first.
     /// Folders to which another process writes are left out.
     pub fn continued_by<'a>(run: &'a RunDescription, folder: &Path) -> impl Iterator<Item = Self> + 'a {
         let loaded = run.loaded_from.as_ref().map(|folder| path_hash(folder));

@@ -103,7 +103,7 @@ pub fn add_gated(onto: &Tensor, gate: &Tensor, x: &Tensor) -> Result<Tensor> {
 }
 
 /// Returns the loss of [`crate::nn::load_balancing_loss`]: the sum of the experts' probabilities, each multiplied by the
-/// factor of its expert in `factors`. A loss of f64 logits is in f64.
+/// factor of its expert in `factors`. Rows for which `counts` is false are left out. A loss of f64 logits is in f64.
 pub fn load_balancing_loss(logits: &[&Tensor], factors: &[f64], counts: Option<&[bool]>) -> Result<Tensor> {
     let mut loss = None;
     for logits in logits {

@@ -44,7 +44,8 @@ impl ExpertAssignment {
     /// In the result, they are numbered from 0.
     ///
     /// # Errors
-    /// The errors of [`ExpertAssignment::new`]; a range that ends after the last expert.
+    /// The errors of [`ExpertAssignment::new`], except that an expert outside the range may be chosen twice; a range
+    /// that ends after the last expert or before its start.
     pub fn of_range(choices: &[u32], k: usize, experts: usize, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > experts {
             bail!("experts: the range {range:?} is not within the {}", counted(experts, "expert"))

@@ -186,8 +186,8 @@ fn weights_of(
     })
 }
 
-/// Writes the weights of the chosen experts. With [`RouterOrder::SoftmaxThenTop`], also replaces the row of logits by
-/// their softmax.
+/// Writes the weights of the chosen experts. With [`RouterOrder::SoftmaxThenTop`], also replaces the row of logits with
+/// its softmax.
 fn row_weights(order: RouterOrder, row: &mut [f32], chosen: &[u32], weights: &mut [f32]) {
     let pick = |row: &[f32], weights: &mut [f32]| {
         weights.iter_mut().zip(chosen).for_each(|(weight, expert)| *weight = row[*expert as usize]);

@@ -9,8 +9,8 @@ use crate::tensor::device_elements::with_each;
 use candle_core::{Result, Tensor};
 
 /// Computes attention for queries, keys and values, or for one tensor that contains them side by side. The kernels do
-/// not support windows in both directions. For such windows, and for other devices, formats and sizes, this function
-/// returns `None`.
+/// not support windows in both directions. For such windows, and for unsupported devices, formats and sizes, this
+/// function returns `None`.
 pub(in crate::nn) fn attention<const N: usize>(
     name: &'static str,
     heads: AttentionShape,

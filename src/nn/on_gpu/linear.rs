@@ -13,7 +13,7 @@ use candle_core::{CudaDevice, Result, Tensor};
 
 const NAME: &str = "linear";
 
-/// See [`crate::nn::linear_then`]. The residual's shape has been checked.
+/// Computes [`crate::nn::linear_then`]. The residual's shape has been checked.
 pub(in crate::nn) fn linear_then(
     x: &Tensor,
     weight: &Tensor,

@@ -22,7 +22,7 @@ fn unpacked(packing: WeightPacking, bytes: &[u8], len: usize, dtype: DType) -> F
     values
 }
 
-/// Returns numbers of all magnitudes between 2^-7 and 1, generated as in scripts/record_bitsandbytes.py.
+/// Returns numbers of all magnitudes between 2^-7 and 2, generated as in scripts/record_bitsandbytes.py.
 fn made_by_rule(count: usize) -> Vec<f32> {
     let number = |i: usize| {
         let hash = (i as u32).wrapping_mul(2_654_435_761).wrapping_add(97);

@@ -40,7 +40,7 @@ impl RankCore {
     }
 
     /// Returns whether layers keep the discrete choices of a check's first forward pass for the later passes. The first
-    /// pass must then leave the parameters unmoved, because the gradient is computed with the choices made in it.
+    /// pass must then leave the parameters unmoved, because the gradient is computed with the choices of that pass.
     pub fn holds_choices(&self) -> bool {
         self.check.holds_choices.load(Ordering::Relaxed)
     }

@@ -99,7 +99,8 @@ impl RankCore {
         lock(&self.outputs.0).reached += 1;
     }
 
-    /// Checks that the finished backward pass of `loss` has reached a parameter, and an output of this step.
+    /// Checks that the finished backward pass of `loss` has reached a parameter (unless `ignore_unused_parameters` is set)
+    /// and, if some outputs run no hook, an output of this step.
     ///
     /// # Errors
     /// [`EngineError::LossReachesNothing`]; [`EngineError::OldLoss`].

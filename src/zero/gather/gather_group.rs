@@ -193,7 +193,7 @@ impl GatherGroup {
                 second.push(part_of_group(core, &chunks)?);
             }
             let _span = timeline::span(timeline::EventCategory::Gather, "install").of(|| core.names(&layout.params));
-            // Small parameters are copied out of the buffer, which needs additional GPU memory for a short time.
+            // Copying small parameters out of the buffer needs additional GPU memory for a short time.
             let is_copied = layout.params.len() > 1 && R::Buffer::is_device(&chunks.place());
             let _copied = is_copied.then(|| core.hold(MemoryKind::Buckets, &chunks));
             layout.unpack(core, chunks, |param, whole| {

@@ -34,8 +34,8 @@ pub struct RoutedUnits {
     link: EngineLink,
 }
 
-/// Builds `count` routed units: the parameters that `build` takes from its `VarBuilder`, whose prefix ends with the
-/// unit's number, belong to the unit of that number. Returns what `build` returned, and the units.
+/// Builds `count` routed units. Calls `build` for each unit, with a `VarBuilder` whose prefix ends with the unit's number;
+/// the parameters that `build` takes from it belong to that unit. Returns the results of `build`, and the units.
 ///
 /// Build all parameters of an expert in its unit, and pass the units to
 /// [`ExpertMlp::with_units`](crate::nn::ExpertMlp::with_units):

@@ -9,7 +9,8 @@ use crate::zero::check::gradient_check_state::count_collective_step;
 use crate::zero::rank_core::EngineLink;
 use std::ops::Range;
 
-/// The exchange of a layer whose experts are divided among ranks, which call its collective methods together.
+/// The exchange of rows for a layer whose experts are divided among ranks. These ranks call the collective methods of
+/// the exchange together.
 #[derive(Debug, Clone)]
 pub(crate) struct RowExchange {
     link: EngineLink,

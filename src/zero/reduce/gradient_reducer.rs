@@ -21,9 +21,9 @@
 //! `compress_between_hosts_only`, only the sum of a host's ranks is quantized, or rounded to
 //! `communication_data_type`.
 //!
-//! Every stage reduces in every micro step, even if it could wait for the accumulation boundary: the result is a sum
-//! over micro steps of sums over ranks. Only in this way do all stages add the same numbers in the same order, and
-//! produce the same bits.
+//! Except in `no_sync`, every stage reduces in every micro step, even if it could wait for the accumulation boundary:
+//! the result is a sum over micro steps of sums over ranks. Only in this way do all stages add the same numbers in the
+//! same order, and produce the same bits.
 
 use super::bucket_queue::{BucketQueues, IN_FLIGHT};
 use crate::comm::{InterHostFormat, WireFormat};

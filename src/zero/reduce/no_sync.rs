@@ -29,7 +29,8 @@ impl RankCore {
         lock(&self.unreduced).waits = true;
     }
 
-    /// Hands over the gradient sums of the parameters that the current backward pass has not reached.
+    /// Hands over the gradient sums that are still kept: in a backward pass, those of the parameters that it has not
+    /// reached.
     pub(in crate::zero) fn release_unreduced(&self) -> Result<()> {
         let mut unreduced = lock(&self.unreduced);
         unreduced.waits = false;

@@ -39,7 +39,7 @@ impl RankCore {
         Ok(Some(own))
     }
 
-    /// Gathers a whole state, in f32. Collective except for a factored state, which every rank has in full.
+    /// Gathers a complete state, in f32. Collective except for a factored state, which every rank has in full.
     pub fn whole_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
         if let ParamStateKind::Factored(_) = state {
             return self.own_state(state, param);
@@ -47,7 +47,7 @@ impl RankCore {
         self.gather_whole(param, self.own_state(state, param)?)
     }
 
-    /// Collective: gathers a whole gradient, in f32.
+    /// Collective: gathers a complete gradient, in f32. Returns `None` if none has been reduced.
     pub fn whole_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
         let own = self.own_gradient(param)?;
         let exists = self.exists_on_holders(param, own.is_some())?;
@@ -105,7 +105,7 @@ impl RankCore {
         Ok(true)
     }
 
-    /// Collective: assembles whole values from the parts of all ranks.
+    /// Collective: assembles the complete values of a parameter from the parts of all ranks.
     pub fn whole_of_parts(&self, param: ParamId, own: Vec<f32>) -> Result<Vec<f32>> {
         Ok(f32_values(self.gather_whole(param, Flat::F32(own))?))
     }
@@ -118,7 +118,8 @@ impl RankCore {
     }
 
     /// Collective if parameters are sharded: gathers the parameters that are not yet in memory, calls `run`, and releases
-    /// them again. The inner error is that of `run`, after which ranks are still in step.
+    /// them again. The inner error is that of `run` or of the search for writes to parameters; after it, ranks are still
+    /// in step.
     pub fn with_gathered<T>(
         &self,
         params: &[ParamId],

@@ -117,8 +117,9 @@ impl SharePlan {
         self.devices_of(BufferDevice::of(device), BufferDevice::Host)
     }
 
-    /// Returns the locations of the share of a model in the memory `model`. States are there too if kernels of a GPU
-    /// can update them there. Weights or states are on the `host` if they are offloaded.
+    /// Returns the locations of the share of a model in the memory `model`. States are there too if nothing is offloaded
+    /// and kernels of a GPU can update them there; otherwise, they are on the `host`. Weights are on the `host` if they
+    /// are offloaded.
     pub fn devices_of<P>(&self, model: P, host: P) -> ShardDevices<P>
     where
         P: Clone,

@@ -346,7 +346,7 @@ impl RankCore {
     }
 }
 
-/// Divides `range` into pieces of at most [`PIECE`] elements that begin at offsets at which file access may begin.
+/// Divides `range` into pieces of at most [`PIECE`] elements that begin at offsets at which file access can begin.
 pub(crate) fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
     let Range { start, end } = *range;
     (start..end).step_by(PIECE).map(move |at| at..end.min(at + PIECE))

@@ -347,7 +347,7 @@ pub(crate) struct ArenaBuilder {
     offload: Option<Arc<OffloadStore>>,
     /// The pending writes of initial values.
     writing: VecDeque<FileTransfer<Flat>>,
-    /// Whether a file could not get the space that it requested. The remaining space is then only counted.
+    /// Whether a file could not get the space that it requested. Further requests are then only counted.
     too_small: bool,
 }
 
@@ -359,8 +359,8 @@ const IN_FLIGHT: usize = 8;
 
 impl StateFileBuilder<RankCore> for ArenaBuilder {
     fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtent> {
-        // The weights of all classes grow at the same time, so each class has its own file. The other states are
-        // reserved one after the other, once all parameters are registered.
+        // The weights and master weights of all classes grow at the same time, so each class has its own files for
+        // them. The other states are reserved one after the other, once all parameters are registered.
         let (name, class) = match state {
             SubGroupStateKind::Weights => ("parameters", Some(class)),
             SubGroupStateKind::Master => ("master weights", Some(class)),

@@ -2,7 +2,7 @@
 //!
 //! For each parameter that the model requests, the backend creates the initial values (at stage 3 only this rank's
 //! share), puts the share into its sub-group, and hands the model a tensor. At stage 3, it never holds a whole
-//! parameter.
+//! parameter, except for parameters that [`SharePlan::shards`] excludes.
 
 use super::packed_weight_shards;
 use super::share_plan::SharePlan;

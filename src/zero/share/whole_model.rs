@@ -74,7 +74,7 @@ impl RankCore {
         Ok(all.into_iter().map(|(_, about)| about).collect())
     }
 
-    /// Collective: returns a whole parameter in f32, on rank 0 of the job and possibly on other ranks.
+    /// Collective: returns a complete parameter in f32, on rank 0 of the job and possibly on other ranks.
     ///
     /// # Errors
     /// A failed collective.

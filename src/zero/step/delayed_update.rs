@@ -59,7 +59,7 @@ impl RankCore {
                 grads: std::mem::replace(&mut group.grads, absent),
                 grad_file: None,
                 moments: std::mem::take(&mut group.moments),
-                // An optimizer with factored states is not delayed.
+                // The updates of an optimizer with factored states are not delayed.
                 factored: Vec::new(),
                 // The outer states stay where they are.
                 outer: Vec::new(),

@@ -1,4 +1,4 @@
-//! The optimizer's hyperparameters for each parameter, and the kinds of values that it needs.
+//! The optimizer's hyperparameters for each parameter, and the kinds of values that the optimizer needs.
 
 use crate::optim::{GroupStepSettings, OptimizerNeeds};
 use crate::param::ParamId;

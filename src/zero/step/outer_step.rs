@@ -266,7 +266,7 @@ struct PieceChanges {
     all: Flat,
     /// The ranks, and the number of elements of each that have been taken.
     next: Vec<(usize, usize)>,
-    /// The ledger's entry, unless the caller holds one for the only rank's changes.
+    /// The ledger's entry, unless the changes are only this rank's, for which the caller holds an entry.
     _held: Option<MemoryLedgerEntry>,
 }
 

@@ -4,7 +4,7 @@
 //!   vote (norm over all ranks, overflow) -> per sub-group: unscale, clip, update -> publish (all-gather; stages 1, 2)
 //!                                           (states in files: window by window)
 //!
-//!   LAMB, between vote and update: a sweep that changes nothing, and the norms of every parameter over all ranks
+//!   LAMB and LARS, between vote and update: a sweep that changes nothing, and the norms of every parameter over all ranks
 //!   Muon, after the update of all others: whole matrices, each on one rank (`whole_param_step.rs`)
 //!   Adafactor, likewise: sums over rows and columns, then norms, then the update (`factored_step.rs`)
 //! ```

@@ -1,7 +1,7 @@
 //! Steps of optimizers that need more of a parameter than this rank's shard.
 //!
 //! ```text
-//!   norms (LAMB)    sweep that changes nothing -> sums of squares of all ranks -> trust ratio of each parameter
+//!   norms (LAMB and LARS)   sweep that changes nothing -> sums of squares of all ranks -> trust ratio of each parameter
 //!
 //!   whole (Muon)    as many parameters at a time as there are ranks, of similar cost:
 //!     each in turn   shard: momentum, rough direction -> all-gather -> the rank whose turn it is keeps the result

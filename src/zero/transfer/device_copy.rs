@@ -55,8 +55,8 @@ pub(crate) const WINDOWS_BYTES: usize = 8 << 20;
 /// The number of elements of weights that are updated together while earlier ones are being copied: a few windows.
 pub(crate) const UPDATE_CHUNK: usize = 4 << 20;
 
-/// Returns the memory tier of the copy windows, which `offload_optimizer.pin_memory` and `offload_param.pin_memory`
-/// select.
+/// Returns the memory tier of the copy windows: for shards, `offload_param.pin_memory` selects it; for gradients and
+/// updates, `offload_optimizer.pin_memory`.
 pub(crate) fn windows_tier(zero: &ZeroConfig, kind: CopyKind) -> MemoryTier {
     let pinned = match kind {
         CopyKind::Gradients | CopyKind::Updates => {

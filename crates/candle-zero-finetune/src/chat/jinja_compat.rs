@@ -161,7 +161,7 @@ fn number(value: &Value, special: [&str; 3]) -> String {
 }
 
 /// Returns `repr` of a finite Python float: the shortest digits that represent it exactly, with an exponent if its
-/// magnitude is below 1e-4 or at least 1e16.
+/// magnitude is at least 1e16, or is below 1e-4 and not 0.
 fn float(x: f64) -> String {
     let scientific = format!("{x:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));

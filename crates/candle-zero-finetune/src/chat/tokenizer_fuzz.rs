@@ -25,8 +25,8 @@ impl Random {
         of[self.below(of.len())]
     }
 
-    /// Returns a text composed of a few different parts, so that pieces repeat, with everything that pre-tokenizers,
-    /// normalizers and added tokens react to.
+    /// Returns a text composed of a limited set of parts, so that pieces repeat. The parts include everything that
+    /// pre-tokenizers, normalizers and added tokens react to.
     fn text(&mut self, parts: usize) -> String {
         const PARTS: [&[&str]; 9] = [
             &["a", "b", "ab", "the", "cat", "The", "THE", "e", "xY", "abc", "ing", "s", "K"],
@@ -114,7 +114,8 @@ impl Random {
         }
     }
 
-    /// Returns a BPE model whose tokens consist of characters in byte-level form or of unchanged characters.
+    /// Returns a BPE model whose tokens consist of characters in byte-level form, or of the texts' own characters with
+    /// `▁` in place of spaces.
     fn bpe(&mut self, texts: &[String], byte_level: bool) -> Value {
         let written = |text: &str| match byte_level {
             true => text.bytes().map(byte_char).collect::<Vec<char>>(),

@@ -44,7 +44,7 @@ pub struct RowBatch {
     pub labels: Vec<u32>,
     /// The number of tokens without padding.
     pub tokens: usize,
-    /// The number of tokens in each row without padding.
+    /// The number of tokens in each row, without padding.
     pub lengths: Vec<usize>,
 }
 

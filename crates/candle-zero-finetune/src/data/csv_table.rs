@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::sync::Arc;
 
-/// The separators of columns that are considered if the file does not declare one.
+/// The column separators that are considered if the file does not declare one.
 const SEPARATORS: [u8; 4] = [b',', b';', b'\t', b'|'];
 
 /// The rows of a table.
@@ -162,7 +162,7 @@ struct QuoteTracker {
     line: u64,
     row: u64,
     has_begun: bool,
-    /// The line of the last quote that opened.
+    /// The line of the last opening quote.
     opened: u64,
     /// The lines of the opening and the closing quote of the row's first quoted field that is followed by other text.
     malformed: Option<(u64, u64)>,

@@ -65,7 +65,7 @@ pub struct DataReport {
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub struct RecordLineNumbers {
-    /// The number of records.
+    /// The number of records. A preference counts twice if the remark concerns both of its answers.
     pub count: u64,
     /// The lines (or rows) of the first five records, counted from 1.
     pub first: Vec<u64>,

@@ -19,7 +19,7 @@ pub(super) enum RecordContent {
     Broken(String),
 }
 
-/// A record and the line in which it begins, counted from 1. For Parquet, the row takes the place of the line.
+/// A record and the line on which it begins, counted from 1. For Parquet, the row takes the place of the line.
 #[derive(Debug)]
 pub(super) struct RawRecord {
     pub line: u64,

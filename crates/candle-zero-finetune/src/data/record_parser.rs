@@ -226,7 +226,7 @@ impl RecordParser<'_> {
         })
     }
 
-    /// Parses two answers to one prompt: texts after a text or an instruction, messages after messages, or two
+    /// Parses two answers to one prompt: texts or messages after messages, texts after a text or an instruction, or two
     /// conversations or texts with the same beginning.
     fn preference(&self, fields: &TrackedRecord<'_>, answers: [Value; 2]) -> Result<TrainingExample, RecordProblem> {
         let pair = |examples: [Result<TrainingExample, RecordProblem>; 2]| {

@@ -148,7 +148,7 @@ fn is_wide(head: &[u8]) -> bool {
 }
 
 /// Returns whether JSON is spread over several lines: the first line ends within a value, and the second one is not a
-/// complete object.
+/// complete object. Blank lines are ignored.
 fn is_printed(head: &[u8]) -> bool {
     let is_cut = |line: &[u8]| serde_json::from_slice::<serde::de::IgnoredAny>(line).is_err_and(|e| e.is_eof());
     let is_object =

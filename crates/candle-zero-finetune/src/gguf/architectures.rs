@@ -330,8 +330,8 @@ impl GgufArchitecture {
         })
     }
 
-    /// Returns the settings of the rotary positions that the metadata describes: those of blocks without a window, if
-    /// the blocks differ.
+    /// Returns the settings of the rotary positions that the metadata describes. If blocks with and without a window have
+    /// different settings, the metadata describes those of blocks without a window.
     pub fn rotary<'a>(&self, config: &'a DecoderConfig) -> Option<&'a RotaryConfig> {
         let mut full = config.blocks.iter().filter(|block| block.window.is_none());
         let mut all = config.blocks.iter();

@@ -179,7 +179,7 @@ impl GgufArchitecture {
             RotaryScaling::Llama3(_) if !self.factors.llama3 => is_missing("llama3"),
             RotaryScaling::LongRope(_) if !self.factors.longrope => is_missing("longrope"),
             // llama.cpp always rounds the bounds of YaRN's ramp. All published models of gpt-oss specify bounds that
-            // are not rounded, but they are used in llama.cpp's format nonetheless.
+            // are not rounded, but the models are used in llama.cpp's format nonetheless.
             RotaryScaling::Yarn(yarn) if yarn.frequencies.truncate != (name != GPT_OSS) => {
                 Some(self.assumes("rope_parameters.truncate", yarn.frequencies.truncate, name != GPT_OSS))
             }

@@ -156,7 +156,7 @@ impl ArchitectureKeys<'_> {
                     "attention_factor": more * usual_attention_factor(factor),
                     "beta_fast": self.number("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                     "beta_slow": self.number("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
-                    // The metadata has no key for this. All published models of gpt-oss have this value in their
+                    // The metadata has no key for this. All published models of gpt-oss have `false` in their
                     // config.json.
                     "truncate": self.architecture != GPT_OSS,
                 }))

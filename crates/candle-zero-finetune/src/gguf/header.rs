@@ -149,7 +149,7 @@ impl<'a> HeaderBytes<'a> {
         self.array(what).map(u64::from_le_bytes)
     }
 
-    /// Reads a number of items in `place`, each of which takes at least `least` bytes.
+    /// Reads the number of items in `place`. Each item takes at least `least` bytes.
     fn count(&mut self, item: &str, place: &str, least: usize) -> Result<usize, String> {
         let count = self.u64(&format!("the number of {item}s{place}"))?;
         let most = self.left() / least;

@@ -18,7 +18,7 @@ const READ: [(&str, &str, &str); 5] = [
 ];
 
 /// Returns the transformers type and class of the mixture in a file of architecture `name`, or `None` if the file
-/// contains no mixture.
+/// contains no mixture or the architecture is not one of [`READ`].
 pub(super) fn mixture_in_file(name: &str, experts: Option<usize>) -> Option<(&'static str, &'static str)> {
     let has_mixture = name != "llama" || experts.is_some();
     let known = READ.into_iter().find(|(known, ..)| *known == name && has_mixture);

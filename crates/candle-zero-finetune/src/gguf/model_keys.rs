@@ -127,7 +127,7 @@ impl GgufArchitecture {
         keys
     }
 
-    /// Returns the tensors with divisors of the rotary frequencies, by name.
+    /// Returns the names and values of the tensors that hold the divisors of the rotary frequencies.
     pub fn rotary_factors(&self, config: &DecoderConfig) -> Vec<(&'static str, Vec<f32>)> {
         let Some(rotary) = self.rotary(config) else { return Vec::new() };
         let narrow = |factors: &[f64]| factors.iter().map(|factor| *factor as f32).collect();

@@ -117,7 +117,7 @@ impl GgufFile {
         };
         let mut config = Map::new();
         let unset = |role: &str| match (kind, role) {
-            // llama.cpp's default for files that do not specify this id.
+            // llama.cpp's defaults for files that do not specify these ids.
             ("llama", "unknown") => Some(0),
             ("llama", "bos") => Some(1),
             ("llama", "eos") => Some(2),
@@ -191,7 +191,8 @@ impl GgufFile {
     }
 }
 
-/// Returns a value in the form in which it is written, or `None` for types that no tokenizer key has.
+/// Returns a value in the form in which it is written, or `None` for an empty list, a number that is too large, or a type
+/// that no tokenizer key has.
 fn written(value: &Value) -> Option<GgufValue> {
     Some(match value {
         Value::Bool(flag) => GgufValue::Bool(*flag),

@@ -68,8 +68,8 @@ impl GgmlFormat {
         }
     }
 
-    /// Encodes values, which must fill complete blocks. If a value is too large for the format, returns it as the
-    /// error.
+    /// Encodes values, which must fill complete blocks. If a value is too large for the format, returns it as the error;
+    /// for [`GgmlFormat::Q8_0`], returns the largest magnitude of its block.
     pub fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
         let half = |value: f32| {
             let rounded = f16::from_f32(value);

@@ -62,7 +62,8 @@ impl<E: Into<Error>> From<E> for RequestFailure {
 
 /// The maximum time for which the server may be silent.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
-/// The maximum number of consecutive attempts that receive no bytes.
+/// The maximum number of consecutive failed attempts. A failed attempt that received bytes of a file counts as the first
+/// again.
 pub(super) const MAX_ATTEMPTS: u32 = 4;
 /// The pause after the first attempt. It doubles after each further attempt.
 const INITIAL_BACKOFF: Duration = Duration::from_millis(500);
@@ -279,7 +280,7 @@ impl<'a> HubClient<'a> {
     }
 }
 
-/// Returns the certificates to trust.
+/// Returns the TLS configuration, which contains the certificates to trust.
 fn tls(settings: &HubSettings) -> Result<TlsConfig> {
     let Some(path) = &settings.certificates else { return Ok(TlsConfig::default()) };
     let bytes = files::read(path, MAX_CERTIFICATE_BYTES);

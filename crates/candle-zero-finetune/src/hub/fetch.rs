@@ -32,8 +32,8 @@ pub struct FetchProgress<'a> {
 
 impl Repository {
     /// Returns the folder of the model's files in Hugging Face's cache, after fetching the missing ones: `config.json`,
-    /// the tokenizer's files, and `model.safetensors` or its shards, all of one commit. With `HF_HUB_OFFLINE`, nothing
-    /// is fetched.
+    /// the tokenizer's and other small files and, unless `parts` excludes the weights, `model.safetensors` or its
+    /// shards, all of one commit. With `HF_HUB_OFFLINE`, nothing is fetched.
     ///
     /// If several processes need the same repository, one fetches it and the others wait.
     ///

@@ -140,7 +140,8 @@ impl BaseModel {
         Ok(Self { folder: folder.to_owned(), tokenizer, json, config, values: Arc::new(gguf), other_parts: None })
     }
 
-    /// Returns the model's description. A copy of it with a shorter `ctx` has smaller tables of rotary positions.
+    /// Returns the model's description. A model built from a copy with a shorter `ctx` has smaller tables of rotary
+    /// positions.
     pub fn config(&self) -> &DecoderConfig {
         &self.config
     }

@@ -1,4 +1,4 @@
-//! A trained text classifier without an engine: the folder of the model, its tokenizer, and the labels' names.
+//! A trained text classifier without an engine: the model, its tokenizer, and the names of the labels.
 
 use super::base_model::{CONFIG, builder_over};
 use super::classifier_base::ClassifierBase;

@@ -22,8 +22,9 @@ use std::sync::Arc;
 /// A published encoder or language model, and the classes that it is to distinguish. No weights are loaded yet.
 ///
 /// The files may be those of a model with any head or none: a classifier for other classes and heads for other tasks
-/// are ignored. Parameters that a classifier needs and the files lack are initialized randomly, weights with the
-/// standard deviation `initializer_range` and biases with 0. [`ClassifierBase::notes`] lists them.
+/// are ignored. If the files do not provide the classifier, or the layers between the encoder and the classifier, these
+/// are initialized randomly: weights with the standard deviation `initializer_range`, and biases with 0.
+/// [`ClassifierBase::notes`] names the modules that are initialized randomly.
 ///
 /// ```no_run
 /// use candle_zero::Engine;

@@ -150,7 +150,7 @@ impl<'a> Generator<'a> {
 
     /// Generates the answer to `prompt`. `extend` adds ids to a session and returns the logits `[vocab]` of the next
     /// token ([`LanguageModel::extend`](candle_zero::models::LanguageModel::extend)). `give` receives each piece of
-    /// text and may end the answer.
+    /// text and can end the answer.
     ///
     /// With an engine at stage 3, each call of `extend` is collective: all ranks must answer the same prompt with the
     /// same sampling parameters, and no rank may end an answer independently.
@@ -174,7 +174,8 @@ impl<'a> Generator<'a> {
     /// ```
     ///
     /// # Errors
-    /// An empty prompt; invalid parameters ([`Sampling::check`]); logits that are not finite; errors of `extend`.
+    /// An empty prompt; invalid parameters ([`Sampling::check`]); a logit that is NaN or positive infinity; errors of
+    /// `extend`.
     pub fn answer(
         &self,
         prompt: &[u32],

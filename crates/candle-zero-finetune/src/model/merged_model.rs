@@ -152,7 +152,8 @@ impl<'a> MergedModel<'a> {
 }
 
 impl BaseModel {
-    /// Returns the precision that the description specifies.
+    /// Returns the precision that `config.json` specifies. If it specifies none, returns bf16 for quantized weights and
+    /// f32 for others.
     pub(crate) fn dtype(&self) -> ConsolidatedDtype {
         let json = self.config_json();
         match json["dtype"].as_str().or_else(|| json["torch_dtype"].as_str()) {
@@ -192,7 +193,8 @@ pub(crate) struct MergedTensor<'a> {
 }
 
 impl MergedTensor<'_> {
-    /// Returns the number of rows (the size of the first dimension) and the number of elements in each.
+    /// Returns the number of rows (the size of the first dimension, or 1 for tensors with fewer than two dimensions) and
+    /// the number of elements in each.
     pub fn lines(&self) -> (usize, usize) {
         match self.shape[..] {
             [] => (1, 1),
@@ -259,8 +261,8 @@ struct ExpertUpdates<'a> {
 }
 
 impl<'a> ExpertUpdates<'a> {
-    /// Extracts the matrices of individual experts from those of all experts: A is `[experts * r, in]`, B is
-    /// `[out, r * experts]`, in which the columns of the experts are interleaved.
+    /// Extracts the matrices of individual experts from those of all experts. A is `[experts * r, in]`. B is
+    /// `[out, r * experts]`, with the columns of the experts interleaved.
     fn new(part: ExpertPart, [a, b]: [&'a AdapterTensor; 2], scale: f32) -> Self {
         let (columns, inputs) = (a.shape[0], part.inputs);
         let all = b.values.chunks_exact(columns.max(1));

@@ -49,7 +49,8 @@ pub(super) fn is_packed(files: &WeightFiles, name: &str) -> bool {
     files.find(name).is_none() && packed_names(name).iter().any(|name| files.find(name).is_some())
 }
 
-/// Checks that a parameter `[experts, in, out]` in MXFP4 is complete, and that its tensors have the right shapes.
+/// Checks that a parameter `[experts, in, out]` in MXFP4 is complete, and that its tensors have the right shapes and
+/// dtypes.
 ///
 /// # Errors
 /// A tensor that is missing, or whose shape or dtype does not match; a number of inputs that is not a multiple of the

@@ -333,7 +333,7 @@ fn unusable(path: &Path, reason: String) -> Error {
     FinetuneError::AdapterFile { path: path.to_owned(), reason }.into()
 }
 
-/// Returns the values in f32.
+/// Returns the values in f32, or `None` if the dtype is not f32, bf16 or f16.
 fn values_of(view: &TensorView<'_>) -> Option<Vec<f32>> {
     // The header can have any length, so elements may be unaligned.
     fn read<const N: usize>(bytes: &[u8], f: impl Fn([u8; N]) -> f32) -> Option<Vec<f32>> {

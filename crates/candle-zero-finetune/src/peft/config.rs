@@ -76,9 +76,9 @@ const HANDLED_SETTINGS: [&str; 27] = [
     "use_rslora",
 ];
 
-/// The values of `init_lora_weights` that leave the base's weights unchanged. With other values, PEFT subtracts the
-/// initial adapter from the base's weights (PiSSA, OLoRA, CorDA, LoRA-GA) or quantizes them (LoftQ). Such an adapter
-/// belongs to base weights that are not saved anywhere.
+/// The names in `init_lora_weights` that leave the base's weights unchanged, as `true` and `false` do. With other names,
+/// PEFT subtracts the initial adapter from the base's weights (PiSSA, OLoRA, CorDA, LoRA-GA) or quantizes them (LoftQ).
+/// Such an adapter belongs to base weights that are not saved anywhere.
 const UNCHANGED_BASE_INITS: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 
 impl PeftConfig {

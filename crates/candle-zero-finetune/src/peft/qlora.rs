@@ -23,8 +23,8 @@ pub fn is_quantized(name: &str, shape: &[usize]) -> bool {
     is_in_block && is_linear && !is_adapter(name)
 }
 
-/// The ends of the names of the weights of routers and of the gates of shared experts. These weights are small, and
-/// errors in those of routers would change the choices of experts.
+/// Suffixes of the weight names of routers and of the gates of shared experts. These weights are small, and errors in
+/// router weights would change which experts are chosen.
 const ROUTERS: [&str; 3] = [".gate.weight", ".router.weight", ".shared_expert_gate.weight"];
 /// The number of elements with a common scale.
 const BLOCK: usize = 64;

@@ -30,7 +30,7 @@ pub(super) struct RunRanks {
     pub network: Option<f64>,
 }
 
-/// The number of bytes of an all-gather that measures the network. The measurement takes 0.1 s at 1 Gbit/s.
+/// The number of bytes of an all-gather that measures the network. The measurement takes about 0.1 s at 1 Gbit/s.
 const MEASURED_BYTES: usize = 4 << 20;
 
 impl RunRanks {
@@ -167,8 +167,8 @@ fn islands_of_job(config: &Value, hosts: usize) -> usize {
     }
 }
 
-/// Returns the possible numbers of ranks along a pipeline, smallest first, for a model with `blocks` blocks of which
-/// every host holds a part. On one host, there are none.
+/// Returns the numbers of ranks along a pipeline, smallest first, with which every host holds a part of a model with
+/// `blocks` blocks. On one host, there are none.
 fn divisions(blocks: usize, world: usize, hosts: usize) -> Vec<usize> {
     if hosts < 2 {
         return Vec::new();

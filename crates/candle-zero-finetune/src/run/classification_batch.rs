@@ -36,7 +36,7 @@ impl ClassificationBatch {
         })
     }
 
-    /// Returns the sum of the cross entropies divided by `divisor`, an f32 scalar. It is 0 if no row has a text.
+    /// Returns an f32 scalar: the sum of the cross entropies, divided by `divisor`. It is 0 if no row has a text.
     ///
     /// # Errors
     /// Errors of [`SequenceClassifier::logits`].

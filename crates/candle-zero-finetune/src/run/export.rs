@@ -146,8 +146,8 @@ fn export(engine: &mut TrainingEngine, path: &Path) -> Result<Result<()>> {
 }
 
 /// Writes a part of the result at the end of a run. If its folder is no longer writable, the result is saved in another
-/// folder, which the error names; no other folder is used if the last checkpoint was saved, because it contains the
-/// result. Collective.
+/// folder, which the error names. No other folder is used if the last checkpoint was saved, because the checkpoint
+/// contains the result. Collective.
 ///
 /// # Errors
 /// [`OutputError`]; a trained weight that is not finite; a failed collective.

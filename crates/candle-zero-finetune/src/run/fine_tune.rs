@@ -419,8 +419,8 @@ impl FineTune {
         Ok(Some(ended))
     }
 
-    /// Handles a failed save, which fails on all ranks. It is reported, but does not end training: the result is still
-    /// written.
+    /// Handles the outcome of a save, which fails on all ranks or on none. An error of the checkpoint is reported, but
+    /// does not end training, and the result is still written. Other errors are returned.
     fn report_failed_save(&mut self, saved: Result<()>) -> Result<()> {
         match saved {
             Err(error @ Error::Checkpoint(_)) => {

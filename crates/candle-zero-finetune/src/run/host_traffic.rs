@@ -41,7 +41,8 @@ impl HostNetwork {
 }
 
 impl MemoryDemand<'_> {
-    /// Returns a description of how much an island receives with this choice, and without local steps.
+    /// Returns a description of how much an island receives with this choice and, if there are several hosts and no island
+    /// server, of how much a host would receive without local steps.
     pub(super) fn between_islands(&self, local_steps: &LocalStepsConfig, choice: &MemoryFit) -> Result<String> {
         let (network, steps) = (self.host_network(), local_steps.steps);
         let once = local_steps.change_bytes(self.shapes.num_trained() as u64).unwrap_or(u64::MAX) as f64;

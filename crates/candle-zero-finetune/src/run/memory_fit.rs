@@ -71,7 +71,8 @@ pub struct MemoryFit {
 /// overhead.
 pub(super) const USABLE_MEMORY: f64 = 0.8;
 
-/// The number of elements that are prefetched if memory is scarce: the first elements of the next unit.
+/// The number of elements that are prefetched if memory is scarce (the first elements of the next unit), and the size of a
+/// sub-group if the optimizer states are in files.
 const PREFETCHED_ELEMENTS: usize = 10_000_000;
 
 const MICRO_BATCH: &str = "train_micro_batch_size_per_gpu";
@@ -284,7 +285,7 @@ struct PlacementCandidate {
 enum ShardRanks {
     /// All ranks of the job, or of an island if there are several islands.
     All,
-    /// The ranks of each host, of which there are this many.
+    /// The ranks of one host. The value is the number of ranks on each host.
     OfHost(usize),
 }
 

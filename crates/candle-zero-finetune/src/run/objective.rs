@@ -49,8 +49,8 @@ fn paired(log_probabilities: &Tensor) -> Result<[Tensor; 2]> {
 }
 
 impl Objective {
-    /// Returns rows as tensors. The sum over targets is divided by `divisor` or, if `divisor` is `None`, by the number
-    /// of targets.
+    /// Returns rows as tensors. The loss of the batch is the sum over targets, divided by `divisor` or, if `divisor` is
+    /// `None`, by the number of targets.
     pub(super) fn decoder_batch(rows: &RowBatch, divisor: Option<f64>, device: &Device) -> Result<DecoderBatch> {
         let shape = (rows.rows, rows.time);
         let ids = Tensor::from_slice(&rows.ids, shape, device)?;

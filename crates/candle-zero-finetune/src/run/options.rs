@@ -222,7 +222,7 @@ pub struct Options {
     pub micro_batch: usize,
     /// The number of tokens in a row. Default: 1024, or the model's context length if that is shorter.
     pub ctx: Option<usize>,
-    /// The warm-up of the learning rate. Default: 3 % of the steps.
+    /// The warm-up of the learning rate. Default: 3% of the steps.
     pub warmup: WarmupLength,
     /// The decay of the learning rate after the warm-up. Default: cosine.
     pub scheduler: LrDecay,

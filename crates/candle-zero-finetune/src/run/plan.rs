@@ -46,7 +46,7 @@ pub(super) struct RunPlan {
 
 impl RunPlan {
     /// Creates the plan of a rank that may use `memory` bytes. If the run continues from a checkpoint, `remembered` is
-    /// the number of rows in a step that the checkpoint records.
+    /// the number of rows per step, as recorded in the checkpoint.
     ///
     /// # Errors
     /// A configuration that cannot be used or that contradicts the options; too little memory, if there is no
@@ -259,7 +259,7 @@ pub(super) fn eval_every(options: &Options, total: u64) -> u64 {
     options.eval_every.unwrap_or(total.div_ceil(10)).max(1)
 }
 
-/// Returns the number of rows in a step that the newest checkpoint on rank 0 records, if the run continues from one.
+/// Returns the number of rows per step, as recorded in the newest checkpoint on rank 0, if the run continues from one.
 /// Collective.
 pub(super) fn remembered_batch(prepared: &PreparedRun, comm: &dyn Communicator) -> Result<Option<usize>> {
     let own = if comm.rank() == 0 { prepared.saved().and_then(|saved| saved.batch()).unwrap_or(0) } else { 0 };

@@ -302,7 +302,7 @@ impl TrainingEngine {
         }
     }
 
-    /// Sets the client state that an island which joins receives from this one.
+    /// Sets the client state that a joining island receives from this one.
     pub(super) fn set_donated_client_state(&mut self, state: Value) {
         if let Self::Whole(engine) = self {
             engine.set_donated_client_state(state);

@@ -177,8 +177,8 @@ fn named<'a>(request: &'a HttpRequest, state: &DashboardState) -> Result<(&'a st
     Ok((id, opened(id, state)?))
 }
 
-/// Opens the run with this id: the name of the run's folder or, if the run belongs to one of several sweeps, the name
-/// of the sweep, a slash and the name of the run's folder.
+/// Opens the run with this id: the name of the run's folder or, if the run belongs to a sweep in a subfolder of the served
+/// folder, the name of the sweep, a slash and the name of the run's folder.
 pub(super) fn opened(id: &str, state: &DashboardState) -> Result<RecordedRun, HttpRefusal> {
     let unknown = || HttpRefusal::new(404, format!("there is no run {id}"));
     let folder = state.run_folder(id).ok_or_else(unknown)?;

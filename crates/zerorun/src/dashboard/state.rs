@@ -40,7 +40,7 @@ pub(super) struct DashboardState {
     pub(super) rules: AccessRules,
     /// The reader of sweeps, unless the page is that of a job.
     pub(super) sweeps: Option<Box<dyn SweepReader>>,
-    /// The last list of runs, and the time until which it is reused, because many pages request it repeatedly.
+    /// The last list of runs, which many pages request repeatedly, and the time until which the list is reused.
     pub(super) list: Mutex<Option<(Instant, Value)>>,
     pub(super) connections: AtomicUsize,
     pub(super) live: AtomicUsize,

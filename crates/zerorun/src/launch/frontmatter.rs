@@ -1,9 +1,10 @@
 //! Reads the manifest at the top of a script, in the syntax of Rust's frontmatter (RFC 3503) as cargo scripts use it
 //! (RFC 3502).
 //!
-//! The top of a script consists of an optional first line `#!...`, blank lines, a fence of three or more dashes that
-//! may be followed by the word `cargo`, TOML, and the same fence again. Stable rustc refuses this syntax, so the `#!`
-//! line and the lines from fence to fence become comments, and every line of the code keeps its number.
+//! The top of a script consists of the following parts, in this order: an optional first line `#!...`; blank lines; a
+//! fence of three or more dashes, optionally followed by the word `cargo`; TOML; and the same number of dashes again.
+//! Stable rustc refuses this syntax, so the `#!` line and the lines from fence to fence become comments, and every line of
+//! the code keeps its number.
 
 /// A script split into manifest and code.
 #[derive(Debug, PartialEq, Eq)]

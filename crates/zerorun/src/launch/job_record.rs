@@ -100,7 +100,7 @@ impl JobRecord {
         }
     }
 
-    /// Adds the end of a rank, whose number among all ranks is given.
+    /// Adds the end of a rank. `rank` is its number among all ranks of the job.
     pub(super) fn ended(&self, rank: usize, end: &EndedRank) {
         let how = match end.request {
             StopRequest::Nothing => end.ended.to_string(),

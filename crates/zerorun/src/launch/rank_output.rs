@@ -234,8 +234,9 @@ impl RankOutput {
         Ok(())
     }
 
-    /// Waits until all output of the ranks is shown. After a signal that asks the launcher to end, output that is not
-    /// read is discarded (see [`console::write`]).
+    /// Waits until all output of the ranks is shown, or until the pipes that are still open have had no output for
+    /// [`DRAIN_TIMEOUT`]. After a signal that asks the launcher to end, output that is not read is discarded (see
+    /// [`console::write`]).
     pub(super) fn drain(mut self, events: &Receiver<LauncherEvent>) -> DrainedOutput {
         let mut asked = None;
         let mut last_news = Instant::now();

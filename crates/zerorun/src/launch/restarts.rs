@@ -51,8 +51,8 @@ struct NextStart {
 impl RestartPolicy {
     /// Returns the restart after a job's failed runs, oldest first, or `None` if no restart is left.
     ///
-    /// If two consecutive runs with the same number of ranks failed within 10 s, the restart has one rank fewer, down
-    /// to `min_ranks`. Removed ranks do not come back.
+    /// If the last two runs had the same number of ranks and each failed within 10 s, the restart has one rank fewer,
+    /// down to `min_ranks`. Removed ranks do not come back.
     fn next(&self, failed: &[FailedRun]) -> Option<NextStart> {
         let restart = u32::try_from(failed.len()).ok().filter(|restart| *restart <= self.max_restarts)?;
         let ranks = match failed {

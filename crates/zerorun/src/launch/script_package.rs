@@ -31,7 +31,7 @@ pub(crate) fn script_of(manifest: &str) -> Option<PathBuf> {
     Some(PathBuf::from(path))
 }
 
-/// The keys that describe targets other than the script, or another location for it.
+/// The keys that describe a workspace, targets other than the script, or another location for the script.
 const UNSUPPORTED_KEYS: [&str; 6] = ["workspace", "lib", "bin", "example", "test", "bench"];
 const UNSUPPORTED_PACKAGE_KEYS: [&str; 8] =
     ["workspace", "build", "links", "autolib", "autobins", "autoexamples", "autotests", "autobenches"];

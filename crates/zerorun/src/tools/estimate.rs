@@ -411,7 +411,7 @@ impl EstimateReport {
         text
     }
 
-    /// Writes a line for each kind of memory in use, and the sums.
+    /// Writes a line for each kind of memory in use, the sums, and the result of the paper's formula.
     fn write_memory(&self, text: &mut String) {
         let tiers: [(&str, MemoryColumn); 5] = [
             ("GPU, at most", |row| row.device.peak),

@@ -246,7 +246,7 @@ impl AnswerGenerator<'_> {
         };
         let answer = self.generator.answer(prompt, &sampling, extend, give)?;
         if let Some(error) = failed {
-            // A reader that needs only the beginning, such as `head`, closes the pipe, which is not an error.
+            // A reader that needs only the beginning, such as `head`, closes the pipe. This is not reported.
             if error.kind() != std::io::ErrorKind::BrokenPipe {
                 eprint(&format!("zerorun: cannot write to standard output: {error}"));
             }
@@ -265,7 +265,7 @@ impl AnswerGenerator<'_> {
     }
 }
 
-/// The time taken by the prompt and by each token after it.
+/// The times from which the speeds of the prompt and of the generated tokens are computed.
 struct GenerationSpeed<'a> {
     prompt: usize,
     /// For the prompt and each token after it, the time from the start of the generation to the end of that step.

@@ -5,8 +5,8 @@
 //! `config_diagnostic` belongs to `check`; `hosts_forecast`, `pipeline_report` and `gpu_capacity` to `estimate`;
 //! `model_size_flags` to `estimate`, `tune` and `bench`; `own_ranks` to `verify` and `bench`; `sample_flags` to `data`
 //! and `finetune`; `config_path`, `run_log`, `script_words` and `trial_setup` to `sweep` and `tune`; `resolve_model` to
-//! all tools that accept a model; and `byte_progress` to all tools that show their progress through files. A script
-//! with the same name as a tool is started as `./NAME`.
+//! `data`, `finetune`, `generate` and `merge`; and `byte_progress` to all tools that show their progress through files. A
+//! script with the same name as a tool is started as `./NAME`.
 
 mod bench;
 mod byte_progress;

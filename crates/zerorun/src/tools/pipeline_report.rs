@@ -17,7 +17,7 @@ pub(super) struct PipelineReport {
     estimate: PipelineEstimate,
     /// The bytes of an activation of one micro batch, which crosses each boundary forward and, as a gradient, backward.
     activation: usize,
-    /// The link between two ranks; `None`: messages take no time.
+    /// The link between two ranks, or `None` if messages take no time.
     network: Option<Network>,
     measured: Option<MeasuredStep>,
 }

@@ -51,8 +51,8 @@ pub(super) const WORDS: [&str; 38] = [
 /// Reads a configuration.
 ///
 /// # Panics
-/// If the values change when they are written as JSON and read again, or if the resolved configuration is not accepted
-/// again or leads to a different one.
+/// Panics if the values change when they are written as JSON and read again, or if the resolved configuration is not
+/// accepted again or leads to a different one.
 pub fn run(data: &[u8]) -> bool {
     let path = scratch::write("config.json", data);
     if let Ok(value) = read_value(&path) {

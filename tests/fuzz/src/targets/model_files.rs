@@ -68,8 +68,8 @@ pub(super) const WORDS: [&str; 52] = [
 /// Reads a file.
 ///
 /// # Panics
-/// If the number of elements of a decoder's parameters differs from [`DecoderConfig::num_parameters`], or if an adapter
-/// that was written cannot be read again.
+/// Panics if the number of elements of a decoder's parameters differs from [`DecoderConfig::num_parameters`], or if an
+/// adapter that was written cannot be read again.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     match first % 8 {
@@ -151,7 +151,7 @@ fn template(bytes: &[u8]) -> bool {
     rendered.is_ok()
 }
 
-/// Returns the files of the models in tests/fixtures.
+/// Returns files of the models in tests/fixtures, and a few shorter ones that are written here.
 pub fn seeds() -> Vec<Vec<u8>> {
     let models = ["gemma2", "gemma3", "gpt2", "llama", "llama32", "mistral", "phi3", "qwen2", "qwen3"];
     let configs =

@@ -89,7 +89,8 @@ fn is_name(name: &str) -> bool {
 }
 
 /// Formats a value as DeepSpeed writes it into the remote shell's command line: in double quotes if it contains special
-/// characters. The remote shell expands it: `$HOME` becomes the remote host's, and quotes in the value are removed.
+/// characters. The remote shell expands it: `$HOME` becomes the remote host's, and double quotes in the value are
+/// removed.
 pub(crate) fn expanded_word(value: &str) -> String {
     if value.chars().all(is_plain) { value.to_string() } else { format!("\"{value}\"") }
 }

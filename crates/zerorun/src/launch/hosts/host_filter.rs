@@ -1,4 +1,4 @@
-//! Selects the hosts and slots to use: by `--include` and `--exclude`, or by `--num_nodes` and `--num_gpus`.
+//! Selects the hosts and slots to use: by `--include` or `--exclude`, or by `--num_nodes` and `--num_gpus`.
 //!
 //! ```text
 //! FILTER = NODE [@ NODE]...            worker-0@worker-1:0,2

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause in accepting connections after a system error.
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(200);
-/// The maximum number of bytes from a stranger that has not proved that it belongs to the job.
+/// The maximum size in bytes of a message from a peer that has not proved that it belongs to the job.
 pub(super) const MAX_UNPROVED_BYTES: usize = 1 << 20;
 /// The maximum number of strangers, and the divisor of this process's open file limit that gives a second maximum.
 const MAX_STRANGERS: usize = 64;
@@ -61,7 +61,7 @@ impl HostAcceptor {
     /// Accepts strangers on separate threads. `on_join` receives those that have sent their Hello.
     ///
     /// # Errors
-    /// Fails if the system cannot start the thread.
+    /// Fails if the system cannot start the thread that accepts connections.
     pub(super) fn open(
         self: &Arc<Self>,
         listener: TcpListener,
@@ -122,7 +122,7 @@ impl HostAcceptor {
         lock(&self.strangers).remove(&number);
     }
 
-    /// Evicts the oldest stranger of the address that has the most.
+    /// Evicts the oldest stranger from the address with the most strangers.
     fn evict_one(&self) {
         let mut strangers = lock(&self.strangers);
         let mut numbers = BTreeMap::<IpAddr, usize>::new();

@@ -51,7 +51,7 @@ fn named(args: &[OsString]) -> impl Iterator<Item = String> {
     })
 }
 
-/// Adds the files below a folder, without hidden files and links to folders, up to [`MAX_FILES`].
+/// Adds the files below a folder, up to [`MAX_FILES`], without hidden files and folders and without links to folders.
 fn list(folder: &Path, prefix: &str, to: &mut FileChecksums) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     let mut names: Vec<OsString> = entries.flatten().map(|entry| entry.file_name()).collect();

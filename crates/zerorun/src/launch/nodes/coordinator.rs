@@ -31,7 +31,7 @@ const TICK: Duration = Duration::from_millis(200);
 /// The maximum number of bytes in a host's message for each rank of that host: the values of the rank's MPI library,
 /// and other data.
 const MAX_MESSAGE_BYTES_PER_RANK: usize = 64 << 10;
-/// The exit code if a host is lost or hosts are missing.
+/// The exit code if a host is lost, hosts are missing, or a signal ends the job while it waits for hosts.
 const EXIT_LOST: u8 = 1;
 
 /// The rules for starting ranks.

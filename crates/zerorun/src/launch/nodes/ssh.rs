@@ -133,8 +133,9 @@ pub(crate) fn run(
     Ok(code)
 }
 
-/// Waits for the launcher of the first host, whose exit code is the job's. If `again` is true, starts the launchers of
-/// other hosts again after they have failed.
+/// Waits for the launcher of the first host, and returns its exit code, which is the job's. If `again` is true, starts the
+/// launchers of other hosts again after they have failed; otherwise, ends all launchers and returns 1 if another host is
+/// lost.
 fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent>, again: bool) -> Result<u8> {
     loop {
         match events.recv_timeout(TICK) {

@@ -45,7 +45,7 @@ pub(super) enum LauncherMessage {
     Refused(String),
     /// The host is admitted.
     Joined,
-    /// Start the ranks.
+    /// The host must start its ranks.
     Start(StartCommand),
     /// Values that the ranks' MPI libraries have put: those of one host in a message to the first host, and those of all
     /// hosts in a message from it.
@@ -54,7 +54,7 @@ pub(super) enum LauncherMessage {
     Failed { attempt: u32, rank: usize, why: String },
     /// The launcher received this signal, which is meant for all ranks.
     Signal(i32),
-    /// Ask the ranks to end gracefully, as after SIGTERM: they will be started again, together with those of a host that
+    /// The ranks must end gracefully, as after SIGTERM: they will be started again, together with those of a host that
     /// is back.
     Regroup { attempt: u32 },
     /// All ranks of a host have ended.

@@ -151,7 +151,7 @@ const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
     ),
 ];
 
-/// Adds this tool's flag to the error about an unknown flag, if another trainer has that flag.
+/// Adds the replacement, or the reason why there is none, to the error about an unknown flag that another trainer has.
 pub(super) fn explained(mut error: Error) -> Error {
     if error.kind() != ErrorKind::UnknownArgument {
         return error;

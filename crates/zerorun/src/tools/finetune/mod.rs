@@ -230,7 +230,7 @@ fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize>
     names.iter().find_map(|name| variable(name)?.trim().parse().ok().filter(|processes| *processes > 1))
 }
 
-/// Checks everything that can be wrong before a rank is started, tokenizes the data, and, on the first host, reports
+/// Checks everything that can be checked before a rank is started, tokenizes the data, and, on the first host, reports
 /// the findings. `ranks` contains the total number of ranks and the maximum number of ranks on a host.
 fn prepare(options: Options, ranks: (usize, usize), reports: bool) -> Result<()> {
     let mut progress = FileProgress::default();

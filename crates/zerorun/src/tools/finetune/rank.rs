@@ -232,7 +232,7 @@ fn times(epochs: f64) -> String {
     if rounded == 1.0 { "once".into() } else { format!("{rounded} times") }
 }
 
-/// Opens the file of metrics. `resumes` states whether the file may contain lines from an earlier start of this run.
+/// Opens the metrics file. `resumes` states whether the file may contain lines from an earlier start of this run.
 fn open_metrics(path: &Path, run: &FineTune, resumes: bool) -> Result<MetricsWriter> {
     let continues = run.resumed().is_some() || resumes && run.joined().is_some();
     if continues { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }

@@ -33,7 +33,8 @@ pub(super) fn state(text: &str) -> std::result::Result<RecordedState, String> {
         .ok_or_else(|| format!("give one of {}", names.join(", ")))
 }
 
-/// Parses a time: how long ago (`90m`, `12h`, `7d`, `2w`), or a date in UTC.
+/// Parses an age (`90m`, `12h`, `7d`, `2w`), or a date in UTC with or without a time of day. Returns the time in seconds
+/// since 1970.
 pub(super) fn since(text: &str) -> std::result::Result<f64, String> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
@@ -89,7 +90,7 @@ fn is_value(value: &Value, asked: &str) -> bool {
 /// Keeps the runs that match all filters.
 ///
 /// # Errors
-/// Fails if no run has the key of a filter.
+/// Fails if there are runs, but none has the key of a filter.
 pub(super) fn keep(runs: &mut Vec<RecordedRun>, filters: &[RunFilter]) -> Result<()> {
     if filters.is_empty() || runs.is_empty() {
         return Ok(());

@@ -69,7 +69,7 @@ pub(super) struct HostCheck {
     pub(super) version: String,
     /// The contents of the probe, or why it cannot be read.
     pub(super) contents: Result<String, String>,
-    /// Whether the sweep's lock on the probe is visible, and otherwise the reason.
+    /// Whether the sweep's lock on the probe is visible, or the reason why it is not.
     pub(super) lock: Result<(), String>,
     /// Whether the program of the trials exists.
     pub(super) has_program: bool,

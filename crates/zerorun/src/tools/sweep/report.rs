@@ -16,8 +16,8 @@ const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
 const MAX_LIVE_ROWS: usize = 12;
 const MAX_LIVE_COLUMNS: usize = 79;
 
-/// The display of a sweep's progress: a table that is redrawn repeatedly if standard error is a terminal, and otherwise
-/// only a line for each event.
+/// The display of a sweep's progress: a line for each event and, if standard error is a terminal, a table that is
+/// redrawn repeatedly.
 #[derive(Debug)]
 pub(super) struct SweepDisplay {
     metric: String,

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 /// The interval at which the runner checks which trials have ended.
 const TICK: Duration = Duration::from_millis(50);
-/// The interval at which another host is asked whether the process of an earlier session has ended.
+/// The interval at which another host is asked whether the other process that trains a trial has ended.
 const BUSY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A job in progress.
@@ -31,9 +31,9 @@ struct RunningJob {
     process: JobProcess,
     /// The number of times that the job was killed after it had saved its newest checkpoint.
     kills: u32,
-    /// The step of the newest checkpoint when the job was last started or killed.
+    /// The step of the newest checkpoint when the job was last killed or, before that, when the job began in this session.
     saved: u64,
-    /// Whether a process of an earlier session of the sweep has kept the job waiting.
+    /// Whether another process (of an earlier session of the sweep, or on a lost host) has kept the job waiting.
     was_busy: bool,
     /// The host that the journal names.
     host: Option<String>,
@@ -42,8 +42,8 @@ struct RunningJob {
 /// The process of a job.
 #[derive(Debug)]
 enum JobProcess {
-    /// The process is started as soon as there is a place and no process of an earlier session of the sweep trains the
-    /// trial, but not before this time.
+    /// The process is started as soon as there is a place and no other process trains the trial, but not before this
+    /// time.
     Due(Option<Instant>),
     Started(TrialProcess, TakenPlace),
     /// The result of the job is known.

@@ -1,5 +1,5 @@
 //! The command line of a trial: that of the sweep, with the trial's parameters, and with the flags that make the
-//! trial pause, continue and keep its record.
+//! trial save checkpoints, continue from them and keep its record.
 
 use super::definition::SweepDefinition;
 use crate::error::{ConfigError, Error, Result};
@@ -47,7 +47,7 @@ pub(super) struct TrialPlaces {
     pub(super) ds_config: PathBuf,
     /// The folder of runs and the name of the run, if a record is kept.
     pub(super) record: Option<(PathBuf, String)>,
-    /// Whether the trial continues a checkpoint that was trained with other settings.
+    /// Whether the trial continues from a checkpoint that was saved with other settings.
     pub(super) is_branch: bool,
 }
 

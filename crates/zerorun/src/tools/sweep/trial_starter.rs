@@ -90,7 +90,7 @@ impl TrialStarter {
         copy().map_err(|source| Error::Io { action: "copy a checkpoint to", path: own.clone(), source })
     }
 
-    /// Starts a job on a host. `host` is the host's name if it is another host, and `devices` are the slots that the
+    /// Starts a job. `host` is the name of another host, or `None` for this host, and `devices` are the slots that the
     /// job uses, if there is a hostfile.
     pub(super) fn start(
         &self,

@@ -19,7 +19,7 @@ pub(super) fn cores() -> usize {
 }
 
 /// Returns the number of trials that this machine can train at a time, so that each rank has its own cores and, if the
-/// memory of a trial is given or can be estimated, each trial has enough memory.
+/// memory of a trial is given or can be estimated, each trial has enough memory. The result is at least 1.
 pub(super) fn trials_at_a_time(definition: &SweepDefinition, template: &CommandTemplate) -> usize {
     let by_cores = cores() / (definition.ranks * definition.threads.unwrap_or(1));
     let memory = memory_of_trial(definition, template).filter(|bytes| *bytes > 0);

@@ -179,7 +179,8 @@ fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
     }
 }
 
-/// Returns the measurements in the metrics file from step `first` (counted from 1) on. A step has `samples` samples.
+/// Returns the measurements in the metrics file from step `first` (counted from 1) on. The memory is the maximum over all
+/// steps. A step has `samples` samples.
 fn measured(path: &Path, first: u64, samples: usize) -> Option<TrialOutcome> {
     let text = std::fs::read_to_string(path).ok()?;
     let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();

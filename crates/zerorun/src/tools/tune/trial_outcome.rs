@@ -61,7 +61,7 @@ impl TrialOutcome {
 /// Several runs of one candidate.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct RepeatedTrials {
-    /// The median run, with the largest memory use of all runs.
+    /// The median run, with the largest memory use of all successful runs.
     pub(super) middle: TrialOutcome,
     /// The difference between the best and the worst throughput, as a fraction of the median.
     pub(super) spread: f64,
