@@ -375,8 +375,8 @@ pub enum EngineError {
     },
     /// Ranks ran different units, or had gradients of different parameters.
     #[error(
-        "ranks have diverged: rank {rank} is in {here}, rank {peer} in {there}; every rank must run the same units in \
-         the same order; run each unit on every rank, or mark as a leaf the unit that contains those among which \
+        "ranks have diverged: rank {rank} is in {here}, and rank {peer} is in {there}; every rank must run the same units \
+         in the same order; run each unit on every rank, or mark as a leaf the unit that contains those among which \
          ranks choose (Unit::leaf, EngineBuilder::leaf_units, zero_optimization.leaf_module); if ranks use different \
          parameters of the same units, set zero_optimization.ignore_unused_parameters to true"
     )]

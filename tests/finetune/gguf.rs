@@ -278,7 +278,7 @@ fn files_that_cannot_be_read_are_refused() {
     write(&file, &good, &tensors, |_| GgmlDType::F32);
     let whole = std::fs::read(&file).unwrap();
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
-    insta::assert_snapshot!(text(), @"DIR/model.gguf is not a readable GGUF file: tensor token_embd.weight ends beyond the end of the file (203008 bytes): the file is truncated");
+    insta::assert_snapshot!(text(), @"DIR/model.gguf is not a readable GGUF file: tensor token_embd.weight ends beyond the end of the file (203008 bytes): the file is truncated or damaged");
     std::fs::write(&file, &whole[..100]).unwrap();
     assert!(text().starts_with("DIR/model.gguf is not a readable GGUF file: "), "{}", text());
     std::fs::write(&file, b"no GGUF").unwrap();

@@ -142,8 +142,9 @@ impl GgufFile {
             Some(_) => Ok(()),
             None => {
                 let bytes = self.map.len();
-                let reason =
-                    format!("tensor {name} ends beyond the end of the file ({bytes} bytes): the file is truncated");
+                let reason = format!(
+                    "tensor {name} ends beyond the end of the file ({bytes} bytes): the file is truncated or damaged"
+                );
                 Err(bad(&self.path, reason))
             }
         }

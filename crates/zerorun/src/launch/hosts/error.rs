@@ -172,7 +172,7 @@ pub enum HostsError {
         slots: usize,
     },
     /// A number of hosts or slots is zero.
-    #[error("{option} 0 would start no rank; give at least 1, or leave {option} out to use all")]
+    #[error("{option} 0 would start no ranks; give at least 1, or leave {option} out to use all")]
     Zero {
         /// The option.
         option: &'static str,

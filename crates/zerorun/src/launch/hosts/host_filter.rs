@@ -276,7 +276,7 @@ mod tests {
         insta::assert_snapshot!(refusal(&HostSelection { exclude: "h-a".into(), ..include("h-b") }), @"--include and --exclude are both given; give only one: the first lists what to use, the second what not to use");
         insta::assert_snapshot!(refusal(&HostSelection { num_gpus: Some(1), ..include("h-b") }), @"--include and --num_gpus are both given; give only one: a filter already selects hosts and slots");
         insta::assert_snapshot!(refusal(&HostSelection { num_nodes: Some(4), ..HostSelection::default() }), @"--num_nodes 4 is above the number of hosts, 3; give at most 3, or add hosts to the hostfile");
-        insta::assert_snapshot!(refusal(&HostSelection { num_nodes: Some(0), ..HostSelection::default() }), @"--num_nodes 0 would start no rank; give at least 1, or leave --num_nodes out to use all");
+        insta::assert_snapshot!(refusal(&HostSelection { num_nodes: Some(0), ..HostSelection::default() }), @"--num_nodes 0 would start no ranks; give at least 1, or leave --num_nodes out to use all");
         insta::assert_snapshot!(refusal(&HostSelection { num_gpus: Some(1 << 20), ..HostSelection::default() }), @"--num_gpus 1048576 is above 65536, the maximum number of slots of a host; give the number of ranks per host");
     }
 
