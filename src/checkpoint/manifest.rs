@@ -72,7 +72,7 @@ pub struct Manifest {
     pub optimizer_steps: u64,
     /// The number of applied optimizer steps minus 1, as DeepSpeed's schedulers count.
     pub last_batch_iteration: i64,
-    /// The learning rates set with [`Engine::set_lr`](crate::Engine::set_lr), by param group; `None` if those of the
+    /// The learning rates set with [`Engine::set_lr`](crate::Engine::set_lr), by parameter group; `None` if those of the
     /// configuration or the schedule were in effect.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub set_lr: Option<Vec<f64>>,

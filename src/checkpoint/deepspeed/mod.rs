@@ -221,7 +221,7 @@ impl DeepSpeedCheckpoint {
         self.ranks[0].step
     }
 
-    /// Returns the optimizer's param groups (`lr` of the next step, `betas`, `eps`, ...), as a list of objects; null if
+    /// Returns the optimizer's parameter groups (`lr` of the next step, `betas`, `eps`, ...), as a list of objects; null if
     /// they were not saved (`elastic_checkpoint`).
     pub fn param_groups(&self) -> &Json {
         &self.ranks[0].param_groups

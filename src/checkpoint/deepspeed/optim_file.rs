@@ -17,7 +17,7 @@ pub(super) struct OptimFile {
     pub archive: TorchArchive,
     pub stage: u8,
     pub world_size: usize,
-    /// The flat tensors: one entry per param group at stages 1 and 2, and one per sub-group at stage 3.
+    /// The flat tensors: one entry per parameter group at stages 1 and 2, and one per sub-group at stage 3.
     pub groups: Vec<OptimFileGroup>,
     /// The optimizer's own step counter, which skipped steps do not advance.
     pub step: Option<u64>,

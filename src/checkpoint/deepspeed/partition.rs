@@ -1,7 +1,7 @@
 //! The position of a parameter in the data that the ranks saved: integer arithmetic only.
 //!
 //! ```text
-//! stages 1, 2   one flat space per param group, cut into one part per rank
+//! stages 1, 2   one flat space per parameter group, cut into one part per rank
 //!
 //!               | wte           | wpe      | ln   | ... | padding |
 //!               |   rank 0           |   rank 1                   |
