@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# Compiles this library's CUDA kernels (src/cuda/kernels/*.cu) with NVIDIA's compiler for three architectures, assembles them, and
-# prints the registers, shared memory and spills of each kernel. Needs no GPU.
+# Compiles this library's CUDA kernels (src/cuda/kernels/*.cu) with NVIDIA's compiler for three architectures, or for those given,
+# assembles them, and prints the registers, shared memory and spills of each kernel. Needs no GPU.
 #
-#   scripts/check_kernels.sh [TOOLKIT]
+#   scripts/check_kernels.sh [--architectures 80,90,100] [TOOLKIT]
 #
 # TOOLKIT is a folder created by scripts/fetch_cuda.sh, target/cuda-toolkit by default. If it does not contain nvcc, fetch_cuda.sh
 # is called to create it. The exit status is 1 if a file does not compile or produces a warning, or if a kernel spills registers to
 # memory. It is 77 if the compiler is not available; the last line gives the reason.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+architectures=(80 90 100)
+if [ "${1-}" = --architectures ]; then
+    IFS=, read -ra architectures <<<"$2"
+    shift 2
+fi
 toolkit=${1:-${CARGO_TARGET_DIR:-target}/cuda-toolkit}
 scripts/fetch_cuda.sh "$toolkit"
 code=$?
@@ -47,7 +52,7 @@ check() { # file, architecture
 }
 
 for file in src/cuda/kernels/*.cu; do
-    for architecture in 80 90 100; do
+    for architecture in "${architectures[@]}"; do
         # One job per core at a time.
         [ "$(jobs -rp | wc -l)" -lt "$(nproc)" ] || wait -n
         check "$file" "$architecture" &
