@@ -192,7 +192,7 @@ pub enum EngineError {
     /// The gradient does not match the loss.
     #[error(
         "{what}: a small change in the weights changes the loss by {by_difference:.4e}, but the gradient from backward \
-         predicts {by_gradient:.4e}: training would not minimize this loss. The usual causes are: (1) an operation \
+         predicts {by_gradient:.4e}: training would not minimize this loss; the usual causes are: (1) an operation \
          without a backward pass, which cuts off a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, \
          rope, sdpa): replace the operation with that of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, \
          softmax(D::Minus1), rope_slow; freezing its parameters does not help; (2) an operation whose backward pass is \
@@ -200,7 +200,7 @@ pub enum EngineError {
          image evenly, upsampling, scatter, scatter_add, matmul with a transposed left and a broadcast right operand): \
          use candle_zero::nn's; (3) a gradient inside the loss (gradient penalty), some terms of which Candle drops \
          unless CANDLE_GRAD_DO_NOT_DETACH=1 is set; (4) a detached part, or a term computed from parameters outside \
-         engine.forward. `zerorun verify SCRIPT` lists the parameters whose gradient is wrong; if a part is excluded \
+         engine.forward; `zerorun verify SCRIPT` lists the parameters whose gradient is wrong; if a part is excluded \
          on purpose, set \"gradient_check\": false, or EngineBuilder::gradient_check(false)"
     )]
     WrongGradient {

@@ -195,10 +195,62 @@ fn a_checkpoint_holds_the_settings_of_its_run() {
     let of_every_run = recorded(&desk.path("saves"));
     // A run is compared with its checkpoint by these names: as long as they stay the same, checkpoints saved by earlier
     // versions can be resumed.
-    insta::assert_snapshot!(of_every_run.join("\n"), @"");
+    insta::assert_snapshot!(of_every_run.join("\n"), @"
+    adapter that it began with
+    alpha
+    base's weights
+    batch
+    bf16.bf16_master_weights_and_grads
+    bf16.bf16_optimizer_states
+    bf16.check_grad_overflow
+    bf16.enabled
+    bf16.immediate_grad_update
+    chat template
+    ctx
+    data
+    data_types.keep_in_fp32_modules
+    dora
+    dropout
+    fp16.auto_cast
+    fp16.consecutive_hysteresis
+    fp16.enabled
+    fp16.fp16_master_weights_and_grads
+    fp16.hysteresis
+    fp16.initial_scale_power
+    fp16.loss_scale
+    fp16.loss_scale_window
+    fp16.min_loss_scale
+    gradient_allreduce_op
+    gradient_clipping
+    gradient_predivide_factor
+    lr
+    method
+    objective
+    optimizer.params.adam_w_mode
+    optimizer.params.betas
+    optimizer.params.bias_correction
+    optimizer.params.eps
+    optimizer.params.weight_decay
+    optimizer.type
+    order
+    packing
+    prescale_gradients
+    r
+    rate
+    rslora
+    seed
+    steps
+    targets
+    tokenizer
+    tokens of a row
+    torch_autocast.enabled
+    warmup
+    zero_optimization.zero_quantized_gradients
+    zero_optimization.zero_quantized_weights
+    ");
     desk.trained("second", &["--save", "others", "--qlora", "--keep_layers", "0"]);
     let added = recorded(&desk.path("others")).into_iter().filter(|name| !of_every_run.contains(name));
-    insta::assert_snapshot!(added.collect::<Vec<_>>().join("\n"), @"");
+    insta::assert_snapshot!(added.collect::<Vec<_>>().join("\n"), @"keep_layers");
 }
 
 #[test]
