@@ -266,7 +266,7 @@ fn run_cases(options: &Options) -> ExitCode {
             check_memory();
             progress.done += 1;
             progress.case += step;
-            if progress.done % 4096 == 0 {
+            if progress.done.is_multiple_of(4096) {
                 // candle-zero's notices are of no use if nothing fails.
                 // SAFETY: descriptor 2 is this process's own message file; truncating it affects no memory.
                 unsafe { libc::ftruncate(2, 0) };
