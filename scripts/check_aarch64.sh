@@ -15,7 +15,7 @@ unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CANDLE_ZERO_SIMD
 install=
 targets=(-p candle-zero --lib)
 case ${1-} in --install | --install-only) install=$1 && shift ;; esac
-case ${1-} in --all-targets) targets=(--workspace --all-targets) && shift ;; esac
+case ${1-} in --all-targets) targets=(--workspace --exclude candle-zero-fuzz --all-targets) && shift ;; esac
 folder=${1:-${CARGO_TARGET_DIR:-target}/aarch64}
 triple=aarch64-unknown-linux-gnu
 packages=(gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)

@@ -1,8 +1,8 @@
 //! A dry run of a training step that only counts: it makes the engine's decisions without memory, files or other ranks.
 //!
 //! Layout, gathers, reductions, optimizer sweeps and publications are decided by [`crate::zero`], both for the engine
-//! and for the rehearsal. Every buffer is a [`MetaBuffer`] and is recorded in a [`MemoryLedger`], and the bytes that
-//! would be transferred are counted. Decisions that depend on the model's operations assume a typical model: units run
+//! and for the rehearsal. Every buffer is a [`MetaBuffer`](super::meta_buffer::MetaBuffer) and is recorded in a
+//! [`MemoryLedger`], and the bytes that would be transferred are counted. Decisions that depend on the model's operations assume a typical model: units run
 //! in the order of registration, and gradients arrive in the reverse order.
 
 use super::EstimateOptions;
