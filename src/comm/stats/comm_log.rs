@@ -3,7 +3,7 @@
 use crate::comm::{Bandwidth, CollectiveKind, size_text, trimmed_mean};
 use crate::config::CommsLogger;
 use crate::notice::emit;
-use crate::util::lock;
+use crate::util::{counted, lock};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -148,12 +148,7 @@ impl fmt::Display for CommSummary {
             }
         }
         if self.rows.is_empty() {
-            write!(
-                f,
-                "\nno logged collective between {} rank{}",
-                self.world_size,
-                if self.world_size == 1 { "" } else { "s" }
-            )?;
+            write!(f, "\nno logged collective between {}", counted(self.world_size, "rank"))?;
         }
         Ok(())
     }

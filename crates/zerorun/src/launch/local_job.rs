@@ -10,6 +10,7 @@ use candle_zero::comm::rank_env::{DEFAULT_TIMEOUT, TIMEOUT_MS};
 use candle_zero::island_server;
 use candle_zero::monitor::PROMETHEUS_PORT;
 use candle_zero::stop_signal::RESTART;
+use candle_zero::util::counted;
 use rustix::process::Signal;
 use std::ffi::OsString;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -159,9 +160,9 @@ pub(super) fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, St
     };
     if job.world > cores && job.restart == 0 {
         eprint(&format!(
-            "zerorun: warning: {} ranks share {cores} core{}; each computes with one thread, and they slow one another down",
+            "zerorun: warning: {} ranks share {}; each computes with one thread, and they slow one another down",
             job.world,
-            if cores == 1 { "" } else { "s" }
+            counted(cores, "core")
         ));
     }
     // This limits Candle's own thread pool and rayon's: ranks that all use every core are many times slower than ranks

@@ -7,6 +7,7 @@ use super::local_job::{LocalJob, MultiHostContext};
 use super::ranks::{self, RunEnd, RunFailure};
 use super::signals::{self, LauncherEvent};
 use candle_zero::Result;
+use candle_zero::util::counted;
 use rustix::process::Signal;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -107,16 +108,16 @@ pub(crate) fn run(backend: CommBackend, mut job: LocalJob, policy: &RestartPolic
 /// Returns the line about a failure that is followed by a restart.
 fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, policy: &RestartPolicy) -> String {
     let NextStart { restart, ranks, pause } = next;
-    let plural = if *ranks == 1 { "" } else { "s" };
     let fewer = if *ranks < ranks_before {
         format!(" (two starts with {ranks_before} ranks failed within {} s)", FAILED_START.as_secs())
     } else {
         String::new()
     };
     format!(
-        "{}; restart {restart} of {} with {ranks} rank{plural}{fewer} in {:.1} s",
+        "{}; restart {restart} of {} with {}{fewer} in {:.1} s",
         failure.headline,
         policy.max_restarts,
+        counted(*ranks, "rank"),
         pause.as_secs_f64()
     )
 }

@@ -4,6 +4,7 @@ use super::config_diagnostic::{self, ConfigDiagnostic};
 use crate::error::{ConfigError, Error, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP};
 use candle_zero::config::{CheckOutcome, Config, ConfigNote, RunValues, check, read_file};
+use candle_zero::util::counted;
 use clap::Parser;
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -111,22 +112,17 @@ fn report(file: &Path, text: &str, checked: CheckOutcome, world_size: usize) -> 
     let mut all = String::new();
     // Writing to a String cannot fail.
     let _ = match checked.outcome {
-        Ok(config) => writeln!(all, "{name}: ok for {}: {}", ranks(world_size), summary(&config)),
+        Ok(config) => writeln!(all, "{name}: ok for {}: {}", counted(world_size, "rank"), summary(&config)),
         Err(error) => {
             let diagnostics = diagnostics(error);
             all = config_diagnostic::render_all(&name.to_string(), text, &diagnostics);
-            let count = diagnostics.len();
-            writeln!(all, "{name}: {count} problem{}", if count == 1 { "" } else { "s" })
+            writeln!(all, "{name}: {}", counted(diagnostics.len(), "problem"))
         }
     };
     for ConfigNote { path, message, .. } in &checked.notes {
         let _ = writeln!(all, "  {path}: {message}");
     }
     all
-}
-
-fn ranks(count: usize) -> String {
-    format!("{count} rank{}", if count == 1 { "" } else { "s" })
 }
 
 /// Summarizes the configuration in one line.

@@ -14,6 +14,7 @@ use super::own_ranks::{OwnJobStop, OwnRanks};
 use crate::error::{Error, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use candle_zero::files::ScratchFolder;
+use candle_zero::util::counted;
 use clap::Parser;
 use compare::{FirstDifference, RankResults};
 use serde_json::{Value, json};
@@ -167,10 +168,10 @@ impl VerifyArguments {
         let Self { ranks, steps, .. } = self;
         match first {
             None => format!(
-                "All bits are the same: in each precision, every loss and every parameter of {steps} step{} on {ranks} \
-                 rank{} equals that of stage 0{}.",
-                if *steps == 1 { "" } else { "s" },
-                if *ranks == 1 { "" } else { "s" },
+                "All bits are the same: in each precision, every loss and every parameter of {} on {} equals that of \
+                 stage 0{}.",
+                counted(*steps, "step"),
+                counted(*ranks, "rank"),
                 if pipelines { ", or, in a pipeline, that of one rank" } else { "" }
             ),
             Some((row, precision, difference)) => {
