@@ -34,8 +34,9 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent.parent
 FIXTURES = HERE / "tests/fixtures"
 NOBODY = 65534
-# Training time in seconds of each of two concurrent jobs. The second waits 2 s for locks, in case the first was killed.
-LONG = 3.0
+# Training time in seconds of each of two concurrent jobs. The second waits 2 s for locks, in case the first was killed, and
+# training may be twice as fast as when it is measured.
+LONG = 6.0
 IS_ROOT = os.geteuid() == 0
 
 

@@ -224,7 +224,7 @@ fn a_manifest_that_lies_is_refused() {
     }
     lie(&["the shapes of its parameters need"], &|m| m["parameters"][0]["expert"] = json!([0, 2]));
     lie(&["version is 0", "reads versions 1 to 5"], &|m| m["version"] = json!(0));
-    lie(&["elements of state fp32"], &|m| m["parameters"][0]["state_lens"] = json!({"fp32": 1}));
+    lie(&["element of state fp32"], &|m| m["parameters"][0]["state_lens"] = json!({"fp32": 1}));
     lie(&["18446744073709551615 elements of state exp_avg"], &|m| {
         m["parameters"][0]["state_lens"] = json!({"exp_avg": u64::MAX});
     });

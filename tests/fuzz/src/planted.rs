@@ -6,13 +6,13 @@ use std::hint::black_box;
 
 /// The faults.
 pub const PLANTED: [Target; 8] = [
-    planted("panic", |_| panic!("a fault"), &[&["panic at src/planted.rs"]]),
+    planted("panic", |_| panic!("a fault"), &[&[concat!("panic at ", file!())]]),
     planted(
         "caught panic",
         |_| std::panic::catch_unwind(|| panic!("a fault")).is_ok(),
-        &[&["panic at src/planted.rs"]],
+        &[&[concat!("panic at ", file!())]],
     ),
-    planted("overflow", |data| usize::MAX + black_box(1 + data.len()) == 0, &[&["panic at src/planted.rs"]]),
+    planted("overflow", |data| usize::MAX + black_box(1 + data.len()) == 0, &[&[concat!("panic at ", file!())]]),
     planted("abort", |_| std::process::abort(), &[&["signal: 6"]]),
     planted("endless recursion", |data| depth(black_box(data.len())) == 0, &[&["signal: 6"]]),
     planted("large allocation", |_| black_box(vec![0_u8; 1 << 35]).is_empty(), &[&["signal: 6"]]),
