@@ -1,10 +1,10 @@
 //! Training under Slurm's `srun`, on two nodes whose daemons the tests start: each rank is a task, or each node has a
 //! launcher.
 
-use crate::mpi::train;
+use crate::mpi::{steps, train};
 use crate::nodes::{cluster, done};
 use crate::support::processes::{as_program, example, program, repository, start, stderr, stdout, wait_up_to, zerorun};
-use crate::support::skips::skipped;
+use crate::support::skips::{skipped, skipped_in_part};
 use crate::support::slurm::Slurm;
 use candle_zero::comm::RankEnv;
 use rustix::process::{Pid, Signal, kill_process};
@@ -29,6 +29,64 @@ fn four_tasks(slurm: &Slurm, options: &str) -> Command {
     srun
 }
 
+/// Trains `nano` for three steps at stage 3 in four tasks. If a task still waits for an answer of Slurm's PMI after a
+/// minute, where a start takes seconds, this is reported and the tasks are started once more.
+fn train_in_tasks<T: Fn()>(
+    test: T,
+    slurm: &Slurm,
+    options: &str,
+    train_gpt: &Path,
+    metrics: &Path,
+) -> Vec<[String; 2]> {
+    let config = format!("{}/ds_configs/zero3.json", repository().display());
+    let train = || {
+        let mut srun = four_tasks(slurm, options);
+        srun.arg(train_gpt).args(["--model", "nano", "--steps", "3", "--sample", "0", "--ds_config", &config]);
+        start(srun.arg("--metrics").arg(metrics))
+    };
+    let mut srun = train();
+    let begin = Instant::now();
+    while srun.try_wait().unwrap().is_none() && begin.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    if srun.try_wait().unwrap().is_none() {
+        let tasks: Vec<i32> = [0, 1].iter().flat_map(|node| slurm.hosts().processes(*node, "train_gpt")).collect();
+        let states: Vec<String> = tasks.iter().map(|pid| state(*pid)).collect();
+        eprintln!("the tasks after a minute:\n{}", states.join("\n"));
+        if tasks.iter().any(|pid| waits_for_pmi(*pid)) {
+            skipped_in_part(test, "a task got no answer of Slurm's PMI for a minute; the tasks were started once more");
+            kill_process(Pid::from_child(&srun), Signal::TERM).unwrap();
+            srun.wait().unwrap();
+            srun = train();
+        }
+    }
+    let output = srun.wait_with_output().unwrap();
+    assert!(output.status.success(), "{options}: {} {}", output.status, stderr(&output));
+    steps(metrics)
+}
+
+/// Tells whether the process is reading from the descriptor that connects it to Slurm's PMI.
+fn waits_for_pmi(pid: i32) -> bool {
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+    let environment = read("environ");
+    let descriptor = environment.split('\0').find_map(|line| line.strip_prefix("PMI_FD=")?.parse::<i32>().ok());
+    let call = read("syscall");
+    let argument = call.split_whitespace().nth(1);
+    descriptor.is_some_and(|descriptor| argument == Some(&format!("{descriptor:#x}")))
+}
+
+/// Describes what the threads of a process are doing.
+fn state(pid: i32) -> String {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().map_while(Result::ok);
+    let threads: Vec<String> = tasks
+        .map(|task| {
+            let read = |name| std::fs::read_to_string(task.path().join(name)).unwrap_or_default().trim().to_string();
+            format!("{} ({}, {})", read("comm"), read("wchan"), read("syscall"))
+        })
+        .collect();
+    format!("{pid}: {}", threads.join("; "))
+}
+
 /// Returns the steps of four ranks on one host at stage 3.
 fn on_one_host(train_gpt: &Path, folder: &Path) -> Vec<[String; 2]> {
     let mut one = zerorun();
@@ -38,13 +96,14 @@ fn on_one_host(train_gpt: &Path, folder: &Path) -> Vec<[String; 2]> {
 
 #[test]
 fn four_tasks_of_srun_on_two_nodes_have_the_bits_of_four_ranks_on_one_host() {
-    let Some(slurm) = slurm(four_tasks_of_srun_on_two_nodes_have_the_bits_of_four_ranks_on_one_host) else { return };
+    let test = four_tasks_of_srun_on_two_nodes_have_the_bits_of_four_ranks_on_one_host;
+    let Some(slurm) = slurm(test) else { return };
     let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
     let expected = on_one_host(&train_gpt, folder.path());
     // Without a number of tasks per node, Slurm fills the first node: three tasks run there and one on the second.
     for (name, options) in [("two and two", "--ntasks-per-node=2"), ("three and one", "")] {
-        let srun = four_tasks(&slurm, options);
-        assert_eq!(train(srun, &train_gpt, 3, folder.path(), name), expected, "{name}");
+        let metrics = folder.path().join(format!("{name}.jsonl"));
+        assert_eq!(train_in_tasks(test, &slurm, options, &train_gpt, &metrics), expected, "{name}");
     }
 }
 
