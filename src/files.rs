@@ -2,6 +2,7 @@
 //! refuse anything that is not a regular file.
 
 mod atomic_folder;
+mod complete_lines;
 pub(crate) mod error;
 mod free_space;
 mod lock;
@@ -13,6 +14,7 @@ mod scratch_folder;
 mod unfinished_files;
 
 pub use atomic_folder::{AtomicFile, AtomicFolder, free_folder, must_stay};
+pub use complete_lines::{MAX_LINE_BYTES, complete_lines};
 pub use free_space::check_free_space;
 pub use lock::FolderLock;
 pub use lock::FolderLockOutcome;

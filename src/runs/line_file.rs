@@ -57,6 +57,7 @@ impl LineFile {
         let written = self.file.write_all(&self.pending).inspect_err(|_| {
             // If the disk is full, an incomplete line at the end is removed.
             _ = end_last_line(&self.file);
+            self.len = self.file.metadata().map_or(self.len, |found| found.len());
         });
         self.pending.clear();
         written.map_err(|source| Error::Io { action: "write", path: self.path.clone(), source })

@@ -1,13 +1,10 @@
 //! Reads files of JSON lines that another process may be appending to.
 
-use crate::files;
+use crate::files::{self, MAX_LINE_BYTES};
 use serde_json::{Map, Value};
 use std::fs::File;
-use std::io::{BufRead as _, BufReader, Read as _, Result, Seek as _, SeekFrom};
+use std::io::Result;
 use std::path::Path;
-
-/// The maximum number of bytes of a line. A longer line counts as damaged.
-const MAX_LINE: u64 = 4 << 20;
 
 /// Opens a file of a run for reading.
 pub(super) fn open(path: &Path) -> Result<File> {
@@ -24,33 +21,24 @@ pub(super) fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Calls `each` with every complete line from byte `from` on: an object, or the reason why the line is not one. A last
-/// line without its end is ignored, because it is still being written or its writer was killed; if it is already too
-/// long, it is treated as complete. Returns the position after the last complete line.
+/// Calls `each` with every complete line from byte `from` on: an object, or the reason why the line is not one. Returns
+/// the position after the last complete line.
 pub(super) fn complete_lines(
-    mut file: File,
+    file: File,
     from: u64,
     each: &mut dyn FnMut(std::result::Result<Map<String, Value>, String>),
 ) -> Result<u64> {
-    file.seek(SeekFrom::Start(from))?;
-    let (mut reader, mut line, mut at) = (BufReader::with_capacity(1 << 16, file), Vec::new(), from);
-    loop {
-        line.clear();
-        let read = reader.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)? as u64;
-        #[cfg(test)]
-        cost::add(0, read);
-        let is_too_long = read == MAX_LINE && line.last() != Some(&b'\n');
-        let skipped = if is_too_long { reader.skip_until(b'\n')? as u64 } else { 0 };
-        if line.last() != Some(&b'\n') && !is_too_long {
-            return Ok(at);
-        }
-        if is_too_long {
-            each(Err(format!("the line at byte {at} is longer than {MAX_LINE} bytes")));
-        } else {
-            each(serde_json::from_slice(&line).map_err(|_| format!("the line at byte {at} is not a JSON object")));
-        }
-        at += read + skipped;
-    }
+    let end = files::complete_lines(file, from, &mut |at, line| {
+        each(match line {
+            Some(line) => {
+                serde_json::from_slice(line).map_err(|_| format!("the line at byte {at} is not a JSON object"))
+            }
+            None => Err(format!("the line at byte {at} is longer than {MAX_LINE_BYTES} bytes")),
+        });
+    })?;
+    #[cfg(test)]
+    cost::add(0, end - from);
+    Ok(end)
 }
 
 /// The files that this thread has opened and the bytes that it has read, for tests.
@@ -104,11 +92,11 @@ mod tests {
         assert_eq!(all.len(), 6);
         assert_eq!(all[1], "the line at byte 8 is not a JSON object");
         assert_eq!((all[5].as_str(), end), ("{\"c\":3}", 32));
-        let mut long = vec![b'x'; MAX_LINE as usize + 10];
+        let mut long = vec![b'x'; MAX_LINE_BYTES as usize + 10];
         long.extend(b"\n{\"d\":4}\n");
         let (all, end) = lines(&long, 0);
         assert_eq!(all, ["the line at byte 0 is longer than 4194304 bytes", "{\"d\":4}"]);
         assert_eq!(end, long.len() as u64);
-        assert_eq!(lines(&long[..MAX_LINE as usize - 1], 0), (vec![], 0));
+        assert_eq!(lines(&long[..MAX_LINE_BYTES as usize - 1], 0), (vec![], 0));
     }
 }

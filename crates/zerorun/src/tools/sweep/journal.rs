@@ -19,13 +19,11 @@ use candle_zero::sweep::{JobOrder, Sweep, SweepJob, SweepTask};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
+use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
 /// The maximum size of a journal in bytes, enough for thousands of trials with many pauses.
 const MAX_BYTES: u64 = 1 << 30;
-/// The maximum number of bytes of a line that the dashboard reads. A longer line counts as damaged.
-const MAX_LINE: u64 = 4 << 20;
 
 /// The result of a job: the metric, or the reason why the trial has failed.
 pub(super) type JobResult = std::result::Result<f64, String>;
@@ -201,24 +199,9 @@ impl Journal {
     /// Passes every complete line of the journal at `path`, starting at byte `from`, to `each`; a line that is too long
     /// is passed as an empty one. Returns the position after the last complete line. A missing journal has no lines.
     pub(super) fn lines_from(path: &Path, from: u64, each: &mut dyn FnMut(&[u8])) -> std::io::Result<u64> {
-        let mut file = match files::open(path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(from),
-            file => file?,
-        };
-        file.seek(SeekFrom::Start(from))?;
-        let (mut reader, mut line, mut at) = (BufReader::new(file), Vec::new(), from);
-        loop {
-            line.clear();
-            let read = reader.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)? as u64;
-            if line.last() == Some(&b'\n') {
-                each(&line);
-                at += read;
-            } else if read == MAX_LINE {
-                each(b"");
-                at += read + reader.skip_until(b'\n')? as u64;
-            } else {
-                return Ok(at);
-            }
+        match files::open(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(from),
+            file => files::complete_lines(file?, from, &mut |_, line| each(line.unwrap_or_default())),
         }
     }
 
