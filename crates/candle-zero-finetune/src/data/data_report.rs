@@ -65,12 +65,15 @@ pub struct DataReport {
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub struct RecordLineNumbers {
-    /// The number of records. A preference counts twice if the remark concerns both of its answers.
+    /// The number of records.
     pub count: u64,
     /// The lines (or rows) of the first five records, counted from 1.
     pub first: Vec<u64>,
     /// The problem with the first record, for kinds in which each record has a different problem.
     pub reason: Option<String>,
+    /// The line of the last record.
+    #[serde(skip)]
+    last: Option<u64>,
 }
 
 /// A remark on a record.
@@ -123,9 +126,12 @@ impl DataReport {
             RecordNote::Dropped => (&mut self.dropped, None),
             RecordNote::Cut => (&mut self.cut, None),
         };
+        // The two answers of a preference come from one line, and count once.
+        if lines.last.replace(line) == Some(line) {
+            return;
+        }
         lines.count += 1;
-        // The two answers of a preference come from one line.
-        if lines.first.len() < MAX_LISTED_LINES && lines.first.last() != Some(&line) {
+        if lines.first.len() < MAX_LISTED_LINES {
             lines.first.push(line);
         }
         lines.reason = lines.reason.take().or(reason);

@@ -170,8 +170,11 @@ impl SampleCache {
         }
         let header: Vec<u64> = map[8..HEADER_BYTES].chunks_exact(8).map(long).collect();
         let [found, samples, tokens, index, report, end, digest] = header[..] else { return Err("it is truncated") };
-        if end != map.len() as u64 {
+        if end > map.len() as u64 {
             return Err("it is truncated");
+        }
+        if end < map.len() as u64 {
+            return Err("it has bytes after its end");
         }
         let whole = HEADER_BYTES as u64 <= index && index <= report && report <= end;
         if !whole || samples.checked_mul(INDEX_ENTRY_BYTES as u64) != Some(report - index) {
@@ -440,7 +443,7 @@ mod tests {
         let mut longer = whole.clone();
         longer.push(0);
         std::fs::write(&path, longer).unwrap();
-        assert_eq!(why(7), "it is truncated");
+        assert_eq!(why(7), "it has bytes after its end");
         std::fs::write(&path, [0; 100]).unwrap();
         assert_eq!(why(7), "it has a different format");
     }

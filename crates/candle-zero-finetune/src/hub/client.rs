@@ -292,7 +292,7 @@ fn tls(settings: &HubSettings) -> Result<TlsConfig> {
     let roots: Vec<_> = roots.collect();
     if roots.is_empty() {
         let (found, allowed) = (path.display().to_string(), "a file with certificates in PEM format");
-        return Err(HubError::Setting { name: "SSL_CERT_FILE", found, allowed }.into());
+        return Err(HubError::Setting { name: "SSL_CERT_FILE".into(), found, allowed }.into());
     }
     Ok(TlsConfig::builder().root_certs(RootCerts::from(roots)).build())
 }

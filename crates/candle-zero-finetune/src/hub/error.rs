@@ -6,12 +6,12 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HubError {
-    /// An environment variable that cannot be used.
+    /// An environment variable, or a file that it names, whose value cannot be used.
     #[error("{name} is {found}, but must be {allowed}")]
     Setting {
-        /// The variable.
-        name: &'static str,
-        /// The value of the variable, unless it is secret.
+        /// The variable or the file.
+        name: String,
+        /// The value, unless it is secret.
         found: String,
         /// The allowed values.
         allowed: &'static str,

@@ -34,17 +34,21 @@ impl HubSettings {
         let cache = get("HF_HUB_CACHE").map(PathBuf::from);
         let cache = cache.or_else(|| Some(hugging_face.as_ref()?.join("hub"))).ok_or(HubError::NoCache)?;
         let token_file = get("HF_TOKEN_PATH").map(PathBuf::from).or_else(|| Some(hugging_face?.join("token")));
-        let token = match get("HF_TOKEN") {
-            Some(token) => Some(token.to_string_lossy().into_owned()),
-            // The file is optional. If it cannot be read, the request that lacks the token fails with a message.
-            None => token_file.and_then(|path| candle_zero::files::read_text(path, MAX_TOKEN_BYTES).ok()),
+        // The file is optional. If it cannot be read, the request that lacks the token fails with a message.
+        let in_file = |path: PathBuf| {
+            let token = candle_zero::files::read_text(&path, MAX_TOKEN_BYTES).ok()?;
+            Some((format!("the token in {}", path.display()), token))
         };
-        let token = token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty());
-        if token.as_ref().is_some_and(|token| !token.bytes().all(|byte| byte.is_ascii_graphic())) {
-            let (found, allowed) =
-                ("a string with spaces or other special characters".into(), "a token, such as hf_ followed by letters");
-            return Err(HubError::Setting { name: "HF_TOKEN", found, allowed }.into());
-        }
+        let given = get("HF_TOKEN").map(|token| ("HF_TOKEN".into(), token.to_string_lossy().into_owned()));
+        let given = given.or_else(|| in_file(token_file?)).map(|(name, token)| (name, token.trim().to_owned()));
+        let token = match given.filter(|(_, token)| !token.is_empty()) {
+            Some((name, token)) if !token.bytes().all(|byte| byte.is_ascii_graphic()) => {
+                let found = "a string with spaces or other special characters".into();
+                let allowed = "a token, such as hf_ followed by letters";
+                return Err(HubError::Setting { name, found, allowed }.into());
+            }
+            given => given.map(|(_, token)| token),
+        };
         let endpoint = get("HF_ENDPOINT").map_or("https://huggingface.co".into(), |e| e.to_string_lossy().into_owned());
         let endpoint = endpoint.trim_end_matches('/').to_owned();
         let host = ["https://", "http://"].into_iter().find_map(|scheme| endpoint.strip_prefix(scheme));
@@ -52,7 +56,7 @@ impl HubSettings {
             .is_none_or(|host| host.is_empty() || host.contains(|c: char| !c.is_ascii_graphic() || "?#@".contains(c)))
         {
             let allowed = "the address of a Hub, such as https://huggingface.co";
-            return Err(HubError::Setting { name: "HF_ENDPOINT", found: endpoint, allowed }.into());
+            return Err(HubError::Setting { name: "HF_ENDPOINT".into(), found: endpoint, allowed }.into());
         }
         // As in huggingface_hub, all other values mean no.
         let is_true = |value: &str| ["1", "ON", "YES", "TRUE"].contains(&value.to_ascii_uppercase().as_str());
@@ -98,6 +102,10 @@ mod tests {
         assert_eq!(token(&[("HF_TOKEN_PATH", other.to_str().unwrap())]).unwrap(), "hf_other");
         let error = of(&[("HF_HOME", home), ("HF_TOKEN", "hf_a\nb: c")], None).unwrap_err();
         insta::assert_snapshot!(error, @"HF_TOKEN is a string with spaces or other special characters, but must be a token, such as hf_ followed by letters");
+        std::fs::write(folder.path().join("token"), "hf_a b").unwrap();
+        let error = of(&[("HF_HOME", home)], None).unwrap_err().to_string();
+        let file = folder.path().join("token").display().to_string();
+        insta::assert_snapshot!(error.replace(&file, "FILE"), @"the token in FILE is a string with spaces or other special characters, but must be a token, such as hf_ followed by letters");
     }
 
     #[test]

@@ -61,13 +61,13 @@ struct DeployArguments {
     #[arg(long, default_value = "train", value_parser = name)]
     name: String,
 
-    /// For Kubernetes: image to run; crates/zerorun/deploy/Dockerfile is an example
-    #[arg(long, default_value = "train:latest", value_parser = plain)]
-    image: String,
+    /// For Kubernetes: image to run; crates/zerorun/deploy/Dockerfile is an example [default: train:latest]
+    #[arg(long, value_parser = plain)]
+    image: Option<String>,
 
-    /// For Kubernetes: persistent volume claim that the pods of all ranks mount at /shared
-    #[arg(long, default_value = "shared", value_parser = name)]
-    claim: String,
+    /// For Kubernetes: persistent volume claim that the pods of all ranks mount at /shared [default: shared]
+    #[arg(long, value_parser = name)]
+    claim: Option<String>,
 
     /// For k8s: existing Secret whose key `secret` is the secret that the hosts share [default: a new one, included in
     /// the output]
@@ -131,8 +131,13 @@ impl DeployArguments {
         if self.secret.is_some() && is_mpijob {
             ignored.push("--secret has no effect on an MPIJob, in which mpirun starts the ranks and no launcher runs");
         }
-        if self.secret.is_some() && self.cluster == ClusterKind::Slurm {
-            ignored.push("--secret is ignored: it names a Secret of Kubernetes, which a Slurm job cannot use");
+        if self.cluster == ClusterKind::Slurm {
+            let of_kubernetes = [
+                (&self.secret, "--secret is ignored: it names a Secret of Kubernetes, which a Slurm job cannot use"),
+                (&self.image, "--image is ignored: a Slurm job runs the program that is installed on its nodes"),
+                (&self.claim, "--claim is ignored: a Slurm job uses the file systems that its nodes have mounted"),
+            ];
+            ignored.extend(of_kubernetes.into_iter().filter(|(option, _)| option.is_some()).map(|(_, text)| text));
         }
         if self.max_restarts > 0 && is_mpijob {
             ignored.push(
@@ -183,8 +188,8 @@ impl DeployArguments {
             ("@NAME@", name.clone()),
             ("@NODES@", nodes.to_string()),
             ("@RANKS@", ranks.to_string()),
-            ("@IMAGE@", self.image.clone()),
-            ("@CLAIM@", self.claim.clone()),
+            ("@IMAGE@", self.image.clone().unwrap_or_else(|| "train:latest".into())),
+            ("@CLAIM@", self.claim.clone().unwrap_or_else(|| "shared".into())),
             ("@CORES@", cores),
             ("@MEMORY@", format!("{}Gi", self.memory)),
             ("@SLURM_MEMORY@", format!("{}G", self.memory)),
