@@ -5,7 +5,6 @@ use crate::kernels::element::Element;
 use crate::kernels::element::ElementDtype;
 use crate::kernels::instruction_set::InstructionSet;
 #[cfg(target_arch = "x86_64")]
-use std::sync::LazyLock;
 
 /// A method of computing products: the vectors of a level, and the words that they multiply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +29,7 @@ impl SimdMethod {
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx2 => Self::Avx2,
             #[cfg(target_arch = "x86_64")]
-            InstructionSet::Avx512 if E::KIND == ElementDtype::BF16 && pairs_are_fast() => Self::Avx512Bf16,
+            InstructionSet::Avx512 if E::KIND == ElementDtype::BF16 && level.is_faster_in_bf16() => Self::Avx512Bf16,
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 => Self::Avx512,
             #[cfg(target_arch = "aarch64")]
@@ -50,22 +49,6 @@ impl SimdMethod {
         methods
     }
 }
-
-/// Returns whether this processor multiplies bf16 numbers faster in pairs than after widening them to f32. Intel's
-/// processors are half as fast with pairs as with f32 numbers (Emerald Rapids, registers only: 87 GFLOP/s against 175);
-/// AMD's are twice as fast (Zen 5: 528 against 263).
-#[cfg(target_arch = "x86_64")]
-fn pairs_are_fast() -> bool {
-    static FAST: LazyLock<bool> = LazyLock::new(|| {
-        let vendor = std::arch::x86_64::__cpuid(0);
-        is_x86_feature_detected!("avx512bf16") && [vendor.ebx, vendor.edx, vendor.ecx] != INTEL
-    });
-    *FAST
-}
-
-/// "GenuineIntel".
-#[cfg(target_arch = "x86_64")]
-const INTEL: [u32; 3] = [u32::from_le_bytes(*b"Genu"), u32::from_le_bytes(*b"ineI"), u32::from_le_bytes(*b"ntel")];
 
 /// Evaluates `$body` with `$Words` as the words of `$method`.
 macro_rules! with_words_of {

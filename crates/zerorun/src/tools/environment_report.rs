@@ -89,6 +89,8 @@ struct MachineReport {
 #[derive(Debug, Serialize)]
 struct MachineSimd {
     name: &'static str,
+    /// Whether products take less time in bf16 than in f32.
+    is_faster_in_bf16: bool,
     /// The value of `CANDLE_ZERO_SIMD`.
     variable: String,
     /// The levels of this processor, widest first.
@@ -141,6 +143,7 @@ impl MachineReport {
                 .collect(),
             simd_level: MachineSimd {
                 name: level.name(),
+                is_faster_in_bf16: level.is_faster_in_bf16(),
                 variable: variable.unwrap_or_else(|| kernels::AUTO.to_owned()),
                 available: InstructionSet::available().map(InstructionSet::name).collect(),
             },
@@ -171,16 +174,15 @@ impl MachineReport {
 
     /// Returns the verdicts as plain sentences.
     fn verdicts(&self) -> Vec<String> {
-        let products = match (self.simd_level.name, self.simd.contains(&"avx512_bf16")) {
-            ("avx512", true) => "matrix products in f32 and bf16 use candle-zero's kernels; bf16 is faster",
-            ("avx512", false) => {
-                "matrix products use candle-zero's kernels; without avx512_bf16, bf16 is no faster than f32"
+        let products = match self.simd_level.name {
+            _ if self.simd_level.is_faster_in_bf16 => {
+                "matrix products in f32 and bf16 use candle-zero's kernels; bf16 is faster"
             }
-            ("avx2", _) => {
-                "matrix products use candle-zero's kernels; below level avx512, bf16 is widened to f32 and is no faster"
+            "portable" => "matrix products run in plain loops: slow, but with the same bits on every machine",
+            _ => {
+                "matrix products use candle-zero's kernels; on this processor and at this SIMD level, bf16 is widened to \
+                 f32 and is no faster"
             }
-            ("neon", _) => "matrix products use candle-zero's kernels; bf16 is widened to f32 and is no faster",
-            _ => "matrix products run in plain loops: slow, but with the same bits on every machine",
         };
         let limit = self.memory.limit.unwrap_or(u64::MAX);
         let each = |bytes: u64| bytes as f64 / STATE_BYTES_PER_PARAMETER as f64 / 1e6;
@@ -229,7 +231,7 @@ impl fmt::Display for MachineReport {
         writeln!(f, "system       {}", self.kernel)?;
         writeln!(f, "processor    {}, {}", self.processor, counted(self.cores, "core"))?;
         writeln!(f, "simd         {}", or_none(&self.simd))?;
-        let MachineSimd { name, variable, available } = &self.simd_level;
+        let MachineSimd { name, variable, available, .. } = &self.simd_level;
         let available = available.join(", ");
         writeln!(f, "simd level   {name} (CANDLE_ZERO_SIMD={variable}; this processor has {available})")?;
         writeln!(f, "memory       {}, {} available{limit}", gib(self.memory.total), gib(self.memory.available))?;
