@@ -7,7 +7,7 @@ use super::config_checks::{MAX_BLOCKS, MAX_POSITIONS};
 use super::hugging_face_mixture::mixture;
 use super::hugging_face_rotary::block_rules;
 use super::json_keys::{JsonKeys, shortened};
-use super::model_families::{HeadDim, ModelFamily, WITH_TEXT_PART, known_model_types};
+use super::model_families::{HeadDim, ModelFamily, WITH_TEXT_PART, known_model_types, text_part_types};
 use super::{BlockConfig, DecoderConfig, NormPlacement, ParameterNaming, RotaryScaling};
 use crate::error::{Error, ModelError, Result};
 use crate::files;
@@ -121,9 +121,8 @@ fn text_part(keys: &JsonKeys<'_>, inner: &str) -> Result<DecoderConfig> {
     let Some(text) = keys.object("text_config", "text_config.")? else {
         return Err(keys.refuse("text_config", "an object, the model's text part"));
     };
-    let named = ModelFamily::named(text.text("model_type")?.unwrap_or(inner));
-    let Some(family) = named.filter(|family| family.naming != ParameterNaming::Gpt2) else {
-        return Err(text.refuse("model_type", format!("one of {}", known_model_types().join(", "))));
+    let Some(family) = ModelFamily::of_text_part(text.text("model_type")?.unwrap_or(inner)) else {
+        return Err(text.refuse("model_type", format!("one of {}", text_part_types().join(", "))));
     };
     let config = decoder(&text, family)?;
     // In transformers, the key of the complete model decides.

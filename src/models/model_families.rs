@@ -473,6 +473,15 @@ impl ModelFamily {
         ALL.iter().find(|family| family.model_type == model_type)
     }
 
+    /// Returns the family called `model_type` if it can be the text part of a model for images and text.
+    pub fn of_text_part(model_type: &str) -> Option<&'static Self> {
+        Self::named(model_type).filter(|family| family.is_text_part())
+    }
+
+    fn is_text_part(&self) -> bool {
+        self.naming != ParameterNaming::Gpt2
+    }
+
     /// Returns whether the model belongs to a lineage: models whose `model_type`s begin with `lineage`.
     pub fn is(&self, lineage: &str) -> bool {
         self.model_type.starts_with(lineage)
@@ -483,6 +492,13 @@ impl ModelFamily {
 pub(super) fn known_model_types() -> Vec<&'static str> {
     let mut known: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
     known.extend(WITH_TEXT_PART.iter().map(|(name, _)| *name));
+    known.sort_unstable();
+    known
+}
+
+/// Returns the names of the models that can be the text part of a model for images and text, in alphabetical order.
+pub(super) fn text_part_types() -> Vec<&'static str> {
+    let mut known: Vec<&str> = FAMILIES.iter().filter(|family| family.is_text_part()).map(|f| f.model_type).collect();
     known.sort_unstable();
     known
 }

@@ -161,7 +161,7 @@ impl RotaryConfig {
                 return Err(refused(
                     "head_dim",
                     head,
-                    "a size of which more than 2 elements are rotated, with rope type dynamic",
+                    "so large that more than 2 elements of each head are rotated, because the rope type is dynamic",
                 ));
             }
             _ => (),

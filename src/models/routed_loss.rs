@@ -3,7 +3,7 @@
 
 use super::{Architecture, BalanceLossOptions, ExpertLoad, LanguageModel, RoutedStates, RouterReport};
 use crate::nn::{LossOptions, Routing, Sequences, WeightLayout, linear_cross_entropy_with, linear_log_probabilities};
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use candle_core::{Result, Tensor, bail};
 
 impl<A: Architecture> LanguageModel<A> {
@@ -60,7 +60,7 @@ impl<A: Architecture> LanguageModel<A> {
             bail!(
                 "the mask has {}; there {} {}",
                 counted(counts.len(), "element"),
-                if tokens == 1 { "is" } else { "are" },
+                is_or_are(tokens),
                 counted(tokens, "token")
             )
         }

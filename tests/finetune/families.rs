@@ -213,7 +213,7 @@ fn options_of_more_families_that_are_not_supported_are_refused_by_name() {
     }), @"DIR/config.json: short_factor is a list of length 3, but must be a list of length 8, the number of rotated pairs in a head");
     insta::assert_snapshot!(rope("llama_longrope", "original_max_position_embeddings", json!(1)), @"DIR/config.json: rope_parameters.original_max_position_embeddings is 1, but must be at least 2 with rope type longrope");
     insta::assert_snapshot!(rope("ministral3", "original_max_position_embeddings", Value::Null), @"DIR/config.json: rope_parameters.original_max_position_embeddings is null, but must be a whole number");
-    insta::assert_snapshot!(refused("gemma3_vlm", |config| { config["text_config"]["model_type"] = json!("gpt2"); }), @r#"DIR/config.json: text_config.model_type is "gpt2", but must be one of cohere, cohere2, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_oss, granite, llama, ministral, ministral3, mistral, mistral3, mixtral, nemotron, olmo2, olmo3, olmoe, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, smollm3, stablelm, starcoder2"#);
+    insta::assert_snapshot!(refused("gemma3_vlm", |config| { config["text_config"]["model_type"] = json!("gpt2"); }), @r#"DIR/config.json: text_config.model_type is "gpt2", but must be one of cohere, cohere2, gemma2, gemma3_text, glm, glm4, gpt_oss, granite, llama, ministral, ministral3, mistral, mixtral, nemotron, olmo2, olmo3, olmoe, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, smollm3, stablelm, starcoder2"#);
 }
 
 #[test]
