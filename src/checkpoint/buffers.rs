@@ -132,9 +132,9 @@ pub(super) fn wanted(
     let others: Vec<&str> = others.map(|b| b.name.as_str()).collect();
     for (names, what) in [(lacking, "it lacks"), (others, "the model lacks")] {
         if strict && !names.is_empty() {
-            let names = list(&names);
+            let (noun, names) = (if names.len() == 1 { "buffer" } else { "buffers" }, list(&names));
             return Err(wrong(format!(
-                "{what} the buffers {names}; build the model that was saved, or load with load_module_strict false"
+                "{what} the {noun} {names}; build the model that was saved, or load with load_module_strict false"
             )));
         }
     }

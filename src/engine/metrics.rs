@@ -71,7 +71,8 @@ impl<M> Engine<M> {
 
     /// Returns the learning rates of the next optimizer step, one per parameter group: first the groups given to the
     /// [builder](super::EngineBuilder::parameter_groups) that have parameters, in their order, then the group of all
-    /// other parameters. With Muon, each group counts as two: its matrices and its other parameters.
+    /// other parameters. With Muon, each group counts as two: its matrices and its other parameters. With the 8-bit
+    /// optimizers, each group also counts as two: its parameters with 8-bit moments and its smaller ones.
     #[doc(alias = "get_lr")]
     pub fn lr(&self) -> Vec<f64> {
         self.trainer.lr()

@@ -168,7 +168,7 @@ fn a_buffer_of_another_shape_or_kind_or_none_is_an_error_with_its_name() {
         results.unwrap().remove(0)
     };
     let error = without(LoadOptions::default()).unwrap_err();
-    assert!(error.to_string().contains("the model lacks the buffers position_ids"), "{error}");
+    assert!(error.to_string().contains("the model lacks the buffer position_ids"), "{error}");
     without(LoadOptions { load_module_strict: false, ..LoadOptions::default() }).unwrap();
 }
 
@@ -196,5 +196,5 @@ fn buffers_that_say_nothing_may_be_missing_in_the_model() {
     // A bias with this name that is not square is not a mask.
     run(&["h.0.attn.bias"], (1, 1, 2, 3), false).unwrap();
     let error = run(&[], (1, 1, 2, 3), true).unwrap_err();
-    assert!(error.to_string().contains("the model lacks the buffers h.0.attn.bias"), "{error}");
+    assert!(error.to_string().contains("the model lacks the buffer h.0.attn.bias"), "{error}");
 }

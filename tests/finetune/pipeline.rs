@@ -1,5 +1,5 @@
-//! Fine-tuning in a pipeline: the same bits as on one rank, checkpoints for any number of ranks, the same files as
-//! results, and refusals.
+//! Fine-tuning in a pipeline: the same bits and result files as on one rank, checkpoints for any number of ranks, and
+//! refusals.
 
 use crate::fixtures::{MODELS, path};
 use crate::runs::{chats, finetune, write};

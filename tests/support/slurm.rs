@@ -32,7 +32,7 @@ impl Drop for Daemons {
 impl Slurm {
     /// Returns the first of Slurm's programs that is missing on this machine.
     pub fn lacking() -> Option<&'static str> {
-        // The result does not matter, because some programs require a configuration even to print their version.
+        // The exit status does not matter, because some programs require a configuration even to print their version.
         let there = |name: &&str| Command::new(name).arg("-V").output().is_ok();
         ["slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo"].into_iter().find(|name| !there(name))
     }

@@ -356,7 +356,7 @@ fn a_metric_that_never_appears_ends_the_sweep_with_the_names_that_do() {
     std::fs::write(folder.path("x.toml"), text.replace("metric2 = 50\n", "").replace("\"fit\"", "\"fitt\"")).unwrap();
     let output = folder.run(&["x.toml"]);
     assert_eq!(output.status.code(), Some(1));
-    insta::assert_snapshot!(stderr(&output).lines().last().unwrap(), @"zerorun: metric is fitt, but trial 1 recorded no such value in steps 1 to 1; the recorded values are backward_ms, comm_ms, fit, forward_ms, grad_norm, loss, lr, samples and 1 more; the nearest is fit");
+    insta::assert_snapshot!(stderr(&output).lines().last().unwrap(), @"zerorun: metric is fitt, but trial 1 recorded no such value in step 1; the recorded values are backward_ms, comm_ms, fit, forward_ms, grad_norm, loss, lr, samples and 1 more; the nearest is fit");
 }
 
 #[test]

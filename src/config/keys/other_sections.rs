@@ -29,7 +29,7 @@ pub(super) static SECTIONS: &[ConfigSection] = &[
     ConfigSection::new("tensor_parallel", true, TENSOR_PARALLEL).when_off(OFF),
     ConfigSection::new("tensor_parallel.tensor_parallel", true, TP),
     ConfigSection::new("expert_parallel", false, EXPERT_PARALLEL).switch("enabled"),
-    ConfigSection::new("hybrid_engine", true, HYBRID_ENGINE).status(none("the engine does not generate text")).switch("enabled"),
+    ConfigSection::new("hybrid_engine", true, HYBRID_ENGINE).status(none("a model generates text with its own `generate`, without this section")).switch("enabled"),
     ConfigSection::new("weight_quantization", true, WEIGHT_QUANTIZATION).status(none("it applies only to inference")).switch("enabled"),
     ConfigSection::new("data_efficiency", false, DATA_EFFICIENCY).when_off(OFF),
     ConfigSection::new("data_efficiency.data_sampling", false, DATA_SAMPLING),

@@ -47,7 +47,8 @@ pub enum SweepToolError {
         problem: String,
     },
     /// A trial has no value of the metric.
-    #[error("metric is {metric}, but trial {trial} recorded no such value in steps {first} to {last}; {found}")]
+    #[error("metric is {metric}, but trial {trial} recorded no such value in {}; {found}",
+        if first == last { format!("step {last}") } else { format!("steps {first} to {last}") })]
     NoMetric {
         /// The name of the metric.
         metric: String,

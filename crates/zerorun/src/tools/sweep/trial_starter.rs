@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// The maximum time to wait for a checkpoint that another host has written to become visible on this host. Network file
+/// The maximum time to wait until a checkpoint written by another host becomes visible on this host. Network file
 /// systems cache directory listings, by default for up to 60 seconds.
 const MAX_CACHE_AGE: Duration = Duration::from_secs(90);
 /// The interval at which this host looks for that checkpoint.
