@@ -116,6 +116,11 @@ pub fn counted(count: impl Display + PartialEq + From<u8>, noun: &str) -> String
     format!("{count} {noun}{plural}")
 }
 
+/// Returns the verb that follows a count with its noun: "1 step is", "2 steps are".
+pub fn is_or_are(count: impl PartialEq + From<u8>) -> &'static str {
+    if count == 1.into() { "is" } else { "are" }
+}
+
 /// Formats a number of bytes, with one decimal and a binary unit from 1 KiB on.
 pub fn binary(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];

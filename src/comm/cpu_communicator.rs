@@ -11,7 +11,7 @@ use super::{
 };
 use crate::error::{CommError, Result};
 use crate::precision::Flat;
-use crate::util::{counted, fnv1a, lock};
+use crate::util::{counted, fnv1a, is_or_are, lock};
 use candle_core::DType;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -186,7 +186,7 @@ impl CpuCommunicator {
         for member in groups.iter().flatten() {
             match seen.get_mut(*member) {
                 None => {
-                    let (be, ranks) = (if self.size == 1 { "is" } else { "are" }, counted(self.size, "rank"));
+                    let (be, ranks) = (is_or_are(self.size), counted(self.size, "rank"));
                     return Err(format!("rank {member} does not exist: there {be} {ranks}"));
                 }
                 Some(true) => return Err(format!("rank {member} is in two groups or twice in one")),

@@ -404,7 +404,7 @@ pub enum RankEnvError {
         "{local_world} of {world} ranks {} on this host, but these variables join only the ranks of one host; start \
          one launcher on each host instead of the ranks, `zerorun --nnodes {hosts} --node_rank N --master_addr \
          {first} --num_ranks {local_world} PROGRAM`, or let mpirun or srun start the ranks",
-        if *local_world == 1 { "is" } else { "are" }
+        crate::util::is_or_are(*local_world)
     )]
     SeveralHosts {
         /// The number of ranks on this host.

@@ -1,6 +1,7 @@
 //! The memory of a tensor on a GPU: allocation of results, and the elements that a kernel reads or writes.
 
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
+use crate::util::is_or_are;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
@@ -107,7 +108,7 @@ impl DeviceFlatRef<'_> {
     /// Returns an error if `range` ends before it starts or after the last element.
     pub fn part(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
         if range.start > range.end || range.end > self.len() {
-            let be = if self.len() == 1 { "is" } else { "are" };
+            let be = is_or_are(self.len());
             bail!("elements {range:?} are out of range: there {be} {}", self.len())
         }
         Ok(match self {

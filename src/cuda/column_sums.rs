@@ -3,7 +3,7 @@
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelModule, module, over, suffix};
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, Result, bail};
 
@@ -79,7 +79,7 @@ impl PartialColumnSums {
             bail!(
                 "column sums: the gradient has {}, but there {} {}",
                 counted(grad.len(), "element"),
-                if width == 1 { "is" } else { "are" },
+                is_or_are(width),
                 counted(width, "column")
             )
         }

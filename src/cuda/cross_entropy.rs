@@ -4,7 +4,7 @@ use super::array::written;
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
@@ -147,7 +147,7 @@ pub(crate) fn gradients(
 /// Computes the sum of `count` losses divided by `divisor`, as a number in device memory.
 pub(crate) fn mean(device: &CudaDevice, losses: &CudaSlice<f32>, count: usize, divisor: f64) -> Result<CudaStorage> {
     if losses.len() < count {
-        let be = if losses.len() == 1 { "is" } else { "are" };
+        let be = is_or_are(losses.len());
         bail!("cross_entropy: {count} losses are to be summed, but there {be} only {}", losses.len())
     }
     written(device, DType::F32, 1, |mean| {

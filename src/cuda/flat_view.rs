@@ -1,6 +1,7 @@
 //! Views of elements in a GPU's memory.
 
 use crate::precision::{FlatMut, FlatRef};
+use crate::util::is_or_are;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};
@@ -76,7 +77,7 @@ impl DeviceFlatMut<'_> {
     /// Returns an error if `range` ends before it starts or after the last element.
     pub fn part(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
         if range.start > range.end || range.end > self.len() {
-            let be = if self.len() == 1 { "is" } else { "are" };
+            let be = is_or_are(self.len());
             bail!("elements {range:?} are out of range: there {be} {}", self.len())
         }
         Ok(match self {

@@ -9,7 +9,7 @@
 //! Each fragment is exchanged once every H steps (Streaming DiLoCo, arXiv 2501.18512). It is sent after a step, and
 //! takes effect after the step that is `delay` steps later.
 
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 
 /// The steps at which fragments are sent and take effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +30,7 @@ impl FragmentSchedule {
             0 < fragments && fragments <= steps && delay < steps,
             "{} {} too few for {} and a delay of {delay}",
             counted(steps, "step"),
-            if steps == 1 { "is" } else { "are" },
+            is_or_are(steps),
             counted(fragments, "fragment")
         );
         Self { steps, fragments, delay }

@@ -6,7 +6,7 @@ use crate::graph::{OpInputs, SavedTensor};
 use crate::kernels::buffer;
 use crate::kernels::convolution::{ConvolutionSizes, channel_sums};
 use crate::tensor::element::{TensorElement, with_element};
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Conv1dConfig, ConvTranspose1dConfig, Init, Module, VarBuilder, init};
 
@@ -80,7 +80,7 @@ impl Conv1d {
                 "{CONV}: the weight has shape {:?} and there {} {}; an input of shape {:?} needs [out, \
                  in / groups, kernel] with out divisible by the groups",
                 self.weight.dims(),
-                if groups == 1 { "is" } else { "are" },
+                is_or_are(groups),
                 counted(groups, "group"),
                 x.dims()
             )
@@ -170,7 +170,7 @@ impl ConvTranspose1d {
                 "{TRANSPOSED}: the weight has shape {:?} and there {} {}; an input of shape {:?} needs \
                  [in, out / groups, kernel] with in divisible by the groups",
                 self.weight.dims(),
-                if groups == 1 { "is" } else { "are" },
+                is_or_are(groups),
                 counted(groups, "group"),
                 x.dims()
             )

@@ -7,7 +7,7 @@ use crate::nn::on_gpu;
 use crate::nn::row_positions::RowPositions;
 use crate::nn::{Sequences, composed, frequencies};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
-use crate::util::{counted, lock};
+use crate::util::{counted, is_or_are, lock};
 use candle_core::{Result, Tensor, bail};
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -221,7 +221,7 @@ impl AngleTable {
                 "rotary: heads have {}, but {} {} rotated; an even number of at least {} is needed",
                 counted(head, "element"),
                 counted(frequencies.len(), "pair"),
-                if frequencies.len() == 1 { "is" } else { "are" },
+                is_or_are(frequencies.len()),
                 2 * frequencies.len()
             )
         }

@@ -1,6 +1,6 @@
 //! Errors of offloading to files.
 
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use std::path::PathBuf;
 
 /// Errors of offloading to files.
@@ -34,7 +34,7 @@ pub enum OffloadError {
          free that much space, or set nvme_path to a folder on a larger disk",
         path.display(),
         counted(needed.saturating_sub(*available), "more byte"),
-        if needed.saturating_sub(*available) == 1 { "is" } else { "are" }
+        is_or_are(needed.saturating_sub(*available))
     )]
     Space {
         /// The folder that `nvme_path` names.

@@ -1,6 +1,6 @@
 //! Errors of parameters and of the files that they are initialized from.
 
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use std::path::{Path, PathBuf};
 
 /// Errors of parameters and of the files that they are initialized from.
@@ -62,7 +62,7 @@ pub enum ParamError {
     #[error(
         "{} {patterns} and {} frozen, so there is nothing to train; leave {} trainable",
         if *count == 1 { "the only parameter matches".into() } else { format!("all {count} parameters match") },
-        if *count == 1 { "is" } else { "are" },
+        is_or_are(*count),
         if *count == 1 { "it" } else { "some" }
     )]
     AllOfPatterns {

@@ -4,7 +4,7 @@
 use super::event::{EventLine, TimelineLane};
 use crate::error::{Error, MonitorError, Result};
 use crate::files::{AtomicFile, only_earlier};
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use memmap2::Mmap;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -25,7 +25,7 @@ pub struct TraceSummary {
 impl fmt::Display for TraceSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { file, events, ranks, dropped } = self;
-        let (verb, events) = (if *events == 1 { "is" } else { "are" }, counted(*events, "event"));
+        let (verb, events) = (is_or_are(*events), counted(*events, "event"));
         write!(f, "{events} of {} {verb} in {}", counted(*ranks, "rank"), file.display())?;
         match dropped {
             0 => Ok(()),

@@ -327,7 +327,7 @@ pub enum FinetuneError {
         "{skipped} of {} in {} {} skipped: {why}; correct the data, or give --allow_skipped to learn from the others",
         candle_zero::util::counted(*records, "record"),
         path.display(),
-        if *skipped == 1 { "is" } else { "are" }
+        candle_zero::util::is_or_are(*skipped)
     )]
     Skipped {
         /// The file.

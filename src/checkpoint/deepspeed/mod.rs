@@ -39,7 +39,7 @@ pub use optim_file::DynamicScaler;
 
 use crate::error::{Error, Result};
 use crate::layout::shard_len;
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use model_file::ModelFile;
 use optim_file::{OptimFile, OptimFileGroup};
 use serde_json::{Map, Value as Json};
@@ -249,7 +249,7 @@ impl DeepSpeedCheckpoint {
     pub fn read_range(&self, state: DeepSpeedState, parameter: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let (Some(about), Some(place)) = (self.parameters.get(parameter), self.places.get(parameter)) else {
             let count = self.parameters.len();
-            let be = if count == 1 { "is" } else { "are" };
+            let be = is_or_are(count);
             let problem = format!("parameter {parameter} was requested, but there {be} only {count}");
             return Err(wrong(&self.folder, problem));
         };
@@ -283,7 +283,7 @@ impl DeepSpeedCheckpoint {
         let archive = &self.model.archive;
         let Some((_, tensor)) = self.model.buffers.get(index) else {
             let count = self.buffers.len();
-            let be = if count == 1 { "is" } else { "are" };
+            let be = is_or_are(count);
             let problem = format!("buffer {index} was requested, but there {be} only {count}");
             return Err(wrong(archive.path(), problem));
         };

@@ -4,7 +4,7 @@
 //! Values live in one list and refer to each other by index, so that shared and recursive values cost nothing and are
 //! freed without recursion.
 
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use std::collections::HashMap;
 
 /// The index of a node in its pickle.
@@ -175,7 +175,7 @@ impl PickleMachine<'_> {
             format!(
                 "it ends in the middle of a value ({} {} needed, {} {})",
                 counted(length, "more byte"),
-                if length == 1 { "is" } else { "are" },
+                is_or_are(length),
                 rest.len(),
                 if rest.len() == 1 { "remains" } else { "remain" }
             )

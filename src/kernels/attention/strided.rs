@@ -3,7 +3,7 @@
 use super::AttentionShape;
 use super::rule::SequenceSpan;
 use crate::kernels::parallel::DisjointParts;
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -116,7 +116,7 @@ impl<'a, E> MultiHeadRowsMut<'a, E> {
             counted(rows, "row"),
             if rows == 1 { "needs" } else { "need" },
             counted(end, "element"),
-            if self.len == 1 { "is" } else { "are" },
+            is_or_are(self.len),
             self.len
         );
         RowsByHeadMut { rows: self, batch, time, heads, head }

@@ -1,6 +1,6 @@
 //! Views of matrices inside slices.
 
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use std::marker::PhantomData;
 
 /// A matrix inside a slice. Element (i, j) is at `i * row_stride + j * col_stride`, and one of the strides is 1.
@@ -105,12 +105,7 @@ impl<'a, E> MatrixMut<'a, E> {
     /// # Panics
     /// Panics if the matrix has fewer than `col` columns.
     pub fn split_columns(self, col: usize) -> (Self, Self) {
-        assert!(
-            col <= self.cols,
-            "there {} only {}",
-            if self.cols == 1 { "is" } else { "are" },
-            counted(self.cols, "column")
-        );
+        assert!(col <= self.cols, "there {} only {}", is_or_are(self.cols), counted(self.cols, "column"));
         let second = Self { data: self.data.wrapping_add(col), cols: self.cols - col, ..self };
         (Self { cols: col, ..self }, second)
     }

@@ -1,7 +1,7 @@
 //! The rows of each expert, as ranges of slots.
 
 use crate::kernels::experts::RowSlots;
-use crate::util::counted;
+use crate::util::{counted, is_or_are};
 use candle_core::{Result, bail};
 use std::ops::Range;
 
@@ -54,7 +54,7 @@ impl ExpertAssignment {
             bail!(
                 "experts: there {} {} for {} per row; the number of choices must be a multiple of \
                  the number of experts per row, and at most {}",
-                if choices.len() == 1 { "is" } else { "are" },
+                is_or_are(choices.len()),
                 counted(choices.len(), "choice"),
                 counted(k, "expert"),
                 u32::MAX
@@ -67,7 +67,7 @@ impl ExpertAssignment {
                 bail!(
                     "experts: row {} chooses expert {expert}; there {} only {experts}, numbered from 0",
                     i / k,
-                    if experts == 1 { "is" } else { "are" }
+                    is_or_are(experts)
                 )
             }
             if range.contains(&expert) {

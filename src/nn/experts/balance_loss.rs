@@ -89,7 +89,7 @@ fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) ->
         bail!(
             "{NAME}: the mask has {}; there {} {}",
             util::counted(counts.len(), "element"),
-            if rows == 1 { "is" } else { "are" },
+            util::is_or_are(rows),
             util::counted(rows, "row")
         )
     }

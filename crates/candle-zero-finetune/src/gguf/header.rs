@@ -4,7 +4,7 @@
 
 use super::formats::TensorFormat;
 use candle_core::quantized::gguf_file::Value;
-use candle_zero::util::counted;
+use candle_zero::util::{counted, is_or_are};
 use std::collections::HashMap;
 
 /// The header of a file.
@@ -127,7 +127,7 @@ impl<'a> HeaderBytes<'a> {
                 "{what} takes {}, but only {left} of the file's {} {} left: the file is truncated or damaged",
                 counted(len, "byte"),
                 counted(total, "byte"),
-                if left == 1 { "is" } else { "are" }
+                is_or_are(left)
             ));
         }
         let bytes = &self.file[self.at..self.at + len];

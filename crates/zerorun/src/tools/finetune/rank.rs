@@ -7,7 +7,7 @@ use candle_zero::comm::{self, RankEnv};
 use candle_zero::monitor::{MetricsWriter, Progress};
 use candle_zero::offload::OffloadReport;
 use candle_zero::stop_signal::{asked_to_stop, is_planned_stop};
-use candle_zero::util::counted;
+use candle_zero::util::{counted, is_or_are};
 use candle_zero_finetune::{FineTune, Options, PreparedRun, Rewards, Sampling, StepReport, StopReason, TrainingEngine};
 use serde::Serialize;
 use std::path::Path;
@@ -155,7 +155,7 @@ fn introduce(run: &FineTune) {
     print(format!(
         "{trained} of {} {} trained, at stage {stage} on {ranks}{division}{islands}",
         counted(names, "parameter tensor"),
-        if trained == 1 { "is" } else { "are" }
+        is_or_are(trained)
     ));
     if run.waiting_share() > 0.5 {
         eprint(&format!(

@@ -5,6 +5,7 @@ use crate::error::{Error, LaunchError, Result};
 use crate::launch::console::{eprint, print};
 use crate::launch::signals::die_with_parent;
 use candle_zero::engine::{CHECK_GRADIENTS, GradientReport};
+use candle_zero::util::is_or_are;
 use rustix::process::Signal;
 use std::ffi::OsString;
 use std::fs::File;
@@ -63,7 +64,7 @@ fn verdict(report: &GradientReport, wrong: usize) -> String {
         return "Nothing is known about the gradients.".into();
     }
     if wrong > 0 {
-        let be = if wrong == 1 { "is" } else { "are" };
+        let be = is_or_are(wrong);
         return format!(
             "{wrong} of {of} gradients {be} wrong: the fault is between the loss and the last of these parameters, in \
              the order in which the model uses them. docs/engine.md lists possible causes."
