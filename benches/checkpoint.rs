@@ -11,6 +11,7 @@ mod keep_memory;
 use candle_core::{Device, Tensor};
 use candle_zero::checkpoint::SaveOptions;
 use candle_zero::models::{Gpt, GptConfig};
+use candle_zero::util::counted;
 use candle_zero::{Engine, Result};
 use serde_json::{Value, json};
 use std::fs::OpenOptions;
@@ -83,7 +84,7 @@ fn measure(rounds: usize, folder: &Path) -> Result<()> {
     }
     let [plain, direct, saved] = [plain, direct, saved].map(median);
     let rate = |seconds: f64| bytes as f64 / seconds / 1e9;
-    println!("{rounds} rounds, {:.2} GB, medians", bytes as f64 / 1e9);
+    println!("{}, {:.2} GB, medians", counted(rounds, "round"), bytes as f64 / 1e9);
     println!("plain loop {plain:.3} s, {:.2} GB/s", rate(plain));
     println!("without the page cache {direct:.3} s, {:.2} GB/s", rate(direct));
     println!(

@@ -232,26 +232,38 @@ fn frozen_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
 /// The number of experts, and the numbers of outputs (gate and up) and inputs of each: a part of Qwen3-30B-A3B.
 const EXPERTS: [usize; 3] = [16, 1536, 2048];
 
+/// The operands of a product whose gradients the backward pass computes.
+#[derive(Clone, Copy, PartialEq)]
+enum Gradients {
+    Neither,
+    /// The weights are frozen.
+    Rows,
+    Both,
+}
+
 /// Measures the grouped product of all experts, with `rows` rows per expert on average: half of the experts have three
 /// times as many rows as the others.
 #[divan::bench(types = [f32, bf16], args = [64, 512], sample_size = 1, max_time = 1)]
 fn experts_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
-    run_experts::<T>(bencher, rows, false);
+    run_experts::<T>(bencher, rows, Gradients::Neither);
 }
 
 #[divan::bench(types = [f32, bf16], args = [64, 512], sample_size = 1, max_time = 1)]
 fn experts_product_and_backward<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
-    run_experts::<T>(bencher, rows, true);
+    run_experts::<T>(bencher, rows, Gradients::Both);
 }
 
-fn run_experts<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize, with_backward: bool) {
-    let [experts, outputs, inputs] = EXPERTS;
-    let bencher = bencher.counter(product(with_backward, [experts * rows, outputs, inputs]));
+#[divan::bench(types = [f32, bf16], args = [64, 512], sample_size = 1, max_time = 1)]
+fn experts_product_and_backward_frozen<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
+    run_experts::<T>(bencher, rows, Gradients::Rows);
+}
+
+fn run_experts<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize, gradients: Gradients) {
+    let experts = EXPERTS[0];
     let of = |expert: usize| if expert.is_multiple_of(2) { rows / 2 } else { rows + rows / 2 };
     let choices: Vec<u32> = (0..experts).flat_map(|expert| std::iter::repeat_n(expert as u32, of(expert))).collect();
     let assignment = Arc::new(ExpertAssignment::new(&choices, 1, experts).unwrap());
-    let operands = [numbers::<T>(&[experts * rows, inputs]), numbers::<T>(&EXPERTS)];
-    measure(bencher, with_backward, operands, |[x, weights]| {
+    run_products::<T>(bencher, rows, gradients, &EXPERTS, |x, weights| {
         let weights = vec![ExpertTensors::Fused(weights.clone())];
         ExpertProjection::new(weights, Vec::new(), WeightLayout::OutIn)?.forward(x, &assignment)
     });
@@ -260,19 +272,46 @@ fn run_experts<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize, with_backwar
 /// Measures one product with as many rows as all experts of [`experts_product`] have.
 #[divan::bench(types = [f32, bf16], args = [64, 512], sample_size = 1, max_time = 1)]
 fn experts_dense_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
-    run_dense::<T>(bencher, rows, false);
+    run_dense::<T>(bencher, rows, Gradients::Neither);
 }
 
 #[divan::bench(types = [f32, bf16], args = [64, 512], sample_size = 1, max_time = 1)]
 fn experts_dense_product_and_backward<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
-    run_dense::<T>(bencher, rows, true);
+    run_dense::<T>(bencher, rows, Gradients::Both);
 }
 
-fn run_dense<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize, with_backward: bool) {
+#[divan::bench(types = [f32, bf16], args = [64, 512], sample_size = 1, max_time = 1)]
+fn experts_dense_product_and_backward_frozen<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
+    run_dense::<T>(bencher, rows, Gradients::Rows);
+}
+
+fn run_dense<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize, gradients: Gradients) {
+    run_products::<T>(bencher, rows, gradients, &EXPERTS[1..], |x, weight| {
+        linear(x, weight, None, WeightLayout::OutIn)
+    });
+}
+
+/// Measures a product of all rows of the experts with weights of the shape `weights`.
+fn run_products<T: WithDType>(
+    bencher: Bencher<'_, '_>,
+    rows: usize,
+    gradients: Gradients,
+    weights: &[usize],
+    run: impl Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
+) {
     let [experts, outputs, inputs] = EXPERTS;
-    let bencher = bencher.counter(product(with_backward, [experts * rows, outputs, inputs]));
-    let operands = [numbers::<T>(&[experts * rows, inputs]), numbers::<T>(&[outputs, inputs])];
-    measure(bencher, with_backward, operands, |[x, weight]| linear(x, weight, None, WeightLayout::OutIn));
+    let products = match gradients {
+        Gradients::Neither => 1,
+        Gradients::Rows => 2,
+        Gradients::Both => 3,
+    };
+    let bencher = bencher.counter(ItemsCount::new(2 * experts * rows * outputs * inputs * products));
+    let (x, weights) = (numbers::<T>(&[experts * rows, inputs]), numbers::<T>(weights));
+    if gradients == Gradients::Rows {
+        measure(bencher, true, [x], |[x]| run(x, &weights));
+    } else {
+        measure(bencher, gradients == Gradients::Both, [x, weights], |[x, weights]| run(x, weights));
+    }
 }
 
 fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {

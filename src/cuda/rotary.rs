@@ -58,7 +58,7 @@ pub(crate) enum RotaryPositions<'a> {
     Of(&'a CudaSlice<u32>, usize),
 }
 
-/// Rotates the rows of `x`, of `width` elements, by their angles times `direction`.
+/// Rotates the rows of `x`, each of `width` elements, by their angles times `direction`.
 pub(crate) fn rotate(
     device: &CudaDevice,
     angles: &RotaryAngles,

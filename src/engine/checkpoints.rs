@@ -257,8 +257,8 @@ impl<M> Engine<M> {
         self.export(path.as_ref(), DType::F32)
     }
 
-    /// Collective: writes full parameters in the model's compute precision (DeepSpeed's call; an f32 model's parameters
-    /// stay f32) as safetensors to `file_name` in `dir`, which is created. It works at every stage, without a
+    /// Collective: writes full parameters in the model's compute precision (an f32 model's parameters stay f32), like
+    /// DeepSpeed's call of the same name, as safetensors to `file_name` in `dir`, which is created. It works at every stage, without a
     /// configuration key that enables gathering. Otherwise the same as
     /// [`export_safetensors`](Self::export_safetensors).
     ///

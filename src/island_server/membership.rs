@@ -222,7 +222,7 @@ impl Membership {
             ));
         }
         let Some(shape) = &self.shape else { return Ok(()) };
-        if let Some(what) = shape.difference(run) {
+        if let Some(what) = run.difference(shape) {
             return Err(format!(
                 "it and the islands of the run have different {what}; start the same program with the same \
                  files and configuration for all islands"

@@ -87,7 +87,7 @@ pub enum ModelError {
     },
     /// A target is not a class of the logits.
     #[error(
-        "target {target} at position {position} (counted over the flattened targets) is not one of the logits' \
+        "target {target} at position {position} (counted over the flattened targets) is outside the logits' \
          {}; targets must be below {classes}",
         if *classes == 1 { "1 class".into() } else { format!("{classes} classes") }
     )]

@@ -223,8 +223,7 @@ pub(super) fn fused_heads(qkv: &Tensor, n_head: usize) -> Result<AttentionShape>
         }
         ref dims => bail!(
             "causal_attention: the input has shape {dims:?}; it must be [batch, time, 3 * width] with a width \
-             divisible by the {}",
-            counted(n_head, "head")
+             divisible by the number of heads, {n_head}"
         ),
     }
 }

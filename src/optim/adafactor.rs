@@ -477,7 +477,8 @@ impl SimdLoop for DirectionSquares<'_> {
 struct UpdateConstants<'a> {
     moments: &'a SecondMoments<'a>,
     grad_scale: f32,
-    /// The learning rate, scaled by the parameter and clipped.
+    /// The learning rate, multiplied by the parameter's root mean square if scale_parameter is true, and by the factor
+    /// that clips the update.
     step_size: f32,
     decay: f32,
     /// The factors of the old first moment and of the update in the new one.

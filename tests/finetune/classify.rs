@@ -115,7 +115,7 @@ fn a_vocabulary_in_vocab_txt_gives_the_ids_of_tokenizer_json() {
         assert_eq!(found.around(), own.around());
         assert_eq!(found.special_id("pad_token"), own.special_id("pad_token"));
     }
-    // Tokens that only special_tokens_map.json names take the place of BERT's.
+    // Tokens that are named only in special_tokens_map.json take the place of BERT's.
     let special = json!({"pad_token": words[0].1, "sep_token": {"content": words[7].1}});
     std::fs::write(folder.path().join("special_tokens_map.json"), special.to_string()).unwrap();
     let found = Tokenizer::open(folder.path()).unwrap();

@@ -626,7 +626,7 @@ fn messages_and_groups(comm: &dyn Communicator, n: usize) -> candle_zero::Result
 
 /// Acts as the program that other tests start on each rank.
 #[test]
-#[ignore = "started on each rank by the tests below"]
+#[ignore = "started on each rank by other tests"]
 fn as_a_rank() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let comm = match comm::from_env(&RankEnv::from_env().unwrap()) {

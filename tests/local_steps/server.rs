@@ -476,12 +476,12 @@ fn islands_that_do_not_fit_are_refused_and_the_others_continue() {
         refused(with(&|config| {
             config["local_steps"]["islands"] = json!(4);
             config["train_batch_size"] = json!(4 * BATCH);
-        }), 1), @"the island server at ADDRESS refuses this island: it and the islands of the run have different numbers of islands (local_steps.islands): 2 and 4; start the same program with the same files and configuration for all islands");
+        }), 1), @"the island server at ADDRESS refuses this island: it and the islands of the run have different numbers of islands (local_steps.islands): 4 and 2; start the same program with the same files and configuration for all islands");
     insta::assert_snapshot!(refused(config.clone(), 0), @"the island server at ADDRESS refuses this island: slot 0 is taken by another island; request a different slot, or end that island");
     insta::assert_snapshot!(refused(config.clone(), 7), @"the island server at ADDRESS refuses this island: it requests slot 7, but the run has 2 slots (local_steps.islands); request a slot from 0 to 1");
     let of_two = config.clone();
     let two_ranks = island(2, move |comm| engine_in_slot(comm, of_two.clone(), 1).map(drop));
-    insta::assert_snapshot!(error(two_ranks).replace(&address, "ADDRESS"), @"the island server at ADDRESS refuses this island: it and the islands of the run have different numbers of ranks per island: 1 and 2; start the same program with the same files and configuration for all islands");
+    insta::assert_snapshot!(error(two_ranks).replace(&address, "ADDRESS"), @"the island server at ADDRESS refuses this island: it and the islands of the run have different numbers of ranks per island: 2 and 1; start the same program with the same files and configuration for all islands");
     let of_other = config.clone();
     let other_model = island(1, move |comm| {
         use candle_nn::VarBuilder;

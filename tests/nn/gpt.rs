@@ -248,7 +248,7 @@ fn wrong_inputs_are_refused_by_name() {
     let text = |r: Result<Tensor>| r.unwrap_err().to_string();
     insta::assert_snapshot!(text(gpt.forward(&ids(&[1, 256]))), @"token id 256 at position 1 (counted over the flattened ids) is outside the embedding's table of 256 rows; ids must be below 256: the tokenizer and the model's vocabulary must agree");
     insta::assert_snapshot!(text(gpt.forward(&ids(&[0; 129]))), @"129 tokens exceed the model's context of 128; shorten the input, or build the model with ctx >= 129");
-    insta::assert_snapshot!(text(gpt.loss(&ids(&[1, 2]), &ids(&[3, 999]))), @"target 999 at position 1 (counted over the flattened targets) is not one of the logits' 256 classes; targets must be below 256");
+    insta::assert_snapshot!(text(gpt.loss(&ids(&[1, 2]), &ids(&[3, 999]))), @"target 999 at position 1 (counted over the flattened targets) is outside the logits' 256 classes; targets must be below 256");
     let config = GptConfig { n_head: 5, ..GptConfig::preset("nano").unwrap() };
     let built = Gpt::new(&config, VarBuilder::zeros(DType::F32, &Device::Cpu));
     insta::assert_snapshot!(built.unwrap_err().to_string(), @"model configuration: n_embd is 128, but must be a multiple of n_head (5), so that every head has the same width");

@@ -237,7 +237,7 @@ fn rows_whose_target_is_ignored_count_for_nothing() {
         nn::cross_entropy(&x, &targets).unwrap_err().to_string().lines().next().unwrap().to_string()
     };
     insta::assert_snapshot!(text([-100, -100]), @"cross_entropy: the mean over zero rows is undefined; logits have shape [2, 4], and a target of -100 does not count");
-    insta::assert_snapshot!(text([-100, -1]), @"target -1 at position 1 (counted over the flattened targets) is not one of the logits' 4 classes; targets must be below 4");
+    insta::assert_snapshot!(text([-100, -1]), @"target -1 at position 1 (counted over the flattened targets) is outside the logits' 4 classes; targets must be below 4");
 }
 
 /// Returns the loss of the rows of `h`, and the gradients of `h` and of a weight.
@@ -372,7 +372,7 @@ fn shapes_and_dtypes_that_do_not_fit_are_refused() {
     insta::assert_snapshot!(text(nn::linear(&x, &w, Some(&tensor(&[4], 2)), WeightLayout::OutIn)), @"linear: the bias has shape [4]; the weight's outputs require [5]");
     insta::assert_snapshot!(text(nn::linear(&x, &w.to_dtype(DType::BF16).unwrap(), None, WeightLayout::OutIn)), @"dtype mismatch in linear, lhs: F32, rhs: BF16");
     insta::assert_snapshot!(text(nn::gelu_tanh(&x.to_dtype(DType::F64).unwrap())), @"unsupported dtype F64 for op gelu_tanh");
-    insta::assert_snapshot!(text(nn::causal_attention(&tensor(&[1, 2, 12], 0), 3)), @"causal_attention: the input has shape [1, 2, 12]; it must be [batch, time, 3 * width] with a width divisible by the 3 heads");
+    insta::assert_snapshot!(text(nn::causal_attention(&tensor(&[1, 2, 12], 0), 3)), @"causal_attention: the input has shape [1, 2, 12]; it must be [batch, time, 3 * width] with a width divisible by the number of heads, 3");
     insta::assert_snapshot!(text(nn::layer_norm(&x, &tensor(&[3], 0), &tensor(&[4], 0), 1e-5)), @"layer_norm: weight [3] and bias [4] must have the length of the last dimension of the input, which has shape [3, 4]");
     insta::assert_snapshot!(text(nn::embedding(&ids(&[2], 3).to_dtype(DType::I64).unwrap(), &w)), @"embedding: the ids have dtype I64, not u32; convert them with to_dtype(DType::U32)");
     insta::assert_snapshot!(text(nn::cross_entropy(&x, &ids(&[2], 3))), @"cross_entropy: logits [3, 4] need targets of shape [3], not [2]");

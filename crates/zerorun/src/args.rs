@@ -27,7 +27,7 @@ Examples:
                                                     an example of the package that contains it
   zerorun -n 2 --features cuda train.rs             with a cargo feature
   zerorun -n 2 ./target/release/train               a program that is already built
-  zerorun --hostfile hosts train.rs                 on the hosts listed in a file, by ssh
+  zerorun --hostfile hosts train.rs                 on the hosts listed in a file, over ssh
   zerorun --print_package train.rs                  print the folder of the generated package
 
 A script is one Rust file. It may begin with its manifest:

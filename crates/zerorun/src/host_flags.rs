@@ -45,7 +45,7 @@ pub(crate) struct HostFlags {
     #[arg(long = "force_multi", alias = "force-multi", requires = "hostfile", help_heading = HOSTS)]
     pub(crate) force_multi: bool,
 
-    /// With --hostfile: launcher of the ranks, either zerorun on each host (by ssh) or mpirun on this host
+    /// With --hostfile: launcher of the ranks, either zerorun on each host (over ssh) or mpirun on this host
     #[arg(long, value_enum, ignore_case = true, default_value = "ssh", requires = "hostfile", help_heading = HOSTS)]
     launcher: HostLauncherFlag,
 
@@ -88,7 +88,7 @@ pub(crate) struct HostFlags {
 /// The launcher that starts the ranks on the hosts in a hostfile, with DeepSpeed's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum HostLauncherFlag {
-    /// zerorun on each host, by ssh
+    /// zerorun on each host, over ssh
     Ssh,
     /// Open MPI's mpirun
     Openmpi,

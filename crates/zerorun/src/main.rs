@@ -32,8 +32,8 @@ const EXIT_COMPILE: u8 = 101;
 /// Reads the command line, builds the script and runs the ranks; or runs a tool.
 ///
 /// Must be called on the main thread: the kernel kills the ranks when the thread that started them ends. Returns the
-/// exit code: that of the first rank that failed in the last run, 128 + n for a signal n, 2 for a wrong command line or
-/// setup, 101 for a script that does not compile.
+/// exit code: that of the first rank that failed in the last run, 128 + n for a signal n, 1 if output could not be
+/// written, 2 for a wrong command line or a failed setup, or 101 for a script that does not compile.
 fn main() -> ExitCode {
     candle_zero::untrusted_work::explain_limits();
     let words: Vec<OsString> = std::env::args_os().skip(1).collect();

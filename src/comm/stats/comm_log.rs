@@ -148,7 +148,7 @@ impl fmt::Display for CommSummary {
             }
         }
         if self.rows.is_empty() {
-            write!(f, "\nno logged collective between {}", counted(self.world_size, "rank"))?;
+            write!(f, "\nno collectives were logged ({})", counted(self.world_size, "rank"))?;
         }
         Ok(())
     }

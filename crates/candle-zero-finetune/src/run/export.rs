@@ -168,8 +168,8 @@ pub(super) fn finish(
     if let Some(saving) = card.prepared.options.saving.as_ref().filter(|_| is_saved) {
         let saved = saving.dir.display();
         let problem = format!(
-            "{problem}; nothing is lost: the last step is saved in {saved}; correct this and run the same command with \
-             --resume"
+            "{problem}; nothing is lost: the last step is saved in {saved}, and the same command with --resume \
+             continues from it"
         );
         return Err(OutputError::Refused { path: to, problem }.into());
     }

@@ -88,7 +88,7 @@ A sweep file:
   \"--batch\" = [4, 8, 16]
   \"gradient_clipping\" = { uniform = [0.3, 2.0] }";
 
-/// Search for the best settings of a training run. Trains many trials with different settings, and trains the promising
+/// Search for the best settings of a training run. Runs many trials with different settings, and trains the promising
 /// ones further. FILE is a sweep file in TOML; flags take precedence over it.
 ///
 /// The command is `finetune` or a script with its arguments. A script must accept --ds_config FILE, --steps N, --save

@@ -85,7 +85,7 @@ struct TuneArguments {
     #[arg(long = "nvme_path", alias = "nvme-path", value_name = "DIR")]
     nvme_path: Option<PathBuf>,
 
-    /// Try only stages, offload and micro batches, not bucket sizes, overlap_comm and reduce_scatter
+    /// Try only stages, offload and micro batches, not bucket sizes, overlap_comm or reduce_scatter
     #[arg(long)]
     fast: bool,
 
