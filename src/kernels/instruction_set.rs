@@ -2,7 +2,9 @@
 
 use super::error::KernelError;
 use std::ffi::OsString;
-use std::sync::{LazyLock, OnceLock};
+#[cfg(target_arch = "x86_64")]
+use std::sync::LazyLock;
+use std::sync::OnceLock;
 
 /// The environment variable that forces the level of every kernel of this process.
 pub const SIMD: &str = "CANDLE_ZERO_SIMD";

@@ -4,7 +4,6 @@ use crate::kernels::element::Element;
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::element::ElementDtype;
 use crate::kernels::instruction_set::InstructionSet;
-#[cfg(target_arch = "x86_64")]
 
 /// A method of computing products: the vectors of a level, and the words that they multiply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
