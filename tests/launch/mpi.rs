@@ -52,7 +52,7 @@ pub fn steps(metrics: &Path) -> Vec<[String; 2]> {
 }
 
 /// Returns the path of the bundled configuration of a stage.
-fn config(stage: usize) -> String {
+pub fn config(stage: usize) -> String {
     format!("{}/ds_configs/zero{stage}.json", repository().display())
 }
 
@@ -61,14 +61,16 @@ pub fn train(start: Command, train_gpt: &Path, stage: usize, folder: &Path, name
     train_by(start, train_gpt, &config(stage), &folder.join(format!("{name}-{stage}.jsonl")))
 }
 
+/// Adds the program that trains `nano` for three steps, and its arguments, to the beginning of a command.
+pub fn three_steps<'a>(start: &'a mut Command, train_gpt: &Path, config: &str, metrics: &Path) -> &'a mut Command {
+    start.arg(train_gpt).args(["--model", "nano", "--steps", "3", "--sample", "0", "--ds_config", config]);
+    start.arg("--metrics").arg(metrics)
+}
+
 /// Trains like [`train`], but with the configuration at `config`, and writes the metrics to the file `metrics`.
 fn train_by(mut start: Command, train_gpt: &Path, config: &str, metrics: &Path) -> Vec<[String; 2]> {
     let name = metrics.display();
-    start
-        .arg(train_gpt)
-        .args(["--model", "nano", "--steps", "3", "--sample", "0", "--ds_config", config, "--metrics"])
-        .arg(metrics);
-    let output = start.output().unwrap();
+    let output = three_steps(&mut start, train_gpt, config, metrics).output().unwrap();
     assert!(output.status.success(), "{name}: {} {}", output.status, stderr(&output));
     let steps = steps(metrics);
     assert_eq!(steps.len(), 3, "{name}");

@@ -1,9 +1,9 @@
 //! Training under Slurm's `srun`, on two nodes whose daemons the tests start: each rank is a task, or each node has a
 //! launcher.
 
-use crate::mpi::{steps, train};
+use crate::mpi::{config, steps, three_steps, train};
 use crate::nodes::{cluster, done};
-use crate::support::processes::{as_program, example, program, repository, start, stderr, stdout, wait_up_to, zerorun};
+use crate::support::processes::{as_program, example, program, start, stderr, stdout, wait_up_to, zerorun};
 use crate::support::skips::{skipped, skipped_in_part};
 use crate::support::slurm::Slurm;
 use candle_zero::comm::RankEnv;
@@ -38,12 +38,7 @@ fn train_in_tasks<T: Fn()>(
     train_gpt: &Path,
     metrics: &Path,
 ) -> Vec<[String; 2]> {
-    let config = format!("{}/ds_configs/zero3.json", repository().display());
-    let train = || {
-        let mut srun = four_tasks(slurm, options);
-        srun.arg(train_gpt).args(["--model", "nano", "--steps", "3", "--sample", "0", "--ds_config", &config]);
-        start(srun.arg("--metrics").arg(metrics))
-    };
+    let train = || start(three_steps(&mut four_tasks(slurm, options), train_gpt, &config(3), metrics));
     let mut srun = train();
     let begin = Instant::now();
     while srun.try_wait().unwrap().is_none() && begin.elapsed() < Duration::from_secs(60) {
@@ -171,9 +166,9 @@ fn a_task_of_srun_knows_its_place_on_its_node_with_pmi_2_and_without() {
 fn all_tasks_of_srun_with_k_end_when_one_is_killed_and_nothing_is_left() {
     let Some(slurm) = slurm(all_tasks_of_srun_with_k_end_when_one_is_killed_and_nothing_is_left) else { return };
     let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
-    let (config, metrics) = (format!("{}/ds_configs/zero3.json", repository().display()), folder.path().join("m"));
+    let metrics = folder.path().join("m");
     let mut srun = four_tasks(&slurm, "-K --ntasks-per-node=2");
-    srun.arg(train_gpt).args(["--model", "nano", "--steps", "100000", "--sample", "0", "--ds_config", &config]);
+    srun.arg(train_gpt).args(["--model", "nano", "--steps", "100000", "--sample", "0", "--ds_config", &config(3)]);
     let srun = start(srun.arg("--metrics").arg(&metrics));
     wait_up_to(Duration::from_secs(60), "a step", || (done(&metrics) > 0).then_some(()));
     let tasks = slurm.hosts().processes(1, "train_gpt");
