@@ -3,8 +3,8 @@
 use crate::error::Result;
 use candle_core::Device;
 
-/// Returns the GPU whose index is the local rank. If there are more ranks than GPUs, ranks are
-/// assigned to the GPUs round-robin.
+/// Returns the GPU whose index is the local rank. If there are more ranks than GPUs, ranks are assigned to the
+/// GPUs round-robin.
 ///
 /// # Errors
 /// No GPU is available, or the rank's environment cannot be parsed.

@@ -258,8 +258,8 @@ impl<M> Engine<M> {
     }
 
     /// Collective: writes full parameters in the model's compute precision (an f32 model's parameters stay f32), like
-    /// DeepSpeed's call of the same name, as safetensors to `file_name` in `dir`, which is created. It works at every stage, without a
-    /// configuration key that enables gathering. Otherwise the same as
+    /// DeepSpeed's call of the same name, as safetensors to `file_name` in `dir`, which is created. It works at every
+    /// stage, without a configuration key that enables gathering. Otherwise the same as
     /// [`export_safetensors`](Self::export_safetensors).
     ///
     /// # Errors

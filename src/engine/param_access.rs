@@ -281,8 +281,8 @@ impl<M> Engine<M> {
 
     /// Releases all gathered parameters at stage 3, including those kept by `stage3_param_persistence_threshold`, until
     /// the next forward or backward pass needs them, like DeepSpeed's call of the same name: for example, to free memory
-    /// for an evaluation elsewhere. At every stage, free memory is returned to the GPU's driver. All ranks must call this method at the
-    /// same point.
+    /// for an evaluation elsewhere. At every stage, free memory is returned to the GPU's driver. All ranks must call
+    /// this method at the same point.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between forward and backward; a failed collective.

@@ -6,9 +6,9 @@ use std::io::{BufRead as _, BufReader, Read as _, Result, Seek as _, SeekFrom};
 /// The maximum number of bytes of a line, including its end.
 pub const MAX_LINE_BYTES: u64 = 4 << 20;
 
-/// Calls `each` with every complete line of the file from byte `from` on: with the position of the line and its bytes, or
-/// without bytes if it is longer than [`MAX_LINE_BYTES`]. A last line without its end is left out, because it is still being
-/// written or its writer was killed. Returns the position after the last complete line.
+/// Calls `each` with every complete line of the file from byte `from` on: with the position of the line and its bytes,
+/// or without bytes if it is longer than [`MAX_LINE_BYTES`]. A last line without its end is left out, because it is
+/// still being written or its writer was killed. Returns the position after the last complete line.
 pub fn complete_lines(mut file: File, from: u64, each: &mut dyn FnMut(u64, Option<&[u8]>)) -> Result<u64> {
     file.seek(SeekFrom::Start(from))?;
     let (mut reader, mut piece, mut at) = (BufReader::with_capacity(1 << 16, file), Vec::new(), from);
