@@ -3,8 +3,7 @@
 //! The result is split into tasks, each for some of the columns and for all or many of the rows. A task packs its
 //! columns of `b`, which then stay in its core's L2 cache, while strips of a few rows of `a` stream past them and are
 //! each read once. The cores therefore exchange only `a`, if it must be packed; columns packed by another core would be
-//! slow to read. If `a` has few rows, packed columns are not kept: a task packs a small piece of `b`, multiplies all
-//! rows by it and continues with the next piece. `b` is then read once, and nothing of its size is written.
+//! slow to read. If `a` has few rows, packed columns are not kept ([`super::few_rows`]).
 //!
 //! The operands of some products are exchanged first ([`super::exchanged`]).
 //!
@@ -16,6 +15,7 @@
 
 use super::arithmetic::{ElementArithmetic, GemmArithmetic};
 use super::epilogue::EpilogueOutput;
+use super::few_rows::{PIECE_STEPS, STEPS_OF_WIDE_PIECES};
 use super::matrix::Matrix;
 use super::microkernel::{self, AccumulatorInit, Microkernels, StridedWords};
 use super::pack::{GemmOperand, PREFETCH_STEPS};
@@ -35,8 +35,17 @@ const BLOCK_STEPS: usize = 512;
 const SPAN_BLOCKS: usize = 4;
 /// The maximum number of words of `a` that are packed at a time (4 MiB).
 pub(super) const WORDS_OF_A: usize = 1 << 20;
-/// The number of rows up to which packing all of `b` does not pay off.
+/// The number of rows up to which packed columns of `b` are not kept.
 const FEW_ROWS: usize = 16;
+/// The same for wide pieces: up to this number of rows, the sums of all rows fit the cache beside a piece of `b`.
+const FEW_ROWS_OF_WIDE_PIECES: usize = 192;
+/// The number of bytes above which `b` is read in wide pieces, because it is unlikely to be in a cache already. It is
+/// small in tests, so that their products reach it.
+const LARGE_BYTES: usize = match () {
+    () if cfg!(miri) => 0,
+    () if cfg!(test) => 128 << 10,
+    () => 8 << 20,
+};
 /// The number of rows of `a` that one task packs, if rows are contiguous along the inner dimension.
 const PACK_ROWS: usize = 64;
 /// The number of steps of `a` that one task packs, if rows are not contiguous along the inner dimension.
@@ -50,14 +59,14 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
     a: Matrix<'_, E>,
     b: Matrix<'_, E>,
 ) {
-    let plan = GemmPlan::new::<W>(sink, a, b);
+    let plan = GemmPlan::new::<W>(sink, (a, b), bytes_of(&b));
     let threads = if plan.multiplications() <= MIN_PARALLEL_MULTIPLICATIONS { 1 } else { rayon::current_num_threads() };
     with_words(plan.words_of_a(), |packed_a| {
         with_words(plan.waiting_sums::<W>(), |sums| {
             for region in 0..plan.regions.count {
                 for span in 0..plan.spans.count {
                     let rows = plan.regions.piece(region).len();
-                    let grid = TaskGrid::new::<W>(rows, plan.cols(), plan.packed_steps(), threads);
+                    let grid = TaskGrid::new::<W>(rows, plan.cols(), plan.words_per_column(), threads);
                     let part = plan.part(region, span, grid, packed_a, sums);
                     let tasks = part.packs() + part.products();
                     let task = |task| part.run::<W>(task);
@@ -74,8 +83,7 @@ pub(super) struct GemmPlan<'a, E, C> {
     a: GemmOperand<E>,
     b: GemmOperand<E>,
     layout: OperandLayout,
-    /// Whether there are so few rows that packed columns of `b` are not kept.
-    few: bool,
+    packed_b: PackedColumns,
     /// Whether the operands are exchanged ([`are_exchanged`]).
     exchanged: bool,
     blocks: EvenSplit,
@@ -87,10 +95,11 @@ pub(super) struct GemmPlan<'a, E, C> {
 }
 
 impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
+    /// Plans a product. `bytes_of_b` is the size of the right operands of all products that are computed together.
     pub(super) fn new<W: ElementArithmetic<E>>(
         sink: &'a EpilogueOutput<'a, C>,
-        a: Matrix<'a, E>,
-        b: Matrix<'a, E>,
+        (a, b): (Matrix<'a, E>, Matrix<'a, E>),
+        bytes_of_b: usize,
     ) -> Self {
         let inner = a.cols();
         let rows_of_a = GemmOperand {
@@ -116,15 +125,23 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
             () => OperandLayout::Groups,
         };
         let blocks = EvenSplit::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, W::LANES);
-        let few = rows <= FEW_ROWS && inner > 0;
-        let spans = EvenSplit::new(blocks.count, if few { usize::MAX } else { SPAN_BLOCKS }, 1);
+        let large = !exchanged && b.inner_stride != 1 && bytes_of_b > LARGE_BYTES;
+        let packed_b = match rows {
+            _ if inner == 0 => PackedColumns::Kept,
+            0..=unpacked::ROWS => PackedColumns::Pieces,
+            ..=FEW_ROWS_OF_WIDE_PIECES if large => PackedColumns::WidePieces,
+            ..=FEW_ROWS => PackedColumns::Pieces,
+            _ => PackedColumns::Kept,
+        };
+        let most_blocks = if packed_b == PackedColumns::Kept { SPAN_BLOCKS } else { usize::MAX };
+        let spans = EvenSplit::new(blocks.count, most_blocks, 1);
         let span_steps = (blocks.most() * spans.most()).max(1);
         let most_rows = match layout {
             OperandLayout::InPlace => usize::MAX,
             _ => (WORDS_OF_A / span_steps).max(MIN_ROWS),
         };
         let regions = EvenSplit::new(rows, most_rows, W::LANES.max(W::ROWS));
-        Self { sink, a, b, layout, few, exchanged, blocks, spans, regions, span_steps }
+        Self { sink, a, b, layout, packed_b, exchanged, blocks, spans, regions, span_steps }
     }
 
     /// Returns the number of multiplications.
@@ -147,9 +164,14 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         if self.spans.count > 1 { self.regions.most() * self.b.outer.next_multiple_of(W::LANES) } else { 0 }
     }
 
-    /// Returns the number of steps for which a task keeps packed columns of `b`, or 1 if packed columns are not kept.
-    pub(super) fn packed_steps(&self) -> usize {
-        if self.few { 1 } else { self.span_steps }
+    /// Returns the number of words that a task keeps in the cache for each of its columns.
+    pub(super) fn words_per_column(&self) -> usize {
+        match self.packed_b {
+            PackedColumns::Kept => self.span_steps,
+            PackedColumns::Pieces => 1,
+            // The packed words, the sums of all rows, and the sums of a block.
+            PackedColumns::WidePieces => PIECE_STEPS + 2 * self.a.outer,
+        }
     }
 
     /// Returns a part of the product. `packed_a` and `sums` must have room for [`GemmPlan::words_of_a`] and
@@ -167,7 +189,7 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
             a: self.a,
             b: self.b,
             layout: self.layout,
-            few: self.few,
+            packed_b: self.packed_b,
             exchanged: self.exchanged,
             rows: self.regions.piece(region),
             blocks: self.blocks,
@@ -175,7 +197,7 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
             grid,
             packed_a: SharedPointer(packed_a),
             sums: (self.spans.count > 1).then_some(SharedPointer(sums)),
-            packed: AtomicUsize::new(0),
+            packs_done: AtomicUsize::new(0),
         }
     }
 }
@@ -200,6 +222,23 @@ enum OperandLayout {
     Groups,
 }
 
+/// How a task keeps the packed words of its columns of `b`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum PackedColumns {
+    /// All steps are packed, and kept for all rows.
+    Kept,
+    /// There are few rows: a piece of a panel is packed, multiplied by all rows, and overwritten. For the fewest rows,
+    /// nothing is packed.
+    Pieces,
+    /// The same for pieces of all panels of a task, so that rows of adjacent columns are read in long pieces.
+    WidePieces,
+}
+
+/// Returns the number of bytes of a matrix.
+pub(super) fn bytes_of<E: Element>(matrix: &Matrix<'_, E>) -> usize {
+    matrix.rows() * matrix.cols() * size_of::<E>()
+}
+
 /// Memory that tasks share.
 #[derive(Clone, Copy)]
 pub(super) struct SharedPointer<T>(*mut T);
@@ -220,7 +259,7 @@ pub(super) struct GemmPart<'a, E, C> {
     a: GemmOperand<E>,
     pub(super) b: GemmOperand<E>,
     layout: OperandLayout,
-    few: bool,
+    pub(super) packed_b: PackedColumns,
     exchanged: bool,
     pub(super) rows: Range<usize>,
     /// All blocks of steps. `span` selects those of this part.
@@ -231,7 +270,7 @@ pub(super) struct GemmPart<'a, E, C> {
     /// Sums to which the other spans are still to be added, row-major, with rows padded to full vectors.
     pub(super) sums: Option<SharedPointer<f32>>,
     /// The number of finished tasks that pack `a`.
-    packed: AtomicUsize,
+    packs_done: AtomicUsize,
 }
 
 /// The maximum number of sums of one call of a microkernel, for any arithmetic.
@@ -266,7 +305,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         let packs = self.packs();
         if task < packs {
             self.pack_a::<W>(task);
-            self.packed.fetch_add(1, Ordering::Release);
+            self.packs_done.fetch_add(1, Ordering::Release);
             return;
         }
         let (row, col) = ((task - packs) / self.grid.cols.count, (task - packs) % self.grid.cols.count);
@@ -276,12 +315,12 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         }
         let panels = ColumnPanels::new(cols.len().div_ceil(W::LANES), W::VECTORS);
         let width = panels.vectors() * W::LANES;
-        if self.few {
+        if self.packed_b != PackedColumns::Kept {
             self.wait_for_a(packs);
             return self.stream::<W>(rows, cols, panels);
         }
         with_words(width * self.steps().len(), |packed_b| {
-            self.pack_b::<W>(cols.start, panels, packed_b);
+            self.pack_b::<W>(cols.start, (panels, 0..panels.count()), self.steps(), packed_b);
             self.wait_for_a(packs);
             if self.exchanged {
                 with_words(2 * W::LANES * width, |strips| {
@@ -296,7 +335,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     /// Waits until all of `a` is packed.
     fn wait_for_a(&self, packs: usize) {
         let mut spins = 0u32;
-        while self.packed.load(Ordering::Acquire) < packs {
+        while self.packs_done.load(Ordering::Acquire) < packs {
             spins += 1;
             if spins < 10_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
@@ -322,22 +361,28 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         }
     }
 
-    /// Returns the number of steps of `b` that are packed together. If columns are contiguous, panels are packed one
-    /// after the other. Otherwise, a few steps of all panels are packed in turn, so that neighbours in a row are read
-    /// together.
-    fn turn(&self) -> usize {
-        if self.b.inner_stride == 1 { usize::MAX } else { PREFETCH_STEPS }
-    }
-
-    /// Packs the panels of `b`, starting at column `col`. The words of each panel are contiguous.
-    fn pack_b<W: ElementArithmetic<E> + Microkernels>(&self, col: usize, panels: ColumnPanels, to: *mut f32) {
-        let steps = self.steps();
-        for turn in turns(0..steps.len(), self.turn()) {
-            for panel in 0..panels.count() {
-                let (vector, vectors) = panels.get(panel);
-                let to = to.wrapping_add((vector * steps.len() + vectors * turn.start) * W::LANES);
+    /// Packs some steps of some of the panels of `b`, whose first panel starts at column `col`. The words of each panel
+    /// are contiguous.
+    pub(super) fn pack_b<W: ElementArithmetic<E> + Microkernels>(
+        &self,
+        col: usize,
+        (panels, some): (ColumnPanels, Range<usize>),
+        steps: Range<usize>,
+        to: *mut f32,
+    ) {
+        let (start, _) = panels.get(some.start);
+        // If columns are contiguous, panels are packed one after the other. Otherwise, a few steps of all panels are
+        // packed in turn, so that neighbors in a row are read together.
+        let together = match self.packed_b {
+            PackedColumns::WidePieces => STEPS_OF_WIDE_PIECES,
+            _ if self.b.inner_stride == 1 => usize::MAX,
+            _ => PREFETCH_STEPS,
+        };
+        for turn in turns(0..steps.len(), together) {
+            for (vector, vectors) in some.clone().map(|panel| panels.get(panel)) {
+                let to = to.wrapping_add(((vector - start) * steps.len() + vectors * turn.start) * W::LANES);
                 let col = col + vector * W::LANES;
-                // SAFETY: the processor has the instructions; there is room for all panels.
+                // SAFETY: the processor has the instructions; there is room for these panels.
                 unsafe { self.b.pack_columns::<W>(col, vectors, steps.start + turn.start, turn.len(), to) };
             }
         }
@@ -421,127 +466,9 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
             row += n_rows;
         }
     }
-
-    /// Does the same as [`GemmPart::compute`] for so few rows that packed columns of `b` are not kept. A turn (some
-    /// steps of a panel) is packed into the first-level cache, multiplied by all rows, and overwritten. For the fewest
-    /// rows, `b` is not packed at all. The sums of all rows and columns are in memory. The sums of a block continue
-    /// from turn to turn, and are then added to the sums of earlier blocks, so that the products of each element are
-    /// summed in the order of [`GemmPart::compute`].
-    fn stream<W: ElementArithmetic<E> + Microkernels>(
-        &self,
-        rows: Range<usize>,
-        cols: Range<usize>,
-        panels: ColumnPanels,
-    ) {
-        let width = panels.vectors() * W::LANES;
-        // If columns are contiguous, a panel is read to its end, many steps at a time.
-        let (together, turn) =
-            if self.b.inner_stride == 1 { (1, PIECE_STEPS) } else { (panels.count(), PREFETCH_STEPS) };
-        let packs = rows.len() > unpacked::ROWS;
-        with_words(if packs { turn * W::COLS } else { 0 }, |piece| {
-            with_words(2 * rows.len() * width, |sums| {
-                let few = FewRowsTask {
-                    rows: rows.clone(),
-                    col: cols.start,
-                    panels,
-                    piece: packs.then_some(piece),
-                    turn,
-                    width,
-                };
-                let of_block = sums.wrapping_add(rows.len() * width);
-                for group in turns(0..panels.count(), together) {
-                    for block in 0..self.blocks.count {
-                        let into = if block == 0 { sums } else { of_block };
-                        self.stream_block::<W>(&few, group.clone(), self.blocks.piece(block), into);
-                        if block > 0 {
-                            few.add_block::<W>(group.clone(), sums, of_block);
-                        }
-                    }
-                }
-                let place = TilePosition {
-                    row: self.rows.start + rows.start,
-                    rows: rows.len(),
-                    col: cols.start,
-                    cols: cols.len(),
-                };
-                // SAFETY: the processor has the instructions; the sums have full vectors, and only this task accesses
-                // these elements of the result.
-                unsafe { finish::<W::V, C>(self.sink, place, sums, width) };
-            });
-        });
-    }
-
-    /// Computes the sums of some panels for a block of steps.
-    fn stream_block<W: ElementArithmetic<E> + Microkernels>(
-        &self,
-        few: &FewRowsTask,
-        group: Range<usize>,
-        steps: Range<usize>,
-        sums: *mut f32,
-    ) {
-        for turn in turns(steps.clone(), few.turn) {
-            let start = if turn.start == steps.start { AccumulatorInit::Zero } else { AccumulatorInit::Continue };
-            for (vector, vectors) in group.clone().map(|panel| few.panels.get(panel)) {
-                let col = few.col + vector * W::LANES;
-                if let Some(piece) = few.piece {
-                    // SAFETY: the processor has the instructions; a piece has room for a turn of a panel.
-                    unsafe { self.b.pack_columns::<W>(col, vectors, turn.start, turn.len(), piece) };
-                }
-                let mut row = few.rows.start;
-                while row < few.rows.end {
-                    let n_rows = microkernel::rows::<W>(few.rows.end - row);
-                    let a = self.words_of_a::<W>(row, turn.start);
-                    let sums = sums.wrapping_add((row - few.rows.start) * few.width + vector * W::LANES);
-                    // SAFETY: the processor has the instructions; the operands exist or are packed; there is room for
-                    // the sums of all rows and vectors.
-                    unsafe {
-                        if let Some(piece) = few.piece {
-                            microkernel::select::<W>(n_rows, vectors)(turn.len(), a, piece, sums, few.width, start);
-                        } else {
-                            let (columns, steps) = ((col, vectors), (turn.start, turn.len()));
-                            unpacked::multiply::<W, E>(n_rows, a, &self.b, columns, steps, sums, few.width, start);
-                        }
-                    }
-                    row += n_rows;
-                }
-            }
-        }
-    }
 }
-
-/// A task with few rows.
-struct FewRowsTask {
-    rows: Range<usize>,
-    /// The first of the task's columns. `panels` are the panels of these columns.
-    col: usize,
-    panels: ColumnPanels,
-    /// Room for a turn of a panel, if `b` is packed.
-    piece: Option<*mut f32>,
-    /// The number of steps of a turn.
-    turn: usize,
-    /// The number of words of a row of sums.
-    width: usize,
-}
-
-impl FewRowsTask {
-    /// Adds the sums of a block to those of earlier blocks, for some panels.
-    fn add_block<W: GemmArithmetic>(&self, group: Range<usize>, sums: *mut f32, of_block: *const f32) {
-        let (last, vectors) = self.panels.get(group.end - 1);
-        let columns = self.panels.get(group.start).0 * W::LANES..(last + vectors) * W::LANES;
-        for row in 0..self.rows.len() {
-            for at in columns.clone().map(|column| row * self.width + column) {
-                // SAFETY: the sums belong to this task.
-                unsafe { *sums.add(at) += *of_block.add(at) };
-            }
-        }
-    }
-}
-
-/// The number of steps that are packed together if few rows are multiplied by contiguous columns. It is large enough
-/// that sums are rarely loaded and stored, and small enough that the packed words stay in the first-level cache.
-const PIECE_STEPS: usize = 128;
 
 /// Splits a range into pieces of length `most` or less, in order.
-fn turns(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
+pub(super) fn turns(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     range.clone().step_by(most).map(move |start| start..range.end.min(start.saturating_add(most)))
 }

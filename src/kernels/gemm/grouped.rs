@@ -12,7 +12,7 @@
 //! The tasks are those of [`super::blocked`]. Therefore, every result has the bits of a separate product.
 
 use super::arithmetic::ElementArithmetic;
-use super::blocked::{GemmPart, GemmPlan, MIN_PARALLEL_MULTIPLICATIONS, WORDS_OF_A};
+use super::blocked::{GemmPart, GemmPlan, MIN_PARALLEL_MULTIPLICATIONS, WORDS_OF_A, bytes_of};
 use super::epilogue::{Epilogue, EpilogueOutput};
 use super::matrix::{Matrix, MatrixMut};
 use super::microkernel::Microkernels;
@@ -53,7 +53,8 @@ pub(super) type CheckedProduct<'a, E, C> = (EpilogueOutput<'a, C>, Matrix<'a, E>
 pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Element>(
     products: &[CheckedProduct<'_, E, C>],
 ) {
-    let plans: Vec<_> = products.iter().map(|(sink, a, b)| GemmPlan::new::<W>(sink, *a, *b)).collect();
+    let bytes_of_b = products.iter().map(|(_, _, b)| bytes_of(b)).sum();
+    let plans: Vec<_> = products.iter().map(|(sink, a, b)| GemmPlan::new::<W>(sink, (*a, *b), bytes_of_b)).collect();
     let all = plans.iter().map(GemmPlan::multiplications).sum::<usize>();
     let threads = if all <= MIN_PARALLEL_MULTIPLICATIONS { 1 } else { rayon::current_num_threads() };
     // The number of multiplications of a task, unless the caches require smaller tasks.
@@ -68,7 +69,7 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
                         let Region { plan, index, at_a, at_sums } = *region;
                         let rows = plan.regions.piece(index).len();
                         let wanted = (plan.multiplications() / plan.regions.count).div_ceil(of_task);
-                        let grid = TaskGrid::among::<W>(rows, plan.cols(), plan.packed_steps(), wanted);
+                        let grid = TaskGrid::among::<W>(rows, plan.cols(), plan.words_per_column(), wanted);
                         plan.part(index, span, grid, packed_a.wrapping_add(at_a), sums.wrapping_add(at_sums))
                     });
                     run::<W, E, C>(&parts.collect::<Vec<_>>(), threads);

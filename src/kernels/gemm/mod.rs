@@ -14,6 +14,7 @@ mod blocked;
 mod column_sums;
 mod epilogue;
 mod exchanged;
+mod few_rows;
 mod grouped;
 mod matrix;
 mod microkernel;

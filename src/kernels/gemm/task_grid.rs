@@ -49,9 +49,9 @@ pub(super) struct TaskGrid {
 impl TaskGrid {
     /// Chooses as few tasks as fit the caches, but several per thread, so that threads of unequal speed finish at about
     /// the same time.
-    pub(super) fn new<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
+    pub(super) fn new<A: GemmArithmetic>(rows: usize, cols: usize, words: usize, threads: usize) -> Self {
         let at_least = 2 * A::COLS;
-        let widest = (A::WORDS_OF_B / steps).max(at_least);
+        let widest = (A::WORDS_OF_B / words).max(at_least);
         if threads == 1 {
             return Self { rows: EvenSplit::into(rows, 1, A::ROWS), cols: EvenSplit::new(cols, widest, A::COLS) };
         }
@@ -73,9 +73,9 @@ impl TaskGrid {
     /// Chooses the tasks of one of several products that are computed together: about `wanted`, or more if the columns
     /// of fewer tasks do not fit the caches. Rows are divided only if there are too few columns, because every task
     /// packs its columns.
-    pub(super) fn among<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, wanted: usize) -> Self {
+    pub(super) fn among<A: GemmArithmetic>(rows: usize, cols: usize, words: usize, wanted: usize) -> Self {
         let at_least = 2 * A::COLS;
-        let widest = (A::WORDS_OF_B / steps).max(at_least);
+        let widest = (A::WORDS_OF_B / words).max(at_least);
         let most = (cols / at_least).max(1);
         let count = EvenSplit::new(cols, widest, A::COLS).count.max(wanted.min(most));
         let rows = EvenSplit::into(rows, wanted.div_ceil(count).min(rows / MIN_ROWS).max(1), A::ROWS);

@@ -87,12 +87,13 @@ fn reference<E: Element>(a: Matrix<'_, E>, b: Matrix<'_, E>) -> Vec<f64> {
     out
 }
 
-const SHAPES: [(usize, usize, usize); 19] = [
+const SHAPES: [(usize, usize, usize); 20] = [
     (1, 1, 1),
     (1, 300, 7),
     (3, 5, 2),
     (130, 3, 4),
     (2, 2, 600),
+    (5, 3, 2),
     (7, 64, 33),
     (9, 65, 31),
     (15, 47, 16),

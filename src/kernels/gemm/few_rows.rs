@@ -1,0 +1,159 @@
+//! Products with few rows.
+//!
+//! Packed columns are not kept: a task packs a small piece of `b`, multiplies all rows by it and continues with the next
+//! piece. `b` is then read once, and nothing of its size is written. A piece is a part of one panel, which stays in the
+//! first-level cache. If columns are adjacent and `b` is too large for the caches, a piece is a part of all panels:
+//!
+//! ```text
+//!   one panel after the other         all panels at once
+//!   step 0   | 1 |   | 5 |            step 0   |     1     |    rows are read in long pieces, because memory is read
+//!   step 1   | 2 |   | 6 |            step 1   |     2     |    slowly in short pieces of many pages
+//! ```
+//!
+//! The products of an element are summed in the order of [`super::blocked`], so the results have the same bits.
+
+use super::arithmetic::{ElementArithmetic, GemmArithmetic};
+use super::blocked::{GemmPart, PackedColumns, turns};
+use super::microkernel::{self, AccumulatorInit, Microkernels};
+use super::pack::PREFETCH_STEPS;
+use super::panels::ColumnPanels;
+use super::scratch::with_words;
+use super::tile_epilogue::{TilePosition, finish};
+use super::unpacked;
+use crate::kernels::element::Element;
+use std::ops::Range;
+
+/// The number of steps of a piece of `b`. It is large enough that sums are rarely loaded and stored, and small enough that
+/// the packed words of a panel stay in the first-level cache.
+pub(super) const PIECE_STEPS: usize = 128;
+/// The number of steps of a wide piece that are packed together.
+pub(super) const STEPS_OF_WIDE_PIECES: usize = 4;
+
+impl<E: Element, C: Element> GemmPart<'_, E, C> {
+    /// Does the same as [`GemmPart::compute`] for so few rows that packed columns of `b` are not kept. A piece (some
+    /// steps of one panel or of all panels) is packed, multiplied by all rows, and overwritten. For the fewest rows, `b`
+    /// is not packed at all. The sums of all rows and columns are in memory. The sums of a block continue from turn to
+    /// turn, and are then added to the sums of earlier blocks, so that the products of each element are summed in the
+    /// order of [`GemmPart::compute`].
+    pub(super) fn stream<W: ElementArithmetic<E> + Microkernels>(
+        &self,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        panels: ColumnPanels,
+    ) {
+        let width = panels.vectors() * W::LANES;
+        let packs = rows.len() > unpacked::ROWS;
+        // If columns are contiguous, a panel is read to its end, many steps at a time.
+        let (together, steps) =
+            if self.b.inner_stride == 1 { (1, PIECE_STEPS) } else { (panels.count(), PREFETCH_STEPS) };
+        let (steps, piece) = match self.packed_b {
+            PackedColumns::WidePieces => (PIECE_STEPS, width),
+            _ => (steps, W::COLS),
+        };
+        with_words(if packs { steps * piece } else { 0 }, |piece| {
+            with_words(2 * rows.len() * width, |sums| {
+                let piece = packs.then_some(piece);
+                let few = FewRowsTask { rows: rows.clone(), col: cols.start, panels, piece, steps, width };
+                let of_block = sums.wrapping_add(rows.len() * width);
+                for group in turns(0..panels.count(), together) {
+                    for block in 0..self.blocks.count {
+                        let into = if block == 0 { sums } else { of_block };
+                        self.stream_block::<W>(&few, group.clone(), self.blocks.piece(block), into);
+                        if block > 0 {
+                            few.add_block::<W>(group.clone(), sums, of_block);
+                        }
+                    }
+                }
+                let place = TilePosition {
+                    row: self.rows.start + rows.start,
+                    rows: rows.len(),
+                    col: cols.start,
+                    cols: cols.len(),
+                };
+                // SAFETY: the processor has the instructions; the sums have full vectors, and only this task accesses
+                // these elements of the result.
+                unsafe { finish::<W::V, C>(self.sink, place, sums, width) };
+            });
+        });
+    }
+
+    /// Computes the sums of some panels for a block of steps.
+    fn stream_block<W: ElementArithmetic<E> + Microkernels>(
+        &self,
+        few: &FewRowsTask,
+        group: Range<usize>,
+        steps: Range<usize>,
+        sums: *mut f32,
+    ) {
+        let panels = if self.packed_b == PackedColumns::WidePieces { group.len() } else { 1 };
+        for turn in turns(steps.clone(), few.steps) {
+            let start = if turn.start == steps.start { AccumulatorInit::Zero } else { AccumulatorInit::Continue };
+            for some in turns(group.clone(), panels) {
+                if let Some(piece) = few.piece {
+                    self.pack_b::<W>(few.col, (few.panels, some.clone()), turn.clone(), piece);
+                }
+                let (first, _) = few.panels.get(some.start);
+                for (vector, vectors) in some.map(|panel| few.panels.get(panel)) {
+                    let piece = few.piece.map(|piece| piece.wrapping_add((vector - first) * turn.len() * W::LANES));
+                    self.multiply_panel::<W>(few, (vector, vectors), turn.clone(), piece, (sums, start));
+                }
+            }
+        }
+    }
+
+    /// Multiplies all rows by some steps of a panel.
+    fn multiply_panel<W: ElementArithmetic<E> + Microkernels>(
+        &self,
+        few: &FewRowsTask,
+        (vector, vectors): (usize, usize),
+        steps: Range<usize>,
+        piece: Option<*mut f32>,
+        (sums, start): (*mut f32, AccumulatorInit),
+    ) {
+        let mut row = few.rows.start;
+        while row < few.rows.end {
+            let n_rows = microkernel::rows::<W>(few.rows.end - row);
+            let a = self.words_of_a::<W>(row, steps.start);
+            let sums = sums.wrapping_add((row - few.rows.start) * few.width + vector * W::LANES);
+            // SAFETY: the processor has the instructions; the operands exist or are packed; there is room for the sums
+            // of all rows and vectors.
+            unsafe {
+                if let Some(piece) = piece {
+                    microkernel::select::<W>(n_rows, vectors)(steps.len(), a, piece, sums, few.width, start);
+                } else {
+                    let (columns, steps) = ((few.col + vector * W::LANES, vectors), (steps.start, steps.len()));
+                    unpacked::multiply::<W, E>(n_rows, a, &self.b, columns, steps, sums, few.width, start);
+                }
+            }
+            row += n_rows;
+        }
+    }
+}
+
+/// A task with few rows.
+struct FewRowsTask {
+    rows: Range<usize>,
+    /// The first of the task's columns. `panels` are the panels of these columns.
+    col: usize,
+    panels: ColumnPanels,
+    /// Room for a piece of `b`, if it is packed.
+    piece: Option<*mut f32>,
+    /// The number of steps that are multiplied before the sums are stored.
+    steps: usize,
+    /// The number of words of a row of sums.
+    width: usize,
+}
+
+impl FewRowsTask {
+    /// Adds the sums of a block to those of earlier blocks, for some panels.
+    fn add_block<W: GemmArithmetic>(&self, group: Range<usize>, sums: *mut f32, of_block: *const f32) {
+        let (last, vectors) = self.panels.get(group.end - 1);
+        let columns = self.panels.get(group.start).0 * W::LANES..(last + vectors) * W::LANES;
+        for row in 0..self.rows.len() {
+            for at in columns.clone().map(|column| row * self.width + column) {
+                // SAFETY: the sums belong to this task.
+                unsafe { *sums.add(at) += *of_block.add(at) };
+            }
+        }
+    }
+}
