@@ -37,7 +37,7 @@ const SPAN_BLOCKS: usize = 4;
 pub(super) const WORDS_OF_A: usize = 1 << 20;
 /// The number of rows up to which packed columns of `b` are not kept.
 const FEW_ROWS: usize = 16;
-/// The same for wide pieces: up to this number of rows, the sums of all rows fit the cache beside a piece of `b`.
+/// The same for wide pieces: up to this number of rows, the sums of all rows fit the cache together with a piece of `b`.
 const FEW_ROWS_OF_WIDE_PIECES: usize = 192;
 /// The number of bytes above which `b` is read in wide pieces, because it is unlikely to be in a cache already. It is
 /// small in tests, so that their products reach it.
@@ -126,12 +126,11 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         };
         let blocks = EvenSplit::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, W::LANES);
         let large = !exchanged && b.inner_stride != 1 && bytes_of_b > LARGE_BYTES;
-        let packed_b = match rows {
-            _ if inner == 0 => PackedColumns::Kept,
-            0..=unpacked::ROWS => PackedColumns::Pieces,
-            ..=FEW_ROWS_OF_WIDE_PIECES if large => PackedColumns::WidePieces,
-            ..=FEW_ROWS => PackedColumns::Pieces,
-            _ => PackedColumns::Kept,
+        let packed_b = match () {
+            () if inner == 0 => PackedColumns::Kept,
+            () if large && rows > unpacked::ROWS && rows <= FEW_ROWS_OF_WIDE_PIECES => PackedColumns::WidePieces,
+            () if rows <= FEW_ROWS => PackedColumns::Pieces,
+            () => PackedColumns::Kept,
         };
         let most_blocks = if packed_b == PackedColumns::Kept { SPAN_BLOCKS } else { usize::MAX };
         let spans = EvenSplit::new(blocks.count, most_blocks, 1);
