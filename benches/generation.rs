@@ -20,7 +20,7 @@ use std::hint::black_box;
 
 fn main() {
     keep_memory::start_as_a_rank(&[]);
-    println!("{} threads", rayon::current_num_threads());
+    println!("threads: {}", rayon::current_num_threads());
     divan::main();
 }
 

@@ -194,7 +194,7 @@ fn find_complete(
         let missing = by.files.iter().zip(&homes).filter(|(_, homes)| homes.is_empty());
         let missing: Vec<String> = missing
             .map(|((file, host), _)| match host {
-                Some(host) => format!("{file}, written on host {host}"),
+                Some(host) => format!("{file} (written on host {host})"),
                 None => file.clone(),
             })
             .collect();

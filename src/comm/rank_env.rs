@@ -1,10 +1,10 @@
 //! The environment variables through which launchers assign a rank to a process.
 //!
-//! The first matching row applies. A row matches if its rank or its world is set; the rows of Slurm and PMIx match only
+//! The first matching row applies. A row matches if its rank or its world size is set; the rows of Slurm and PMIx match only
 //! if the rank is set. If `PMIX_RANK` is set and `RANK` is not, `WORLD_SIZE` does not count for the first row.
 //! `WORLD_SIZE=1` without `RANK` and without the first row's local variables means rank 0 of 1.
 //!
-//! | launcher | rank, world | on this host |
+//! | launcher | rank, world size | on this host |
 //! | --- | --- | --- |
 //! | zerorun, torchrun, DeepSpeed | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` (DeepSpeed: `LOCAL_SIZE`) |
 //! | Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `_LOCAL_SIZE` |
@@ -14,7 +14,7 @@
 //! | PMIx | `PMIX_RANK`, `WORLD_SIZE` | `PALS_LOCAL_RANKID`, `LOCAL_SIZE` |
 //! | none | rank 0 of 1 | |
 //!
-//! `srun --mpi=pmi2` sets MPICH's rank and world; the local ranks then come from Slurm.
+//! `srun --mpi=pmi2` sets MPICH's rank and world size; the local ranks then come from Slurm.
 //!
 //! PMIx provides a process's rank (within `PMIX_NAMESPACE`), but not the number of ranks. The user sets that number in
 //! `WORLD_SIZE`, as DeepSpeed's launcher does for MPICH, and MPI confirms it. PALS and jsrun do not provide the number
@@ -23,7 +23,7 @@
 //! Ranks started by an MPI launcher (all rows but the first) are connected by MPI, on one host or several. Ranks of
 //! `zerorun` are connected by MPI if it has started them on several hosts, or with `--backend mpi`. Ranks of the first
 //! row that were started by hand or by a launcher other than `zerorun` meet at `MASTER_PORT`, on one host
-//! (`rendezvous`). On several hosts, MPI connects them if an MPI launcher has set the same rank and world.
+//! (`rendezvous`). On several hosts, MPI connects them if an MPI launcher has set the same rank and world size.
 
 use std::os::fd::RawFd;
 use std::str::FromStr;
@@ -242,7 +242,7 @@ impl EnvironmentVariables<'_> {
     fn find(&self) -> Result<Option<RankNumbers>> {
         let local = self.pair("LOCAL_RANK", &["LOCAL_WORLD_SIZE", "LOCAL_SIZE"]);
         let only = match (self.number("RANK")?, self.number("WORLD_SIZE")?) {
-            // The single rank of a world of one needs no index.
+            // The only rank of a job needs no index.
             (None, Some(world)) if world.value == 1 && local.as_ref().is_ok_and(Option::is_none) => {
                 Some((RankVariable { name: "RANK", value: 0 }, world))
             }
@@ -259,7 +259,7 @@ impl EnvironmentVariables<'_> {
         self.of_mpi()
     }
 
-    /// Returns an MPI launcher's numbers instead of `found` if both have the same rank and world and the ranks are on
+    /// Returns an MPI launcher's numbers instead of `found` if both have the same rank and world size and the ranks are on
     /// several hosts: a script started by srun may set torchrun's variables from Slurm's.
     fn or_of_mpi(&self, found: RankNumbers) -> RankNumbers {
         let several = |numbers: &RankNumbers| numbers.local.is_some_and(|(_, here)| here.value < numbers.world.value);

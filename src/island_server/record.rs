@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 const MAX_RECORD_BYTES: u64 = 1 << 30;
 /// The version of the format.
 const VERSION: u32 = 1;
+/// What to do about a file that is not a record.
+const GIVE_A_RECORD: &str = "give a file that `zerorun island-server --record` wrote";
 
 /// An event of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,15 +109,13 @@ impl Replay {
     pub fn read(path: &Path) -> Result<Self> {
         let wrong = |why: String| IslandError::Record { path: path.to_owned(), why };
         let text = crate::files::read_text(path, MAX_RECORD_BYTES)
-            .map_err(|error| wrong(format!("{error}; give a file that `zerorun island-server --record` wrote")))?;
+            .map_err(|error| wrong(format!("{error}; {GIVE_A_RECORD}")))?;
         // A server that was killed may have left a partial line.
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
         let mut replay = Self::default();
         for (number, line) in whole.lines().enumerate() {
-            let event = serde_json::from_str(line).map_err(|error| error.to_string());
-            event.and_then(|event| replay.add(event)).map_err(|why| {
-                wrong(format!("line {}: {why}; give a file that `zerorun island-server --record` wrote", number + 1))
-            })?;
+            let event = serde_json::from_str(line).map_err(|error| format!("{error}; {GIVE_A_RECORD}"));
+            event.and_then(|event| replay.add(event)).map_err(|why| wrong(format!("line {}: {why}", number + 1)))?;
         }
         if replay.rounds.is_empty() {
             return Err(
@@ -125,11 +125,14 @@ impl Replay {
         Ok(replay)
     }
 
+    /// Adds an event. The error states what is wrong, and what to do.
     fn add(&mut self, event: RunEvent) -> Result<(), String> {
         match event {
             RunEvent::Start { version: VERSION, .. } | RunEvent::Leave { .. } => {}
             RunEvent::Start { version, .. } => {
-                return Err(format!("it has format version {version}, but this program reads version {VERSION}"));
+                return Err(format!(
+                    "it has format version {version}, but this program reads version {VERSION}; {GIVE_A_RECORD}"
+                ));
             }
             RunEvent::Begin { slot } if self.rounds.is_empty() => self.begins.push(slot),
             RunEvent::Begin { .. } => {
@@ -141,14 +144,15 @@ impl Replay {
             }
             RunEvent::Round { exchange: key, members, weights } => {
                 if self.rounds.back().is_some_and(|last| last.key >= key) || members.is_empty() {
-                    return Err("the exchange is out of order or has no members".into());
+                    return Err(format!("the exchange is out of order or has no members; {GIVE_A_RECORD}"));
                 }
                 self.rounds.push_back(RecordedRound { key, members, weights, joins: Vec::new() });
             }
             RunEvent::Join { slot, donor, exchange } => {
                 let round = self.rounds.iter_mut().find(|round| round.key == exchange);
                 let round = round.filter(|round| round.members.iter().any(|member| member.slot == donor));
-                round.ok_or("an island joins without an exchange or a donor")?.joins.push((slot, donor));
+                let round = round.ok_or(format!("an island joins without an exchange or a donor; {GIVE_A_RECORD}"))?;
+                round.joins.push((slot, donor));
             }
         }
         Ok(())

@@ -1,5 +1,5 @@
-//! The mesh of ranks: which ranks train on different data, or hold different blocks, sequences, experts or parts of
-//! tensors.
+//! The mesh of ranks: which ranks train on different data, or hold different blocks, experts, or parts of sequences
+//! or tensors.
 //!
 //! ```text
 //!   8 ranks, data 2 x pipeline 2 x tensor 2                coordinates of rank 5: data 1, pipeline 0, tensor 1

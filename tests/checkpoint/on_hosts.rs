@@ -293,13 +293,13 @@ fn a_host_whose_disk_lost_its_part_is_named() {
     };
     for text in lost(&|dirs| std::fs::remove_file(dirs[1].path().join("two").join(RANKS[3])).unwrap()) {
         let what = format!(
-            "all hosts together have no complete copy: no host has {}, written on host {host}; start ranks",
+            "all hosts together have no complete copy: no host has {} (written on host {host}); start ranks",
             RANKS[3]
         );
         assert!(text.contains(&what), "{text}");
     }
     for text in lost(&|dirs| std::fs::remove_dir_all(dirs[1].path()).unwrap()) {
-        let what = format!("no host has {}, written on host {host}, {}, written on host {host}", RANKS[2], RANKS[3]);
+        let what = format!("no host has {} (written on host {host}), {} (written on host {host})", RANKS[2], RANKS[3]);
         assert!(text.contains(&what), "{text}");
         assert!(text.contains(&format!("host {host} (ranks 2 to 3) has no ")), "{text}");
     }

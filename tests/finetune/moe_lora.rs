@@ -82,7 +82,7 @@ fn follow(case: &str) {
     for world in [1, 2] {
         let mut first: Option<Adapter> = None;
         for stage in [0, 3] {
-            let what = format!("{case}, stage {stage}, {world} ranks");
+            let what = format!("{case}, stage {stage}, world size {world}");
             let run = train(case, world, stage);
             let (mut worst, mut worst_norm) = (0f64, 0f64);
             assert_eq!((losses.len(), run.losses.len()), (20, 20));
@@ -308,7 +308,7 @@ fn experts_in_four_bits_give_the_same_bits_at_every_stage() {
             for stage in 1..=3 {
                 assert!(
                     train_on_four_bits(model, world, stage, None) == whole,
-                    "{model}, stage {stage}, {world} ranks"
+                    "{model}, stage {stage}, world size {world}"
                 );
             }
             let kept = train_on_four_bits(model, world, 3, Some(0));

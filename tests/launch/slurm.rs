@@ -29,8 +29,8 @@ fn four_tasks(slurm: &Slurm, options: &str) -> Command {
     srun
 }
 
-/// Trains `nano` for three steps at stage 3 in four tasks. If a task still waits for an answer of Slurm's PMI after a
-/// minute, where a start takes seconds, this is reported and the tasks are started once more.
+/// Trains `nano` for three steps at stage 3 in four tasks. If a task is still waiting for an answer from Slurm's PMI
+/// after a minute, although a start takes only seconds, this is reported and the tasks are started once more.
 fn train_in_tasks<T: Fn()>(
     test: T,
     slurm: &Slurm,
@@ -49,7 +49,10 @@ fn train_in_tasks<T: Fn()>(
         let states: Vec<String> = tasks.iter().map(|pid| state(*pid)).collect();
         eprintln!("the tasks after a minute:\n{}", states.join("\n"));
         if tasks.iter().any(|pid| waits_for_pmi(*pid)) {
-            skipped_in_part(test, "a task got no answer of Slurm's PMI for a minute; the tasks were started once more");
+            skipped_in_part(
+                test,
+                "a task got no answer from Slurm's PMI for a minute; the tasks were started once more",
+            );
             kill_process(Pid::from_child(&srun), Signal::TERM).unwrap();
             srun.wait().unwrap();
             srun = train();

@@ -47,7 +47,7 @@ pub(super) struct TaskGrid {
 }
 
 impl TaskGrid {
-    /// Chooses as few tasks as fit the caches, but several per thread, so that threads of unequal speed finish at about
+    /// Chooses the fewest tasks whose columns fit in the caches, but several per thread, so that threads of unequal speed finish at about
     /// the same time.
     pub(super) fn new<A: GemmArithmetic>(rows: usize, cols: usize, words: usize, threads: usize) -> Self {
         let at_least = 2 * A::COLS;
@@ -70,8 +70,8 @@ impl TaskGrid {
         Self { rows: EvenSplit::into(rows, even.unwrap_or(count), A::ROWS), cols }
     }
 
-    /// Chooses the tasks of one of several products that are computed together: about `wanted`, or more if the columns
-    /// of fewer tasks do not fit the caches. Rows are divided only if there are too few columns, because every task
+    /// Chooses the tasks of one of several products that are computed together: about `wanted`, or more if their
+    /// columns would not fit in the caches. Rows are divided only if there are too few columns, because every task
     /// packs its columns.
     pub(super) fn among<A: GemmArithmetic>(rows: usize, cols: usize, words: usize, wanted: usize) -> Self {
         let at_least = 2 * A::COLS;

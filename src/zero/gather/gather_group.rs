@@ -1,4 +1,4 @@
-//! Parameters that are gathered together, from all ranks or from this host's second copy, and released together.
+//! Parameters that are gathered together, from all ranks or from the second copy of this rank's group, and released together.
 
 use super::coalesced_layout::CoalescedLayout;
 use crate::comm::WireFormat;
@@ -40,8 +40,8 @@ pub(super) enum GatherProgress<R: StepExecutor> {
     Travelling(R::Pending),
 }
 
-/// This rank's secondary shards (`zero_hpz_partition_size`): its part of a second copy that the ranks of a host keep,
-/// with one buffer for each layout of a group. `None` until a forward pass has gathered it.
+/// This rank's secondary shards (`zero_hpz_partition_size`): its part of the second copy that its group of ranks
+/// keeps, with one buffer for each layout of a group. `None` until a forward pass has gathered it.
 pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareStorage>::Buffer, MemoryLedgerEntry)>>;
 
 /// The handling of a group after it has been gathered.

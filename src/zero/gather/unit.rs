@@ -1,4 +1,4 @@
-//! A unit is a part of a model that is gathered and released together, such as one transformer block.
+//! A unit is a part of a model, such as one transformer block, whose parameters are gathered and released together.
 //!
 //! ```text
 //!   forward    gather | inner.forward | release | mark the output
@@ -148,8 +148,8 @@ impl<M> Unit<M> {
     /// `zero_optimization.leaf_module` do the same. Call this method while the model is being built; without an engine,
     /// it has no effect.
     ///
-    /// The gradients of a leaf are held until the backward pass ends. At stage 3, the values that a rank has not used
-    /// are held too, unless the leaf recomputes ([`checkpointed`](Self::checkpointed)).
+    /// The gradients of a leaf are held until the backward pass ends. At stage 3, the gathered parameters that a
+    /// rank has not used are also held, unless the leaf recomputes ([`checkpointed`](Self::checkpointed)).
     #[must_use]
     pub fn leaf(self) -> Self {
         if let Some((unit, _)) = &self.hook {

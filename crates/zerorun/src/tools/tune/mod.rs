@@ -75,8 +75,8 @@ struct TuneArguments {
           value_parser = clap::value_parser!(u8).range(0..=3))]
     stages: Vec<u8>,
 
-    /// Micro batches to try [default: those of the section autotuning, or the configuration's micro
-    /// batch, and two and four times that size]
+    /// Micro batches to try [default: those in the section autotuning; without them, the
+    /// configuration's micro batch and two and four times its size]
     #[arg(long = "micro_batches", alias = "micro-batches", value_name = "LIST", value_delimiter = ',',
           value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: Vec<u32>,
