@@ -44,7 +44,8 @@ impl NormStatistics {
         if [x.len(), dy.len()] != [all; 2] || dy.dtype() != x.dtype() {
             let elements = |array: &DeviceFlatRef<'_>| counted(array.len(), &format!("{:?} element", array.dtype()));
             let (x, dy) = (elements(x), elements(dy));
-            bail!("norm: x has {x} and dy has {dy}, but both must have {all} elements of the same dtype")
+            let all = counted(all, "element");
+            bail!("norm: x has {x} and dy has {dy}, but both must have {all} of the same dtype")
         }
         check_parameter(x, weight, self.width)
     }
@@ -160,8 +161,8 @@ pub(crate) fn parameter_gradients(
         let function = KERNELS.function(device, &format!("norm_parameter_gradients_{}", suffix(x.dtype())))?;
         let (per_chunk, means) = (cut.per_chunk, means.as_ref());
         let arguments = arguments![*rows, *width, per_chunk, x, means, factors, dy, &mut of_weight, of_bias.as_mut()];
-        // SAFETY: the kernel takes rows of this width, split this way, one or two numbers for each, and sums for each
-        // column and chunk.
+        // SAFETY: the kernel takes rows of this width, split this way, one or two numbers for each row, and sums for
+        // each column and chunk.
         unsafe { function.run(cut.launch(), arguments)? };
     }
     let parts = |sums| PartialColumnSums { cut, sums };

@@ -13,8 +13,8 @@
 //! ```
 //!
 //! The data-parallel world consists of all ranks: batches, means and sums extend over it. A rank holds the shard that
-//! corresponds to its position in its group. The ranks with the same position in the other groups hold the same shard.
-//! Each of them is responsible for one piece of the shard: it sums the piece's squares for the gradient norm and saves
+//! corresponds to its position in its group. All ranks with the same position in their groups hold the same shard, and
+//! each of them is responsible for one piece of the shard: it sums the piece's squares for the gradient norm and saves
 //! the piece. The pieces are the shards of a job without groups, so the same numbers are added up in the same order.
 //! Without groups, a shard is a piece.
 //!

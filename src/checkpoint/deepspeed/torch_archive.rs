@@ -1,4 +1,4 @@
-//! A file of `torch.save`: an uncompressed zip archive with one pickle and the bytes of its storages.
+//! A file written by `torch.save`: an uncompressed zip archive with one pickle and the bytes of its storages.
 
 use super::pickle::{Pickle, PickleProblem};
 use super::stored_tensor::StoredTensor;
@@ -19,7 +19,7 @@ const MAX_NOTE_BYTES: u64 = 64;
 /// The maximum number of bytes of a storage that are in memory at a time, not counting the requested elements.
 const READ_CHUNK: usize = 1 << 18;
 
-/// A file of `torch.save`. Only its list of entries stays in memory.
+/// A file written by `torch.save`. Only its list of entries stays in memory.
 #[derive(Debug)]
 pub(super) struct TorchArchive {
     path: PathBuf,

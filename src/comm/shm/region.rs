@@ -80,7 +80,8 @@ pub(in crate::comm) enum FailureText {
     Cause,
 }
 
-/// The shared memory of one job: a control block, data slots and mailboxes per rank.
+/// The memory that the ranks of one host share: a control block and data slots for each rank, and mailboxes for each
+/// pair of ranks.
 pub struct SharedMemoryRegion {
     map: MmapRaw,
     fd: OwnedFd,

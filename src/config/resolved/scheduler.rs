@@ -105,7 +105,7 @@ pub struct OneCycleConfig {
     /// The learning rate at the top of the cycle. Required.
     pub cycle_max_lr: PerGroup,
     /// After the cycle, the rate is divided by 1 + `decay_lr_rate` * k, where k is the number of steps since the end of
-    /// the cycle divided by `decay_step_size`. Default 0.
+    /// the cycle, divided by `decay_step_size`. Default 0.
     pub decay_lr_rate: f64,
     /// The length of the rise. Default 2000.
     pub cycle_first_step_size: f64,
@@ -115,7 +115,7 @@ pub struct OneCycleConfig {
     pub cycle_first_stair_count: u64,
     /// The number of stairs in the fall. Default: the same as the rise.
     pub cycle_second_stair_count: u64,
-    /// The number of steps per decay after the cycle. Default 0: no decay.
+    /// The number of steps per unit of decay after the cycle. Default 0: no decay.
     pub decay_step_size: f64,
     /// Whether beta1 falls while the rate rises and rises while the rate falls, and beta2 is 0.99. Default true.
     pub cycle_momentum: bool,

@@ -229,7 +229,7 @@ pub(super) enum PackedColumns {
     /// There are few rows: a piece of a panel is packed, multiplied by all rows, and overwritten. For the fewest rows,
     /// nothing is packed.
     Pieces,
-    /// The same for pieces of all panels of a task, so that rows of adjacent columns are read in long pieces.
+    /// The same for pieces of all panels of a task: if columns are adjacent, long parts of the rows of `b` are read.
     WidePieces,
 }
 

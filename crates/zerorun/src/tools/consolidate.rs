@@ -33,7 +33,7 @@ struct ConsolidateArguments {
     #[arg(long, value_enum, default_value = "f32")]
     dtype: ConsolidateDtype,
 
-    /// Maximum bytes of parameters per file, such as 5GB, 500MB or 2GiB; a number without a unit is in bytes
+    /// Maximum size of the tensors in a file, such as 5GB, 500MB or 2GiB; a number without a unit is in bytes
     #[arg(long = "max_shard_size", alias = "max-shard-size", value_name = "SIZE", default_value = "5GB", value_parser = size)]
     max_shard_size: u64,
 

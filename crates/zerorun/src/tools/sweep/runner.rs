@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 /// The interval at which the runner checks which trials have ended.
 const TICK: Duration = Duration::from_millis(50);
-/// The interval at which another host is asked whether the other process that trains a trial has ended.
+/// The interval at which a host is asked whether an earlier process that still trains a trial has ended.
 const BUSY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A job in progress.
@@ -233,7 +233,7 @@ impl SweepRunner {
         running.process = JobProcess::Due(until);
         if !std::mem::replace(&mut running.was_busy, true) {
             self.display.line(&format!(
-                "a process of the killed sweep or on a lost host is still saving trial {}; waiting until it ends",
+                "a process of the killed sweep, or one on a lost host, is still saving trial {}; waiting for that process to end",
                 running.job.trial
             ));
         }
@@ -293,9 +293,11 @@ impl SweepRunner {
                     let hint = nearest(metric, names.iter().map(String::as_str));
                     let found = match (names.is_empty(), names.contains(metric)) {
                         (true, _) => "there is no record; the script must train with candle-zero's engine".to_owned(),
-                        (_, true) => "it has values at other steps; record it at the end of each part of a trial, for \
+                        (_, true) => {
+                            "the metric has values at other steps; record it at the end of each part of a trial, for \
                                       example with --eval_every"
-                            .to_owned(),
+                                .to_owned()
+                        }
                         (_, false) => {
                             let hint = hint.map_or(String::new(), |hint| format!("; {hint}"));
                             format!("the recorded values are {}{hint}", list(&names))

@@ -72,7 +72,7 @@ pub(super) struct SweepFlags {
     #[arg(long = "max_failures", alias = "max-failures", value_name = "N")]
     max_failures: Option<u64>,
 
-    /// Number of times that a trial is restarted if it was killed without having saved a new step [default: 3]
+    /// Number of times that a trial is restarted if it was killed without having saved a new checkpoint [default: 3]
     #[arg(long, value_name = "N")]
     retries: Option<u64>,
 
