@@ -37,7 +37,7 @@ const SPAN_BLOCKS: usize = 4;
 pub(super) const WORDS_OF_A: usize = 1 << 20;
 /// The number of rows up to which packed columns of `b` are not kept.
 const FEW_ROWS: usize = 16;
-/// The same for wide pieces: up to this number of rows, the sums of all rows fit in the cache together with a piece of `b`.
+/// The same for wide pieces: up to this number of rows, the sums of all rows fit in the cache with a piece of `b`.
 const FEW_ROWS_OF_WIDE_PIECES: usize = 192;
 /// The number of bytes above which `b` is read in wide pieces, because it is unlikely to be in a cache already. It is
 /// small in tests, so that their products reach it.
