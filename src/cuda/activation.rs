@@ -59,9 +59,9 @@ pub(crate) fn backward(
     check(x, &[dy])?;
     if (dx.dtype(), dx.len()) != (x.dtype(), count) {
         bail!(
-            "activation: the gradient has {}, but must have {count} {:?}",
+            "activation: the gradient has {}, but must have {}",
             counted(dx.len(), &format!("{:?} element", dx.dtype())),
-            x.dtype()
+            counted(count, &format!("{:?} element", x.dtype()))
         )
     }
     if count == 0 {

@@ -119,8 +119,8 @@ pub enum EngineError {
     },
     /// An attempt to set a gradient that does not exist.
     #[error(
-        "parameter {name} has no gradient now: a parameter has one from backward until the step that updates the \
-         weights, if it is not frozen"
+        "parameter {name} has no gradient now: a parameter that is not frozen has one from backward until the step \
+         that updates the weights"
     )]
     GradientAbsent {
         /// The parameter's name.

@@ -51,7 +51,7 @@ pub struct Llama3RopeScaling {
 /// and later).
 ///
 /// # Errors
-/// Numbers that are not finite and above 0, or a high factor that is not above the low one.
+/// Numbers that are not finite or not above 0, or a high factor that is not above the low one.
 pub fn llama3(frequencies: &[f64], scaling: &Llama3RopeScaling) -> Result<Vec<f64>> {
     let Llama3RopeScaling { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } = *scaling;
     let original = original_max_position_embeddings as f64;
@@ -90,7 +90,7 @@ pub struct YarnRopeScaling {
 /// unchanged (rope type "yarn").
 ///
 /// # Errors
-/// A width that is odd or 0, or numbers that are not finite and above 0.
+/// A width that is odd or 0, or numbers that are not finite or not above 0.
 pub fn yarn(width: usize, theta: f64, scaling: &YarnRopeScaling) -> Result<Vec<f64>> {
     let YarnRopeScaling { factor, beta_fast, beta_slow, truncate, original_max_position_embeddings } = *scaling;
     let (plain, original) = (default(width, theta)?, original_max_position_embeddings as f64);
@@ -117,7 +117,7 @@ pub fn yarn(width: usize, theta: f64, scaling: &YarnRopeScaling) -> Result<Vec<f
 /// with the length once the length exceeds `max_position_embeddings`.
 ///
 /// # Errors
-/// A width that is odd or at most 2, or numbers that are not finite and above 0.
+/// A width that is odd or at most 2, or numbers that are not finite or not above 0.
 pub fn dynamic(
     width: usize,
     theta: f64,

@@ -15,8 +15,8 @@ const NAME: &str = "matmul";
 /// broadcast, as in PyTorch's `matmul`.
 ///
 /// [`Tensor::matmul`] returns wrong numbers if the left operand is a transposed view and the right one a broadcast
-/// view, and its gradients may be wrong too. This function supports any views. Sums are in f32 for all formats, and
-/// rounded once.
+/// view, and its gradients may be wrong too. This function supports any views. On the CPU, sums of
+/// f32, bf16 and f16 are in f32 and rounded once; for f64 and on a GPU, Candle's product is used.
 ///
 /// # Errors
 /// Fewer than two dimensions, shapes that do not match, or operands with different dtypes.

@@ -84,7 +84,7 @@ fn a_missing_wait_between_streams_is_found() {
     let answers = |role| -> Vec<String> { SEEDS.map(|seed| answer_of(&child(name, role, seed, &[]))).collect() };
     assert!(answers("ordered").iter().all(|a| a == "2.0"));
     let wrong = answers("not ordered").iter().filter(|a| *a == "1.0").count();
-    assert!(wrong > SEEDS.count() / 4, "only {wrong} orders reveal it");
+    assert!(wrong > SEEDS.count() / 4, "the number of orders that reveal it is only {wrong}");
 }
 
 #[test]

@@ -317,6 +317,6 @@ fn hostfiles_and_flags_that_do_not_fit_the_sweep_are_refused_before_a_folder_is_
     // A host without enough memory for a trial is not used.
     let said = cluster.refused(&["s.toml", "--out", "memory", "--hostfile", "hosts", "--memory", "4096TiB"], 2);
     let (begin, end) = said.split_once("and the host has ").unwrap();
-    insta::assert_snapshot!(begin, @"zerorun: s.toml: no host of the hostfile has room for a trial (host alpha is not used: a trial needs 4.0 PiB of memory, ");
-    assert!(end.ends_with("; give other hosts, or a smaller memory"), "{end}");
+    insta::assert_snapshot!(begin, @"zerorun: s.toml: no host in the hostfile has room for a trial (host alpha is not used: a trial needs 4.0 PiB of memory, ");
+    assert!(end.ends_with("; give other hosts, or a smaller value of memory"), "{end}");
 }

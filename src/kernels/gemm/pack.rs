@@ -5,9 +5,9 @@ use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::simd::prefetch_at;
 use crate::kernels::vector::{MAX_LANES, SimdVector};
 
-/// The prefetch distance of packing, in steps. If columns are adjacent, it is also the number of steps of a panel that are
-/// packed before the steps of the next panel. Without prefetching, the contiguous pieces are too short or too many for the
-/// processor to predict the reads.
+/// The prefetch distance of packing, in steps. If columns are adjacent, it is also the number of steps of a panel that
+/// are packed before the steps of the next panel. Prefetching is needed because the contiguous pieces are too short, or
+/// too numerous, for the processor to predict the reads.
 pub(super) const PREFETCH_STEPS: usize = 32;
 /// The prefetch distance in adjacent elements, for tasks that pack only a few steps of each row.
 const PREFETCH_NEIGHBORS: usize = 96;
@@ -36,7 +36,7 @@ impl<E: Element> GemmOperand<E> {
         self.data.wrapping_add(outer * self.outer_stride + inner * self.inner_stride)
     }
 
-    /// Prefetches a step's elements that are adjacent across the inner dimension, if they exist.
+    /// Prefetches a cache line of adjacent columns for each element of a step. The elements need not exist.
     #[inline(always)]
     fn prefetch<W: ElementArithmetic<E>>(&self, from: *const E) {
         (0..W::DEPTH).for_each(|depth| prefetch_at(from.wrapping_add(depth * self.inner_stride)));

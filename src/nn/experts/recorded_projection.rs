@@ -1,7 +1,7 @@
 //! A projection as a part of an operation: its products, and the gradients of its parameters.
 //!
 //! An operation computes the rows of some experts at a time. Only the products of these rows need the experts' weights.
-//! The gradients of the parameters need only the rows, and are delivered for all experts together.
+//! The gradients of the parameters do not need these weights, and are delivered for all experts together.
 
 use super::ExpertAssignment;
 use super::adapter::{AdapterSizes, ExpertAdapter};

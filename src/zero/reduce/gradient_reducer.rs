@@ -1,7 +1,7 @@
 //! Moves gradients from the backward pass that computes them to this rank's share.
 //!
 //! ```text
-//!   arrived -> [held to the end of the pass: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes the share,
+//!   arrived -> [held to the end of the pass: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes the share's gradient,
 //!                                                                                                or is added to it
 //! ```
 //!

@@ -5,7 +5,7 @@
 //!   many rows       8 rows a step
 //!   some            4, 2 or 1 rows a step, so that an epoch has 30 steps or more
 //!   few             1 row a step, and rows that hold fewer samples than would fit
-//!   few samples     1 row a step, of one sample each
+//!   few samples     1 row a step, with one sample
 //! ```
 
 use crate::data::batches::{Batches, RowOrder, SequencePacking};

@@ -120,7 +120,7 @@ impl TrialHosts {
         }
         if used.is_empty() {
             let problem = format!(
-                "no host of the hostfile has room for a trial ({}); give other hosts, or a smaller memory",
+                "no host in the hostfile has room for a trial ({}); give other hosts, or a smaller value of memory",
                 left_out.join("; ")
             );
             return Err(definition.wrong(problem));
@@ -217,7 +217,7 @@ mod tests {
         // The ranks of both trials on host a and of the trial on host b have two cores each.
         assert_eq!((all.threads(3, 2), some.threads(2, 2), all.threads(1, 2)), (2, 2, 2));
         let refused = TrialHosts::of(&definition(2), &hosts[..1], &capacities, Some(101)).unwrap_err();
-        insta::assert_snapshot!(refused, @"x: no host of the hostfile has room for a trial (host a is not used: a trial needs 101 B of memory, and the host has 100 B); give other hosts, or a smaller memory");
+        insta::assert_snapshot!(refused, @"x: no host in the hostfile has room for a trial (host a is not used: a trial needs 101 B of memory, and the host has 100 B); give other hosts, or a smaller value of memory");
     }
 
     #[test]
