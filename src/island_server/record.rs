@@ -151,7 +151,8 @@ impl Replay {
             RunEvent::Join { slot, donor, exchange } => {
                 let round = self.rounds.iter_mut().find(|round| round.key == exchange);
                 let round = round.filter(|round| round.members.iter().any(|member| member.slot == donor));
-                let round = round.ok_or(format!("an island joins without an exchange or a donor; {GIVE_A_RECORD}"))?;
+                let round =
+                    round.ok_or_else(|| format!("an island joins without an exchange or a donor; {GIVE_A_RECORD}"))?;
                 round.joins.push((slot, donor));
             }
         }

@@ -15,10 +15,9 @@
 
 use super::arithmetic::{ElementArithmetic, GemmArithmetic};
 use super::epilogue::EpilogueOutput;
-use super::few_rows::{PIECE_STEPS, STEPS_OF_WIDE_PIECES};
 use super::matrix::Matrix;
 use super::microkernel::{self, AccumulatorInit, Microkernels, StridedWords};
-use super::pack::{GemmOperand, PREFETCH_STEPS};
+use super::pack::{GemmOperand, PIECE_STEPS, PREFETCH_STEPS, STEPS_OF_WIDE_PIECES};
 use super::panels::ColumnPanels;
 use super::scratch::with_words;
 use super::task_grid::{EvenSplit, MIN_ROWS, TaskGrid};

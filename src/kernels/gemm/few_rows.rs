@@ -15,19 +15,13 @@
 use super::arithmetic::{ElementArithmetic, GemmArithmetic};
 use super::blocked::{GemmPart, PackedColumns, turns};
 use super::microkernel::{self, AccumulatorInit, Microkernels};
-use super::pack::PREFETCH_STEPS;
+use super::pack::{PIECE_STEPS, PREFETCH_STEPS};
 use super::panels::ColumnPanels;
 use super::scratch::with_words;
 use super::tile_epilogue::{TilePosition, finish};
 use super::unpacked;
 use crate::kernels::element::Element;
 use std::ops::Range;
-
-/// The number of steps of a piece of `b`. It is large enough that sums are rarely loaded and stored, and small enough that
-/// the packed words of a panel stay in the first-level cache.
-pub(super) const PIECE_STEPS: usize = 128;
-/// The number of steps of a wide piece that are packed together.
-pub(super) const STEPS_OF_WIDE_PIECES: usize = 4;
 
 impl<E: Element, C: Element> GemmPart<'_, E, C> {
     /// Does the same as [`GemmPart::compute`] for so few rows that packed columns of `b` are not kept. A piece (some
@@ -43,19 +37,28 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     ) {
         let width = panels.vectors() * W::LANES;
         let packs = rows.len() > unpacked::ROWS;
-        // If columns are contiguous, a panel is read to its end, many steps at a time.
-        let (together, steps) =
-            if self.b.inner_stride == 1 { (1, PIECE_STEPS) } else { (panels.count(), PREFETCH_STEPS) };
-        let (steps, piece) = match self.packed_b {
-            PackedColumns::WidePieces => (PIECE_STEPS, width),
-            _ => (steps, W::COLS),
+        let all = panels.count();
+        // The panels of a group, which are read to their end, and the panels and steps of a piece.
+        let (group, piece_panels, piece_steps) = match self.packed_b {
+            PackedColumns::WidePieces => (all, all, PIECE_STEPS),
+            _ if self.b.inner_stride == 1 => (1, 1, PIECE_STEPS),
+            _ => (all, 1, PREFETCH_STEPS),
         };
-        with_words(if packs { steps * piece } else { 0 }, |piece| {
+        let piece_words = piece_steps * (piece_panels * W::COLS).min(width);
+        with_words(if packs { piece_words } else { 0 }, |piece| {
             with_words(2 * rows.len() * width, |sums| {
                 let piece = packs.then_some(piece);
-                let few = FewRowsTask { rows: rows.clone(), col: cols.start, panels, piece, steps, width };
+                let few = FewRowsTask {
+                    rows: rows.clone(),
+                    col: cols.start,
+                    panels,
+                    piece,
+                    piece_panels,
+                    piece_steps,
+                    width,
+                };
                 let of_block = sums.wrapping_add(rows.len() * width);
-                for group in turns(0..panels.count(), together) {
+                for group in turns(0..all, group) {
                     for block in 0..self.blocks.count {
                         let into = if block == 0 { sums } else { of_block };
                         self.stream_block::<W>(&few, group.clone(), self.blocks.piece(block), into);
@@ -85,10 +88,9 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         steps: Range<usize>,
         sums: *mut f32,
     ) {
-        let panels = if self.packed_b == PackedColumns::WidePieces { group.len() } else { 1 };
-        for turn in turns(steps.clone(), few.steps) {
+        for turn in turns(steps.clone(), few.piece_steps) {
             let start = if turn.start == steps.start { AccumulatorInit::Zero } else { AccumulatorInit::Continue };
-            for some in turns(group.clone(), panels) {
+            for some in turns(group.clone(), few.piece_panels) {
                 if let Some(piece) = few.piece {
                     self.pack_b::<W>(few.col, (few.panels, some.clone()), turn.clone(), piece);
                 }
@@ -138,8 +140,10 @@ struct FewRowsTask {
     panels: ColumnPanels,
     /// Room for a piece of `b`, if it is packed.
     piece: Option<*mut f32>,
-    /// The number of steps that are multiplied before the sums are stored.
-    steps: usize,
+    /// The number of panels of a piece.
+    piece_panels: usize,
+    /// The number of steps of a piece, which are multiplied before the sums are stored.
+    piece_steps: usize,
     /// The number of words of a row of sums.
     width: usize,
 }

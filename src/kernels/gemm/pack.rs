@@ -9,6 +9,11 @@ use crate::kernels::vector::{MAX_LANES, SimdVector};
 /// are packed before the steps of the next panel. Prefetching is needed because the contiguous pieces are too short, or
 /// too numerous, for the processor to predict the reads.
 pub(super) const PREFETCH_STEPS: usize = 32;
+/// The number of steps of a piece of `b`. It is large enough that sums are rarely loaded and stored, and small enough
+/// that the packed words of a panel stay in the first-level cache.
+pub(super) const PIECE_STEPS: usize = 128;
+/// The number of steps of a wide piece that are packed together.
+pub(super) const STEPS_OF_WIDE_PIECES: usize = 4;
 /// The prefetch distance in adjacent elements, for tasks that pack only a few steps of each row.
 const PREFETCH_NEIGHBORS: usize = 96;
 /// The prefetch distance in bytes, for elements that are adjacent along the inner dimension.

@@ -47,8 +47,8 @@ pub(super) struct TaskGrid {
 }
 
 impl TaskGrid {
-    /// Chooses the fewest tasks whose columns fit in the caches, but several per thread, so that threads of unequal speed finish at about
-    /// the same time.
+    /// Chooses the fewest tasks whose columns fit in the caches, but several per thread, so that threads of unequal
+    /// speed finish at about the same time. A task keeps `words` words in the cache for each of its columns.
     pub(super) fn new<A: GemmArithmetic>(rows: usize, cols: usize, words: usize, threads: usize) -> Self {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / words).max(at_least);
@@ -72,7 +72,7 @@ impl TaskGrid {
 
     /// Chooses the tasks of one of several products that are computed together: about `wanted`, or more if their
     /// columns would not fit in the caches. Rows are divided only if there are too few columns, because every task
-    /// packs its columns.
+    /// packs its columns. `words` is as for [`new`](Self::new).
     pub(super) fn among<A: GemmArithmetic>(rows: usize, cols: usize, words: usize, wanted: usize) -> Self {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / words).max(at_least);

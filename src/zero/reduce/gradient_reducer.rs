@@ -1,8 +1,8 @@
 //! Moves gradients from the backward pass that computes them to this rank's share.
 //!
 //! ```text
-//!   arrived -> [held to the end of the pass: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes the share's gradient,
-//!                                                                                                or is added to it
+//!   arrived -> [held to the end of the pass: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes the gradient of
+//!                                                                                                this share, or is added
 //! ```
 //!
 //! A large gradient is reduced separately, in the buffer that its layer wrote: a parameter's pieces are already in it

@@ -233,7 +233,8 @@ impl SweepRunner {
         running.process = JobProcess::Due(until);
         if !std::mem::replace(&mut running.was_busy, true) {
             self.display.line(&format!(
-                "a process of the killed sweep, or one on a lost host, is still saving trial {}; waiting for that process to end",
+                "a process of the killed sweep, or one on a lost host, is still saving trial {}; waiting for that \
+                 process to end",
                 running.job.trial
             ));
         }
@@ -293,11 +294,9 @@ impl SweepRunner {
                     let hint = nearest(metric, names.iter().map(String::as_str));
                     let found = match (names.is_empty(), names.contains(metric)) {
                         (true, _) => "there is no record; the script must train with candle-zero's engine".to_owned(),
-                        (_, true) => {
-                            "the metric has values at other steps; record it at the end of each part of a trial, for \
-                                      example with --eval_every"
-                                .to_owned()
-                        }
+                        (_, true) => "the metric has values at other steps; record it at the end of each part of a \
+                                      trial, for example with --eval_every"
+                            .to_owned(),
                         (_, false) => {
                             let hint = hint.map_or(String::new(), |hint| format!("; {hint}"));
                             format!("the recorded values are {}{hint}", list(&names))
