@@ -14,10 +14,10 @@ strings, line breaks instead of commas and a file without its outer braces are a
 In any section whose contents are checked, an unknown key is an error that shows its line, its column and the nearest known key.
 At the top level, a key that starts with `_`, `//` or `comment` is a comment. All sections accept 1 for true. *Lenient* marks the
 sections that DeepSpeed reads with pydantic, which converts some values; where the contents of such a section are checked, the
-same conversions apply here (`\"true\"` is accepted for true, and `\"3\"` for 3). `\"auto\"` is replaced by a value from the run
-(`RunValues`: micro batch, accumulation, lr and warm-up, which are 1, 1, 5e-5 and one step unless the script sets them; the number
-of steps of the schedule; and bucket sizes and a threshold that follow from the hidden size, if the script sets it), by a batch
-size derived from the other batch keys, or by the default; the value is printed once.
+same conversions apply here (`\"true\"` is accepted for true, and `\"3\"` for 3). `\"auto\"` is replaced by a value from the run,
+by a batch size derived from the other batch keys, or by the default; the value is printed once. The values from the run
+(`RunValues`) are the micro batch, accumulation, lr and warm-up (1, 1, 5e-5 and one step unless the script sets them), the number of
+steps of the schedule, and bucket sizes and a threshold that follow from the hidden size, if the script sets it.
 
 | status | meaning |
 | --- | --- |

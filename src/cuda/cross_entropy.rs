@@ -148,7 +148,7 @@ pub(crate) fn gradients(
 pub(crate) fn mean(device: &CudaDevice, losses: &CudaSlice<f32>, count: usize, divisor: f64) -> Result<CudaStorage> {
     if losses.len() < count {
         let be = is_or_are(losses.len());
-        bail!("cross_entropy: {count} losses are to be summed, but there {be} only {}", losses.len())
+        bail!("cross_entropy: the number of losses must be at least {count}, but there {be} only {}", losses.len())
     }
     written(device, DType::F32, 1, |mean| {
         let launch = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };

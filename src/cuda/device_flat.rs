@@ -239,8 +239,8 @@ impl DeviceFlat {
         copy_scaled(&device, self.part_mut(range)?, values, factor)
     }
 
-    /// Adds `values` times `factor` to the same number of elements, starting at element `to`, in f32 and
-    /// rounded once.
+    /// Adds `values` times `factor` to the same number of elements, starting at element `to`, in f32, and rounds
+    /// once.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.

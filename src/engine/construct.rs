@@ -384,7 +384,7 @@ fn check_experts(config: &Config, grouping: &ParameterGrouping, device: &Device,
     let conflicts = [
         (has_pipeline, "the model is a pipeline, whose stages hold complete blocks; remove one of the two"),
         (has_files, "states are offloaded to files; use the device cpu, or remove one of the two"),
-        (!device.is_cpu(), "the model is on a GPU, but rows are exchanged only between CPUs"),
+        (!device.is_cpu(), "the model is on a GPU, and rows are exchanged only between CPUs"),
         (
             !grouping.updates_by_elements(),
             "the optimizer needs complete parameters, or their norms over all ranks; use an optimizer such as AdamW",
@@ -395,8 +395,8 @@ fn check_experts(config: &Config, grouping: &ParameterGrouping, device: &Device,
         ),
         (
             config.zero.ignore_unused_parameters || !leaves.names.is_empty() || !leaves.name_suffixes.is_empty(),
-            "zero_optimization.ignore_unused_parameters or leaf_module is set, which is only for experts that are \
-             gathered together; remove it",
+            "zero_optimization.ignore_unused_parameters or leaf_module is set, and neither can be combined with \
+             experts that are divided among ranks; remove it",
         ),
     ];
     match conflicts.into_iter().find(|(is_so, _)| *is_so) {

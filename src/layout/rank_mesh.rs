@@ -203,7 +203,11 @@ impl RankMesh {
     /// # Panics
     /// Panics if `to` is not less than the length of the axis.
     pub fn moved(self, rank: usize, axis: MeshAxis, to: usize) -> usize {
-        assert!(to < self.len(axis), "there is no coordinate {to} among {} along the {axis} axis", self.len(axis));
+        assert!(
+            to < self.len(axis),
+            "coordinate {to} is out of range: the length of the {axis} axis is {}",
+            self.len(axis)
+        );
         let stride = self.stride(axis);
         rank - self.coordinate(rank, axis) * stride + to * stride
     }

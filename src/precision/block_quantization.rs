@@ -7,7 +7,7 @@
 //! ```
 //!
 //! A block's scale is its largest magnitude divided by the largest code, and an element is rounded to the nearest
-//! multiple of the scale (ties to even). The error is at most half a step, and zeros stay zeros. A block that contains
+//! multiple of the scale (ties to even). The error is at most half the scale, and zeros stay zeros. A block that contains
 //! an infinity or a NaN is decoded to elements that are all non-finite, so an overflow is still detected. The
 //! result depends only on the values: rounding is not stochastic, and every CPU produces the same bytes from finite
 //! values.

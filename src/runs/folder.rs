@@ -8,6 +8,7 @@ use super::{
 use crate::error::{Error, Result, RunError};
 use crate::files::{FolderLock, FolderLockOutcome, LOCK, unfinished_files};
 use crate::util::{list, nearest};
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -70,8 +71,30 @@ impl RunsFolder {
     /// # Errors
     /// The errors of [`ids`](Self::ids).
     pub fn runs(&self) -> Result<Vec<ListedRun>> {
-        let read = |id: String| ListedRun { run: RecordedRun::open(self.folder.join(&id)), id };
-        Ok(self.ids()?.into_iter().map(read).collect())
+        self.refreshed_runs(&mut BTreeMap::new())
+    }
+
+    /// Reads all runs like [`runs`](Self::runs). `running` contains the runs that were running at the last call, by
+    /// folder. Of these, only what has been recorded since is read.
+    ///
+    /// # Errors
+    /// The errors of [`ids`](Self::ids).
+    pub fn refreshed_runs(&self, running: &mut BTreeMap<PathBuf, RecordedRun>) -> Result<Vec<ListedRun>> {
+        let read = |id: String| {
+            let folder = self.folder.join(&id);
+            let run = match running.remove(&folder) {
+                Some(mut run) => run.refresh().map(|()| run),
+                None => RecordedRun::open(&folder),
+            };
+            ListedRun { id, run }
+        };
+        let runs: Vec<_> = self.ids()?.into_iter().map(read).collect();
+        // What remains of this folder has been removed.
+        running.retain(|folder, _| folder.parent() != Some(&self.folder));
+        let is_running = |run: &&RecordedRun| run.state() == RecordedState::Running;
+        let still_running = runs.iter().filter_map(|listed| listed.run.as_ref().ok()).filter(is_running);
+        running.extend(still_running.map(|run| (run.folder().to_owned(), run.clone())));
+        Ok(runs)
     }
 
     /// Returns the folder of a run, which is given by the name of its folder, or by a prefix that matches only one run.

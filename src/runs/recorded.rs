@@ -65,12 +65,28 @@ impl RecordedRun {
     /// [`RunError::Damaged`](crate::error::RunError::Damaged) or [`RunError::Newer`](crate::error::RunError::Newer) if
     /// the description cannot be understood; files that cannot be read.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
-        let folder = folder.as_ref();
+        Self::read(folder.as_ref(), None)
+    }
+
+    /// Reads the description again, and everything that has been recorded since the run was last read.
+    ///
+    /// # Errors
+    /// The errors of [`open`](Self::open). The run then remains as it was.
+    pub fn refresh(&mut self) -> Result<()> {
+        *self = Self::read(&self.folder, Some(self))?;
+        Ok(())
+    }
+
+    /// Reads the run in a folder. `known` is the result of an earlier call.
+    fn read(folder: &Path, known: Option<&Self>) -> Result<Self> {
         // The lock is checked before the files are read. If the run ends between these two steps, the files record how
         // it ended.
         let lock = LockSeen::of(folder);
         let info = RunInfo::read(folder)?;
-        let summary = RunSummary::load(folder)?;
+        let summary = match known.filter(|known| known.info == info) {
+            Some(known) => known.summary.clone().refreshed(folder)?,
+            None => RunSummary::load(folder)?,
+        };
         let state = match (lock.is_held(&summary), summary.outcome) {
             (true, _) => RecordedState::Running,
             (false, Some(RunEnding::Finished)) => RecordedState::Finished,

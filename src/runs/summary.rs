@@ -89,6 +89,21 @@ impl RunSummary {
     /// # Errors
     /// The files cannot be read. Damage is not an error: it is named in [`RunSummary::problem`].
     pub(super) fn load(folder: &Path) -> Result<Self> {
+        // A summary is only an index: one that is missing or damaged is computed again.
+        let stored = lines::read(&folder.join(SUMMARY), MAX_FILE_BYTES).ok();
+        let stored: Option<Self> = stored.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        match stored.filter(|stored| stored.format == FORMAT) {
+            Some(stored) => stored.refreshed(folder),
+            None => Self::of_files(folder),
+        }
+    }
+
+    /// Adds the lines that have been appended to the files of the run since the summary was made. If a file is shorter
+    /// than then, or if steps were repeated, computes the summary again from the complete files.
+    ///
+    /// # Errors
+    /// The errors of [`load`](Self::load).
+    pub(super) fn refreshed(mut self, folder: &Path) -> Result<Self> {
         let length = |name: &str| match folder.join(name).metadata() {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(0),
             found => found.map(|found| found.len()).map_err(|source| Error::Io {
@@ -98,20 +113,14 @@ impl RunSummary {
             }),
         };
         let (metrics, events) = (length(METRICS)?, length(EVENTS)?);
-        // A summary is only an index: one that is missing or damaged is computed again.
-        let stored = lines::read(&folder.join(SUMMARY), MAX_FILE_BYTES).ok();
-        let stored: Option<Self> = stored.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-        let usable = stored.filter(|stored| {
-            stored.format == FORMAT && stored.metrics_bytes <= metrics && stored.events_bytes <= events
-        });
-        let Some(mut summary) = usable else { return Self::of_files(folder) };
-        if metrics > summary.metrics_bytes && summary.add_metrics(folder)? == Err(StepsRepeated) {
+        let is_shorter = metrics < self.metrics_bytes || events < self.events_bytes;
+        if is_shorter || metrics > self.metrics_bytes && self.add_metrics(folder)? == Err(StepsRepeated) {
             return Self::of_files(folder);
         }
-        if events > summary.events_bytes {
-            summary.add_events(folder)?;
+        if events > self.events_bytes {
+            self.add_events(folder)?;
         }
-        Ok(summary)
+        Ok(self)
     }
 
     /// Computes the summary from the complete files.

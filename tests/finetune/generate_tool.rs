@@ -142,5 +142,5 @@ fn wrong_command_lines_models_and_prompts_end_with_code_2_and_their_names() {
         assert!(text(&words).contains("cannot be used with"));
     }
     std::fs::remove_file(folder.path().join("tokenizer.json")).unwrap();
-    insta::assert_snapshot!(of(folder.path(), &["--prompt", "a"]), @"zerorun: DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor exactly one GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
+    insta::assert_snapshot!(of(folder.path(), &["--prompt", "a"]), @"zerorun: DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor exactly one GGUF file; save a tokenizer there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
 }

@@ -51,7 +51,7 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
     };
     let by = |pattern: String| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
     let split = |digits| by(pattern(digits));
-    // The pattern of gpt-oss and Phi-4 (o200k), and that of Mistral's models since Nemo.
+    // The pattern of gpt-oss and Phi-4-mini (o200k), and that of Mistral's models since Nemo.
     let cased = |ending: &str, digits: &str| {
         let word = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]";
         let lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]";
@@ -370,9 +370,9 @@ fn a_tokenizer_that_cannot_be_read_is_named_with_what_to_do() {
     std::fs::remove_file(&file).unwrap();
     let none =
         || Tokenizer::open(folder.path()).unwrap_err().to_string().replace(folder.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor exactly one GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
+    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor exactly one GGUF file; save a tokenizer there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
     std::fs::write(folder.path().join("tokenizer.model"), "x").unwrap();
-    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has only tokenizer.model, which is not supported; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
+    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has only tokenizer.model, which is not supported; save a tokenizer there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
 }
 
 #[test]

@@ -478,7 +478,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     let without = copy("llama");
     std::fs::remove_file(without.path().join("tokenizer.json")).unwrap();
     let text = refusal(without.path(), &["--data", &data, "--out", &out]);
-    insta::assert_snapshot!(text.replace(without.path().to_str().unwrap(), "MODEL"), @"zerorun: MODEL has no tokenizer: it has neither tokenizer.json nor vocab.txt nor exactly one GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
+    insta::assert_snapshot!(text.replace(without.path().to_str().unwrap(), "MODEL"), @"zerorun: MODEL has no tokenizer: it has neither tokenizer.json nor vocab.txt nor exactly one GGUF file; save a tokenizer there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from the model's source");
 }
 
 #[test]

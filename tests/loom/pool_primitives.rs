@@ -7,7 +7,7 @@
 //!   job sleeps at once or keeps looking.
 //! - The lock of the caller is a word, because loom's mutex cannot be used again after a panic.
 //!
-//! Loom treats SeqCst as acquire and release (and a little more), so a thread passes a SeqCst fence, which loom
+//! Loom treats SeqCst as acquire and release (and a little more), so a thread executes a SeqCst fence, which loom
 //! supports, between a SeqCst store and its next SeqCst load. A fence, or the mutex, may also hide a missing Acquire or
 //! Release. There are therefore also tests in which no helper sleeps; they do not need SeqCst, and use no fences.
 
@@ -67,7 +67,7 @@ fn unless(plant: PoolPlant, ordering: Ordering) -> Ordering {
 }
 
 loom::thread_local! {
-    /// Whether this thread has made a SeqCst store since its last fence.
+    /// Whether this thread has performed a SeqCst store since its last fence.
     static STORED: Cell<bool> = Cell::new(false);
 }
 

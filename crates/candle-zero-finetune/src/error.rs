@@ -153,7 +153,7 @@ pub enum FinetuneError {
     },
     /// A model without a tokenizer.
     #[error(
-        "{} has no tokenizer: {found}; save one there with transformers, \
+        "{} has no tokenizer: {found}; save a tokenizer there with transformers, \
          AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and \
          tokenizer_config.json from the model's source",
         folder.display()

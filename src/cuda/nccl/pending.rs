@@ -52,7 +52,8 @@ impl PendingNcclCollective {
 
     /// Waits on the host until the collective is complete. A later [`settle`](Self::settle) does not have to wait.
     ///
-    /// If a peer has failed and the host first waits for the device in any other way, that wait never ends.
+    /// The host must call this method before it waits for the device in any other way: if a peer has failed, such a wait
+    /// never ends.
     ///
     /// # Errors
     /// Returns an error if a peer is lost, does not respond or is in another collective, or if the caller's own

@@ -78,7 +78,7 @@ pub(crate) trait SimdVector: Copy {
     /// Returns `self * factor - less`, rounded once if the level fuses the two operations.
     unsafe fn mul_sub(self, factor: Self, less: Self) -> Self;
 
-    /// Returns the larger number of each lane, or the number of `other` if either is NaN.
+    /// Returns the larger number in each lane, or the number of `other` if either is NaN.
     unsafe fn max(self, other: Self) -> Self;
 
     /// Returns 2 to the power of every number x, with a relative error of at most 3e-7 + 1e-7 |x|, and NaN for NaN.
@@ -143,8 +143,8 @@ unsafe fn exp2_of_rest<V: SimdVector>(rest: V) -> V {
     unsafe { others.into_iter().fold(V::splat(first), |p, c| p.mul_add(rest, V::splat(c))) }
 }
 
-/// Returns the hyperbolic tangent with a relative error of at most 6e-7, also for numbers of large magnitude and
-/// infinities. The result is NaN for NaN.
+/// Returns the hyperbolic tangent with a relative error of at most 6e-7, even for numbers of large magnitude and
+/// for infinities. The result is NaN for NaN.
 ///
 /// # Safety
 /// The call must be inside `V::with`.

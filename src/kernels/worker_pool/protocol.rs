@@ -24,9 +24,9 @@
 //! The following mistakes were made in this file by hand, one by one, and each was found too: waking without the lock,
 //! falling asleep without a second look, `asleep` that is never incremented, closing that does not wait, no closing
 //! when the caller panics, a helper's panic that is not caught or not cleared, entering without taking a place,
-//! entering a different job from the one looked at, and looking for any job instead of a new one. Relaxed only
-//! in `enter` is not found, because the load before it has at least Acquire ordering. The check does not cover the clock, a
-//! job number that wraps around, or the start of threads.
+//! entering a different job from the one looked at, and looking for any job instead of a new one. Using
+//! Relaxed only in `enter` is not detected, because the load before it has at least Acquire ordering. The check does
+//! not cover the clock, a job number that wraps around, or the start of threads.
 
 use super::primitives::{AtomicU64, AtomicUsize, CallerMutex, Condvar, JobCell, Lookout, Mutex, MutexGuard, pause};
 use std::any::Any;

@@ -4,7 +4,8 @@
 //! file    ":W&B" | 0xBEE1 (u16) | version 0 (u8) | blocks of 32 KiB, counted from the start of the file
 //! block   frames | fewer than 7 zero bytes, if no frame header fits
 //! frame   CRC-32 of kind and data (u32) | length of the data (u16) | kind (u8) | data
-//! record  one frame (kind 1), or a first (2), middle (3) and last (4) frame; a protobuf message `Record`
+//! record  one frame (kind 1), or a first frame (2), any number of middle frames (3) and a last frame (4); a protobuf
+//!         message `Record`
 //! ```
 //!
 //! The checksum is that of zlib, not LevelDB's CRC-32C.

@@ -1,9 +1,9 @@
 //! OneCycle: in one cycle, the rate rises and falls while beta1 falls and rises; then the rate decays, and beta1 grows
-//! by `decay_mom_rate`.
+//! at the rate `decay_mom_rate`.
 
 use crate::config::OneCycleConfig;
 
-/// The value of beta2 while the momentum cycles, whatever the optimizer's own value is.
+/// The value of beta2 if `cycle_momentum` is true, whatever the optimizer's own value is.
 const BETA2: f64 = 0.99;
 
 /// The phase of the schedule at a value of the counter.

@@ -2,6 +2,7 @@
 
 use super::super::{LoadedFrom, RecordedState, RunSpec, RunsFolder, SUMMARY, lines};
 use super::*;
+use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 
 fn plan(folder: &Path, name: &str) -> RecordPlan {
@@ -197,6 +198,55 @@ fn a_list_of_runs_reads_two_small_files_of_each() {
     // If the summary belongs to other contents, everything is read.
     std::fs::write(of_first.join(METRICS), "{\"step\":7,\"loss\":1}\n").unwrap();
     assert_eq!(RecordedRun::open(&of_first).unwrap().summary().steps, 7);
+}
+
+#[test]
+fn what_is_read_again_of_a_running_run_is_what_was_appended() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut writer = open(dir.path(), "x", JOB_A, 0);
+    steps(&mut writer, 1..=500);
+    writer.flush().unwrap();
+    let (runs, mut running) = (RunsFolder::find(Some(dir.path().into())), BTreeMap::new());
+    let folder = writer.folder().to_owned();
+    let info = folder.join(INFO).metadata().unwrap().len();
+    let mut run = RecordedRun::open(&folder).unwrap();
+    runs.refreshed_runs(&mut running).unwrap();
+    for last in [501, 503, 503] {
+        let before = folder.join(METRICS).metadata().unwrap().len();
+        steps(&mut writer, run.summary().steps + 1..=last);
+        writer.flush().unwrap();
+        let appended = folder.join(METRICS).metadata().unwrap().len() - before;
+        let files = if appended == 0 { 1 } else { 2 };
+        lines::cost::take();
+        run.refresh().unwrap();
+        assert_eq!(lines::cost::take(), (files, info + appended));
+        let listed = runs.refreshed_runs(&mut running).unwrap();
+        assert_eq!(lines::cost::take(), (files, info + appended));
+        assert_eq!(listed[0].run.as_ref().unwrap().summary(), run.summary());
+        assert_eq!((run.summary().steps, run.state()), (last, RecordedState::Running));
+        assert_eq!(*run.summary(), RunSummary::of_files(&folder).unwrap());
+    }
+    // Steps are repeated, and then the run ends.
+    writer.record(2, [("loss".to_owned(), 9.0)]).unwrap();
+    writer.flush().unwrap();
+    run.refresh().unwrap();
+    assert_eq!((run.summary().steps, run.summary().loss.unwrap().value), (2, 9.0));
+    writer.end(2, RunEnding::Finished, None).unwrap();
+    run.refresh().unwrap();
+    assert_eq!((run.state(), run.summary().clone()), (RecordedState::Finished, RunSummary::of_files(&folder).unwrap()));
+    runs.refreshed_runs(&mut running).unwrap();
+    assert!(running.is_empty());
+    // Another run has taken the place of this one.
+    runs.remove(&run.id(), false).unwrap();
+    assert!(run.refresh().is_err());
+    assert_eq!(run.summary().steps, 2);
+    let mut other = open(dir.path(), "y", JOB_B, 0);
+    steps(&mut other, 1..=900);
+    let from = other.folder().to_owned();
+    other.end(900, RunEnding::Stopped, None).unwrap();
+    std::fs::rename(from, &folder).unwrap();
+    run.refresh().unwrap();
+    assert_eq!(*run.summary(), *RecordedRun::open(&folder).unwrap().summary());
 }
 
 #[test]

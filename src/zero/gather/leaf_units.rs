@@ -73,8 +73,8 @@ impl LeafUnits {
         layers.into_values().map(|units| units.into_iter().collect()).collect()
     }
 
-    /// Returns the unit whose layer runs each unit: for a routed unit, the unit around it; for any other unit, the unit
-    /// itself. Units in leaves are run by the leaf.
+    /// Returns, for each unit, the unit whose layer runs it: for a routed unit, the unit around it; for any other unit,
+    /// the unit itself. Units in leaves are run by the leaf.
     pub fn run_by(&self) -> Vec<UnitId> {
         let outermost = self.outermost();
         let by = |(unit, outer): (UnitId, &UnitId)| match self.routed[unit].is_some() {

@@ -56,7 +56,7 @@ impl MemoryDemand<'_> {
                 binary(bytes)
             ));
         }
-        // The islands divide the sum of the changes among each other, and then gather it.
+        // The islands divide the sum of the changes among themselves, and then gather it.
         let others = 1.0 - 1.0 / self.islands as f64;
         let bytes = (2.0 * others * once / steps as f64) as u64;
         let mut text = format!(

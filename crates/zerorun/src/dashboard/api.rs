@@ -7,7 +7,9 @@ use crate::error::{Error, RunError};
 use candle_zero::runs::{ListedRun, RecordedRun, RecordedState, RunRequest, RunTail, RunsFolder};
 use candle_zero::util::lock;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// The number of rows of metrics if the page does not specify a number, and the limits on a requested number.
@@ -28,18 +30,18 @@ const LIST_AGE_FACTOR: u32 = 10;
 pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
     let mut list = lock(&state.list);
     let folder = state.folder.runs();
-    if let Some((until, known)) = &*list
+    if let Some((until, known)) = &list.answer
         && Instant::now() < *until
         && known["folder"] == json!(folder.path())
     {
         return Ok(known.clone());
     }
     let begun = Instant::now();
-    let mut runs = runs_in(&folder, "").map_err(|error| failed(&error))?;
+    let mut runs = runs_in(&folder, "", &mut list.running).map_err(|error| failed(&error))?;
     let (sweeps, mut problems) = (state.sweep_places(), Vec::new());
     for place in &sweeps {
         let Some(own) = place.runs.clone() else { continue };
-        match runs_in(&RunsFolder::find(Some(own)), &place.prefix) {
+        match runs_in(&RunsFolder::find(Some(own)), &place.prefix, &mut list.running) {
             Ok(more) => runs.extend(more),
             // The other runs are still shown.
             Err(error) => problems.push(error.to_string()),
@@ -47,14 +49,18 @@ pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
     }
     let names: Vec<&String> = sweeps.iter().map(|place| &place.name).collect();
     let answer = json!({"folder": folder.path(), "runs": runs, "sweeps": names, "problems": problems});
-    *list = Some((Instant::now() + LIST_AGE.max(begun.elapsed() * LIST_AGE_FACTOR), answer.clone()));
+    list.answer = Some((Instant::now() + LIST_AGE.max(begun.elapsed() * LIST_AGE_FACTOR), answer.clone()));
     Ok(answer)
 }
 
-/// Returns the runs in a folder, with `prefix` before their ids. A folder that does not exist yet has no runs: the
+/// Returns the runs in a folder, with `prefix` before their ids. `running` is that of [`RunsList`]. A folder that does not exist yet has no runs: the
 /// first run creates it.
-fn runs_in(folder: &RunsFolder, prefix: &str) -> Result<Vec<Value>, Error> {
-    let runs = match folder.runs() {
+fn runs_in(
+    folder: &RunsFolder,
+    prefix: &str,
+    running: &mut BTreeMap<PathBuf, RecordedRun>,
+) -> Result<Vec<Value>, Error> {
+    let runs = match folder.refreshed_runs(running) {
         Err(Error::Run(RunError::NoFolder { .. })) => Vec::new(),
         runs => runs?,
     };

@@ -12,7 +12,6 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::TcpStream;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// The time between two events.
@@ -29,7 +28,7 @@ const MAX_ROWS: usize = 100;
 /// A run that a page watches.
 pub(super) struct WatchedRun {
     id: String,
-    folder: PathBuf,
+    run: RecordedRun,
     tail: RunTail,
     /// The state, the ranks and the loads of experts that were last sent.
     state: Value,
@@ -53,14 +52,7 @@ pub(super) fn tails(request: &HttpRequest, state: &DashboardState) -> Result<Vec
         let positions: [u64; 5] = positions.and_then(|all| all.try_into().ok()).ok_or_else(wrong)?;
         let run = opened(id, state)?;
         let tail = RunTail::new(run.folder(), positions);
-        Ok(WatchedRun {
-            id: id.to_owned(),
-            folder: run.folder().to_owned(),
-            tail,
-            state: Value::Null,
-            ranks: Value::Null,
-            experts: Value::Null,
-        })
+        Ok(WatchedRun { id: id.to_owned(), run, tail, state: Value::Null, ranks: Value::Null, experts: Value::Null })
     };
     runs.iter().map(watched).collect()
 }
@@ -110,9 +102,9 @@ impl WatchedRun {
             add(&mut all, &news);
         }
         if looks {
-            let run = RecordedRun::open(&self.folder);
-            let (state, ranks, experts) = match &run {
-                Ok(run) => {
+            let (state, ranks, experts) = match self.run.refresh() {
+                Ok(()) => {
+                    let run = &self.run;
                     let mut state = shown(run, &self.id);
                     // The duration always changes, and the page can compute it.
                     if run.state() == candle_zero::runs::RecordedState::Running {

@@ -2,9 +2,10 @@
 
 use super::access::AccessRules;
 use super::sweeps::{SweepPlace, SweepReader};
-use candle_zero::runs::RunsFolder;
+use candle_zero::runs::{RecordedRun, RunsFolder};
 use candle_zero::util::lock;
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -33,6 +34,15 @@ impl ServedFolder {
     }
 }
 
+/// The last list of runs, which many pages request repeatedly.
+#[derive(Debug, Default)]
+pub(super) struct RunsList {
+    /// The list, and the time until which it is reused.
+    pub(super) answer: Option<(Instant, Value)>,
+    /// The runs of the list that were running, by folder.
+    pub(super) running: BTreeMap<PathBuf, RecordedRun>,
+}
+
 /// The state of a server.
 #[derive(Debug)]
 pub(super) struct DashboardState {
@@ -40,8 +50,7 @@ pub(super) struct DashboardState {
     pub(super) rules: AccessRules,
     /// The reader of sweeps, unless the page is that of a job.
     pub(super) sweeps: Option<Box<dyn SweepReader>>,
-    /// The last list of runs, which many pages request repeatedly, and the time until which the list is reused.
-    pub(super) list: Mutex<Option<(Instant, Value)>>,
+    pub(super) list: Mutex<RunsList>,
     pub(super) connections: AtomicUsize,
     pub(super) live: AtomicUsize,
     pub(super) stop: AtomicBool,

@@ -14,11 +14,11 @@ pub(super) struct ModelSizeFlags {
     #[arg(long = "n_layer", alias = "n-layer", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10000))]
     n_layer: Option<u32>,
 
-    /// Attention heads per block [default: that of the model]
+    /// Number of attention heads per block [default: that of the model]
     #[arg(long = "n_head", alias = "n-head", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     n_head: Option<u32>,
 
-    /// Key and value heads per block; Llama only [default: that of the model]
+    /// Number of key and value heads per block; Llama only [default: that of the model]
     #[arg(long = "n_kv_head", alias = "n-kv-head", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     n_kv_head: Option<u32>,
 
