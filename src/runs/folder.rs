@@ -89,7 +89,7 @@ impl RunsFolder {
             ListedRun { id, run }
         };
         let runs: Vec<_> = self.ids()?.into_iter().map(read).collect();
-        // What remains of this folder has been removed.
+        // The runs of this folder that remain have been removed.
         running.retain(|folder, _| folder.parent() != Some(&self.folder));
         let is_running = |run: &&RecordedRun| run.state() == RecordedState::Running;
         let still_running = runs.iter().filter_map(|listed| listed.run.as_ref().ok()).filter(is_running);
