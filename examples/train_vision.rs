@@ -118,7 +118,11 @@ fn run(args: &Args) -> anyhow::Result<()> {
     let validation = validation.first(args.validation);
     let batch = config.batch.train_batch_size;
     let per_epoch = (training.len() / batch) as u64;
-    ensure!(per_epoch > 0, "there are {} training images, but a batch has {batch}; give more", training.len());
+    ensure!(
+        per_epoch > 0,
+        "a batch has {batch} images, but the number of training images is {}; give more",
+        training.len()
+    );
     ensure!(validation.len() > 0, "--validation is 0; an accuracy needs at least one image");
     let all_steps = per_epoch * args.epochs;
     let steps = args.steps.map_or(all_steps, |most| most.min(all_steps));
@@ -384,7 +388,7 @@ impl Images {
             let are_records = !bytes.is_empty() && bytes.len().is_multiple_of(RECORD);
             ensure!(
                 are_records,
-                "{shown} has {} bytes, which is not a multiple of the {RECORD} bytes of a record",
+                "{shown} has {} bytes; it must have one or more records of {RECORD} bytes each",
                 bytes.len()
             );
             for record in bytes.chunks(RECORD) {

@@ -147,7 +147,7 @@ fn a_step_allocates_no_buffers_except_those_that_publication_fills() {
         };
         let most = published + BOOKS * world;
         for step in &train(world as usize, stage, bf16, 10)[4..] {
-            assert!(step.in_step <= most, "bf16 {bf16}, {world} ranks, stage {stage}: {step:?}, allowed {most}");
+            assert!(step.in_step <= most, "bf16 {bf16}, world size {world}, stage {stage}: {step:?}, allowed {most}");
         }
     }
 }
@@ -161,11 +161,11 @@ fn memory_does_not_grow_from_step_to_step() {
         // first step in which more of them are pending than ever before.
         let without_growth = steps.iter().filter(|step| step.grown == 0).count();
         let grown: i64 = steps.iter().map(|step| step.grown).sum();
-        let what = format!("bf16 {bf16}, {world} ranks, stage {stage}: {grown} bytes more, {steps:?}");
+        let what = format!("bf16 {bf16}, world size {world}, stage {stage}: {grown} bytes more, {steps:?}");
         assert!(without_growth * 2 > steps.len() && grown.abs() < 16 << 10, "{what}");
         let (least, most) =
             steps.iter().map(|step| step.allocated).fold((u64::MAX, 0), |(a, b), x| (a.min(x), b.max(x)));
-        assert!(most - least < 32 << 10, "bf16 {bf16}, {world} ranks, stage {stage}: {steps:?}");
+        assert!(most - least < 32 << 10, "bf16 {bf16}, world size {world}, stage {stage}: {steps:?}");
     }
 }
 

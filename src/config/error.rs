@@ -33,7 +33,7 @@ pub enum ConfigError {
         found: String,
     },
     /// A key occurs twice in one object.
-    #[error("{origin}: duplicate key: `{path}` is given twice: {first} and {second}; remove one of them")]
+    #[error("{origin}: duplicate key: `{path}` is given twice, at {first} and at {second}; remove one of them")]
     DuplicateKey {
         /// The file, or "the configuration text".
         origin: String,

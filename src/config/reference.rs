@@ -10,7 +10,7 @@ const HEAD: &str = "\
 Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --release --lib config::reference` regenerates it.
 
 A configuration is a DeepSpeed JSON file (0.19.8), read as Hjson: comments (`#`, `//`, `/* */`), unquoted keys and
-strings, line breaks instead of commas and a file without its outer braces are allowed.
+strings, line breaks instead of commas, and a file without its outer braces are allowed.
 In any section whose contents are checked, an unknown key is an error that shows its line, its column and the nearest known key.
 At the top level, a key that starts with `_`, `//` or `comment` is a comment. All sections accept 1 for true. *Lenient* marks the
 sections that DeepSpeed reads with pydantic, which converts some values; where the contents of such a section are checked, the

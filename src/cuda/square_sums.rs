@@ -43,7 +43,7 @@ pub(super) fn launch(device: &CudaDevice, arrays: &[DeviceFlatRef<'_>]) -> Resul
     let chunks: usize = arrays.iter().map(chunks_of).sum();
     let stream = device.cuda_stream();
     let (mut table, mut guards, mut first) = (Vec::new(), Vec::new(), 0);
-    // The kernel searches for a chunk's array, so every array in its table has at least one chunk.
+    // The kernel searches for a chunk's array, so every array in its table must have at least one chunk.
     for array in arrays.iter().filter(|array| array.len() > 0) {
         // The guard notifies other streams when the elements have been read, so it is dropped after the launch.
         let (pointer, guard) = each!(DeviceFlatRef, array, v => v.device_ptr(&stream));
@@ -66,8 +66,8 @@ pub(super) fn launch(device: &CudaDevice, arrays: &[DeviceFlatRef<'_>]) -> Resul
     };
     let function = KERNELS.function(device, "sums_of_squares")?;
     let arguments = arguments![table.len(), &on_device, chunks, SQUARES_CHUNK, &mut sums];
-    // SAFETY: the kernel takes a count of arrays and their table, whose pointers lead to the stated number of elements
-    // of a format, the total number of chunks, the number of elements in a chunk, and room for one sum per chunk.
+    // SAFETY: the kernel takes a count of arrays and their table, whose pointers point to the stated number of elements
+    // in the stated format, the total number of chunks, the number of elements in a chunk, and room for one sum per chunk.
     unsafe { function.run(launch, arguments)? };
     Ok(sums)
 }

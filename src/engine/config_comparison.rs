@@ -49,7 +49,7 @@ impl RankConfig {
     ) -> Self {
         let mut keys = BTreeMap::new();
         json_leaves("", &config.to_deepspeed_json(), &mut |name, leaf| _ = keys.insert(name, leaf.to_string()));
-        keys.insert("the user's own components".into(), format!("{custom:?}"));
+        keys.insert("the set of the user's own components".into(), format!("{custom:?}"));
         keys.insert("the optimizer's groups or schedule".into(), format!("{trainer:?} {groups:?}"));
         Self { keys, data: data.to_vec() }
     }

@@ -109,7 +109,7 @@ fn block_mlps(keys: &JsonKeys<'_>, family: &MixtureFamily, blocks: usize) -> Res
     for number in numbers {
         let mlp = usize::try_from(number).ok().and_then(|number| mlps.get_mut(number));
         let Some(mlp) = mlp else {
-            let found = format!("a list with {number}");
+            let found = format!("a list that contains {number}");
             return Err(keys.refuse_as(DENSE, found, format!("a list of numbers below num_hidden_layers ({blocks})")));
         };
         *mlp = BlockMlp::Dense;

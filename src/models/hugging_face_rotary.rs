@@ -97,7 +97,7 @@ fn block_types<'a>(
             return Err(keys.refuse_as("layer_types", found, format!("of length num_hidden_layers ({blocks})")));
         }
         if let Some(other) = all.iter().find(|kind| ![FULL, SLIDING].contains(kind)) {
-            let found = format!("a list with {other:?}");
+            let found = format!("a list that contains {other:?}");
             return Err(keys.refuse_as("layer_types", found, format!("a list of {FULL} and {SLIDING}")));
         }
         if !slides && all.contains(&SLIDING) {
@@ -215,7 +215,7 @@ fn rotary(keys: &JsonKeys<'_>, family: &ModelFamily, kind: &str, ctx: usize) -> 
     })
 }
 
-/// Returns the rotary positions of Ministral 3 if its file has none.
+/// Returns the rotary positions that a Ministral 3 has if its file specifies none.
 fn ministral3() -> RotaryConfig {
     const ORIGINAL_POSITIONS: usize = 16_384;
     let frequencies = YarnRopeScaling {
@@ -233,7 +233,7 @@ fn ministral3() -> RotaryConfig {
     }
 }
 
-/// Returns the frequency scaling of gpt-oss if its file has none.
+/// Returns the frequency scaling that a gpt-oss model has if its file specifies none.
 fn gpt_oss() -> RotaryScaling {
     let factor = 32f64;
     let frequencies = YarnRopeScaling {

@@ -151,7 +151,7 @@ impl FlopsProfile {
         ];
         let mut text = format!("flops profile of step {}\n", self.step);
         rows.iter().for_each(|(name, value)| text += &format!("{name:<26}{value}\n"));
-        text += "counted: multiply-adds of matrix products and causal attention of candle-zero's layers on the CPU\n";
+        text += "counted: multiply-adds of matrix products, convolutions and attention of candle-zero's layers on the CPU\n";
         let deepest = self.modules.iter().map(|module| module.name.split('.').count()).max().unwrap_or(0);
         let depths = match config.module_depth {
             Some(depth) => depth.min(deepest)..=depth.min(deepest),
@@ -262,7 +262,7 @@ mod tests {
         measured peak             3.00 GFLOPS
         MFU                       50.0 %
         samples/second            400.00
-        counted: multiply-adds of matrix products and causal attention of candle-zero's layers on the CPU
+        counted: multiply-adds of matrix products, convolutions and attention of candle-zero's layers on the CPU
 
         top modules at depth 1
         module                     parameters     fwd MACs     bwd MACs       MACs %       fwd ms       bwd ms       FLOP/s

@@ -1,7 +1,7 @@
 //! Reads files of JSON lines that another process may be appending to.
 
 use crate::files::{self, MAX_LINE_BYTES};
-use serde_json::{Map, Value};
+use serde::de::DeserializeOwned;
 use std::fs::File;
 use std::io::Result;
 use std::path::Path;
@@ -21,12 +21,12 @@ pub(super) fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Calls `each` with every complete line from byte `from` on: an object, or the reason why the line is not one. Returns
-/// the position after the last complete line.
-pub(super) fn complete_lines(
+/// Calls `each` with every complete line from byte `from` on: a value that is read from a JSON object, or the reason why
+/// the line is not an object. Returns the position after the last complete line.
+pub(super) fn complete_lines<T: DeserializeOwned>(
     file: File,
     from: u64,
-    each: &mut dyn FnMut(std::result::Result<Map<String, Value>, String>),
+    each: &mut dyn FnMut(std::result::Result<T, String>),
 ) -> Result<u64> {
     let end = files::complete_lines(file, from, &mut |at, line| {
         each(match line {
@@ -62,15 +62,17 @@ pub(super) mod cost {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use serde_json::{Map, Value};
 
     fn lines(bytes: &[u8], from: u64) -> (Vec<String>, u64) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.jsonl");
         std::fs::write(&path, bytes).unwrap();
         let mut all = Vec::new();
-        let end = complete_lines(open(&path).unwrap(), from, &mut |line| {
-            all.push(line.map_or_else(|problem| problem, |line| Value::from(line).to_string()));
-        });
+        let end =
+            complete_lines(open(&path).unwrap(), from, &mut |line: std::result::Result<Map<String, Value>, _>| {
+                all.push(line.map_or_else(|problem| problem, |line| Value::from(line).to_string()));
+            });
         (all, end.unwrap())
     }
 

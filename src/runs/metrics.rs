@@ -10,9 +10,11 @@
 
 use super::{METRICS, lines};
 use crate::error::{Error, Result};
-use serde::Serialize;
+use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
+use std::fmt::Formatter;
 use std::path::Path;
 
 /// The name of the value that the engine records in every step. A line that contains this value begins a step, even if
@@ -61,32 +63,132 @@ pub enum MetricsLine {
     Values(MetricsRow),
 }
 
-impl MetricsLine {
-    /// Reads a line. Returns `None` if it is of neither kind.
-    pub(super) fn of(line: Map<String, Value>) -> Option<Self> {
-        let time = line.get("time").and_then(number).filter(|time| time.is_finite()).unwrap_or_default();
-        if let Some(session) = line.get("session") {
-            let from_step = line.get("from_step").and_then(Value::as_u64)?;
-            return Some(Self::Session { number: session.as_u64()?, from_step, time });
-        }
-        let step = line.get("step")?.as_u64()?;
-        let is_value = |name: &str| name != "step" && name != "time";
-        let values = line.into_iter().filter(|(name, _)| is_value(name));
-        let values = values.filter_map(|(name, value)| Some((name, number(&value)?))).collect();
-        Some(Self::Values(MetricsRow { step, time, values }))
+/// A line as it is read: `None` if it is of neither kind.
+pub(super) struct FoundLine(pub Option<MetricsLine>);
+
+impl<'de> Deserialize<'de> for FoundLine {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        from.deserialize_map(LineVisitor)
     }
 }
 
-/// Returns a recorded number. JSON has no numbers that are not finite, so they are recorded as text.
-fn number(value: &Value) -> Option<f64> {
-    match value {
-        Value::String(text) => match text.as_str() {
-            "NaN" => Some(f64::NAN),
-            "Infinity" => Some(f64::INFINITY),
-            "-Infinity" => Some(f64::NEG_INFINITY),
-            _ => None,
-        },
-        other => other.as_f64(),
+struct LineVisitor;
+
+impl<'de> Visitor<'de> for LineVisitor {
+    type Value = FoundLine;
+
+    fn expecting(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut line: A) -> std::result::Result<FoundLine, A::Error> {
+        let (mut session, mut from_step, mut step) = (None, None, None);
+        let (mut time, mut values) = (None, BTreeMap::new());
+        while let Some(name) = line.next_key::<String>()? {
+            let value: LineValue = line.next_value()?;
+            match name.as_str() {
+                "session" => session = Some(value),
+                "from_step" => from_step = Some(value),
+                "step" => step = Some(value),
+                "time" => time = value.number(),
+                _ => values.extend(value.number().map(|number| (name, number))),
+            }
+        }
+        let time = time.filter(|time| time.is_finite()).unwrap_or_default();
+        let whole = |value: Option<LineValue>| value.and_then(LineValue::whole);
+        let line = match session {
+            Some(session) => session.whole().zip(whole(from_step)).map(|(number, from_step)| MetricsLine::Session {
+                number,
+                from_step,
+                time,
+            }),
+            None => {
+                let from_step = from_step.and_then(LineValue::number);
+                values.extend(from_step.map(|number| ("from_step".to_owned(), number)));
+                whole(step).map(|step| MetricsLine::Values(MetricsRow { step, time, values }))
+            }
+        };
+        Ok(FoundLine(line))
+    }
+}
+
+/// A value of a line. JSON has no numbers that are not finite, so they are recorded as text.
+#[derive(Clone, Copy)]
+enum LineValue {
+    Whole(u64),
+    Number(f64),
+    Other,
+}
+
+impl LineValue {
+    fn whole(self) -> Option<u64> {
+        match self {
+            Self::Whole(number) => Some(number),
+            Self::Number(_) | Self::Other => None,
+        }
+    }
+
+    fn number(self) -> Option<f64> {
+        match self {
+            Self::Whole(number) => Some(number as f64),
+            Self::Number(number) => Some(number),
+            Self::Other => None,
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for LineValue {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        from.deserialize_any(ValueVisitor)
+    }
+}
+
+struct ValueVisitor;
+
+impl<'de> Visitor<'de> for ValueVisitor {
+    type Value = LineValue;
+
+    fn expecting(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_u64<E>(self, number: u64) -> std::result::Result<LineValue, E> {
+        Ok(LineValue::Whole(number))
+    }
+
+    fn visit_i64<E>(self, number: i64) -> std::result::Result<LineValue, E> {
+        Ok(LineValue::Number(number as f64))
+    }
+
+    fn visit_f64<E>(self, number: f64) -> std::result::Result<LineValue, E> {
+        Ok(LineValue::Number(number))
+    }
+
+    fn visit_str<E>(self, text: &str) -> std::result::Result<LineValue, E> {
+        Ok(match text {
+            "NaN" => LineValue::Number(f64::NAN),
+            "Infinity" => LineValue::Number(f64::INFINITY),
+            "-Infinity" => LineValue::Number(f64::NEG_INFINITY),
+            _ => LineValue::Other,
+        })
+    }
+
+    fn visit_bool<E>(self, _: bool) -> std::result::Result<LineValue, E> {
+        Ok(LineValue::Other)
+    }
+
+    fn visit_unit<E>(self) -> std::result::Result<LineValue, E> {
+        Ok(LineValue::Other)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> std::result::Result<LineValue, A::Error> {
+        while list.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(LineValue::Other)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> std::result::Result<LineValue, A::Error> {
+        while object.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(LineValue::Other)
     }
 }
 
@@ -122,10 +224,8 @@ impl WholeMetrics {
             file => file.map_err(wrong)?,
         };
         let mut problem = None;
-        let mut each = |line: std::result::Result<Map<String, Value>, String>| {
-            let line = line.and_then(|line| {
-                MetricsLine::of(line).ok_or_else(|| "a line has neither a step nor a session".to_owned())
-            });
+        let mut each = |line: std::result::Result<FoundLine, String>| {
+            let line = line.and_then(|line| line.0.ok_or_else(|| "a line has neither a step nor a session".to_owned()));
             match line {
                 Ok(line) => whole.add(line),
                 Err(why) => _ = problem.get_or_insert(why),
@@ -234,6 +334,28 @@ mod tests {
         let row = read(&text).rows[&4].clone();
         assert_eq!(row.values.keys().collect::<Vec<_>>(), ["a", "b", "c", "d", "loss"]);
         assert!(row.values["a"].is_nan() && row.values["c"] == f64::NEG_INFINITY && row.values["d"] == 0.1);
+    }
+
+    #[test]
+    fn values_of_other_kinds_are_left_out() {
+        let text = "{\"step\":3,\"a\":true,\"b\":null,\"c\":[1,{\"d\":[]}],\"e\":{\"f\":{\"g\":1}},\"h\":\"x\",\"i\":-7,\"j\":1e3,\
+                    \"from_step\":18446744073709551615,\"time\":\"Infinity\"}\n";
+        let row = read(text).rows[&3].clone();
+        let expected = [("from_step", 1.8446744073709552e19), ("i", -7.0), ("j", 1000.0)];
+        assert_eq!(row.values, expected.map(|(name, value)| (name.to_owned(), value)).into());
+        assert_eq!(row.time, 0.0);
+        for text in [
+            "{\"session\":1}",
+            "{\"session\":-1,\"from_step\":0}",
+            "{\"session\":null,\"step\":1}",
+            "{\"step\":1.0}",
+            "{}",
+        ] {
+            let whole = read(&format!("{text}\n"));
+            assert_eq!((whole.rows.len(), whole.sessions.len()), (0, 0), "{text}");
+            assert_eq!(whole.problem.unwrap(), "a line has neither a step nor a session", "{text}");
+        }
+        assert_eq!(read("[1]\n").problem.unwrap(), "the line at byte 0 is not a JSON object");
     }
 
     #[test]

@@ -243,7 +243,7 @@ impl RecordedRun {
             file => file.map_err(wrong)?,
         };
         let mut all = Vec::new();
-        lines::complete_lines(file, 0, &mut |line| all.extend(line)).map_err(wrong)?;
+        lines::complete_lines(file, 0, &mut |line: std::result::Result<_, String>| all.extend(line)).map_err(wrong)?;
         Ok(all)
     }
 }

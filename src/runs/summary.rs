@@ -4,11 +4,12 @@
 //! lengths of the files, and adds the lines that have been appended since. If the files are shorter, or if steps were
 //! repeated, the reader starts again from the beginning.
 
-use super::metrics::{LOSS, MetricsLine, MetricsRow, WholeMetrics};
+use super::metrics::{FoundLine, LOSS, MetricsLine, MetricsRow, WholeMetrics};
 use super::{EVENTS, FORMAT, MAX_FILE_BYTES, METRICS, SUMMARY, lines};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::monitor::RunEnding;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::io::ErrorKind;
@@ -146,7 +147,7 @@ impl RunSummary {
     /// Adds the lines of metrics that have been appended.
     fn add_metrics(&mut self, folder: &Path) -> Result<std::result::Result<(), StepsRepeated>> {
         let mut repeated = false;
-        let mut add = |summary: &mut Self, line| match MetricsLine::of(line) {
+        let mut add = |summary: &mut Self, line: FoundLine| match line.0 {
             Some(MetricsLine::Session { from_step, time, .. }) => {
                 repeated |= from_step < summary.steps;
                 summary.begin_session(time);
@@ -164,16 +165,17 @@ impl RunSummary {
     /// Adds the events that have been appended.
     fn add_events(&mut self, folder: &Path) -> Result<()> {
         let from = self.events_bytes;
-        self.events_bytes = self.add_lines(folder, EVENTS, from, &mut |summary, event| summary.add_event(&event))?;
+        self.events_bytes =
+            self.add_lines(folder, EVENTS, from, &mut |summary, event: Map<_, _>| summary.add_event(&event))?;
         Ok(())
     }
 
-    fn add_lines(
+    fn add_lines<T: DeserializeOwned>(
         &mut self,
         folder: &Path,
         name: &str,
         from: u64,
-        add: &mut dyn FnMut(&mut Self, Map<String, Value>),
+        add: &mut dyn FnMut(&mut Self, T),
     ) -> Result<u64> {
         let path = folder.join(name);
         let wrong = |source| Error::Io { action: "read", path: path.clone(), source };

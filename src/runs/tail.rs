@@ -1,8 +1,9 @@
 //! Reads the lines that have been appended to the files of a run since they were last read.
 
-use super::metrics::MetricsLine;
+use super::metrics::{FoundLine, MetricsLine};
 use super::{EARLIER_LOG, EVENTS, LAUNCH, LOG, METRICS, SAMPLES, lines};
 use crate::error::{Error, Result};
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use std::io::{BufRead as _, ErrorKind, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -80,9 +81,8 @@ impl RunTail {
         let all = |name: &str, at: &mut u64, lines: &mut Vec<Map<String, Value>>| {
             appended(&self.folder.join(name), at, &mut |line| lines.push(line))
         };
-        news.has_gap = appended(&self.folder.join(METRICS), metrics, &mut |line| {
-            news.metrics.extend(MetricsLine::of(line));
-        })?;
+        news.has_gap =
+            appended(&self.folder.join(METRICS), metrics, &mut |line: FoundLine| news.metrics.extend(line.0))?;
         all(EVENTS, events, &mut news.events)?;
         all(SAMPLES, samples, &mut news.samples)?;
         all(LAUNCH, launch, &mut news.launch)?;
@@ -93,7 +93,7 @@ impl RunTail {
 
 /// Calls `each` with the lines after position `at`, and moves the position. Returns whether lines were skipped, or
 /// whether the file is shorter than before.
-fn appended(path: &Path, at: &mut u64, each: &mut dyn FnMut(Map<String, Value>)) -> Result<bool> {
+fn appended<T: DeserializeOwned>(path: &Path, at: &mut u64, each: &mut dyn FnMut(T)) -> Result<bool> {
     let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
     let Some(len) = length(path).map_err(wrong)? else { return Ok(std::mem::take(at) > 0) };
     let is_other = len < *at;
@@ -108,7 +108,10 @@ fn appended(path: &Path, at: &mut u64, each: &mut dyn FnMut(Map<String, Value>))
     if is_far {
         *at = next_line(&mut file, len - MAX_NEWS).map_err(wrong)?;
     }
-    *at = lines::complete_lines(file, *at, &mut |line| line.into_iter().for_each(&mut *each)).map_err(wrong)?;
+    *at = lines::complete_lines(file, *at, &mut |line: std::result::Result<T, String>| {
+        line.into_iter().for_each(&mut *each)
+    })
+    .map_err(wrong)?;
     Ok(is_other || is_far)
 }
 

@@ -95,7 +95,7 @@ fn checkpoints_of_version_1_are_whole_and_load_at_any_stage_and_number_of_ranks(
             assert_eq!(
                 go_on(name, world, stage, 3, LoadOptions::default()),
                 saved,
-                "{name}, {world} ranks, stage {stage}"
+                "{name}, world size {world}, stage {stage}"
             );
         }
     }

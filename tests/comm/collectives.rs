@@ -107,7 +107,7 @@ fn what_is_coded_between_hosts_alone_is_exact_on_one_host() {
                 Ok((results, comm.report().data_wire_bytes()))
             })
         };
-        assert!(of(WireFormat::BetweenHosts(code)) == of(WireFormat::Exact), "{code:?}, {world} ranks");
+        assert!(of(WireFormat::BetweenHosts(code)) == of(WireFormat::Exact), "{code:?}, world size {world}");
     }
 }
 

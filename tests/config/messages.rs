@@ -68,7 +68,7 @@ fn a_list_at_the_top_of_a_file() {
 
 #[test]
 fn a_duplicate_key() {
-    insta::assert_snapshot!(of_file("{\"bf16\": {\"enabled\": true,\n  \"enabled\": false}}"), @"ds.json: duplicate key: `bf16.enabled` is given twice: line 1, column 11 and line 2, column 3; remove one of them");
+    insta::assert_snapshot!(of_file("{\"bf16\": {\"enabled\": true,\n  \"enabled\": false}}"), @"ds.json: duplicate key: `bf16.enabled` is given twice, at line 1, column 11 and at line 2, column 3; remove one of them");
 }
 
 #[test]

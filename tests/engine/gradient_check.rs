@@ -218,10 +218,10 @@ fn a_graph_that_is_cut_or_a_backward_that_is_wrong_ends_the_first_step_at_every_
             for result in results {
                 let error = match result {
                     Err(error) => error,
-                    Ok(report) => panic!("{what}, stage {stage}, {ranks} ranks: {report}"),
+                    Ok(report) => panic!("{what}, stage {stage}, world size {ranks}: {report}"),
                 };
                 let is_named = matches!(error, Error::Engine(EngineError::WrongGradient { .. }));
-                assert!(is_named, "{what}, stage {stage}, {ranks} ranks: {error}");
+                assert!(is_named, "{what}, stage {stage}, world size {ranks}: {error}");
             }
         }
     }
@@ -256,7 +256,7 @@ fn in_16_bits_mistakes_are_found_that_are_larger_than_rounding() {
                 });
                 for result in results.unwrap() {
                     let is_found = matches!(result, Err(Error::Engine(EngineError::WrongGradient { .. })));
-                    assert!(is_found, "{what}, {format:?}, stage {stage}, {ranks} ranks: {result:?}");
+                    assert!(is_found, "{what}, {format:?}, stage {stage}, world size {ranks}: {result:?}");
                 }
             }
         }

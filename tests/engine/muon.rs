@@ -81,7 +81,7 @@ fn recorded_weights_are_met_over_any_number_of_ranks_at_every_stage() {
                     () if world == 3 => 1.2e-6,
                     () => 1e-6,
                 };
-                assert!(off <= tolerance, "{name} at stage {stage} on {world} ranks: {off:e}, {hyper}");
+                assert!(off <= tolerance, "{name} at stage {stage} with world size {world}: {off:e}, {hyper}");
             }
         }
     }

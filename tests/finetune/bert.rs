@@ -92,7 +92,7 @@ fn twelve_steps_follow_pytorch_at_all_stages() {
     for world in [1, 2] {
         let mut first: Option<Vec<u8>> = None;
         for stage in [0, 1, 2, 3] {
-            let what = format!("stage {stage}, {world} ranks");
+            let what = format!("stage {stage}, world size {world}");
             let (found, file) = train(&record["batches"], world, stage);
             assert_eq!((found.len(), steps.len()), (12, 12));
             for (i, ((loss, norm), want)) in found.iter().zip(steps).enumerate() {

@@ -409,8 +409,8 @@ fn padding_changes_no_bit_of_a_training() {
             assert!(losses[0] != losses[2] && losses[2] != losses[4], "the model trains: {losses:?}");
             for (more, filler) in [(1, 3), (19, 3), (7, 88)] {
                 let (padded, after) = train(world, stage, more, filler);
-                assert_eq!(padded, losses, "{more} more, stage {stage}, {world} ranks");
-                assert!(after == weights, "weights with {more} more, stage {stage}, {world} ranks");
+                assert_eq!(padded, losses, "{more} more, stage {stage}, world size {world}");
+                assert!(after == weights, "weights with {more} more, stage {stage}, world size {world}");
             }
         }
     }
@@ -589,14 +589,14 @@ fn a_classifier_has_the_same_bits_at_all_stages_and_after_a_stop() {
         for stage in [1, 2, 3] {
             let of_stage = ["--steps", "6", "-n", world, "--ds_config", &config(&folder, stage)];
             let out = format!("out{world}-{stage}");
-            assert!(bytes(&out, &of_stage) == whole, "stage {stage}, {world} ranks");
+            assert!(bytes(&out, &of_stage) == whole, "stage {stage}, world size {world}");
         }
         let saves = folder.path().join(format!("saves{world}"));
         let zero = config(&folder, 2);
         let resumed = ["-n", world, "--ds_config", &zero, "--save", saves.to_str().unwrap(), "--resume", "--steps"];
         let out = format!("resumed{world}");
         bytes(&out, &[resumed.as_slice(), &["3"]].concat());
-        assert!(bytes(&out, &[resumed.as_slice(), &["6"]].concat()) == whole, "{world} ranks, resumed");
+        assert!(bytes(&out, &[resumed.as_slice(), &["6"]].concat()) == whole, "world size {world}, resumed");
     }
 }
 

@@ -142,7 +142,7 @@ fn full_training_of_a_decoder_leaves_a_classifier_with_the_same_bytes_at_every_s
             assert!(stderr(&output).contains("the classifier is initialized randomly"), "{}", stderr(&output));
             std::fs::read(folder.path().join(out).join("model.safetensors")).unwrap()
         });
-        assert!(bytes[0] == bytes[1], "{world} ranks");
+        assert!(bytes[0] == bytes[1], "world size {world}");
     }
     let out = folder.path().join("out1-0");
     let base = ClassifierBase::open_trained(&out).unwrap();
@@ -178,7 +178,7 @@ fn adapters_of_classifiers_are_those_of_peft_and_predict_what_was_learned() {
                 assert!(output.status.success(), "{name}: {}", stderr(&output));
                 std::fs::read(folder.path().join(out).join("adapter_model.safetensors")).unwrap()
             });
-            assert!(bytes[0] == bytes[1], "{name}, {world} ranks");
+            assert!(bytes[0] == bytes[1], "{name}, world size {world}");
         }
         let out = folder.path().join(format!("{name}1-0"));
         let read = |file: &str| -> Value { serde_json::from_slice(&std::fs::read(out.join(file)).unwrap()).unwrap() };

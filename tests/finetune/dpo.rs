@@ -61,7 +61,7 @@ fn follow(case: &str) {
     for world in [1, 2] {
         let mut first: Option<Adapter> = None;
         for stage in [0, 3] {
-            let what = format!("{case}, stage {stage}, {world} ranks");
+            let what = format!("{case}, stage {stage}, world size {world}");
             let config = json!({
                 "train_batch_size": 4,
                 "gradient_clipping": 1.0,

@@ -116,7 +116,7 @@ fn ten_steps_of_all_encoders_follow_pytorch_at_stages_0_and_3() {
         for world in [1, 2] {
             let mut first: Option<Vec<u8>> = None;
             for stage in [0, 3] {
-                let what = format!("{encoder}, stage {stage}, {world} ranks");
+                let what = format!("{encoder}, stage {stage}, world size {world}");
                 let (found, file) = train(encoder, &record["batches"], world, stage);
                 assert_eq!((found.len(), steps.len()), (10, 10));
                 for (i, ((loss, norm), want)) in found.iter().zip(steps).enumerate() {

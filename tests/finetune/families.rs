@@ -163,10 +163,13 @@ fn training_of_more_families_follows_pytorch_at_every_stage_and_world_size() {
                 worst[0] = worst[0].max((run.losses[step] - losses[step]).abs());
                 worst[1] = worst[1].max((run.norms[step] / norms[step] - 1.0).abs());
             }
-            println!("{name}, {world} ranks: loss {:.1e}, norm {:.1e}", worst[0], worst[1]);
-            assert!(worst[0] <= LOSS_AFTER_STEPS && worst[1] <= NORM, "{name}, {world} ranks: {worst:?}");
+            println!("{name}, world size {world}: loss {:.1e}, norm {:.1e}", worst[0], worst[1]);
+            assert!(worst[0] <= LOSS_AFTER_STEPS && worst[1] <= NORM, "{name}, world size {world}: {worst:?}");
             check_probes(name, &plain["final_weight_probe"], &run.weights, &WEIGHTS, exported_name);
-            assert!(runs[1].weights == run.weights, "{name}: stages 0 and 3 give different bits on {world} ranks");
+            assert!(
+                runs[1].weights == run.weights,
+                "{name}: stages 0 and 3 give different bits with world size {world}"
+            );
             assert_eq!((&runs[1].losses, &runs[1].norms), (&run.losses, &run.norms), "{name}");
         }
     }

@@ -117,7 +117,7 @@ fn follow(model: &str, case: &str) {
     for world in [1, 2] {
         let mut first: Option<Adapter> = None;
         for stage in [0, 3] {
-            let what = format!("{model}.{case}, stage {stage}, {world} ranks");
+            let what = format!("{model}.{case}, stage {stage}, world size {world}");
             let run = train(model, case, world, stage);
             compare(&run, &record, &what);
             let off = adapter_differs_by(&run.adapter, &final_file);

@@ -272,14 +272,18 @@ fn follow(name: &str, kind: &str) {
             let moved = neighbors
                 .map(|limit| worst(&train(name, run, &batches, Training { world, stage: 0, recompute: false, limit })));
             let [below, above] = moved;
-            println!("{name} {kind}, {world} ranks: norm {worst_norm:.1e}; limit below {below:.1e}, above {above:.1e}");
+            println!(
+                "{name} {kind}, world size {world}: norm {worst_norm:.1e}; limit below {below:.1e}, above {above:.1e}"
+            );
             worst_norm = below.min(above);
         }
-        println!("{name} {kind}, {world} ranks: loss {worst_loss:.1e}, norm {worst_norm:.1e}, aux {worst_balance:.1e}");
+        println!(
+            "{name} {kind}, world size {world}: loss {worst_loss:.1e}, norm {worst_norm:.1e}, aux {worst_balance:.1e}"
+        );
         let allowed = worst_loss <= LOSS_AFTER_STEPS && worst_norm <= NORM && worst_balance <= LOSS_AFTER_STEPS;
-        assert!(allowed, "{name} {kind}, {world} ranks: {worst_loss}, {worst_norm}, {worst_balance}");
+        assert!(allowed, "{name} {kind}, world size {world}: {worst_loss}, {worst_norm}, {worst_balance}");
         check_probes(name, &run["final_weight_probe"], &first.weights, &WEIGHTS, |name| Some(name.to_owned()));
-        assert!(runs[1].weights == first.weights, "{name}: stages 0 and 3 give different bits on {world} ranks");
+        assert!(runs[1].weights == first.weights, "{name}: stages 0 and 3 give different bits with world size {world}");
         assert_eq!((&runs[1].losses, &runs[1].norms), (&first.losses, &first.norms), "{name}");
     }
 }

@@ -103,7 +103,7 @@ fn descriptions_of_mixtures_that_cannot_be_are_refused_by_key() {
     insta::assert_snapshot!(with("mixtral", "hidden_act", json!("gelu_pytorch_tanh")), @r#"DIR/config.json: hidden_act is "gelu_pytorch_tanh", but must be silu or swish in a mixture of experts"#);
     insta::assert_snapshot!(with("mixtral", "quantization_config", json!({"quant_method": "mxfp4"})), @r#"DIR/config.json: quantization_config is {"quant_method":"mxfp4"}, but must be absent: weights are read in f32, bf16 or f16"#);
     insta::assert_snapshot!(with("qwen3_moe", "decoder_sparse_step", json!(0)), @"DIR/config.json: decoder_sparse_step is 0, but must be a whole number from 1 to 4294967295");
-    insta::assert_snapshot!(with("qwen3_moe", "mlp_only_layers", json!([2])), @"DIR/config.json: mlp_only_layers is a list with 2, but must be a list of numbers below num_hidden_layers (2)");
+    insta::assert_snapshot!(with("qwen3_moe", "mlp_only_layers", json!([2])), @"DIR/config.json: mlp_only_layers is a list that contains 2, but must be a list of numbers below num_hidden_layers (2)");
     insta::assert_snapshot!(with("qwen3_moe", "mlp_only_layers", json!("1")), @r#"DIR/config.json: mlp_only_layers is "1", but must be a list of layer numbers"#);
     insta::assert_snapshot!(with("qwen3_moe", "use_sliding_window", json!(true)), @"DIR/config.json: use_sliding_window is true, but must be false: windows are not supported in this model");
     insta::assert_snapshot!(with("qwen3_moe", "moe_intermediate_size", json!(0)), @"DIR/config.json: moe_intermediate_size is 0, but must be a whole number from 1 to 4294967295");

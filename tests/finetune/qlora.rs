@@ -87,7 +87,7 @@ fn qlora_gives_the_same_bits_at_every_stage() {
         assert!(whole.losses[2] < whole.losses[0]);
         for number in 1..=3 {
             let run = train(&Case { config: stage(number), ..case.clone() });
-            assert_same(&whole, &run, &format!("stage {number}, {world} ranks"));
+            assert_same(&whole, &run, &format!("stage {number}, world size {world}"));
         }
         let plain = train(&Case { packing: None, config: stage(3), ..case });
         assert!(plain.losses != whole.losses, "the losses of a 4-bit base must differ from those in f32");

@@ -101,7 +101,7 @@ fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
             (rows, steps)
         };
         for world in [1, 2] {
-            let what = format!("{count} samples, {full} full rows, {world} ranks");
+            let what = format!("{count} samples, {full} full rows, world size {world}");
             let (steps, rows, batch, epochs) = planned(&options, world);
             println!("{what}: {steps} steps of {batch} of {rows} rows");
             // An epoch has at least 30 steps, if there are enough samples.
@@ -176,7 +176,7 @@ fn all_stages_end_with_the_same_adapter_to_the_bit() {
                 adapter_bytes(&options.out)
             })
             .collect();
-        assert!(bytes.iter().all(|other| *other == bytes[0]), "{world} ranks");
+        assert!(bytes.iter().all(|other| *other == bytes[0]), "world size {world}");
     }
 }
 
@@ -201,7 +201,7 @@ fn the_loss_is_that_of_the_global_batch_however_it_is_split() {
         for (world, micro_batch) in [(1, 1), (2, 2), (2, 1), (4, 1)] {
             let split = losses(world, micro_batch, packing);
             let far = whole.iter().zip(&split).fold(0f64, |most, (a, b)| most.max((a - b).abs()));
-            assert!(far < 2e-5, "{world} ranks of {micro_batch}: {far}");
+            assert!(far < 2e-5, "world size {world}, micro batch {micro_batch}: {far}");
         }
     }
 }

@@ -90,7 +90,7 @@ fn ranks_that_are_started_one_by_one_have_the_bits_of_zerorun() {
         let output = output.unwrap();
         assert!(output.status.success(), "{ranks}: {}", stderr(&output));
         let expected = steps(&metrics("zerorun"));
-        assert_eq!((expected.len(), steps(&metrics("apart"))), (3, expected), "{ranks} ranks");
+        assert_eq!((expected.len(), steps(&metrics("apart"))), (3, expected), "world size {ranks}");
     }
 }
 

@@ -128,7 +128,7 @@ fn configurations_that_cannot_be_read() {
     exit status: 1
     "#);
     insta::assert_snapshot!(folder.mistake("--ds_config twice.json"), @r#"
-    error: twice.json: duplicate key: `train_batch_size` is given twice: line 2, column 3 and line 3, column 3; remove one of them
+    error: twice.json: duplicate key: `train_batch_size` is given twice, at line 2, column 3 and at line 3, column 3; remove one of them
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

@@ -111,9 +111,9 @@ fn shards_of_each_host_change_no_bit_and_only_sums_of_gradients_cross() {
             let steps = train_by(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &train_gpt, &in_groups, &metrics);
             assert_eq!(steps, expected, "{mpi:?}, groups of {ranks}");
             let [reduced, bytes] = between_hosts(&metrics, "reduce_scatter");
-            // Two remote ranks send their parts of one of the four pieces in f32. Ranks with the same shard also send
-            // each other the sums of their pieces: one sum from each group on the other host, which one rank on this
-            // host receives for its complete group.
+            // Two remote ranks send their parts of one of the four pieces in f32. Ranks that hold the same shard also
+            // send each other the sums of their pieces. Each sum from the other host enters this host once, and rank 0
+            // receives one of them.
             assert_eq!(bytes, (2 + 1) * (reduced / 4 * 4), "{mpi:?}, groups of {ranks}");
             assert_eq!(between_hosts(&metrics, "all_gather")[1], 0, "{mpi:?}, groups of {ranks}");
         });

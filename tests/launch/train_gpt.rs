@@ -134,7 +134,7 @@ fn metrics_have_a_line_for_each_step_and_a_summary_and_the_global_batch_decides_
         } else {
             // A step has the same samples for any number of ranks. Only the order of summation differs.
             let far = of_one_rank.iter().zip(&losses).find(|(a, b)| (*a - *b).abs() > 1e-4);
-            assert_eq!(far, None, "{ranks} ranks");
+            assert_eq!(far, None, "world size {ranks}");
         }
     }
 }

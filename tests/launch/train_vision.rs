@@ -56,9 +56,9 @@ fn a_resnet_18_with_batch_norm_has_the_same_bits_at_all_stages() {
         let names = reference.1.windows(12).filter(|w| *w == b"running_mean").count();
         assert_eq!(names, 20, "a ResNet-18 has 20 batch norms");
         for stage in 1..4 {
-            assert!(of(stage, &[]).0 == reference, "stage {stage}, {ranks} ranks");
+            assert!(of(stage, &[]).0 == reference, "stage {stage}, world size {ranks}");
         }
-        assert!(of(3, &["--activation_checkpointing"]).0 == reference, "recomputed, {ranks} ranks");
+        assert!(of(3, &["--activation_checkpointing"]).0 == reference, "recomputed, world size {ranks}");
     }
 }
 

@@ -112,13 +112,16 @@ fn parts_of_a_batch_train_as_the_whole_with_candles_batch_norm() {
     for world in [1, 2, 3] {
         let losses = train(world, 2, true, false, &parts);
         let close = |a: f32, b: f32| (a - b).abs() <= 2e-5 * b.abs().max(0.1);
-        assert!(losses.iter().zip(&expected).all(|(a, b)| close(*a, *b)), "{world} ranks: {losses:?} {expected:?}");
+        assert!(
+            losses.iter().zip(&expected).all(|(a, b)| close(*a, *b)),
+            "world size {world}: {losses:?} {expected:?}"
+        );
         let tensors = candle_core::safetensors::load(&parts, &Device::Cpu).unwrap();
         assert_eq!(tensors.len(), expected_tensors.len());
         for (name, expected) in &expected_tensors {
             let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
             for (a, b) in values(&tensors[name]).into_iter().zip(values(expected)) {
-                assert!((a - b).abs() < 2e-5, "{name}, {world} ranks: {a} {b}");
+                assert!((a - b).abs() < 2e-5, "{name}, world size {world}: {a} {b}");
             }
         }
     }

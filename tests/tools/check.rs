@@ -92,7 +92,7 @@ fn text_that_cannot_be_read_has_a_picture_too() {
     ds.json: 1 problem
     ");
     insta::assert_snapshot!(refused("{\"seed\": 1,\n\"aio\": {},\n\n\n\n\"seed\": 2}"), @r#"
-    error: `seed`: is given twice: line 1, column 2 and line 6, column 1; remove one of them
+    error: `seed`: given twice, at line 1, column 2 and at line 6, column 1; remove one of them
      --> ds.json:6:1
       |
     1 | {"seed": 1,

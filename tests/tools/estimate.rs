@@ -123,7 +123,7 @@ fn check<A: Architecture<Config: Sync>>(
     let loaded = Config::load(config.clone(), world).unwrap();
     let options = EstimateOptions { disk_access: access, ..EstimateOptions::default() };
     let estimate = Estimate::with(&shapes, &loaded, options).unwrap();
-    compare(&estimate, &train::<A>(world, sizes, config, access), &format!("{name}, {world} ranks, {config}"));
+    compare(&estimate, &train::<A>(world, sizes, config, access), &format!("{name}, world size {world}, {config}"));
 }
 
 fn nano() -> GptConfig {
@@ -229,7 +229,7 @@ fn frozen_and_packed_parameters_are_counted_to_the_byte() {
                 None => builder,
             }
         });
-        compare(&estimate, &counted, &format!("{patterns:?} {packing:?}, {world} ranks, {config}"));
+        compare(&estimate, &counted, &format!("{patterns:?} {packing:?}, world size {world}, {config}"));
     }
 }
 
@@ -375,7 +375,7 @@ fn muon_is_counted_to_the_byte_as_its_first_rank_has_it() {
         let estimate = Estimate::with(&shapes, &Config::load(config.clone(), world).unwrap(), options).unwrap();
         // In a batch of Muon's matrices, the first rank has the costliest one.
         let ranks = train::<GptLayers>(world, &nano(), &config, options.disk_access);
-        compare(&estimate, &ranks[..1], &format!("{world} ranks, {config}"));
+        compare(&estimate, &ranks[..1], &format!("world size {world}, {config}"));
     }
 }
 

@@ -191,7 +191,7 @@ fn a_quantized_base_is_saved_and_loaded_to_the_bit_at_another_stage_and_number_o
             let before = train(2, stage, Some(&save), None);
             for world in [1, 3] {
                 let after = train(world, to, None, Some(&save));
-                assert_eq!(before, after, "{packing:?}, stage {stage} to {to}, {world} ranks");
+                assert_eq!(before, after, "{packing:?}, stage {stage} to {to}, world size {world}");
             }
         }
     }

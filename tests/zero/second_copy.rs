@@ -104,7 +104,8 @@ fn a_second_copy_changes_no_bit() {
         for world in [4, 6] {
             let [one, two] = [1, 2].map(|ranks| train(world, shape, &stage_3(ranks, accumulation, zero)));
             for (one, two) in one.iter().zip(&two) {
-                let what = format!("{world} ranks, recomputation {checkpointed}, accumulation {accumulation}, {zero}");
+                let what =
+                    format!("world size {world}, recomputation {checkpointed}, accumulation {accumulation}, {zero}");
                 assert_eq!((&one.losses, &one.norms), (&two.losses, &two.norms), "{what}");
                 assert!(one.exported == two.exported, "{what}");
                 assert_eq!(one.memory.row(MemoryKind::SecondCopy).bytes.peak, 0);

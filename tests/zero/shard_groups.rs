@@ -82,7 +82,7 @@ fn groups_change_no_bit() {
             let of = |ranks| train(world, shape, &grouped(ranks, accumulation, zero, &json!({})), STEPS);
             let plain = of(None);
             for ranks in &groups {
-                let what = format!("{world} ranks in groups of {ranks}, accumulation {accumulation}, {zero}");
+                let what = format!("world size {world} in groups of {ranks}, accumulation {accumulation}, {zero}");
                 assert_same(&plain, &of(Some(*ranks)), &what);
             }
         }

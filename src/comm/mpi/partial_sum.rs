@@ -179,7 +179,7 @@ mod tests {
                     rounded.as_mut().copy_cast(FlatRef::F32(&sum));
                     assert!(
                         rounded.as_bytes() == expected.as_bytes(),
-                        "{dtype:?} {wire:?}, {world} ranks cut at {cuts:?}, {len} of rank {owner}"
+                        "{dtype:?} {wire:?}, world size {world}, cut at {cuts:?}, {len} of rank {owner}"
                     );
                 }
             }

@@ -306,7 +306,7 @@ mod tests {
                     WireFormat::Exact | WireFormat::BetweenHosts(_) => 4 * step,
                     WireFormat::Blocks(ints) => ints.encoded_len(step),
                 };
-                assert!(step > 0 && bytes * (world - 1) <= SLOT_BYTES, "{world} ranks, {wire:?}: {step}");
+                assert!(step > 0 && bytes * (world - 1) <= SLOT_BYTES, "world size {world}, {wire:?}: {step}");
                 assert!(travels == wire && (wire == WireFormat::Exact || step.is_multiple_of(BLOCK)) || world >= 994);
             }
         }

@@ -184,8 +184,8 @@ impl Membership {
         let other = round.iter().find(|(_, changes)| Some(of(changes)) != first).map(|(slot, _)| *slot);
         let Some(slot) = other else { return Some(true) };
         let why = format!(
-            "its weights after the last exchange differ from those of the others before the exchange after step {}: it \
-             has loaded a checkpoint of a different run, or of a different state of this run; start it again without \
+            "at the exchange after step {}, its weights from the previous exchange differ from those of the other islands: \
+             it has loaded a checkpoint of a different run, or of a different state of this run; start it again without \
              that checkpoint, and it joins",
             key.step
         );

@@ -29,7 +29,7 @@ fn room(device: &CudaDevice, losses: usize) -> Result<CudaSlice<f32>> {
     device.alloc_zeros(losses.max(1))
 }
 
-/// Returns the sum of the losses of logits `[.., classes]` divided by `divisor`.
+/// Returns the sum of the losses of logits `[.., classes]`, divided by `divisor`.
 pub(in crate::nn) fn of_logits(
     logits: &Tensor,
     targets: &[u32],
@@ -199,7 +199,7 @@ impl GpuLossHead {
         Ok(sum)
     }
 
-    /// Returns the sum of the losses of hidden states `[.., width]` divided by `divisor`.
+    /// Returns the sum of the losses of hidden states `[.., width]`, divided by `divisor`.
     pub fn loss(self, h: &Tensor, weight: &Tensor, divisor: f64) -> Result<Tensor> {
         const NAME: &str = "linear_cross_entropy";
         let (h, weight) = (h.contiguous()?, weight.contiguous()?);

@@ -209,7 +209,7 @@ mod tests {
     use serde_json::json;
     use std::path::Path;
 
-    /// Chooses for four ranks on two hosts with this memory per rank, connected by 1 Gbit/s.
+    /// Chooses for four ranks on two hosts with this memory per rank, connected by a link of 1 Gbit/s.
     fn on_two_hosts(trains_base: bool, gib: f64) -> (Option<PipelineShape>, String) {
         let config = LlamaConfig { ctx: 1024, ..LlamaConfig::preset("llama-3.2-1b").unwrap() };
         let lora = (!trains_base).then(LoraConfig::default);

@@ -40,6 +40,15 @@ impl ValueRange {
     }
 }
 
+/// Adds a value to row `index` of a column, which may end before this row.
+fn add(column: &mut Vec<Option<ValueRange>>, index: usize, value: f64) {
+    column.resize(column.len().max(index), None);
+    match column.get_mut(index) {
+        Some(Some(known)) => known.add(value),
+        _ => column.push(Some(ValueRange::of(value))),
+    }
+}
+
 impl MetricsColumns {
     /// Converts `rows`, which must be sorted by step, to columns with at most `most` rows.
     pub(super) fn of(rows: &[MetricsRow], most: usize) -> Self {
@@ -50,14 +59,9 @@ impl MetricsColumns {
             columns.steps.push(last.step);
             columns.times.push(last.time);
             for (name, value) in group.iter().flat_map(|row| &row.values) {
-                if !columns.values.contains_key(name) {
-                    columns.values.insert(name.clone(), Vec::new());
-                }
-                let Some(column) = columns.values.get_mut(name) else { continue };
-                column.resize(column.len().max(index), None);
-                match column.get_mut(index) {
-                    Some(Some(known)) => known.add(*value),
-                    _ => column.push(Some(ValueRange::of(*value))),
+                match columns.values.get_mut(name) {
+                    Some(column) => add(column, index, *value),
+                    None => add(columns.values.entry(name.clone()).or_default(), index, *value),
                 }
             }
         }

@@ -10,6 +10,7 @@ use super::state::DashboardState;
 use candle_zero::runs::{MetricsLine, MetricsRow, RecordedRun, RunNews, RunTail};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::io::Write;
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -99,7 +100,7 @@ impl WatchedRun {
         let mut all = json!({"id": self.id});
         let mut is_new = !news.is_empty();
         if is_new {
-            add(&mut all, &news);
+            add(&mut all, news);
         }
         if looks {
             let (state, ranks, experts) = match self.run.refresh() {
@@ -135,11 +136,11 @@ impl WatchedRun {
 }
 
 /// Adds news to the message of a run.
-fn add(all: &mut Value, news: &RunNews) {
+fn add(all: &mut Value, news: RunNews) {
     if news.has_gap {
         all["reload"] = true.into();
     } else if !news.metrics.is_empty() {
-        let (after, rows) = rows(&news.metrics);
+        let (after, rows) = rows(news.metrics);
         all["after"] = json!(after);
         all["rows"] = MetricsColumns::of(&rows, MAX_ROWS).to_json();
     }
@@ -158,11 +159,11 @@ fn add(all: &mut Value, news: &RunNews) {
 
 /// Returns the new rows and, because the run may have repeated steps, the step after which the page must drop the rows
 /// that it already has. The step is `None` if the lines only add values to steps.
-fn rows(lines: &[MetricsLine]) -> (Option<u64>, Vec<MetricsRow>) {
+fn rows(lines: Vec<MetricsLine>) -> (Option<u64>, Vec<MetricsRow>) {
     let (mut after, mut rows) = (None::<u64>, BTreeMap::<u64, MetricsRow>::new());
     for line in lines {
         let (from, row) = match line {
-            MetricsLine::Session { from_step, .. } => (Some(*from_step), None),
+            MetricsLine::Session { from_step, .. } => (Some(from_step), None),
             MetricsLine::Values(row) if row.values.contains_key("loss") => (row.step.checked_sub(1), Some(row)),
             MetricsLine::Values(row) => (None, Some(row)),
             _ => continue,
@@ -172,9 +173,14 @@ fn rows(lines: &[MetricsLine]) -> (Option<u64>, Vec<MetricsRow>) {
             after = Some(after.map_or(from, |after| after.min(from)));
         }
         if let Some(row) = row {
-            let known = rows.entry(row.step).or_default();
-            (known.step, known.time) = (row.step, known.time.max(row.time));
-            known.values.extend(row.values.clone());
+            match rows.entry(row.step) {
+                Entry::Vacant(place) => _ = place.insert(row),
+                Entry::Occupied(known) => {
+                    let known = known.into_mut();
+                    known.time = known.time.max(row.time);
+                    known.values.extend(row.values);
+                }
+            }
         }
     }
     (after, rows.into_values().collect())
@@ -193,11 +199,16 @@ mod tests {
 
     #[test]
     fn repeated_steps_replace_those_that_the_page_has() {
-        let (after, rows) =
-            rows(&[values(5, "loss"), values(6, "loss"), values(6, "val_loss"), values(7, "loss"), values(6, "loss")]);
+        let (after, rows) = rows(vec![
+            values(5, "loss"),
+            values(6, "loss"),
+            values(6, "val_loss"),
+            values(7, "loss"),
+            values(6, "loss"),
+        ]);
         assert_eq!(after, Some(4));
         assert_eq!(rows.iter().map(|row| (row.step, row.values.len())).collect::<Vec<_>>(), [(5, 1), (6, 1)]);
-        let (after, rows) = super::rows(&[values(6, "val_loss")]);
+        let (after, rows) = super::rows(vec![values(6, "val_loss")]);
         assert_eq!((after, rows.len()), (None, 1));
     }
 }

@@ -18,6 +18,8 @@ use std::time::Duration;
 /// The maximum number of connections, and of those that receive live updates.
 const MAX_CONNECTIONS: usize = 64;
 const MAX_LIVE: usize = 32;
+/// The increment of the niceness of the server's threads.
+const NICENESS: i32 = 10;
 /// The pause after a failure to accept a connection: the process may be out of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 /// The time for which a client whose request was refused may continue to send.
@@ -56,6 +58,7 @@ impl Dashboard {
         });
         let shared = Arc::clone(&state);
         let accept = move || {
+            yield_to_training();
             for client in listener.incoming() {
                 if shared.is_ending() {
                     return;
@@ -102,6 +105,15 @@ impl Drop for Dashboard {
         {
             _ = thread.join();
         }
+    }
+}
+
+/// Lowers the priority of this thread and of those that it starts, so that ranks on this host do not wait for them.
+/// Elsewhere than on Linux, this would lower the priority of the process.
+fn yield_to_training() {
+    if cfg!(target_os = "linux") {
+        // With its old priority, the thread works too.
+        _ = rustix::process::nice(NICENESS);
     }
 }
 

@@ -81,7 +81,7 @@ fn diagnostics(error: Error) -> Vec<ConfigDiagnostic> {
             of_file("syntax", Some(place), format!("expected {expected}, found {found}"))
         }
         Error::Config(ConfigError::DuplicateKey { path, first, second, .. }) => {
-            let message = format!("is given twice: {first} and {second}; remove one of them");
+            let message = format!("given twice, at {first} and at {second}; remove one of them");
             vec![ConfigDiagnostic {
                 first: Some(first),
                 ..ConfigDiagnostic::new(path, "duplicate key", Some(second), message)
