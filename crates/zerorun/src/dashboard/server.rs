@@ -304,6 +304,27 @@ mod tests {
     }
 
     #[test]
+    #[cfg(target_os = "linux")]
+    fn the_threads_of_the_server_have_a_lower_priority_than_those_of_a_job() {
+        let niceness = |folder: &Path| {
+            let stat = std::fs::read_to_string(folder.join("stat")).ok()?;
+            let (_, after_name) = stat.rsplit_once(") ")?;
+            after_name.split(' ').nth(16)?.parse::<i32>().ok()
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let dashboard = serve(dir.path());
+        // An answer comes from a thread that the server's thread has started.
+        assert_eq!(get(&dashboard, "/api/runs").0, 200);
+        let own = niceness(Path::new("/proc/thread-self")).unwrap();
+        let threads = std::fs::read_dir("/proc/self/task").unwrap().map(|thread| thread.unwrap().path());
+        let of_servers: Vec<i32> = threads
+            .filter(|folder| std::fs::read_to_string(folder.join("comm")).is_ok_and(|name| name == "dashboard\n"))
+            .filter_map(|folder| niceness(&folder))
+            .collect();
+        assert!(of_servers.contains(&(own + NICENESS).min(19)), "{of_servers:?}, the test has {own}");
+    }
+
+    #[test]
     fn what_does_not_exist_or_is_not_allowed_is_refused_with_a_reason() {
         let dir = tempfile::tempdir().unwrap();
         record(dir.path());
