@@ -182,7 +182,7 @@ impl<M> Engine<M> {
     /// runs.
     ///
     /// In the first step, and in later ones while the result of the gradient check (`gradient_check`) is unclear, `run`
-    /// is called three times, the first two times with slightly perturbed weights. It must therefore compute its result
+    /// is called at least three times, also with slightly perturbed weights. It must therefore compute its result
     /// from the model and from inputs fixed before the call (a batch, a step number), and must not fetch a new batch.
     /// Outside variables that it sets keep the values of the last call, which has the true weights.
     ///

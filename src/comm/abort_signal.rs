@@ -41,7 +41,7 @@ impl AbortSignal {
     /// Notifies the other ranks that this one could not start a thread, and returns the error for this rank.
     pub(super) fn thread_not_started(&self, source: std::io::Error) -> CommError {
         self.abort("it could not start a thread");
-        CommError::Region { action: "start a thread for", source: Arc::new(source) }
+        CommError::Region { action: "start a communication thread", source: Arc::new(source) }
     }
 
     /// Returns the error of every collective of this rank after it has given up.

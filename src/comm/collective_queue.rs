@@ -74,7 +74,7 @@ impl CollectiveQueue {
         }
     }
 
-    /// Closes the queue for new jobs; waiting jobs still run.
+    /// Closes the queue to new jobs; waiting jobs still run.
     fn close(&self) {
         self.jobs().closed = true;
         self.changed.notify_one();

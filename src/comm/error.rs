@@ -7,9 +7,7 @@ use std::sync::Arc;
 #[non_exhaustive]
 pub enum CommError {
     /// The shared memory, a thread or a socket could not be created or used.
-    #[error(
-        "cannot {action} the memory that ranks share: {source}; check the limits of memory and processes (ulimit -a)"
-    )]
+    #[error("cannot {action}: {source}; check the limits of memory and processes (ulimit -a)")]
     Region {
         /// The attempted action.
         action: &'static str,
@@ -165,7 +163,7 @@ pub enum CommError {
     /// No MPI library was found.
     #[error(
         "the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried {tried}); \
-         install MPICH or, for mpirun only, Open MPI, add its lib folder to LD_LIBRARY_PATH, or set \
+         install MPICH (or, for mpirun only, Open MPI), add its lib folder to LD_LIBRARY_PATH, or set \
          CANDLE_ZERO_MPI_LIBRARY to its file"
     )]
     NoMpi {

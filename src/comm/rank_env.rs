@@ -20,7 +20,7 @@
 //! `WORLD_SIZE`, as DeepSpeed's launcher does for MPICH, and MPI confirms it. PALS and jsrun do not provide the number
 //! of ranks on a host: [`RankEnv`] then contains the total number of ranks instead.
 //!
-//! Ranks started by an MPI launcher (all rows but the first) are connected by MPI, on one host or several. Ranks of
+//! Ranks started by an MPI launcher (all rows but the first and the last) are connected by MPI, on one host or several. Ranks of
 //! `zerorun` are connected by MPI if it has started them on several hosts, or with `--backend mpi`. Ranks of the first
 //! row that were started by hand or by a launcher other than `zerorun` meet at `MASTER_PORT`, on one host
 //! (`rendezvous`). On several hosts, MPI connects them if an MPI launcher has set the same rank and world size.

@@ -12,7 +12,7 @@ const KERNELS: KernelModule = module!("dropout");
 const GROUP: u64 = 64;
 const COUNTERS: u64 = 16;
 
-/// Computes x / (1 - p) for kept elements, and 0 for each element i that the random word of position `offset + i`
+/// Computes x / (1 - p) for kept elements, and 0 for each element i that the random word at position `offset + i`
 /// drops. The bits are those of the host.
 pub(crate) fn dropout(
     device: &CudaDevice,

@@ -57,7 +57,10 @@ fn check_parameter(x: &DeviceFlatRef<'_>, parameter: &DeviceFlatRef<'_>, width: 
         bail!(
             "norm: the parameter has {}, but must have {}",
             counted(parameter.len(), &format!("{:?} element", parameter.dtype())),
-            counted(width, &format!("{:?} or F32 element", x.dtype()))
+            counted(
+                width,
+                &if x.dtype() == DType::F32 { "F32 element".into() } else { format!("{:?} or F32 element", x.dtype()) }
+            )
         )
     }
     Ok(())

@@ -53,7 +53,7 @@ pub(super) struct FiniteDifferenceChecker {
     /// The reason why there is no verdict.
     pub(super) why_not: Option<String>,
     pub(super) groups: Vec<PerturbedGroup>,
-    /// Forward passes of this engine inside one of another engine: the other engine's pass, and the random stream
+    /// Forward passes of this engine inside a forward pass of another engine: the other engine's pass, and the random stream
     /// positions of this engine's first and next pass.
     pub(super) inside: Option<(CurrentForward, u64, u64)>,
     pub(super) report: Option<GradientReport>,

@@ -31,7 +31,7 @@ pub struct ShardCut {
     pub numel: usize,
     /// The number of elements that must be on the same rank: 1, or the length of the blocks in which a state is quantized.
     pub block: usize,
-    /// The ranks that hold the parameter, if they are not all ranks.
+    /// The ranks that hold the parameter, if not all ranks hold it.
     pub expert: Option<ExpertPlace>,
 }
 

@@ -25,7 +25,7 @@ use crate::error::Result;
 use crate::memory::{MemoryKind, MemoryLedger};
 use crate::optim::{Optimizer, StepContext, from_config};
 use crate::precision::FlatMut;
-use crate::util::pieces;
+use crate::util::{counted, pieces};
 use candle_core::DType;
 use serde::Serialize;
 use std::collections::VecDeque;
@@ -373,7 +373,7 @@ impl DiskBenchRun<'_> {
         let mut rounds = flags.map(|_| Vec::new());
         for _ in 0..ROUNDS {
             for (flag, seconds) in flags.iter().zip(&mut rounds) {
-                let what = format!("step with {updates} updates, both flags {flag}");
+                let what = format!("step with {}, both flags {flag}", counted(updates, "update"));
                 seconds.push(self.time(&what, |files| files.step(io, (*flag, *flag), adam, updates))?);
             }
         }

@@ -7,7 +7,7 @@
 //!     parameter shards                           compute ------->  write
 //!
 //!   forward, backward (stage 3)   unit i+1: read its shards | unit i: all-gather, compute, release
-//!   backward                      a reduced gradient share -> its file, while the pass continues
+//!   backward                      a reduced gradient shard -> its file, while the pass continues
 //! ```
 //!
 //! Every kind of state has a file on each rank (or one for each class of parameters): an arena (`file_arena.rs`), in

@@ -1,6 +1,6 @@
 //! An 8-bit format with fine steps near zero: the dynamic map of arXiv 2110.02861, section 1.3, as in bitsandbytes.
 //!
-//! The codes are the indices of 256 sorted values in [-1, 1] or [0, 1]. The values cover seven decades, and larger
+//! The codes are the indices of 256 sorted values in [-1, 1] or [0, 1]. The values cover seven decades, and higher
 //! decades have more values. An element is the value of its code times the largest magnitude of its block.
 
 use std::sync::LazyLock;

@@ -1049,7 +1049,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
         let said = stdout(&output);
         said.lines().find_map(|line| Some(line.split_once("rank reports: ")?.1.to_string())).unwrap_or(stderr(&output))
     };
-    insta::assert_snapshot!(told(in_role(without, "leaves")), @"the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried /nonexistent/libmpi.so from CANDLE_ZERO_MPI_LIBRARY (/nonexistent/libmpi.so: cannot open shared object file: No such file or directory)); install MPICH or, for mpirun only, Open MPI, add its lib folder to LD_LIBRARY_PATH, or set CANDLE_ZERO_MPI_LIBRARY to its file");
+    insta::assert_snapshot!(told(in_role(without, "leaves")), @"the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried /nonexistent/libmpi.so from CANDLE_ZERO_MPI_LIBRARY (/nonexistent/libmpi.so: cannot open shared object file: No such file or directory)); install MPICH (or, for mpirun only, Open MPI), add its lib folder to LD_LIBRARY_PATH, or set CANDLE_ZERO_MPI_LIBRARY to its file");
     // These files have the names of MPI libraries, but cannot be loaded.
     let folder = tempfile::tempdir().unwrap();
     for name in ["libmpi_abi.so.1", "libmpi.so.12", "libmpich.so.12", "libmpi.so.40"] {

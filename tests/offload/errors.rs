@@ -332,7 +332,7 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
 fn a_disk_that_fills_up_during_training_does_not_matter() {
     let folder = folder();
     if !rustix::process::geteuid().is_root() {
-        return skipped(a_disk_that_fills_up_during_training_does_not_matter, "only root mounts a disk image");
+        return skipped(a_disk_that_fills_up_during_training_does_not_matter, "only root can mount a disk image");
     }
     let image = folder.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(24 << 20).unwrap();

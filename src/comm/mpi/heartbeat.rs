@@ -89,7 +89,8 @@ impl HostHeartbeat {
             others
         };
         let spawned = std::thread::Builder::new().name("pulse".into()).spawn(watch);
-        let thread = spawned.map_err(|e| CommError::Region { action: "start a thread for", source: Arc::new(e) })?;
+        let thread = spawned
+            .map_err(|e| CommError::Region { action: "start the thread that sends heartbeats", source: Arc::new(e) })?;
         Ok(Self { stop, thread })
     }
 

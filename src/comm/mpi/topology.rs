@@ -181,7 +181,10 @@ pub(super) fn share_region(link: &MpiLink, hosts: &HostTopology, rank: usize) ->
         None => {
             let path = format!("/proc/{}/fd/{}", number(0), number(4));
             let opened = std::fs::File::options().read(true).write(true).open(&path);
-            let file = opened.map_err(|source| CommError::Region { action: "open", source: Arc::new(source) })?;
+            let file = opened.map_err(|source| CommError::Region {
+                action: "open the memory that ranks share",
+                source: Arc::new(source),
+            })?;
             SharedMemoryRegion::open(OwnedFd::from(file), here.len())?
         }
     };

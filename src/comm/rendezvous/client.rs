@@ -25,11 +25,11 @@ pub(super) fn join(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, UnixStream
     let stream = find(env)?;
     let (rank, world) = (env.rank, env.world_size);
     let gone = || CommError::GoneBeforeStart { rank: 0 };
-    if !PeerCredentials::of(&stream).map_err(system("check a socket for"))?.is_own() {
+    if !PeerCredentials::of(&stream).map_err(system("check the socket of rank 0"))?.is_own() {
         return Err(CommError::MeetingTaken { port: env.master_port }.into());
     }
     JoinRequest { rank, world }.send(&stream).map_err(|_| gone())?;
-    stream.set_read_timeout(Some(env.timeout + EXTRA_TIMEOUT)).map_err(system("wait on a socket for"))?;
+    stream.set_read_timeout(Some(env.timeout + EXTRA_TIMEOUT)).map_err(system("wait on the socket of rank 0"))?;
     match messages::receive_reply(&stream) {
         Ok(Some(JoinReply::Welcome(memory))) => Ok((Arc::new(SharedMemoryRegion::open(memory, world)?), stream)),
         Ok(Some(JoinReply::TurnedAway(why))) => Err(CommError::NotMet { why }.into()),
@@ -38,7 +38,7 @@ pub(super) fn join(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, UnixStream
             Err(CommError::FirstSilent { rank, limit: env.timeout + EXTRA_TIMEOUT }.into())
         }
         Err(error) if error.kind() == ErrorKind::ConnectionReset => Err(gone().into()),
-        Err(error) => Err(system("be given")(error).into()),
+        Err(error) => Err(system("receive the memory that ranks share")(error).into()),
     }
 }
 
@@ -49,7 +49,7 @@ fn find(env: &RankEnv) -> Result<UnixStream> {
         match UnixStream::connect_addr(&address) {
             Ok(stream) => return Ok(stream),
             Err(error) if error.kind() != ErrorKind::ConnectionRefused => {
-                return Err(system("reach rank 0 for")(error).into());
+                return Err(system("reach rank 0")(error).into());
             }
             Err(_) if began.elapsed() < env.timeout => std::thread::sleep(RETRY_INTERVAL),
             Err(_) => {

@@ -44,7 +44,7 @@ impl RendezvousMembers {
     pub(super) fn open(port: u16, world: usize) -> Result<Self> {
         let listener = UnixListener::bind_addr(&address(port)?).map_err(|error| match error.kind() {
             std::io::ErrorKind::AddrInUse => CommError::MeetingTaken { port },
-            _ => system("open a socket for")(error),
+            _ => system("open a socket for the other ranks")(error),
         })?;
         Ok(Self { listener, port, world, connections: Vec::new() })
     }
@@ -79,7 +79,7 @@ impl RendezvousMembers {
         watched.push(PollFd::new(&self.listener, PollFlags::IN));
         match poll(&mut watched, limit.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(system("listen for")(error.into()).into()),
+            Err(error) => return Err(system("listen for the other ranks")(error.into()).into()),
         }
         let mut ready: Vec<bool> = watched.iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(watched);

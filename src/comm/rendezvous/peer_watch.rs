@@ -34,7 +34,7 @@ pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: Rendezvou
 /// # Errors
 /// A system call failed.
 pub(super) fn the_first(region: Arc<SharedMemoryRegion>, mut stream: UnixStream) -> Result<(), CommError> {
-    stream.set_read_timeout(None).map_err(system("wait on a socket for"))?;
+    stream.set_read_timeout(None).map_err(system("wait on the socket of a rank"))?;
     watch(move || {
         // Rank 0 sends nothing: the read returns when rank 0 is gone.
         while stream.read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::Interrupted) {}
@@ -44,7 +44,7 @@ pub(super) fn the_first(region: Arc<SharedMemoryRegion>, mut stream: UnixStream)
 
 fn watch(run: impl FnOnce() + Send + 'static) -> Result<(), CommError> {
     let spawned = std::thread::Builder::new().name("watches ranks".into()).spawn(run);
-    spawned.map(drop).map_err(system("start a thread for"))
+    spawned.map(drop).map_err(system("start the thread that watches a rank"))
 }
 
 /// Handles the end of a rank's process: notifies the ranks that wait for that rank, unless it had already left, given up

@@ -19,7 +19,7 @@ pub(super) fn admit_all(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, Rende
         let region = SharedMemoryRegion::create(env.world_size)?;
         // Child processes of a rank must not keep the region alive.
         rustix::io::fcntl_setfd(region.as_fd(), rustix::io::FdFlags::CLOEXEC)
-            .map_err(|error| system("open")(error.into()))?;
+            .map_err(|error| system("open the memory that ranks share")(error.into()))?;
         region.let_in();
         members.welcome(region.as_fd())?;
         Ok(region)

@@ -9,7 +9,7 @@ use std::sync::Arc;
 pub(super) fn address(port: u16) -> Result<SocketAddr> {
     let user = rustix::process::geteuid().as_raw();
     let name = format!("candle-zero ranks of user {user} at port {port}");
-    Ok(SocketAddr::from_abstract_name(name).map_err(system("name a socket for"))?)
+    Ok(SocketAddr::from_abstract_name(name).map_err(system("name the socket of rank 0"))?)
 }
 
 /// Returns a function that wraps a system error, with the attempted action.

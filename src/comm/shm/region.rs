@@ -98,7 +98,8 @@ impl SharedMemoryRegion {
     }
 
     fn make(world_size: usize, flags: rustix::fs::MemfdFlags) -> Result<Self> {
-        let system = |source| CommError::Region { action: "create", source: Arc::new(source) };
+        let system =
+            |source| CommError::Region { action: "create the memory that ranks share", source: Arc::new(source) };
         let fd = rustix::fs::memfd_create("candle-zero", flags).map_err(|e| system(std::io::Error::from(e)))?;
         rustix::fs::ftruncate(&fd, Self::file_bytes(world_size)).map_err(|e| system(std::io::Error::from(e)))?;
         let map = MmapOptions::new().len(Self::bytes(world_size)).map_raw(&fd).map_err(system)?;
@@ -128,12 +129,14 @@ impl SharedMemoryRegion {
     pub(in crate::comm) fn open(fd: OwnedFd, world_size: usize) -> Result<Self> {
         let (number, bytes) = (fd.as_raw_fd(), Self::bytes(world_size));
         // Ranks that start their own child processes must not keep the region alive through them.
-        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
-            .map_err(|e| CommError::Region { action: "open", source: Arc::new(e.into()) })?;
-        let map = MmapOptions::new()
-            .len(bytes)
-            .map_raw(&fd)
-            .map_err(|source| CommError::Region { action: "map", source: Arc::new(source) })?;
+        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).map_err(|e| CommError::Region {
+            action: "open the memory that ranks share",
+            source: Arc::new(e.into()),
+        })?;
+        let map = MmapOptions::new().len(bytes).map_raw(&fd).map_err(|source| CommError::Region {
+            action: "map the memory that ranks share",
+            source: Arc::new(source),
+        })?;
         let region = Self { map, fd, world_size, between_processes: true };
         let header = [region.word(0), region.word(8), region.word(16)].map(|w| w.load(Ordering::Acquire));
         if header != [MAGIC, VERSION, world_size as u64] {
@@ -191,7 +194,7 @@ impl SharedMemoryRegion {
         let pair = self.seat(channel, from) * self.world_size + to;
         let at = Self::bytes(self.world_size) + pair * MAILBOX_BYTES;
         let map = MmapOptions::new().offset(at as u64).len(MAILBOX_BYTES).map_raw(&self.fd);
-        map.map_err(|source| CommError::Region { action: "map", source: Arc::new(source) })
+        map.map_err(|source| CommError::Region { action: "map the memory that ranks share", source: Arc::new(source) })
     }
 
     /// Joins as `rank`, and waits until all ranks have been started.

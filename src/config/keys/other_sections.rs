@@ -155,7 +155,7 @@ const AUTOTUNING: &[super::ConfigKey] = keys! {
     "arg_mappings": Any, "null", H, "`zerorun tune`: map from key paths to script flags that are set to the same values.";
     "model_info": Any, "null", none("the model itself is inspected"), "Facts about the model.";
     "model_info_path": Str, "null", none("the model itself is inspected"), "File with facts about the model.";
-    "mp_size": INT, "1", none("there is no model parallelism"), "Model-parallel ranks.";
+    "mp_size": INT, "1", none("there is no tensor parallelism"), "Model-parallel ranks.";
     "max_train_batch_size": INT, "null", H, "`zerorun tune`: maximum number of samples per step; null or 0: unlimited.";
     "min_train_batch_size": INT, "1", H, "`zerorun tune`: minimum number of samples per step.";
     "max_train_micro_batch_size_per_gpu": INT, "1024", H, "`zerorun tune`: largest micro batch.";

@@ -29,7 +29,11 @@ impl GgufArchitecture {
         let (rule, mixture) = match (&self.mixture, &config.mixture) {
             (None, None) => return None,
             (None, Some(_)) => return Some(format!("it has experts, but architecture {name} of llama.cpp has none")),
-            (Some(_), None) => return Some("it has no experts".into()),
+            (Some(_), None) => {
+                return Some(format!(
+                    "it has no experts, but architecture {name} of llama.cpp has only blocks with experts"
+                ));
+            }
             (Some(rule), Some(mixture)) => (rule, mixture),
         };
         if config.sparse_blocks().count() != config.blocks.len() {
@@ -65,8 +69,8 @@ impl GgufArchitecture {
         let what = ["queries, keys and values", "attention's output", "the MLP"];
         for ((rule, has_bias), what) in self.biases.iter().zip(of_model).zip(what) {
             let problem = match (rule, has_bias) {
-                (Presence::Never, true) => format!("has biases of {what}"),
-                (Presence::Always, false) => format!("has no biases of {what}"),
+                (Presence::Never, true) => format!("has biases for {what}"),
+                (Presence::Always, false) => format!("has no biases for {what}"),
                 _ => continue,
             };
             let assumed = if has_bias { "has none" } else { "requires them" };

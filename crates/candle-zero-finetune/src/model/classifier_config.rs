@@ -106,7 +106,7 @@ impl ClassifierConfig {
         }
     }
 
-    /// Returns the description with these adapters.
+    /// Returns the shape with these adapters.
     #[must_use]
     pub fn with_lora(self, lora: Option<LoraConfig>) -> Self {
         match self {
@@ -118,7 +118,7 @@ impl ClassifierConfig {
         }
     }
 
-    /// Returns the description of a model whose blocks keep only their inputs if `checkpoint_activations` is set.
+    /// Returns the shape of a model whose blocks keep only their inputs if `checkpoint_activations` is set.
     #[must_use]
     pub(crate) fn recomputing(self, checkpoint_activations: bool) -> Self {
         match self {

@@ -75,7 +75,7 @@ fn remote_line(words: &[String], variables: &[(String, String)], folder: &Path) 
     format!("cd {folder} && exec env {} {}", variables.join(" "), words.join(" "))
 }
 
-/// Returns whether a name belongs to this host: it is the host's name, or this process can listen at its address.
+/// Returns whether a name belongs to this host: it is the host's name, or this process can listen on its address.
 pub(crate) fn is_here(name: &str) -> bool {
     name == host_name() || TcpListener::bind((name, 0)).is_ok()
 }

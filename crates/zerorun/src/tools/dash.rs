@@ -30,7 +30,8 @@ Examples:
 /// Prints a link with a token, without which the page cannot request that a running program save or stop. Runs until it
 /// receives SIGINT or SIGTERM. The page needs no network.
 ///
-/// Exit code: 0 after a signal, 2 if the server cannot start or the command line is wrong.
+/// Exit code: 0 after a signal, 2 if the server cannot start, the folder cannot be read, standard output cannot be
+/// written, or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "dash", bin_name = "zerorun dash", after_help = EXAMPLES)]
 struct DashArguments {

@@ -30,7 +30,7 @@ enum DataCommand {
 }
 
 /// Print the detected format of data files, the lines that cannot be used, and the first samples. The training
-/// targets are green on a terminal, and in brackets otherwise
+/// targets are green on a terminal, and in brackets otherwise.
 ///
 /// Files are tokenized into the cache that `zerorun finetune` reads, unless they are already there.
 ///

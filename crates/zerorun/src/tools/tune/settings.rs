@@ -134,7 +134,7 @@ const INEFFECTIVE_KEYS: [(&str, &str); 6] = [
     ("tuner_type", "the search goes through all candidates in order"),
     ("model_info", "the model itself is inspected"),
     ("model_info_path", "the model itself is inspected"),
-    ("mp_size", "there is no model parallelism"),
+    ("mp_size", "there is no tensor parallelism"),
 ];
 
 /// The minimum similarity of two names, from 0 to 1, for one to be suggested for the other.
