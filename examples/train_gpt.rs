@@ -14,14 +14,14 @@ use candle_zero::checkpoint::{LoadOptions, LoadedCheckpoint, SaveOptions};
 use candle_zero::cli::DsArgs;
 use candle_zero::comm::RankEnv;
 use candle_zero::config::{Config, RunValues, read_value};
-use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenBatch, TokenData};
+use candle_zero::data::{BatchPartition, Loader, SampleOrder, TokenBatch, TokenData};
 use candle_zero::engine::PipelineEngine;
 use candle_zero::error::EngineError;
 use candle_zero::estimate::{Estimate, PipelineEstimate, Shapes};
 use candle_zero::memory::{MemoryKind, MemoryReport};
 use candle_zero::models::{
-    Architecture, DecoderBatch, DecoderSizes, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers, Session,
-    TokenRng, decoder_pipeline, next_token,
+    Architecture, DecoderBatch, GptConfig, GptLayers, IntoDecoderConfig, LanguageModel, LlamaConfig, LlamaLayers,
+    Session, TokenRng, decoder_pipeline, next_token,
 };
 use candle_zero::monitor::{MetricsWriter, Progress, available_memory, rss_peak_bytes};
 use candle_zero::offload::OffloadReport;
@@ -337,7 +337,7 @@ fn say(text: impl Display) -> anyhow::Result<()> {
 
 /// Trains a model with the sizes of `config`, a vocabulary of `vocab` tokens and the width `width`. Checkpoints record
 /// `sizes`.
-fn run<A: Architecture<Config: DecoderSizes>>(
+fn run<A: Architecture<Config: IntoDecoderConfig>>(
     args: &Args,
     config: &A::Config,
     [vocab, width]: [usize; 2],
@@ -415,7 +415,7 @@ fn run_engine<A: Architecture>(
         OrderFlag::Sequential => SampleOrder::Sequential,
     };
     let (part, parts) = engine.data_position();
-    let shape = BatchShape::new(&engine.config().batch, parts, part);
+    let shape = BatchPartition::new(&engine.config().batch, parts, part);
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
     if let Some(dir) = &args.save {
@@ -480,7 +480,7 @@ fn is_divided(ds_config: &Path) -> anyhow::Result<bool> {
 
 /// Returns a warning, only on rank 0, if the model's training state needs more memory than is available, according to
 /// the estimate. Problems with the configuration are reported elsewhere.
-fn too_large<A: Architecture<Config: DecoderSizes>>(
+fn too_large<A: Architecture<Config: IntoDecoderConfig>>(
     args: &Args,
     config: &A::Config,
     divided: bool,

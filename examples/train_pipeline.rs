@@ -9,7 +9,7 @@
 use candle_zero::Engine;
 use candle_zero::checkpoint::LoadOptions;
 use candle_zero::cli::DsArgs;
-use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
+use candle_zero::data::{BatchPartition, Loader, SampleOrder, TokenData};
 use candle_zero::models::{DecoderBatch, GptConfig, decoder_pipeline};
 use candle_zero::monitor::MetricsWriter;
 use candle_zero::runs::RunSpec;
@@ -63,7 +63,7 @@ fn main() -> anyhow::Result<()> {
 
     // The ranks of a pipeline train on the same micro batches, and different pipelines on different ones.
     let (pipeline, pipelines) = engine.data_position();
-    let shape = BatchShape::new(&engine.config().batch, pipelines, pipeline);
+    let shape = BatchPartition::new(&engine.config().batch, pipelines, pipeline);
     let order = SampleOrder::Shuffled { seed: engine.config().seed };
     let mut loader = Loader::new(data, order, shape, model.ctx, model.vocab, engine.device())?;
 

@@ -1,7 +1,8 @@
 //! Trains a ResNet-18 under ZeRO to classify images, and prints its accuracy after each epoch.
 //!
 //!     zerorun --num_ranks 2 examples/train_vision.rs --ds_config examples/train_vision.json
-//!     zerorun --num_ranks 2 examples/train_vision.rs --ds_config examples/train_vision.json --data cifar-10-batches-bin
+//!     zerorun --num_ranks 2 examples/train_vision.rs --ds_config examples/train_vision.json --data
+//!     cifar-10-batches-bin
 //!
 //! The model consists of candle-nn's convolutions and batch norm, with the 3x3 stem for small images (He et al. 2015,
 //! section 4.2). `--large_stem` selects the stem for ImageNet, whose overlapping max pooling comes from
@@ -17,7 +18,7 @@ use candle_zero::Engine;
 use candle_zero::checkpoint::{LoadOptions, SaveOptions};
 use candle_zero::cli::DsArgs;
 use candle_zero::config::RunValues;
-use candle_zero::data::BatchShape;
+use candle_zero::data::BatchPartition;
 use candle_zero::monitor::MetricsWriter;
 use candle_zero::nn::{Pooling, SyncBatchNorm, cross_entropy, in_training, max_pool2d_with, sync_batch_norm};
 use candle_zero::runs::RunSpec;
@@ -148,7 +149,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         Some(path) if first => Some(MetricsWriter::create(path)?),
         _ => None,
     };
-    let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
+    let shape = BatchPartition::new(&engine.config().batch, engine.world_size(), engine.rank());
     let start = Instant::now();
     while engine.global_steps() < steps {
         let epoch = engine.global_steps() / per_epoch;

@@ -11,6 +11,7 @@
 //! The engine runs these actions in order; almost all of their arithmetic is in other modules.
 
 mod accumulation;
+mod active_weights;
 mod builder;
 mod call_guard;
 mod checkpoints;
@@ -20,11 +21,11 @@ mod construct;
 pub(crate) mod error;
 mod eval_model;
 mod finite_difference_check;
+mod gradient_check_report;
 mod gradient_check_state;
-mod gradient_report;
 mod island_checkpoints;
-mod island_crossing;
 mod island_donation;
+mod island_transport;
 mod islands;
 mod local_steps;
 mod metrics;
@@ -34,7 +35,6 @@ mod rank_reports;
 mod reporter;
 mod run_record;
 mod run_recorder;
-mod shown_weights;
 mod step_clock;
 mod trainable;
 mod training_output;
@@ -42,15 +42,15 @@ mod training_output;
 #[doc(inline)]
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
+pub use gradient_check_report::{GradientCheckVerdict, GradientReport, GradientRow};
 #[doc(hidden)]
 pub use gradient_check_state::CHECK_GRADIENTS;
-pub use gradient_report::{GradientCheckVerdict, GradientReport, GradientRow};
 pub(crate) use pipeline::PipelineDivision;
 pub use pipeline::PipelineEngine;
 
 use crate::checkpoint::store::CheckpointUpload;
 use crate::checkpoint::{LastCheckpoint, LockedFolders, SaveJob};
-use crate::comm::agree::CollectiveFailure;
+use crate::comm::agree::JointOperationFailure;
 use crate::comm::engine_call::during;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
@@ -62,10 +62,10 @@ use crate::stop_signal::{asked_to_stop, is_planned_stop, planned_stop};
 use crate::timeline::{self, TimelineRecorder};
 use crate::util::list;
 use crate::zero::rank_core::RankCore;
-use crate::zero::step::sharded_step::Vote;
-use crate::zero::step::shown_weights::ShownWeights;
+use crate::zero::step::active_weights::ActiveWeights;
+use crate::zero::step::sharded_step::StepVoteResult;
 use candle_core::{DType, Device, Tensor};
-use gradient_check_state::FiniteDifferenceChecker;
+use gradient_check_state::EngineCheckState;
 use islands::Islands;
 use reporter::EngineReporter;
 use std::sync::Arc;
@@ -109,9 +109,9 @@ pub struct Engine<M> {
     device: Device,
     phase: MicroStepPhase,
     /// The weights that the model computes with, if the optimizer averages weights.
-    shown: ShownWeights,
+    shown: ActiveWeights,
     losses: AccumulatedLoss,
-    check: FiniteDifferenceChecker,
+    check: EngineCheckState,
     global_steps: u64,
     micro_steps: u64,
     /// The seed for the random numbers drawn in forward passes.
@@ -187,8 +187,8 @@ impl<M> Engine<M> {
     /// Outside variables that it sets keep the values of the last call, which has the true weights.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] between backward and step, unless that backward pass ran inside `no_sync`; the error of
-    /// `run`; a failed collective.
+    /// [`EngineError::OutOfOrder`] between backward and step, unless that backward pass ran inside `no_sync`; the error
+    /// of `run`; a failed collective.
     pub fn forward(&mut self, run: impl FnMut(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let inside = self.stream_inside();
         let stream = stream_of(RngStreamKey {
@@ -205,7 +205,7 @@ impl<M> Engine<M> {
         self.begin_run();
         let watch = self.watch(MicroStepCall::Forward);
         let output = self.attempt(|engine| {
-            engine.show(ShownWeights::Trained)?;
+            engine.show(ActiveWeights::Trained)?;
             // Islands may have exchanged everything (`synchronize_islands`) since the exchange that named the donor.
             engine.donate()?;
             engine.run_forward(stream, run)
@@ -235,7 +235,7 @@ impl<M> Engine<M> {
     pub fn eval(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let (_call, _span) = (during("eval"), self.span("eval"));
         self.attempt(|engine| {
-            engine.show(ShownWeights::Averaged)?;
+            engine.show(ActiveWeights::Averaged)?;
             let model = engine.for_eval.as_ref().unwrap_or(&engine.model);
             engine.cast(|| engine.core.evaluate(|| run(model)))
         })
@@ -260,7 +260,7 @@ impl<M> Engine<M> {
         let watch = self.watch(MicroStepCall::Backward);
         self.attempt(|engine| {
             // The graph uses tensors whose values an evaluation since the forward pass may have replaced.
-            engine.show(ShownWeights::Trained)?;
+            engine.show(ActiveWeights::Trained)?;
             let scaled = engine.scaled(loss)?;
             let measures = engine.begin_measuring();
             engine.cast(|| engine.core.backward(&scaled, true))?;
@@ -376,7 +376,7 @@ impl<M> Engine<M> {
     }
 
     /// Collective: returns the gradient norm, the overflow flag and the mean loss over all ranks.
-    fn vote(&mut self) -> Result<Vote> {
+    fn vote(&mut self) -> Result<StepVoteResult> {
         let AccumulatedLoss { sum, any_non_finite } = std::mem::take(&mut self.losses);
         let requests = self.due_requests();
         let loss = sum / self.config.batch.gradient_accumulation_steps as f64;
@@ -387,7 +387,7 @@ impl<M> Engine<M> {
     }
 
     /// Returns whether the weights are updated with these gradients, and updates the scaler.
-    fn decide_update(&mut self, vote: &Vote) -> Result<bool> {
+    fn decide_update(&mut self, vote: &StepVoteResult) -> Result<bool> {
         let overflow = vote.has_overflow();
         let applies = match self.config.precision {
             Precision::F32 if overflow => Err(self.non_finite_gradient(vote)),
@@ -403,7 +403,7 @@ impl<M> Engine<M> {
         applies
     }
 
-    fn non_finite_gradient(&self, vote: &Vote) -> Error {
+    fn non_finite_gradient(&self, vote: &StepVoteResult) -> Error {
         let where_ = match self.core.non_finite_gradient() {
             Err(error) => return error,
             Ok(Some(name)) => format!("the gradient of {name} is not finite on rank {}", self.rank()),
@@ -421,7 +421,7 @@ impl<M> Engine<M> {
     fn update(&mut self, multiplier: f64) -> Result<bool> {
         let trained = self.trainer.for_step(self.optimizer_steps + 1, multiplier as f32)?;
         let weights_changed = self.core.update(&trained)?;
-        self.shown = ShownWeights::Trained;
+        self.shown = ActiveWeights::Trained;
         self.optimizer_steps += 1;
         self.trainer.step();
         Ok(weights_changed)
@@ -518,13 +518,16 @@ impl<M> Engine<M> {
 
     /// Runs `call`. After an error that leaves this rank out of step, notifies the other ranks and refuses further
     /// calls.
-    fn attempt<T, E: Into<CollectiveFailure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
+    fn attempt<T, E: Into<JointOperationFailure>>(
+        &mut self,
+        call: impl FnOnce(&mut Self) -> Result<T, E>,
+    ) -> Result<T> {
         self.not_stopped()?;
         let _here = timeline::enter(self.recorder.as_ref());
         self.core.follow_thread()?;
         call(self).map_err(|failure| match failure.into() {
-            CollectiveFailure::InStep(error) => error,
-            CollectiveFailure::OutOfStep(error) => self.stop(error),
+            JointOperationFailure::InStep(error) => error,
+            JointOperationFailure::OutOfStep(error) => self.stop(error),
         })
     }
 
@@ -541,15 +544,18 @@ impl<M> Engine<M> {
 
     /// Runs a `call` that may change the model's state, through [`attempt`](Self::attempt). A delayed update is
     /// finished first, unless a backward pass still needs the weights from before the update.
-    fn settled<T, E: Into<CollectiveFailure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
+    fn settled<T, E: Into<JointOperationFailure>>(
+        &mut self,
+        call: impl FnOnce(&mut Self) -> Result<T, E>,
+    ) -> Result<T> {
         if self.phase != MicroStepPhase::Forwarded {
             self.attempt(|engine| engine.core.settle())?;
         }
         self.attempt(|engine| {
             let result = call(engine).map_err(Into::into)?;
-            engine.shown = ShownWeights::Mixed;
+            engine.shown = ActiveWeights::Mixed;
             engine.core.remember_weights()?;
-            Ok::<_, CollectiveFailure>(result)
+            Ok::<_, JointOperationFailure>(result)
         })
     }
 

@@ -24,7 +24,7 @@ pub use crate::estimate::error::EstimateError;
 pub use crate::files::error::OutputError;
 pub use crate::island_server::error::IslandError;
 #[doc(inline)]
-pub use crate::kernels::error::KernelError;
+pub use crate::kernels::error::SimdLevelError;
 pub use crate::models::error::ModelError;
 pub use crate::monitor::error::MonitorError;
 pub use crate::nn::error::LoraError;
@@ -94,7 +94,7 @@ pub enum Error {
     Estimate(#[from] EstimateError),
     /// Kernels that cannot run as the environment requires.
     #[error(transparent)]
-    Kernel(#[from] KernelError),
+    Kernel(#[from] SimdLevelError),
     /// A checkpoint, of this library or of DeepSpeed.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),

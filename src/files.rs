@@ -6,10 +6,10 @@ mod complete_lines;
 pub(crate) mod error;
 mod free_space;
 mod lock;
-mod mapped_pages;
-mod output_digests;
+mod output_ownership;
+mod path_conflicts;
+mod release_pages;
 mod resolved_path;
-mod run_paths;
 mod scratch_folder;
 mod unfinished_files;
 
@@ -20,9 +20,9 @@ pub use lock::FolderLock;
 pub use lock::FolderLockOutcome;
 pub use lock::{FileLock, lacks_locks, sweep_locks};
 pub(crate) use lock::{LOCK, owner as lock_owner};
-pub use mapped_pages::release_pages;
-pub use output_digests::OutputDigests;
-pub use run_paths::{InputKind, OutputKind, OutputLocks, RunPaths};
+pub use output_ownership::OutputDigests;
+pub use path_conflicts::{InputKind, InputOutputPaths, OutputKind, OutputLocks};
+pub use release_pages::release_pages;
 pub use scratch_folder::{ScratchFolder, WRITING, sweep};
 pub(crate) use unfinished_files::{UNFINISHED, remove_unfinished, sweep_unfinished, unfinished_files};
 
@@ -37,8 +37,8 @@ pub fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Creates a new file in `folder` with a name that begins with `prefix`. The file is removed when the result is dropped.
-/// Its permissions follow the umask, like those of any new file, whereas tempfile's default is owner-only.
+/// Creates a new file in `folder` with a name that begins with `prefix`. The file is removed when the result is
+/// dropped. Its permissions follow the umask, like those of any new file, whereas tempfile's default is owner-only.
 pub fn new_beside(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
     tempfile::Builder::new().prefix(prefix).permissions(Permissions::from_mode(0o666)).tempfile_in(folder)
 }

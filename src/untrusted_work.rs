@@ -58,12 +58,12 @@ struct RunningWork {
 }
 
 /// A thread that is watched.
-struct WatchedThread {
+struct WatchdogSlot {
     id: Pid,
     work: Mutex<Option<RunningWork>>,
 }
 
-type WatchedThreadRef = Arc<WatchedThread>;
+type WatchedThreadRef = Arc<WatchdogSlot>;
 
 /// The slots of all threads that have run work.
 static SLOTS: Mutex<Vec<WatchedThreadRef>> = Mutex::new(vec![]);
@@ -76,7 +76,7 @@ thread_local! {
 
 /// Registers a slot for this thread.
 fn register() -> WatchedThreadRef {
-    let slot = WatchedThreadRef::new(WatchedThread { id: rustix::thread::gettid(), work: Mutex::default() });
+    let slot = WatchedThreadRef::new(WatchdogSlot { id: rustix::thread::gettid(), work: Mutex::default() });
     let mut slots = lock(&SLOTS);
     slots.retain(|slot| Arc::strong_count(slot) > 1);
     slots.push(slot.clone());
@@ -173,8 +173,8 @@ fn begin() {
 }
 
 /// Makes the process end with an error at any later panic that occurs because a thread or a stack cannot be created, if
-/// limits are set for the memory or the threads of this process (`ulimit`). The error names the cause: too little memory
-/// within these limits.
+/// limits are set for the memory or the threads of this process (`ulimit`). The error names the cause: too little
+/// memory within these limits.
 pub fn explain_limits() {
     use rustix::process::Resource;
     let is_set = |resource| rustix::process::getrlimit(resource).current.is_some();

@@ -10,10 +10,10 @@
 //! Everything is written into a temporary folder next to OUT, synced and renamed, so OUT is never incomplete.
 
 use super::buffers::SavedBuffer;
-use super::hugging_face::{HuggingFaceDescription, describe};
+use super::hugging_face_config::{HuggingFaceDescription, describe};
 use super::load::Checkpoint;
 use super::manifest::Parameter;
-use super::safetensors_files::{TensorEntry, write_json, write_model_files};
+use super::safetensors_writer::{TensorEntry, write_json, write_model_files};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{AtomicFolder, check_free_space, free_folder};
 use crate::zero::share::state_access::WEIGHTS;

@@ -15,7 +15,7 @@ use super::rank_agreement::failed_elsewhere;
 use super::rank_file::RankFileReader;
 use super::rank_file_layout::BLOCK;
 use crate::comm::Communicator;
-use crate::comm::agree::{CollectiveFailure, agree, gather, texts};
+use crate::comm::agree::{JointOperationFailure, agree, gather, texts};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::open;
 use crate::notice::emit;
@@ -104,7 +104,7 @@ pub(super) fn fetch(
     dir: &Path,
     located: &LocatedCheckpoint,
     needed: &BTreeMap<usize, BTreeSet<usize>>,
-) -> Result<Option<FetchedFiles>, CollectiveFailure> {
+) -> Result<Option<FetchedFiles>, JointOperationFailure> {
     let (hosts, parts) = (&located.hosts, FileParts::new(located));
     let home = hosts.first(comm.rank());
     let mut bits = vec![0u8; parts.starts[parts.files.len()].div_ceil(8)];
@@ -143,9 +143,9 @@ pub(super) fn fetch(
     let names = texts(comm, &name.unwrap_or_default())?;
     let fetched = FetchedFiles { path: dir.join(&names[home]), _made: made };
     let is_wanted = |part: FilePart| is_needed_by(parts.starts[part.file] + part.number, home);
-    let mut sender = PartSender { located, open: None };
-    let mut receiver = PartReceiver { folder: fetched.path(), located, parts: &parts, open: BTreeMap::new() };
-    let mut streams: Vec<PartStream<'_>> = queues.into_iter().map(|queue| PartStream::new(queue, &parts)).collect();
+    let mut sender = PartReader { located, open: None };
+    let mut receiver = PartWriter { folder: fetched.path(), located, parts: &parts, open: BTreeMap::new() };
+    let mut streams: Vec<SendQueue<'_>> = queues.into_iter().map(|queue| SendQueue::new(queue, &parts)).collect();
     let mut failed = None;
     loop {
         let round: Vec<_> = streams.iter_mut().map(Iterator::next).collect();
@@ -184,20 +184,20 @@ fn new_folder(dir: &Path) -> std::io::Result<(TempDir, File)> {
 }
 
 /// The pieces that a rank sends.
-struct PartStream<'a> {
+struct SendQueue<'a> {
     parts: &'a FileParts,
     queue: std::vec::IntoIter<FilePart>,
     /// The part that is being sent, and its remaining bytes.
     rest: Option<(FilePart, Range<u64>)>,
 }
 
-impl<'a> PartStream<'a> {
+impl<'a> SendQueue<'a> {
     fn new(queue: Vec<FilePart>, parts: &'a FileParts) -> Self {
         Self { parts, queue: queue.into_iter(), rest: None }
     }
 }
 
-impl Iterator for PartStream<'_> {
+impl Iterator for SendQueue<'_> {
     type Item = (FilePart, Range<u64>);
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -214,7 +214,7 @@ impl Iterator for PartStream<'_> {
 }
 
 /// The reader of the bytes that this rank sends.
-struct PartSender<'a> {
+struct PartReader<'a> {
     located: &'a LocatedCheckpoint,
     open: Option<(usize, PartSource)>,
 }
@@ -224,7 +224,7 @@ enum PartSource {
     Buffers(File),
 }
 
-impl PartSender<'_> {
+impl PartReader<'_> {
     /// Reads bytes of the file, starting at `at`; all of them are within one part.
     fn read(&mut self, part: FilePart, at: u64, bytes: &mut [u8]) -> Result<()> {
         let LocatedCheckpoint { path, manifest, .. } = self.located;
@@ -251,14 +251,14 @@ fn unreadable(path: &Path, why: &std::io::Error) -> Error {
 }
 
 /// The writer of the bytes that this host needs.
-struct PartReceiver<'a> {
+struct PartWriter<'a> {
     folder: &'a Path,
     located: &'a LocatedCheckpoint,
     parts: &'a FileParts,
     open: BTreeMap<usize, File>,
 }
 
-impl PartReceiver<'_> {
+impl PartWriter<'_> {
     fn write(&mut self, part: FilePart, at: u64, bytes: &[u8]) -> Result<()> {
         let mut write = || {
             let file = match self.open.entry(part.file) {

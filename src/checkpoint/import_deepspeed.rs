@@ -1,7 +1,7 @@
 //! Converts a DeepSpeed checkpoint to this library's format: weights, Adam's moments, buffers, counters.
 
 use super::buffers::{self, SavedBuffer};
-use super::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
+use super::deepspeed::{DeepSpeedCheckpoint, DeepSpeedStateKind};
 use super::folder;
 use super::manifest::{FORMAT, Manifest, Parameter, VERSION};
 use super::rank_file::RankFileWriter;
@@ -31,10 +31,10 @@ pub fn import(
 ) -> Result<PathBuf> {
     let dir = dir.as_ref();
     let path = new_checkpoint_path(dir, tag)?;
-    let states = [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq]
+    let states = [DeepSpeedStateKind::Master, DeepSpeedStateKind::ExpAvg, DeepSpeedStateKind::ExpAvgSq]
         .into_iter()
         .filter(|state| from.has(*state));
-    let states: Vec<DeepSpeedState> = states.collect();
+    let states: Vec<DeepSpeedStateKind> = states.collect();
     let mut manifest = manifest(from, tag, &states);
     let buffers = buffers(from, dir)?;
     manifest.buffers = buffers.as_deref().map(buffers::entry);
@@ -81,7 +81,7 @@ fn write(
     from: &DeepSpeedCheckpoint,
     folder: &Path,
     manifest: &Manifest,
-    states: &[DeepSpeedState],
+    states: &[DeepSpeedStateKind],
     tell: &mut impl FnMut(u64, u64),
 ) -> Result<super::FileEntry> {
     let io = |source| folder::not_written(folder, &source);
@@ -104,7 +104,7 @@ fn write(
 }
 
 /// Returns the checkpoint's manifest, without files.
-fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[DeepSpeedState]) -> Manifest {
+fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[DeepSpeedStateKind]) -> Manifest {
     let config = from.ds_config();
     let is_on = |section: &str| config[section]["enabled"] == Value::Bool(true);
     let dtype = match () {
@@ -112,7 +112,7 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[DeepSpeedState]) ->
         () if is_on("fp16") => "f16",
         () => "f32",
     };
-    let name = |state: &DeepSpeedState| if *state == DeepSpeedState::Master { WEIGHTS } else { state.name() };
+    let name = |state: &DeepSpeedStateKind| if *state == DeepSpeedStateKind::Master { WEIGHTS } else { state.name() };
     let parameters = from.parameters().iter().map(|p| Parameter {
         name: p.name.clone(),
         shape: p.shape.clone(),

@@ -11,7 +11,7 @@ use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
 use super::rank_file::RankFileReader;
 use super::rank_file_layout::RankFileOffsets;
 use crate::comm::Communicator;
-use crate::comm::agree::{CollectiveFailure, agree};
+use crate::comm::agree::{JointOperationFailure, agree};
 use crate::error::{CheckpointError, Error, Result};
 use crate::notice::emit;
 use crate::optim::GroupedOptimizer;
@@ -167,8 +167,8 @@ impl Checkpoint {
         Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
     }
 
-    /// Reads every byte of the rank files, and compares each block with its checksum. `tell` is called with the number of
-    /// bytes read so far.
+    /// Reads every byte of the rank files, and compares each block with its checksum. `tell` is called with the number
+    /// of bytes read so far.
     ///
     /// # Errors
     /// Fails with a [`CheckpointError::Unusable`] that names the first damaged file and the position in it.
@@ -247,7 +247,7 @@ pub(crate) fn load(
     tag: Option<&str>,
     options: &LoadOptions,
     on_each_host: bool,
-) -> Result<Option<Checkpoint>, CollectiveFailure> {
+) -> Result<Option<Checkpoint>, JointOperationFailure> {
     let comm = core.job();
     let wanted = |path: &Path, manifest: &Manifest| wanted(core, trainer, path, manifest, options);
     let opened = match on_each_host {
@@ -280,7 +280,7 @@ fn open(
     dir: &Path,
     tag: Option<&str>,
     wanted: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
-) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, CollectiveFailure> {
+) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, JointOperationFailure> {
     let opened = agree(comm, Checkpoint::open(dir, tag), failed_elsewhere(dir))?;
     let found = opened.as_ref().map_or_else(String::new, |c| {
         let checksum = XxHash3_64::oneshot(c.manifest.to_text().as_bytes());
@@ -299,7 +299,7 @@ fn open_on_hosts(
     dir: &Path,
     tag: Option<&str>,
     wanted: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
-) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, CollectiveFailure> {
+) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, JointOperationFailure> {
     let Some(located) = locate(comm, dir, tag)? else { return Ok(None) };
     let path = located.path.clone();
     let wanted = agree(comm, wanted(&path, &located.manifest), failed_elsewhere(&path))?;

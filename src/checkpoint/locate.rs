@@ -16,7 +16,7 @@ use super::manifest::{MANIFEST, Manifest};
 use super::rank_agreement::failed_elsewhere;
 use super::ranks_by_folder::RanksByFolder;
 use crate::comm::Communicator;
-use crate::comm::agree::{CollectiveFailure, agree, texts};
+use crate::comm::agree::{JointOperationFailure, agree, texts};
 use crate::error::{CheckpointError, Error, Result};
 use crate::notice::warn;
 use crate::util::{host_name, list};
@@ -67,7 +67,7 @@ pub(super) fn locate(
     comm: &dyn Communicator,
     dir: &Path,
     tag: Option<&str>,
-) -> Result<Option<LocatedCheckpoint>, CollectiveFailure> {
+) -> Result<Option<LocatedCheckpoint>, JointOperationFailure> {
     let hosts = RanksByFolder::by_neighbours(comm, dir)?;
     let looks = hosts.makes_folder();
     let named = match (looks, tag) {
@@ -99,7 +99,8 @@ pub(super) fn locate(
     }
     let are_all_told = hosts.all().all(|first| !named[first].is_empty());
     let chosen = choose(&found, are_all_told, &|first| host_with_ranks(&hosts, &names, first));
-    let wrong = |path: PathBuf, problem| CollectiveFailure::InStep(CheckpointError::Unusable { path, problem }.into());
+    let wrong =
+        |path: PathBuf, problem| JointOperationFailure::InStep(CheckpointError::Unusable { path, problem }.into());
     let ChosenTag { tag, checksum, homes, notes } = chosen.map_err(|(tag, problem)| wrong(dir.join(tag), problem))?;
     if comm.rank() == 0 {
         notes.iter().for_each(|note| warn(&format!("warning: {note}; {tag} is loaded")));

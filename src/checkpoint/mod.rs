@@ -23,7 +23,7 @@ pub(crate) mod error;
 mod examine;
 mod fetch_from_hosts;
 mod folder;
-mod hugging_face;
+mod hugging_face_config;
 mod import_deepspeed;
 mod lineage;
 mod load;
@@ -33,7 +33,7 @@ mod rank_agreement;
 mod rank_file;
 mod rank_file_layout;
 mod ranks_by_folder;
-mod safetensors_files;
+mod safetensors_writer;
 mod save;
 pub(crate) mod store;
 mod training_progress;
@@ -57,7 +57,7 @@ pub(crate) use load::{load, peek, set_counts};
 pub use manifest::{BufferFile, FileEntry, IslandProgress, Manifest, Parameter};
 pub(crate) use rank_agreement::failed_elsewhere;
 #[doc(hidden)]
-pub use safetensors_files::{TensorEntry, create, write_json, write_model_files};
+pub use safetensors_writer::{TensorEntry, create, write_json, write_model_files};
 pub use save::SaveOptions;
 #[doc(hidden)]
 pub use save::keep_newest;

@@ -1,7 +1,7 @@
 //! The agreement of ranks before a checkpoint is saved or loaded, and the errors if they do not agree.
 
 use crate::comm::Communicator;
-use crate::comm::agree::{CollectiveFailure, first_to_differ, rank_failed};
+use crate::comm::agree::{JointOperationFailure, first_to_differ, rank_failed};
 use crate::error::{CheckpointError, Error, without_backtrace};
 use std::path::Path;
 
@@ -21,10 +21,10 @@ pub(super) fn same_on_all_ranks(
     what: &str,
     word: &str,
     path: &Path,
-) -> Result<(), CollectiveFailure> {
+) -> Result<(), JointOperationFailure> {
     let Some(rank) = first_to_differ(comm, word)? else { return Ok(()) };
     let word = without_backtrace(word);
     let problem =
         format!("rank {rank} and rank 0 name different {what}; this rank names {word}; use the same on all ranks");
-    Err(CollectiveFailure::InStep(Error::from(CheckpointError::Unusable { path: path.to_owned(), problem })))
+    Err(JointOperationFailure::InStep(Error::from(CheckpointError::Unusable { path: path.to_owned(), problem })))
 }

@@ -5,7 +5,7 @@
 use super::folder::{VISIBILITY_PREFIX, create_all, not_written};
 use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
 use crate::comm::Communicator;
-use crate::comm::agree::{CollectiveFailure, agree, gather_u64, texts};
+use crate::comm::agree::{JointOperationFailure, agree, gather_u64, texts};
 use crate::error::{CheckpointError, Result};
 use crate::files::new_beside;
 use crate::util::fnv1a;
@@ -28,7 +28,7 @@ impl RanksByFolder {
     /// # Errors
     /// Fails on all ranks if ranks that must share a folder give different paths or if a folder cannot be written, and
     /// if a collective fails.
-    pub fn of(comm: &dyn Communicator, dir: &Path, on_each_host: bool) -> Result<Self, CollectiveFailure> {
+    pub fn of(comm: &dyn Communicator, dir: &Path, on_each_host: bool) -> Result<Self, JointOperationFailure> {
         if !on_each_host {
             same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;
             return Ok(Self { rank: comm.rank(), firsts: vec![0; comm.size()] });
@@ -53,7 +53,7 @@ impl RanksByFolder {
     ///
     /// # Errors
     /// Fails on all ranks if the ranks of a host name different folders, and if a collective fails.
-    pub fn by_neighbours(comm: &dyn Communicator, dir: &Path) -> Result<Self, CollectiveFailure> {
+    pub fn by_neighbours(comm: &dyn Communicator, dir: &Path) -> Result<Self, JointOperationFailure> {
         let own = [comm.ranks_here().start as u64, fnv1a(dir.to_string_lossy().as_bytes())];
         let all = gather_u64(comm, &own)?;
         let firsts: Vec<usize> = all.iter().map(|rank| rank[0] as usize).collect();
@@ -64,7 +64,9 @@ impl RanksByFolder {
                 firsts[rank],
                 dir.display()
             );
-            return Err(CollectiveFailure::InStep(CheckpointError::Unusable { path: dir.to_owned(), problem }.into()));
+            return Err(JointOperationFailure::InStep(
+                CheckpointError::Unusable { path: dir.to_owned(), problem }.into(),
+            ));
         }
         Ok(Self { rank: comm.rank(), firsts })
     }

@@ -24,7 +24,7 @@ use super::ranks_by_folder::RanksByFolder;
 use super::store::UploadRequest;
 use super::training_progress::TrainingProgress;
 use crate::comm::Communicator;
-use crate::comm::agree::{CollectiveFailure, agree, byte_strings, gather_u64, text_of_rank_0, texts};
+use crate::comm::agree::{JointOperationFailure, agree, byte_strings, gather_u64, text_of_rank_0, texts};
 use crate::config::{Config, TagValidation};
 use crate::error::{CheckpointError, CommError, Result};
 use crate::notice::{emit, warn};
@@ -93,13 +93,13 @@ pub(crate) struct IslandOfJob {
 impl IslandOfJob {
     /// Collective among the ranks of all islands: if any rank has an error, returns an error on all of them.
     pub fn agree<T>(
-        own: Result<T, CollectiveFailure>,
+        own: Result<T, JointOperationFailure>,
         island: Option<&Self>,
         dir: &Path,
-    ) -> Result<T, CollectiveFailure> {
+    ) -> Result<T, JointOperationFailure> {
         let Some(Self { job, .. }) = island else { return own };
         let own = match own {
-            Err(CollectiveFailure::InStep(error)) => Err(error),
+            Err(JointOperationFailure::InStep(error)) => Err(error),
             Err(out_of_step) => return Err(out_of_step),
             Ok(own) => Ok(own),
         };
@@ -201,7 +201,7 @@ impl SaveJob {
         trainer: &GroupedOptimizer,
         mut request: SaveRequest,
         locked: &mut LockedFolders,
-    ) -> Result<Self, CollectiveFailure> {
+    ) -> Result<Self, JointOperationFailure> {
         request.manifest.parameters = of_all_stages(&core, request.manifest.parameters)?;
         let buffers = snapshot_of_buffers(&core, &request.dir)?;
         request.manifest.buffers = buffers.as_deref().map(buffers::entry);
@@ -238,14 +238,14 @@ impl SaveJob {
     ///
     /// # Errors
     /// Fails on all ranks if a rank could not write a file, and if a collective fails.
-    pub fn end(self) -> Result<(Option<LastCheckpoint>, Option<UploadRequest>), CollectiveFailure> {
+    pub fn end(self) -> Result<(Option<LastCheckpoint>, Option<UploadRequest>), JointOperationFailure> {
         let Self { core, request, writing, hosts, lock: _lock } = self;
         let SaveRequest { dir, manifest, options, shows_statistics, upload_to, island, .. } = request;
         let island = island.as_ref();
         let _span = timeline::span(timeline::EventCategory::Checkpoint, "end save").of(|| manifest.tag.clone());
         let (comm, is_first) = (core.job(), core.job().rank() == 0);
-        let give_up = |failure: &CollectiveFailure| {
-            if let (true, CollectiveFailure::InStep(_)) = (hosts.makes_folder(), failure) {
+        let give_up = |failure: &JointOperationFailure| {
+            if let (true, JointOperationFailure::InStep(_)) = (hosts.makes_folder(), failure) {
                 folder::give_up(&dir, &manifest.tag);
             }
         };
@@ -308,7 +308,7 @@ pub(crate) fn check_dir(
     dir: &Path,
     on_each_host: bool,
     locked: &mut LockedFolders,
-) -> Result<(), CollectiveFailure> {
+) -> Result<(), JointOperationFailure> {
     let hosts = RanksByFolder::of(comm, dir, on_each_host)?;
     let ready = match hosts.makes_folder() {
         true => locked.lock(dir).and_then(|()| folder::remove_leftovers(dir)),
@@ -403,7 +403,7 @@ fn of_all_stages(core: &RankCore, own: Vec<Parameter>) -> Result<Vec<Parameter>>
 }
 
 /// Collective for a model with buffers: returns the content of their file on rank 0, and `None` on the other ranks.
-fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, CollectiveFailure> {
+fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, JointOperationFailure> {
     let (list, first) = (core.buffers().list(), core.job().rank() == 0);
     let Some(position) = core.pipeline() else {
         if list.is_empty() {
@@ -427,14 +427,14 @@ fn begin(
     comm: &dyn Communicator,
     request: &SaveRequest,
     locked: &mut LockedFolders,
-) -> Result<(String, RanksByFolder, Option<File>), CollectiveFailure> {
+) -> Result<(String, RanksByFolder, Option<File>), JointOperationFailure> {
     let SaveRequest { dir, manifest: Manifest { tag, .. }, validation, .. } = request;
     agree(comm, folder::check_tag(dir, tag), failed_elsewhere(dir))?;
     let hosts = RanksByFolder::of(comm, dir, request.on_each_host)?;
     let tag = match same_on_all_ranks(comm, "tags", tag, dir) {
         Ok(()) => tag.clone(),
         // A checkpoint must have a single tag.
-        Err(CollectiveFailure::InStep(_)) if *validation != TagValidation::Fail => {
+        Err(JointOperationFailure::InStep(_)) if *validation != TagValidation::Fail => {
             let common = text_of_rank_0(comm, tag)?;
             if comm.rank() == 0 && *validation == TagValidation::Warn {
                 warn(&format!("warning: ranks save under different tags; all use rank 0's, {common}"));
@@ -459,8 +459,8 @@ fn publish(prepared: folder::PreparedCheckpoint, dir: &Path, tag: &str, options:
     Ok(())
 }
 
-/// Removes all but the `keep` newest checkpoints in `dir` that were saved without a tag. Checkpoint `tag`, which exists,
-/// and the one that `latest` names stay in any case.
+/// Removes all but the `keep` newest checkpoints in `dir` that were saved without a tag. Checkpoint `tag`, which
+/// exists, and the one that `latest` names stay in any case.
 #[doc(hidden)]
 pub fn keep_newest(dir: &Path, keep: usize, tag: &str) {
     if let Err(error) = folder::keep_newest(dir, keep.max(1), tag) {

@@ -7,14 +7,14 @@ use crate::util::fnv1a;
 
 /// The failure of an operation that all ranks perform together.
 #[derive(Debug)]
-pub(crate) enum CollectiveFailure {
+pub(crate) enum JointOperationFailure {
     /// Communication failed, or only this rank gave up: the ranks are out of step.
     OutOfStep(Error),
     /// One rank failed, and all ranks have been notified: they are in step and can continue.
     InStep(Error),
 }
 
-impl From<Error> for CollectiveFailure {
+impl From<Error> for JointOperationFailure {
     fn from(error: Error) -> Self {
         Self::OutOfStep(error)
     }
@@ -38,17 +38,17 @@ pub fn rank_pointed_at(message: &str) -> Option<usize> {
 /// `elsewhere` creates the error, given the job-wide number of the first such rank.
 ///
 /// # Errors
-/// Fails with [`CollectiveFailure::InStep`] on all ranks if one has no value, or with [`CollectiveFailure::OutOfStep`]
-/// if the collective failed.
+/// Fails with [`JointOperationFailure::InStep`] on all ranks if one has no value, or with
+/// [`JointOperationFailure::OutOfStep`] if the collective failed.
 pub(crate) fn agree<T>(
     comm: &dyn Communicator,
     own: Result<T>,
     elsewhere: impl FnOnce(usize) -> Error,
-) -> Result<T, CollectiveFailure> {
+) -> Result<T, JointOperationFailure> {
     let failed = comm.gather_bytes(vec![u8::from(own.is_err())]).wait()?;
     match (own, failed.iter().position(|flag| *flag != [0])) {
-        (Ok(_), Some(rank)) => Err(CollectiveFailure::InStep(elsewhere(comm.in_job(rank)))),
-        (own, _) => own.map_err(CollectiveFailure::InStep),
+        (Ok(_), Some(rank)) => Err(JointOperationFailure::InStep(elsewhere(comm.in_job(rank)))),
+        (own, _) => own.map_err(JointOperationFailure::InStep),
     }
 }
 
@@ -138,8 +138,8 @@ mod tests {
             let agreed = agree(comm, own, |rank| Error::from(EngineError::Stopped(format!("rank {rank}"))));
             comm.barrier().wait()?;
             Ok(match agreed {
-                Err(CollectiveFailure::InStep(Error::Param(ParamError::NoParameters))) => "own".to_string(),
-                Err(CollectiveFailure::InStep(Error::Engine(EngineError::Stopped(why)))) => why,
+                Err(JointOperationFailure::InStep(Error::Param(ParamError::NoParameters))) => "own".to_string(),
+                Err(JointOperationFailure::InStep(Error::Engine(EngineError::Stopped(why)))) => why,
                 other => panic!("{other:?}"),
             })
         });

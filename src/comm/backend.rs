@@ -2,7 +2,7 @@
 
 use super::mpi::HierarchicalCollectives;
 use super::shm::collectives;
-use super::shm::exchange::{CollectiveThread, ShmExchange};
+use super::shm::exchange::{CollectiveThreadKind, ShmExchange};
 use super::stats::counters::ReceivedBytes;
 use super::wire::format::WireFormat;
 use crate::error::CommError;
@@ -20,7 +20,7 @@ pub(super) enum CollectiveBackend {
 
 impl CollectiveBackend {
     /// Sets the thread that runs the next collective.
-    pub(super) fn run_by(&mut self, runner: CollectiveThread) {
+    pub(super) fn run_by(&mut self, runner: CollectiveThreadKind) {
         match self {
             Self::SingleHost(exchange) => exchange.run_by(runner),
             Self::MultiHost(hierarchical) => hierarchical.run_by(runner),

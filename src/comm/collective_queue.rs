@@ -15,7 +15,7 @@
 use super::abort_signal::AbortSignal;
 use super::backend::CollectiveBackend;
 use super::engine_call;
-use super::shm::exchange::CollectiveThread;
+use super::shm::exchange::CollectiveThreadKind;
 use super::stats::counters::CommCounters;
 use super::{CollectiveKind, CommLog, Pending};
 use crate::error::CommError;
@@ -87,7 +87,7 @@ impl CollectiveQueue {
             if let Some(result) = result() {
                 return result;
             }
-            self.run_first(worker, CollectiveThread::Waiter);
+            self.run_first(worker, CollectiveThreadKind::Waiter);
         }
     }
 
@@ -115,7 +115,7 @@ impl CollectiveQueue {
             }
             in_vain = 0;
             drop(jobs);
-            self.run_first(self.worker(), CollectiveThread::CommThread);
+            self.run_first(self.worker(), CollectiveThreadKind::CommThread);
         }
     }
 
@@ -132,7 +132,7 @@ impl CollectiveQueue {
     }
 
     /// Runs the first waiting job, if there is one.
-    fn run_first(&self, worker: Option<MutexGuard<'_, CollectiveWorker>>, runner: CollectiveThread) {
+    fn run_first(&self, worker: Option<MutexGuard<'_, CollectiveWorker>>, runner: CollectiveThreadKind) {
         let Some(mut worker) = worker else { return };
         let first = self.jobs().waiting.pop_front();
         if let Some(job) = first {
@@ -265,7 +265,7 @@ impl Drop for CollectiveLauncher {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::rank_presence::RankPresence;
+    use super::super::joined_rank::JoinedRank;
     use super::super::shm::exchange::ShmExchange;
     use super::super::shm::region::SharedMemoryRegion;
     use super::*;
@@ -290,7 +290,7 @@ mod tests {
     fn an_idle_comm_thread_sleeps_and_a_short_job_still_begins_by_itself() {
         // No other test has this many ranks, so the thread's name is unique.
         let region = Arc::new(SharedMemoryRegion::anonymous(38).unwrap());
-        let presence = RankPresence::enter(region.clone(), 37, Duration::from_secs(10), None).unwrap();
+        let presence = JoinedRank::enter(region.clone(), 37, Duration::from_secs(10), None).unwrap();
         let backend = CollectiveBackend::SingleHost(ShmExchange::new(region, 37, Duration::from_secs(10)));
         let rank = CollectiveLauncher::start("comm-37".into(), backend, presence.abort_signal().clone()).unwrap();
         std::thread::sleep(MAX_QUEUE_DELAY * (IDLE_POLLS_BEFORE_SLEEP + 60));

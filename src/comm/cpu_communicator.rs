@@ -2,8 +2,8 @@
 
 use super::backend::CollectiveBackend;
 use super::collective_queue::CollectiveLauncher;
+use super::joined_rank::JoinedRank;
 use super::mpi::MpiRank;
-use super::rank_presence::RankPresence;
 use super::shm::exchange::ShmExchange;
 use super::shm::region::{CHANNELS, SharedMemoryRegion};
 use super::{
@@ -23,7 +23,7 @@ pub struct CpuCommunicator {
     launcher: CollectiveLauncher,
     /// The groups created so far; the one at position i uses channel i + 1.
     groups: Mutex<Vec<(Vec<Vec<usize>>, JobGroup)>>,
-    presence: Arc<RankPresence>,
+    presence: Arc<JoinedRank>,
     /// This rank's position among `members`.
     rank: usize,
     size: usize,
@@ -49,7 +49,7 @@ impl CpuCommunicator {
     /// # Errors
     /// Fails if the rank is already taken, or a thread cannot be started.
     pub(crate) fn new(region: Arc<SharedMemoryRegion>, rank: usize, timeout: Duration) -> Result<Self> {
-        Self::of_job(RankPresence::enter(region, rank, timeout, None)?)
+        Self::of_job(JoinedRank::enter(region, rank, timeout, None)?)
     }
 
     /// Joins the job as `rank`, with the other ranks of this host in `region` and those of other hosts over `mpi`.
@@ -62,10 +62,10 @@ impl CpuCommunicator {
         timeout: Duration,
         mpi: MpiRank,
     ) -> Result<Self> {
-        Self::of_job(RankPresence::enter(region, rank, timeout, Some(mpi))?)
+        Self::of_job(JoinedRank::enter(region, rank, timeout, Some(mpi))?)
     }
 
-    fn of_job(presence: Arc<RankPresence>) -> Result<Self> {
+    fn of_job(presence: Arc<JoinedRank>) -> Result<Self> {
         let (rank, size, first) = (presence.rank(), presence.world_size(), presence.first());
         let (region, timeout) = (presence.region().clone(), presence.timeout());
         let ranks_here = first..first + region.world_size();
@@ -79,7 +79,7 @@ impl CpuCommunicator {
 
     /// Returns the communicator of this rank's group, which consists of the ranks `members` of the job and uses
     /// `channel`.
-    fn of_group(presence: &Arc<RankPresence>, members: Arc<[usize]>, channel: usize) -> Result<Self> {
+    fn of_group(presence: &Arc<JoinedRank>, members: Arc<[usize]>, channel: usize) -> Result<Self> {
         let (own, first, timeout) = (presence.rank(), presence.first(), presence.timeout());
         let region = presence.region().clone();
         let here = first..first + region.world_size();
@@ -98,7 +98,7 @@ impl CpuCommunicator {
     }
 
     fn start(
-        presence: Arc<RankPresence>,
+        presence: Arc<JoinedRank>,
         (rank, size, ranks_here): (usize, usize, Range<usize>),
         members: Option<Arc<[usize]>>,
         channel: usize,
@@ -124,7 +124,7 @@ impl CpuCommunicator {
         self.launcher.finish_launched();
     }
 
-    pub(super) fn presence(&self) -> &RankPresence {
+    pub(super) fn presence(&self) -> &JoinedRank {
         &self.presence
     }
 

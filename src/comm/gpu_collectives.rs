@@ -12,7 +12,9 @@ use super::agree::gather_u64;
 use super::fingerprint::CollectiveFingerprint;
 use super::{CollectiveKind, Communicator, Pending, WireFormat};
 use crate::cuda::DeviceFlat;
-use crate::cuda::nccl::{self, FailureWatch, NcclComm, NcclError, NcclLibrary, NcclSumMode, PendingNcclCollective};
+use crate::cuda::nccl::{
+    self, NcclComm, NcclError, NcclLibrary, NcclSumMode, PendingNcclCollective, WaitAbortConditions,
+};
 use crate::error::{CommError, Error, Result};
 use crate::memory::{MemoryKind as Purpose, MemoryLedger, MemoryLedgerEntry, MemoryTier};
 use crate::notice::emit;
@@ -143,7 +145,7 @@ impl GpuCollectives {
         let id = comm.gather_bytes(id.to_vec()).wait()?.swap_remove(0);
         let watched = comm.clone();
         let is_failed = move || watched.failure().map(|error| -> nccl::CallerFailure { Arc::new(error) });
-        let watch = FailureWatch { timeout: comm.timeout(), is_failed: Box::new(is_failed) };
+        let watch = WaitAbortConditions { timeout: comm.timeout(), is_failed: Box::new(is_failed) };
         let id = id.try_into().expect("128 bytes");
         let joined = NcclComm::join(&library, device, rank, comm.size(), id, watch);
         let gpus = Self {

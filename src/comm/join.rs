@@ -23,14 +23,14 @@ use std::time::Duration;
 /// process's engines share the collectives, their counters, and the first error, which ends the job for all of them.
 ///
 /// # Errors
-/// Fails if the shared memory is not this job's, or another process has the same rank. Under an MPI launcher, also fails if no
-/// MPI library is found or MPI fails; with torchrun's variables, also fails if ranks do not connect within
+/// Fails if the shared memory is not this job's, or another process has the same rank. Under an MPI launcher, also
+/// fails if no MPI library is found or MPI fails; with torchrun's variables, also fails if ranks do not connect within
 /// [`RankEnv::timeout`] or disagree about the job.
 pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
-        _ if env.world_size > 1 && env.mpi => Ok(Arc::new(JobCommunicator::new(joined_by_mpi(env)?))),
-        Some(fd) if env.world_size > 1 => Ok(Arc::new(JobCommunicator::new(communicator_of_process(fd, env)?))),
-        None if env.world_size > 1 => Ok(Arc::new(JobCommunicator::new(joined_by_rendezvous(env)?))),
+        _ if env.world_size > 1 && env.mpi => Ok(Arc::new(CommunicatorHandle::new(joined_by_mpi(env)?))),
+        Some(fd) if env.world_size > 1 => Ok(Arc::new(CommunicatorHandle::new(communicator_of_process(fd, env)?))),
+        None if env.world_size > 1 => Ok(Arc::new(CommunicatorHandle::new(joined_by_rendezvous(env)?))),
         _ => Ok(Arc::new(SoloCommunicator::default())),
     }
 }
@@ -89,8 +89,8 @@ fn joined_by_rendezvous(env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
 }
 
 /// Divides a host's cores among the rayon threads of its ranks, unless the environment sets the number of threads or
-/// this process may use only some of the cores, as when the launcher binds each rank to its own. Ranks that each use all
-/// cores are many times slower.
+/// this process may use only some of the cores, as when the launcher binds each rank to its own. Ranks that each use
+/// all cores are many times slower.
 fn share_cores(ranks: usize) {
     let said = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|value| !value.is_empty());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -111,16 +111,16 @@ fn cpus_of(list: &str) -> usize {
 }
 
 /// A handle to the process's communicator, or to that of a group of the job's ranks.
-struct JobCommunicator(Arc<CpuCommunicator>);
+struct CommunicatorHandle(Arc<CpuCommunicator>);
 
-impl JobCommunicator {
+impl CommunicatorHandle {
     fn new(comm: Arc<CpuCommunicator>) -> Self {
         comm.presence().handles().fetch_add(1, Ordering::Relaxed);
         Self(comm)
     }
 }
 
-impl Drop for JobCommunicator {
+impl Drop for CommunicatorHandle {
     /// Finishes launched collectives first because peers depend on them, unless this rank panics. The last handle also
     /// waits until launched messages are sent. An earlier handle must not wait, because a message may depend on what
     /// this rank does next.
@@ -136,7 +136,7 @@ impl Drop for JobCommunicator {
     }
 }
 
-impl Communicator for JobCommunicator {
+impl Communicator for CommunicatorHandle {
     fn rank(&self) -> usize {
         self.0.rank()
     }

@@ -1,8 +1,8 @@
 //! The links of a rank to the other ranks, and their threads.
 
 use super::abort_signal::AbortSignal;
-use super::mpi::MpiMessages;
-use super::shm::message::MailboxMessages;
+use super::mpi::MpiPointToPoint;
+use super::shm::point_to_point::MailboxPointToPoint;
 use crate::error::CommError;
 use crate::util::lock;
 use std::collections::BTreeMap;
@@ -29,13 +29,13 @@ pub(super) enum LinkDirection {
 /// This rank's end of a link.
 pub(super) enum LinkEnd {
     /// The peer is on this host.
-    Local(MailboxMessages),
+    Local(MailboxPointToPoint),
     /// The peer is on another host.
-    Remote(MpiMessages),
+    Remote(MpiPointToPoint),
 }
 
 /// This rank's end of a link, and the state of the thread that serves it.
-pub(super) struct LinkWorker {
+pub(super) struct LinkThreadState {
     pub end: LinkEnd,
     /// The number of messages so far.
     pub sequence: u64,
@@ -44,7 +44,7 @@ pub(super) struct LinkWorker {
     pub failed: Option<CommError>,
 }
 
-pub(super) type LinkJob = Box<dyn FnOnce(&mut LinkWorker) + Send>;
+pub(super) type LinkJob = Box<dyn FnOnce(&mut LinkThreadState) + Send>;
 
 struct LinkThread {
     jobs: Sender<LinkJob>,
@@ -56,7 +56,7 @@ struct LinkThread {
 impl LinkThread {
     fn start(id: LinkId, end: LinkEnd, abort_signal: &Arc<AbortSignal>) -> Result<Self, CommError> {
         let (jobs, launched) = mpsc::channel::<LinkJob>();
-        let mut worker = LinkWorker { end, sequence: 0, abort_signal: abort_signal.clone(), failed: None };
+        let mut worker = LinkThreadState { end, sequence: 0, abort_signal: abort_signal.clone(), failed: None };
         let name = match id.direction {
             LinkDirection::Sending => format!("to-{}", id.peer),
             LinkDirection::Receiving => format!("from-{}", id.peer),

@@ -33,14 +33,14 @@ mod fingerprint;
 #[cfg(feature = "cuda")]
 pub(crate) mod gpu_collectives;
 mod join;
+mod joined_rank;
 mod links;
-mod message_call;
+mod message_fingerprint;
 mod mpi;
 mod pending;
 mod point_to_point;
 #[doc(hidden)]
 pub mod rank_env;
-mod rank_presence;
 mod rendezvous;
 #[doc(hidden)]
 pub mod shm;
@@ -57,7 +57,7 @@ pub(crate) use fingerprint::content_of;
 pub use join::from_env;
 #[doc(hidden)]
 pub use mpi::found_library as mpi_library;
-pub(crate) use mpi::{InterHostTransfer, UniformHosts};
+pub(crate) use mpi::{InterHostTransferEstimate, UniformHosts};
 pub use pending::Pending;
 #[doc(inline)]
 pub use rank_env::RankEnv;
@@ -307,9 +307,9 @@ pub trait Communicator: Send + Sync {
         Err(not_implemented("group").into())
     }
 
-    /// Returns the failure of another rank, if one has been detected, without waiting. The engine polls this method while
-    /// it waits for operations that involve the other ranks but are not collectives of this communicator. By default, no
-    /// failure is reported.
+    /// Returns the failure of another rank, if one has been detected, without waiting. The engine polls this method
+    /// while it waits for operations that involve the other ranks but are not collectives of this communicator. By
+    /// default, no failure is reported.
     fn failure(&self) -> Option<CommError> {
         None
     }

@@ -13,10 +13,10 @@ use super::Pending;
 use super::collective_kind::CollectiveKind;
 use super::engine_call;
 use super::fingerprint::CollectiveFingerprint;
+use super::joined_rank::JoinedRank;
 use super::links::{LinkDirection, LinkEnd, LinkId, LinkJob};
-use super::message_call::MessageCall;
-use super::rank_presence::RankPresence;
-use super::shm::message::{MailboxEnd, MailboxMessages};
+use super::message_fingerprint::MessageFingerprint;
+use super::shm::point_to_point::{MailboxEnd, MailboxPointToPoint};
 use super::stats::counters::{CommCounters, ReceivedBytes};
 use super::wire::format::WireFormat;
 use crate::error::CommError;
@@ -28,7 +28,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
 /// Opens this rank's end of a link.
-fn open(presence: &RankPresence, LinkId { peer, direction, channel }: LinkId) -> Result<LinkEnd, CommError> {
+fn open(presence: &JoinedRank, LinkId { peer, direction, channel }: LinkId) -> Result<LinkEnd, CommError> {
     let (region, first) = (presence.region(), presence.first());
     let local = peer.checked_sub(first).filter(|local| *local < region.world_size());
     match (local, presence.other_hosts()) {
@@ -38,7 +38,7 @@ fn open(presence: &RankPresence, LinkId { peer, direction, channel }: LinkId) ->
                 LinkDirection::Sending => MailboxEnd::sender(region, channel, rank, local)?,
                 LinkDirection::Receiving => MailboxEnd::receiver(region, channel, local, rank)?,
             };
-            let messages = MailboxMessages::new(region.clone(), end, (rank, local), first, presence.timeout());
+            let messages = MailboxPointToPoint::new(region.clone(), end, (rank, local), first, presence.timeout());
             Ok(LinkEnd::Local(messages))
         }
         (None, Some(mpi)) => Ok(LinkEnd::Remote(mpi.messages(channel, peer, presence.timeout()))),
@@ -48,7 +48,7 @@ fn open(presence: &RankPresence, LinkId { peer, direction, channel }: LinkId) ->
 
 /// Launches a message to `peer`, a rank of the job.
 pub(super) fn send(
-    presence: &Arc<RankPresence>,
+    presence: &Arc<JoinedRank>,
     counters: &Arc<CommCounters>,
     (peer, channel): (usize, usize),
     data: Flat,
@@ -74,7 +74,7 @@ pub(super) fn send(
 
 /// Starts receiving a message with the given dtype and number of elements from `peer`, a rank of the job.
 pub(super) fn receive(
-    presence: &Arc<RankPresence>,
+    presence: &Arc<JoinedRank>,
     counters: &Arc<CommCounters>,
     (peer, channel): (usize, usize),
     shape: (DType, usize),
@@ -93,13 +93,13 @@ pub(super) fn receive(
 }
 
 fn launch<T: Send + 'static>(
-    presence: &Arc<RankPresence>,
+    presence: &Arc<JoinedRank>,
     counters: &Arc<CommCounters>,
     id: LinkId,
     kind: CollectiveKind,
     (dtype, elements): (DType, usize),
     tag: u64,
-    run: impl FnOnce(&mut LinkEnd, &MessageCall) -> Result<(T, ReceivedBytes), CommError> + Send + 'static,
+    run: impl FnOnce(&mut LinkEnd, &MessageFingerprint) -> Result<(T, ReceivedBytes), CommError> + Send + 'static,
 ) -> Pending<T> {
     let (sender, receiver) = mpsc::channel();
     let carried = timeline::carry();
@@ -119,7 +119,7 @@ fn launch<T: Send + 'static>(
                 let start = Instant::now();
                 let span =
                     on_the_link.span(TimelineLane::Collectives, timeline::EventCategory::Collective, kind.name());
-                let result = run(&mut worker.end, &MessageCall { fingerprint, kind, call });
+                let result = run(&mut worker.end, &MessageFingerprint { fingerprint, kind, call });
                 drop(span.with("bytes", (elements * dtype.size_in_bytes()) as u64));
                 result.map(|(value, received)| {
                     counters.add(kind, elements, received, start.elapsed());

@@ -1,6 +1,6 @@
 //! A world of one rank: every collective is the identity. Nothing is sent, so nothing is rounded.
 
-use super::rank_presence::RankPresence;
+use super::joined_rank::JoinedRank;
 use super::stats::counters::{CommCounters, ReceivedBytes};
 use super::{CollectiveKind, CommReport, Communicator, Pending, WireFormat};
 use crate::error::{CommError, Result};
@@ -13,12 +13,12 @@ use std::time::Duration;
 pub struct SoloCommunicator {
     counters: CommCounters,
     /// This rank's place in a job of several ranks, in which it is the only member of its group.
-    job: Option<Arc<RankPresence>>,
+    job: Option<Arc<JoinedRank>>,
 }
 
 impl SoloCommunicator {
     /// Returns the communicator of a group of one rank.
-    pub(super) fn in_job(presence: Arc<RankPresence>) -> Self {
+    pub(super) fn in_job(presence: Arc<JoinedRank>) -> Self {
         Self { counters: CommCounters::default(), job: Some(presence) }
     }
 

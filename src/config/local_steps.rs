@@ -35,13 +35,13 @@ pub struct LocalStepsConfig {
     /// 0.5 with a delay.
     pub fragment_alpha: f64,
     /// `wire_dtype`: the format in which pseudo-gradients are sent.
-    pub wire: IslandWire,
+    pub wire: IslandWireDtype,
 }
 
 /// The format in which islands send pseudo-gradients to each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub enum IslandWire {
+pub enum IslandWireDtype {
     /// `fp32`: unchanged.
     #[default]
     F32,
@@ -106,10 +106,10 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
     let islands = walk.int("local_steps.islands").and_then(|islands| usize::try_from(islands).ok());
     let (server, min_islands) = server(walk, islands);
     let wire = match walk.str("local_steps.wire_dtype") {
-        Some("bf16") => IslandWire::Bf16,
-        Some("int8") => IslandWire::Int8,
-        Some("int4") => IslandWire::Int4,
-        _ => IslandWire::F32,
+        Some("bf16") => IslandWireDtype::Bf16,
+        Some("int8") => IslandWireDtype::Int8,
+        Some("int4") => IslandWireDtype::Int4,
+        _ => IslandWireDtype::F32,
     };
     Some(LocalStepsConfig {
         steps,
@@ -173,8 +173,8 @@ fn server(walk: &mut ConfigWalk<'_>, islands: Option<usize>) -> (Option<String>,
     (Some(address), min_islands)
 }
 
-/// Returns the number of slots for islands in an unresolved configuration if its islands meet at a server. Values of the
-/// wrong type are reported when the configuration is resolved.
+/// Returns the number of slots for islands in an unresolved configuration if its islands meet at a server. Values of
+/// the wrong type are reported when the configuration is resolved.
 #[doc(hidden)]
 pub fn island_slots(config: &Value) -> Option<usize> {
     let section = config.get(SECTION)?.as_object()?;

@@ -17,7 +17,6 @@ mod note;
 mod offload;
 mod optim;
 mod pipeline;
-mod print;
 #[cfg(test)]
 mod reference;
 mod resolve;
@@ -27,6 +26,7 @@ mod scheduler;
 mod schema;
 mod source;
 mod suggest;
+mod to_deepspeed_json;
 mod value_conversion;
 mod walk;
 
@@ -34,10 +34,10 @@ mod walk;
 pub use crate::notice::LogLevel;
 pub use error::{ConfigProblem, ConfigRule, TextPosition};
 pub(crate) use local_steps::ISLAND_SERVER;
-pub use local_steps::{IslandWire, LocalStepsConfig};
+pub use local_steps::{IslandWireDtype, LocalStepsConfig};
 #[doc(hidden)]
 pub use local_steps::{is_address, island_slots};
-pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring, RunRecordConfig, WandbConfig};
+pub use monitoring::{CommsLoggerConfig, FlopsProfilerConfig, MonitorFolder, Monitoring, RunRecordConfig, WandbConfig};
 pub use note::ConfigNote;
 pub use pipeline::PipelineConfig;
 pub use resolved::*;

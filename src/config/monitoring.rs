@@ -26,9 +26,9 @@ pub struct Monitoring {
     /// `log_level`: the lowest level that this process logs; `None` leaves the level unchanged.
     pub log_level: Option<LogLevel>,
     /// `comms_logger`. The section's presence switches it on, as in DeepSpeed.
-    pub comms_logger: Option<CommsLogger>,
+    pub comms_logger: Option<CommsLoggerConfig>,
     /// `flops_profiler`, if enabled.
-    pub flops_profiler: Option<FlopsProfiler>,
+    pub flops_profiler: Option<FlopsProfilerConfig>,
     /// `run`, if the section is present.
     pub run: Option<RunRecordConfig>,
 }
@@ -87,7 +87,7 @@ impl MonitorFolder {
 /// The `comms_logger` section.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct CommsLogger {
+pub struct CommsLoggerConfig {
     /// `prof_all` (true if absent from the section): log every kind of collective.
     pub prof_all: bool,
     /// `prof_ops`: the only collectives that are logged if `prof_all` is false.
@@ -99,7 +99,7 @@ pub struct CommsLogger {
 /// The `flops_profiler` section.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct FlopsProfiler {
+pub struct FlopsProfilerConfig {
     /// `profile_step`: the number of optimizer steps before the profiled one. Default 1.
     pub profile_step: u64,
     /// `module_depth`: the number of components of a unit's name that are distinguished; `None` (-1): all.
@@ -112,7 +112,7 @@ pub struct FlopsProfiler {
     pub output_file: Option<PathBuf>,
 }
 
-impl Default for FlopsProfiler {
+impl Default for FlopsProfilerConfig {
     fn default() -> Self {
         Self { profile_step: 1, module_depth: None, top_modules: 1, detailed: true, output_file: None }
     }
@@ -153,19 +153,19 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Monitoring {
     }
 }
 
-fn comms_logger(walk: &ConfigWalk<'_>) -> Option<CommsLogger> {
+fn comms_logger(walk: &ConfigWalk<'_>) -> Option<CommsLoggerConfig> {
     walk.get("comms_logger")?.as_object()?;
     let ops = walk.get("comms_logger.prof_ops").and_then(Value::as_array).into_iter().flatten();
-    Some(CommsLogger {
+    Some(CommsLoggerConfig {
         prof_all: walk.bool("comms_logger.prof_all"),
         prof_ops: ops.filter_map(Value::as_str).map(str::to_string).collect(),
         verbose: walk.bool("comms_logger.verbose"),
     })
 }
 
-fn flops_profiler(walk: &ConfigWalk<'_>) -> Option<FlopsProfiler> {
+fn flops_profiler(walk: &ConfigWalk<'_>) -> Option<FlopsProfilerConfig> {
     let size = |key: &str| usize::try_from(walk.int(&format!("flops_profiler.{key}")).unwrap_or(-1)).ok();
-    walk.bool("flops_profiler.enabled").then(|| FlopsProfiler {
+    walk.bool("flops_profiler.enabled").then(|| FlopsProfilerConfig {
         profile_step: walk.count("flops_profiler.profile_step"),
         module_depth: size("module_depth"),
         top_modules: size("top_modules").unwrap_or_default(),
@@ -199,7 +199,7 @@ impl Monitoring {
         match &self.comms_logger {
             // The section's presence would switch it on.
             None => set(tree, "comms_logger", Value::Null),
-            Some(CommsLogger { prof_all, prof_ops, verbose }) => {
+            Some(CommsLoggerConfig { prof_all, prof_ops, verbose }) => {
                 set(tree, "comms_logger.enabled", json!(true));
                 set(tree, "comms_logger.prof_all", json!(prof_all));
                 set(tree, "comms_logger.prof_ops", json!(prof_ops));

@@ -9,20 +9,20 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 /// An offload section, and the lowest stage at which it has an effect, as in DeepSpeed.
-pub(super) struct OffloadSection {
+pub(super) struct OffloadSectionSpec {
     pub path: &'static str,
     pub from: ZeroStage,
 }
 
-pub(super) const OPTIMIZER: OffloadSection =
-    OffloadSection { path: "zero_optimization.offload_optimizer", from: ZeroStage::One };
-pub(super) const PARAM: OffloadSection =
-    OffloadSection { path: "zero_optimization.offload_param", from: ZeroStage::Three };
+pub(super) const OPTIMIZER: OffloadSectionSpec =
+    OffloadSectionSpec { path: "zero_optimization.offload_optimizer", from: ZeroStage::One };
+pub(super) const PARAM: OffloadSectionSpec =
+    OffloadSectionSpec { path: "zero_optimization.offload_param", from: ZeroStage::Three };
 
 /// The value of `offload_optimizer.delayed_update_after` if it is absent.
 const DELAYED_UPDATE_AFTER: u64 = 40;
 
-impl OffloadSection {
+impl OffloadSectionSpec {
     fn join(&self, key: &str) -> String {
         format!("{}.{key}", self.path)
     }

@@ -1,9 +1,9 @@
 //! Activation functions and their gated forms: `kernels/activation.cu`.
 
-use super::array::written;
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
+use super::tensor_storage::written;
 use crate::kernels::gemm::Activation;
 use crate::util::counted;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};

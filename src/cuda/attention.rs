@@ -23,7 +23,7 @@ use std::array::from_fn;
 
 mod call;
 mod element;
-mod tile_launch;
+mod tile_sizes;
 
 /// Returns whether the kernels support attention of these sizes on this device.
 pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
@@ -32,7 +32,7 @@ pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
     let rows = h.batch.saturating_mul(h.time);
     let elements = rows.saturating_mul(h.heads).saturating_mul(h.head);
     let launched = (1..=i32::MAX as usize).contains(&rows) && h.heads <= 1 << 15 && elements <= 1 << 46;
-    capable && launched && tile_launch::width(h.head).is_some()
+    capable && launched && tile_sizes::width(h.head).is_some()
 }
 
 /// Computes the result, `[batch, time, heads * head]`, and the log-sum-exp of each query's scores, which [`backward`]
@@ -167,7 +167,7 @@ fn backward_of<'a, E: AttentionElement>(
     let mut arguments = function.builder();
     arguments.arg(&call.sizes).arg(&out).arg(&dout).arg(&mut along);
     // SAFETY: the kernel takes these arguments, in the format in its name, with a warp for each element of `along`.
-    unsafe { arguments.launch(tile_launch::warps(lse.len())) }.w()?;
+    unsafe { arguments.launch(tile_sizes::warps(lse.len())) }.w()?;
 
     let bytes = size_of::<E>() as u64;
     // The guards that record the writes are kept until the kernels are launched.

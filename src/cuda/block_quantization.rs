@@ -23,7 +23,7 @@ pub(super) struct BlockQuantizer {
 
 /// The elements of several ranks, the same number for each, and the codes that represent them.
 #[derive(Clone, Copy)]
-pub(super) struct RankChunks {
+pub(super) struct RankChunkLayout {
     pub number: usize,
     /// The number of elements of each rank.
     pub count: usize,
@@ -60,12 +60,12 @@ impl BlockQuantizer {
     /// Returns an error if the driver reports one.
     pub unsafe fn encode(
         &self,
-        parts: RankChunks,
+        parts: RankChunkLayout,
         without: Option<usize>,
         elements: CUdeviceptr,
         bytes: CUdeviceptr,
     ) -> Result<()> {
-        let RankChunks { count, elements_apart, bytes_apart, .. } = parts;
+        let RankChunkLayout { count, elements_apart, bytes_apart, .. } = parts;
         let without = without.unwrap_or(usize::MAX);
         // SAFETY: the kernel takes a count, the bytes, a distance, the elements, a distance, and the index of a part.
         // The caller vouches for the addresses.
@@ -79,8 +79,8 @@ impl BlockQuantizer {
     ///
     /// # Errors
     /// Returns an error if the driver reports one.
-    pub unsafe fn decode(&self, parts: RankChunks, bytes: CUdeviceptr, elements: CUdeviceptr) -> Result<()> {
-        let RankChunks { count, elements_apart, bytes_apart, .. } = parts;
+    pub unsafe fn decode(&self, parts: RankChunkLayout, bytes: CUdeviceptr, elements: CUdeviceptr) -> Result<()> {
+        let RankChunkLayout { count, elements_apart, bytes_apart, .. } = parts;
         // SAFETY: the kernel takes a count, the elements, a distance, the bytes, and a distance. The caller vouches for
         // the addresses.
         unsafe { parts.run(&self.decode, arguments![count, elements, elements_apart, bytes, bytes_apart]) }
@@ -105,14 +105,14 @@ impl BlockQuantizer {
         (rank, ranks): (usize, usize),
     ) -> Result<()> {
         let (rank, ranks) = (rank as c_int, ranks as c_int);
-        let one = RankChunks { number: 1, count, elements_apart: 0, bytes_apart };
+        let one = RankChunkLayout { number: 1, count, elements_apart: 0, bytes_apart };
         // SAFETY: the kernel takes a count, the sums, the elements, the bytes, a distance, and two ints. The caller
         // vouches for the addresses.
         unsafe { one.run(&self.sum, arguments![count, to, own, bytes, bytes_apart, rank, ranks]) }
     }
 }
 
-impl RankChunks {
+impl RankChunkLayout {
     /// Runs a kernel with one warp for each block of each part.
     ///
     /// # Safety
@@ -195,7 +195,7 @@ mod tests {
             let apart = ints.encoded_len(len).next_multiple_of(4) + 8;
             let mut elements = DeviceFlat::of(&device, values.as_ref()).unwrap();
             let mut bytes = upload(&device, &[vec![], vec![], vec![]], apart);
-            let parts = RankChunks { number: 3, count: len, elements_apart: len + 1, bytes_apart: apart };
+            let parts = RankChunkLayout { number: 3, count: len, elements_apart: len + 1, bytes_apart: apart };
             for without in [None, Some(0), Some(2), Some(3)] {
                 let (address, used) = elements.address_mut(&stream).unwrap();
                 // SAFETY: the addresses are those of four parts of elements and of room for the codes of three.
@@ -269,7 +269,7 @@ mod tests {
             values[at] = bad;
             let values = Flat::from_f32(values, dtype);
             let apart = ints.encoded_len(len).next_multiple_of(4);
-            let parts = RankChunks { number: 1, count: len, elements_apart: 0, bytes_apart: apart };
+            let parts = RankChunkLayout { number: 1, count: len, elements_apart: 0, bytes_apart: apart };
             let mut elements = DeviceFlat::of(&device, values.as_ref()).unwrap();
             let mut bytes = upload(&device, &[vec![]], apart);
             let (address, used) = elements.address_mut(&stream).unwrap();

@@ -1,9 +1,9 @@
 //! The cross entropy of rows of logits and its gradient: `kernels/cross_entropy.cu`.
 
-use super::array::written;
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
+use super::tensor_storage::written;
 use crate::util::{counted, is_or_are};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
@@ -16,7 +16,7 @@ const THREADS: u32 = 256;
 const CLASSES_PER_THREAD: usize = 8;
 
 /// Rows of logits and their targets.
-pub(crate) struct LogitRows<'a> {
+pub(crate) struct CrossEntropyArguments<'a> {
     pub classes: usize,
     /// The targets of all rows: a class, or `u32::MAX` for an ignored row.
     pub targets: &'a DeviceTargets,
@@ -41,7 +41,7 @@ impl DeviceTargets {
     }
 }
 
-impl LogitRows<'_> {
+impl CrossEntropyArguments<'_> {
     /// Returns a launch with a block for each row. Its number of threads depends on the number of classes.
     fn launch(&self) -> LaunchConfig {
         let threads = self.classes.div_ceil(CLASSES_PER_THREAD).next_multiple_of(32).clamp(32, 1024);
@@ -75,7 +75,7 @@ fn kernel(device: &CudaDevice, name: &str, dtype: DType) -> Result<KernelFunctio
 /// Writes the rows' losses times `sign` to `losses`, starting at the first row's position.
 pub(crate) fn losses(
     device: &CudaDevice,
-    of: &LogitRows<'_>,
+    of: &CrossEntropyArguments<'_>,
     logits: &DeviceFlatRef<'_>,
     sign: f32,
     losses: &mut CudaSlice<f32>,
@@ -106,7 +106,7 @@ pub(crate) enum LossGradientScale<'a> {
 /// `logits`, `d` must contain the logits, which the gradients replace.
 pub(crate) fn gradients(
     device: &CudaDevice,
-    of: &LogitRows<'_>,
+    of: &CrossEntropyArguments<'_>,
     logits: Option<&DeviceFlatRef<'_>>,
     scale: &LossGradientScale<'_>,
     d: DeviceFlatMut<'_>,

@@ -1,8 +1,8 @@
 //! A flat buffer in a GPU's memory, the counterpart of [`Flat`].
 
-use super::array::room;
 use super::array_ops::{add_scaled, copy_scaled, scale};
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
+use super::tensor_storage::room;
 use crate::precision::{Flat, FlatMut, FlatRef};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::CudaStorageSlice;

@@ -1,9 +1,9 @@
 //! Dropout: `kernels/dropout.cu`.
 
-use super::array::written;
 use super::flat_view::DeviceFlatRef;
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelModule, module, over, suffix};
+use super::tensor_storage::written;
 use candle_core::{CudaDevice, CudaStorage, Result};
 
 const KERNELS: KernelModule = module!("dropout");

@@ -1,9 +1,9 @@
 //! Lookup of rows, and sums of the rows' gradients: `kernels/embedding.cu`.
 
-use super::array::written;
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelModule, module, over, suffix};
+use super::tensor_storage::written;
 use crate::util::counted;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};

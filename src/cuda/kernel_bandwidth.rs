@@ -8,7 +8,7 @@
 //! many launches. The reference is the driver's own copy within the GPU's memory, in the same run. Attention, which is
 //! limited by arithmetic, is shown alongside a matrix product of cuBLAS and has no minimum.
 
-use super::cross_entropy::{self, DeviceTargets, LogitRows, LossGradientScale};
+use super::cross_entropy::{self, CrossEntropyArguments, DeviceTargets, LossGradientScale};
 use super::embedding::{self, EmbeddingRowUses};
 use super::optimizer::MultiTensorStep;
 use super::rotary::{RotaryAngles, RotaryPositions, rotate};
@@ -243,7 +243,7 @@ fn tables(bench: &mut KernelBench) {
 
     let classes = n.min(CLASSES);
     let targets = DeviceTargets::new(&device, &vec![1; n / classes], classes).unwrap();
-    let of = LogitRows { classes, targets: &targets, first: 0, rows: n / classes, cap: None };
+    let of = CrossEntropyArguments { classes, targets: &targets, first: 0, rows: n / classes, cap: None };
     let mut losses: CudaSlice<f32> = device.alloc_zeros(of.rows).unwrap();
     bench.row("cross entropy, losses", 2 * n, MIN_SUMMING_SHARE, || {
         cross_entropy::losses(&device, &of, table, 1.0, &mut losses).unwrap();

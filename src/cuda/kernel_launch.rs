@@ -120,7 +120,7 @@ const WARP: usize = 32;
 /// The maximum number of threads that share a row.
 const MAX_THREADS_PER_ROW: usize = 256;
 
-/// The number of elements of a pack in a row (packs.cuh).
+/// The number of elements of a pack in a row (vectorized_access.cuh).
 const ROW_PACK: usize = 8;
 
 /// Returns a launch with a block for each of `rows` rows of `width` elements. The number of threads, and therefore the

@@ -1,9 +1,9 @@
 //! The epilogue of a linear layer's product: `kernels/linear_epilogue.cu`.
 
-use super::array::written;
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::{KernelArgument, arguments};
 use super::kernel_module::{KernelModule, module, over, suffix};
+use super::tensor_storage::written;
 use crate::kernels::gemm::Activation;
 use crate::util::counted;
 use candle_core::{CudaDevice, CudaStorage, Result, bail};

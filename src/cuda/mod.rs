@@ -8,7 +8,7 @@
 //! | file | contents | kernels |
 //! | --- | --- | --- |
 //! | `kernel_module.rs`, `kernel_launch.rs` | kernels by name, their arguments and threads | |
-//! | `array.rs` | tensor memory: allocation of results, access to elements | `element_types.cuh`: f32, bf16, f16 |
+//! | `tensor_storage.rs` | tensor memory: allocation of results, access to elements | `element_types.cuh`: f32, bf16, f16 |
 //! | `flat_view.rs` | views of elements | |
 //! | `device_flat.rs`, `array_ops.rs` | flat buffers; casts, sums and products | `array_ops.cu` |
 //! | `copy_queue.rs` | concurrent copies between GPU and host | |
@@ -38,7 +38,6 @@
 //! summing kernels documents the order of its sums.
 
 pub(crate) mod activation;
-mod array;
 mod array_ops;
 pub(crate) mod attention;
 mod block_quantization;
@@ -61,8 +60,8 @@ pub(crate) mod norm;
 pub(crate) mod optimizer;
 pub(crate) mod rotary;
 mod square_sums;
+mod tensor_storage;
 
-pub(crate) use array::{elements, elements_mut, storage_of, written, zeros};
 pub(crate) use array_ops::{add, copy};
 pub(crate) use copy_queue::{CopyQueue, PendingCopy};
 pub(crate) use device_flat::DeviceFlat;
@@ -71,3 +70,4 @@ pub(crate) use flat_view::{DeviceFlatMut, DeviceFlatRef};
 pub(crate) use kernel_module::KernelModule;
 pub use optimizer::ElementwiseUpdate;
 pub(crate) use square_sums::sums_of_squares;
+pub(crate) use tensor_storage::{elements, elements_mut, storage_of, written, zeros};

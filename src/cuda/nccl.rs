@@ -43,7 +43,7 @@ mod tests;
 
 pub(crate) use error::{CallerFailure, NcclError};
 pub(crate) use library::NcclLibrary;
-pub(crate) use member::FailureWatch;
+pub(crate) use member::WaitAbortConditions;
 pub(crate) use pending::PendingNcclCollective;
 
 use super::device_flat::DeviceFlat;
@@ -110,7 +110,7 @@ impl NcclComm {
         rank: usize,
         size: usize,
         id: [u8; 128],
-        watch: FailureWatch,
+        watch: WaitAbortConditions,
     ) -> Result<Self> {
         Self::join_within(
             library,
@@ -127,7 +127,7 @@ impl NcclComm {
         device: &CudaDevice,
         place: (usize, usize),
         id: [u8; 128],
-        watch: FailureWatch,
+        watch: WaitAbortConditions,
         limits: NcclBufferLimits,
     ) -> Result<Self> {
         Ok(Self(Arc::new(NcclMember::join(library, device, place, id, watch, limits)?)))

@@ -1,10 +1,10 @@
 //! Layer normalization and root-mean-square normalization of rows: `kernels/norm.cu`.
 
-use super::array::written;
 use super::column_sums::{PartialColumnSums, RowChunking};
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::{arguments, by_row};
 use super::kernel_module::{KernelModule, module, suffix};
+use super::tensor_storage::written;
 use crate::util::counted;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};

@@ -1,9 +1,9 @@
 //! Rotary positions: `kernels/rotary.cu`.
 
-use super::array::written;
 use super::flat_view::DeviceFlatRef;
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelModule, module, over, suffix};
+use super::tensor_storage::written;
 use crate::kernels::rope::{RotaryLayout, RotaryPairs};
 use crate::util::counted;
 use candle_core::cuda_backend::DeviceId;

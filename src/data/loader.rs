@@ -28,7 +28,7 @@ pub struct TokenBatch {
 
 /// The distribution of samples over steps, accumulation and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BatchShape {
+pub struct BatchPartition {
     /// The number of samples per rank and forward pass.
     pub micro: usize,
     /// The number of micro batches per optimizer step.
@@ -39,7 +39,7 @@ pub struct BatchShape {
     pub rank: usize,
 }
 
-impl BatchShape {
+impl BatchPartition {
     /// Returns the configured batch shape for one rank.
     pub fn new(batch: &BatchConfig, world: usize, rank: usize) -> Self {
         let (micro, accumulation) = (batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps);
@@ -59,9 +59,9 @@ impl BatchShape {
 ///
 /// ```
 /// use candle_core::Device;
-/// use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
+/// use candle_zero::data::{BatchPartition, Loader, SampleOrder, TokenData};
 ///
-/// let shape = BatchShape { micro: 2, accumulation: 1, world: 1, rank: 0 };
+/// let shape = BatchPartition { micro: 2, accumulation: 1, world: 1, rank: 0 };
 /// let mut loader = Loader::new(TokenData::embedded(), SampleOrder::Sequential, shape, 16, 256, &Device::Cpu)?;
 /// let batch = loader.next().expect("the sequence is endless")?;
 /// assert_eq!(batch.inputs.dims(), [2, 16]);
@@ -71,7 +71,7 @@ impl BatchShape {
 pub struct Loader {
     data: Arc<TokenData>,
     sampler: Sampler,
-    shape: BatchShape,
+    shape: BatchPartition,
     ctx: usize,
     vocab: usize,
     device: Device,
@@ -81,8 +81,8 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Creates a loader that begins at the start of the data. It returns batches on `device`, with `ctx` tokens per sample,
-    /// for a model with a vocabulary of `vocab` tokens.
+    /// Creates a loader that begins at the start of the data. It returns batches on `device`, with `ctx` tokens per
+    /// sample, for a model with a vocabulary of `vocab` tokens.
     ///
     /// # Errors
     /// [`DataError::TooShort`] if `data` is too short for a [sampler](Sampler::new); [`DataError::BatchTooLarge`] if a
@@ -95,7 +95,7 @@ impl Loader {
     pub fn new(
         data: impl Into<Arc<TokenData>>,
         order: SampleOrder,
-        shape: BatchShape,
+        shape: BatchPartition,
         ctx: usize,
         vocab: usize,
         device: &Device,

@@ -11,6 +11,6 @@ mod loader;
 mod sampler;
 mod token_data;
 
-pub use loader::{BatchShape, Loader, TokenBatch};
+pub use loader::{BatchPartition, Loader, TokenBatch};
 pub use sampler::{SampleOrder, Sampler, batches_per_rank, samples_per_rank};
 pub use token_data::TokenData;

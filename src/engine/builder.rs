@@ -1,8 +1,8 @@
 //! The options of an engine.
 
 use super::Engine;
-use super::config_comparison::SharedContent;
-use super::island_crossing::IslandRanks;
+use super::config_comparison::ContentFingerprint;
+use super::island_transport::IslandRanks;
 use super::pipeline::{PipelineDivision, PipelineSetup};
 use crate::comm::Communicator;
 use crate::comm::RankEnv;
@@ -47,7 +47,7 @@ pub struct EngineBuilder {
     gradient_check: Option<bool>,
     pub(super) leaf_units: Vec<String>,
     island_slot: Option<usize>,
-    pub(super) shared_content: Vec<SharedContent>,
+    pub(super) shared_content: Vec<ContentFingerprint>,
     /// This rank's position in a pipeline, if there is one.
     pub(super) pipeline: Option<PipelineSetup>,
 }
@@ -200,8 +200,8 @@ impl EngineBuilder {
     /// is the same as `zero_optimization.ignore_unused_parameters: true`.
     ///
     /// Missing gradients are known only when the backward pass has finished. Therefore, gradients are held until then
-    /// at every stage, as they always are at stage 1: at the end of each backward pass, a rank holds the full gradient in
-    /// memory.
+    /// at every stage, as they always are at stage 1: at the end of each backward pass, a rank holds the full gradient
+    /// in memory.
     #[must_use]
     pub fn ignore_unused_parameters(mut self) -> Self {
         self.ignore_unused_parameters = true;
@@ -312,7 +312,7 @@ impl EngineBuilder {
     /// [`TokenData::fingerprint`]: crate::data::TokenData::fingerprint
     #[must_use]
     pub fn same_on_all_ranks(mut self, what: impl Into<String>, content: u64) -> Self {
-        self.shared_content.push(SharedContent { what: what.into(), content });
+        self.shared_content.push(ContentFingerprint { what: what.into(), content });
         self
     }
 

@@ -7,7 +7,7 @@ use crate::checkpoint::store::{CheckpointUpload, UploadRequest, address, fetch};
 use crate::checkpoint::{
     self, IslandOfJob, LoadOptions, LoadedCheckpoint, Manifest, SaveJob, SaveOptions, SaveRequest, TrainingProgress,
 };
-use crate::comm::agree::{CollectiveFailure, agree};
+use crate::comm::agree::{JointOperationFailure, agree};
 use crate::comm::engine_call::during;
 use crate::error::Result;
 use crate::notice::emit;
@@ -131,7 +131,7 @@ impl<M> Engine<M> {
     }
 
     /// Starts the upload of a saved checkpoint. Collective.
-    fn start_upload(&mut self, sending: Option<UploadRequest>) -> std::result::Result<(), CollectiveFailure> {
+    fn start_upload(&mut self, sending: Option<UploadRequest>) -> std::result::Result<(), JointOperationFailure> {
         if let Some(sending) = sending {
             let url = sending.url.clone();
             self.upload = agree(self.core.job(), CheckpointUpload::start(sending), failed_elsewhere(Path::new(&url)))?;
@@ -185,12 +185,11 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks if the checkpoint is damaged
     /// or belongs to another model or optimizer, or if the folder has checkpoints but neither `tag` nor `latest` names
-    /// one. In that case, the engine is unchanged unless there was a delayed update: the update has then been completed,
-    /// and a forward pass without a backward pass no longer counts.
+    /// one. In that case, the engine is unchanged unless there was a delayed update: the update has then been
+    /// completed, and a forward pass without a backward pass no longer counts.
     /// [`CheckpointError::Store`](crate::error::CheckpointError::Store) on all ranks if the checkpoint cannot be
-    /// downloaded;
-    /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation; a
-    /// failed collective.
+    /// downloaded; [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an
+    /// accumulation; a failed collective.
     pub fn load_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -312,12 +311,12 @@ impl<M> Engine<M> {
                 self.record_saved(None);
                 Ok(())
             }
-            Err(CollectiveFailure::InStep(error)) => {
+            Err(JointOperationFailure::InStep(error)) => {
                 self.record_saved(Some(&error));
                 self.failed_save = Some(error);
                 Ok(())
             }
-            Err(CollectiveFailure::OutOfStep(error)) => Err(error),
+            Err(JointOperationFailure::OutOfStep(error)) => Err(error),
         }
     }
 

@@ -27,7 +27,7 @@ pub(super) struct CustomComponents {
 
 /// The name and the hash of content that must be the same on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct SharedContent {
+pub(super) struct ContentFingerprint {
     pub(super) what: String,
     pub(super) content: u64,
 }
@@ -36,7 +36,7 @@ pub(super) struct SharedContent {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct RankConfig {
     keys: BTreeMap<String, String>,
-    data: Vec<SharedContent>,
+    data: Vec<ContentFingerprint>,
 }
 
 impl RankConfig {
@@ -45,7 +45,7 @@ impl RankConfig {
         custom: CustomComponents,
         trainer: &GroupedOptimizer,
         groups: &[usize],
-        data: &[SharedContent],
+        data: &[ContentFingerprint],
     ) -> Self {
         let mut keys = BTreeMap::new();
         json_leaves("", &config.to_deepspeed_json(), &mut |name, leaf| _ = keys.insert(name, leaf.to_string()));
@@ -55,7 +55,7 @@ impl RankConfig {
     }
 
     /// Returns a hash of the data. Names are not included, because hosts may store the data in different places.
-    pub(super) fn data_hash(data: &[SharedContent]) -> u64 {
+    pub(super) fn data_hash(data: &[ContentFingerprint]) -> u64 {
         fnv1a(&data.iter().flat_map(|shared| shared.content.to_le_bytes()).collect::<Vec<u8>>())
     }
 

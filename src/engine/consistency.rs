@@ -1,11 +1,11 @@
 //! Checks that all ranks start training with the same model, configuration, data and weights.
 
-use super::config_comparison::{CustomComponents, RankConfig, SharedContent};
-use super::island_crossing::IslandRanks;
+use super::config_comparison::{ContentFingerprint, CustomComponents, RankConfig};
+use super::island_transport::IslandRanks;
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::{Config, OffloadTo};
-use crate::error::{EngineError, KernelError, Result};
+use crate::error::{EngineError, Result, SimdLevelError};
 use crate::kernels::checked_level;
 use crate::optim::GroupedOptimizer;
 use crate::util::{counted, fnv1a};
@@ -81,7 +81,7 @@ pub(super) fn check_same_on_all_ranks(
     trainer: &GroupedOptimizer,
     weights: u64,
     inits: &[Init],
-    data: &[SharedContent],
+    data: &[ContentFingerprint],
 ) -> Result<Vec<(String, u64)>> {
     let (params, buffers) = (core.params(), core.buffers().list());
     let mut model: String = params
@@ -142,12 +142,12 @@ pub(super) fn check_same_on_all_ranks(
     } else if mine.rounding != theirs.rounding {
         EngineError::RoundingDiffers { rank, other }.into()
     } else {
-        KernelError::LevelsDiffer { rank, other, level: checked_level()?.name() }.into()
+        SimdLevelError::LevelsDiffer { rank, other, level: checked_level()?.name() }.into()
     })
 }
 
-/// Returns a configuration without the keys in which islands that are separate jobs may differ: the address at which they
-/// reach the server, and the folders of offloaded states.
+/// Returns a configuration without the keys in which islands that are separate jobs may differ: the address at which
+/// they reach the server, and the folders of offloaded states.
 fn of_any_island(config: &Config) -> Config {
     let mut config = config.clone();
     if let Some(local_steps) = &mut config.local_steps {
@@ -207,7 +207,7 @@ fn check_same_on_all_stages(
     config: &Config,
     custom: CustomComponents,
     trainer: &GroupedOptimizer,
-    (weights, data): (u64, &[SharedContent]),
+    (weights, data): (u64, &[ContentFingerprint]),
 ) -> Result<()> {
     let Some(position) = core.pipeline() else { return Ok(()) };
     let (text, rounding) = (configuration(config, custom, trainer, data), rounding_of(core));
@@ -231,7 +231,7 @@ fn check_same_on_all_stages(
         }
         2 => EngineError::WeightsDiffer { rank, other }.into(),
         3 => EngineError::RoundingDiffers { rank, other }.into(),
-        _ => KernelError::LevelsDiffer { rank, other, level: simd }.into(),
+        _ => SimdLevelError::LevelsDiffer { rank, other, level: simd }.into(),
     })
 }
 
@@ -240,7 +240,7 @@ fn configuration(
     config: &Config,
     custom: CustomComponents,
     trainer: &GroupedOptimizer,
-    data: &[SharedContent],
+    data: &[ContentFingerprint],
 ) -> String {
     let config = Config { notes: Vec::new(), ..config.clone() };
     format!("{config:?} {custom:?} {trainer:?} {:x}", RankConfig::data_hash(data))

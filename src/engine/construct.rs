@@ -6,8 +6,8 @@
 
 use super::config_comparison::CustomComponents;
 use super::consistency::check_same_on_all_ranks;
-use super::gradient_check_state::FiniteDifferenceChecker;
-use super::island_crossing::IslandRanks;
+use super::gradient_check_state::EngineCheckState;
+use super::island_transport::IslandRanks;
 use super::islands::Islands;
 use super::pipeline::PipelineSetup;
 use super::reporter::EngineReporter;
@@ -39,7 +39,7 @@ use crate::zero::rank_core::{
 use crate::zero::reduce::gradient_reducer::ReducePlan;
 use crate::zero::share::share_plan::SharePlan;
 use crate::zero::share::var_builder_backend::VarBuilderBackend;
-use crate::zero::step::shown_weights::ShownWeights;
+use crate::zero::step::active_weights::ActiveWeights;
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::collections::BTreeSet;
@@ -187,7 +187,7 @@ impl<M> Engine<M> {
             reporter.run = RunRecorder::new(run, &config, job.size())?;
         }
         let mut engine = Self {
-            check: FiniteDifferenceChecker::of_first_step(config.gradient_check),
+            check: EngineCheckState::of_first_step(config.gradient_check),
             model,
             for_eval: None,
             core,
@@ -197,7 +197,7 @@ impl<M> Engine<M> {
             config,
             device,
             phase: MicroStepPhase::Ready,
-            shown: ShownWeights::Trained,
+            shown: ActiveWeights::Trained,
             losses: AccumulatedLoss::default(),
             global_steps: 0,
             micro_steps: 0,

@@ -11,14 +11,16 @@
 //! Both changes are along one direction, in which each element of each trained parameter randomly goes up or down
 //! (`zero/check/perturbation.rs`). A part of the graph that is cut off, a wrong backward pass or a dropped term makes
 //! the two changes differ by about the norm of the missing part. Differences that may also be due to rounding or to
-//! kinks of the loss are checked again in the next steps, each time along a different direction (`gradient_report.rs`).
+//! kinks of the loss are checked again in the next steps, each time along a different direction
+//! (`gradient_check_report.rs`).
 
 use super::Engine;
-use super::gradient_check_state::{
-    CURRENT_FORWARD, CheckPhase, CurrentForward, DirectionalDerivative, FORWARDS, FiniteDifferenceChecker,
-    PerturbedGroup,
+use super::gradient_check_report::{
+    DirectionSample, GradientCheckVerdict, GradientReport, GradientRow, GradientTolerance,
 };
-use super::gradient_report::{DirectionSample, GradientCheckVerdict, GradientReport, GradientRow, GradientTolerance};
+use super::gradient_check_state::{
+    CURRENT_FORWARD, CheckPhase, CurrentForward, DirectionalDerivative, EngineCheckState, FORWARDS, PerturbedGroup,
+};
 use crate::config::Precision;
 use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
@@ -97,8 +99,7 @@ impl<M> Engine<M> {
                        them without expert_parallel";
             return Err(EngineError::ExpertParallel { why: why.into() }.into());
         }
-        self.check =
-            FiniteDifferenceChecker { phase: CheckPhase::Armed, of_each: true, ..FiniteDifferenceChecker::default() };
+        self.check = EngineCheckState { phase: CheckPhase::Armed, of_each: true, ..EngineCheckState::default() };
         self.arm();
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! The state of a gradient check.
 
-use super::gradient_report::{DirectionSamples, GradientReport, GradientTolerance};
+use super::gradient_check_report::{DirectionSamples, GradientReport, GradientTolerance};
 use crate::param::ParamId;
 use crate::zero::check::gradient_check_state::DirectionalChange;
 use std::cell::Cell;
@@ -41,7 +41,7 @@ impl CurrentForward {
 
 /// The gradient check of an engine.
 #[derive(Debug, Default)]
-pub(super) struct FiniteDifferenceChecker {
+pub(super) struct EngineCheckState {
     pub(super) phase: CheckPhase,
     /// Whether every parameter is checked separately.
     pub(super) of_each: bool,
@@ -53,8 +53,8 @@ pub(super) struct FiniteDifferenceChecker {
     /// The reason why there is no verdict.
     pub(super) why_not: Option<String>,
     pub(super) groups: Vec<PerturbedGroup>,
-    /// Forward passes of this engine inside a forward pass of another engine: the other engine's pass, and the random stream
-    /// positions of this engine's first and next pass.
+    /// Forward passes of this engine inside a forward pass of another engine: the other engine's pass, and the random
+    /// stream positions of this engine's first and next pass.
     pub(super) inside: Option<(CurrentForward, u64, u64)>,
     pub(super) report: Option<GradientReport>,
 }
@@ -94,7 +94,7 @@ impl PerturbedGroup {
     }
 }
 
-impl FiniteDifferenceChecker {
+impl EngineCheckState {
     /// Returns the indices of the groups that need another check.
     pub(super) fn open(&self, limits: &GradientTolerance) -> Vec<usize> {
         let is_open = |group: &PerturbedGroup| group.looks.verdict(limits).is_none();

@@ -11,16 +11,16 @@
 //! have a random number in common.
 
 use super::Engine;
-use super::island_crossing::random;
+use super::island_transport::random;
 use super::islands::Islands;
 use crate::checkpoint::{self, IslandOfJob, LoadOptions, Manifest, SaveOptions};
-use crate::comm::agree::{CollectiveFailure, gather_u64, text_of_rank_0};
+use crate::comm::agree::{JointOperationFailure, gather_u64, text_of_rank_0};
 use crate::error::{EngineError, Result};
 use crate::zero::share::share_plan::{OUTER_MOMENTUM, OUTER_WEIGHTS};
 use std::path::{Path, PathBuf};
 
 /// The checkpoint that an island loads.
-pub(super) struct SavedByIslands {
+pub(super) struct IslandCheckpointSource {
     pub dir: PathBuf,
     pub tag: Option<String>,
     /// Whether this island saved the checkpoint and continues with its progress. Otherwise, the island begins anew with
@@ -35,7 +35,7 @@ fn saved_by_itself(
     dir: &Path,
     tag: Option<&str>,
     with_states: bool,
-) -> Result<SavedByIslands, CollectiveFailure> {
+) -> Result<IslandCheckpointSource, JointOperationFailure> {
     let (job, own) = (&**islands.ranks.job(), islands.ranks.folder(dir));
     let found = match job.rank() {
         0 => checkpoint::peek(&own, tag).map_or(String::new(), |manifest| {
@@ -48,9 +48,9 @@ fn saved_by_itself(
     Ok(match found.split_once(' ') {
         Some((was_island, found)) => {
             let is_own = with_states && was_island == "island";
-            SavedByIslands { dir: own, tag: Some(found.to_owned()), is_own }
+            IslandCheckpointSource { dir: own, tag: Some(found.to_owned()), is_own }
         }
-        None => SavedByIslands { dir: dir.to_owned(), tag: tag.map(str::to_owned), is_own: false },
+        None => IslandCheckpointSource { dir: dir.to_owned(), tag: tag.map(str::to_owned), is_own: false },
     })
 }
 
@@ -76,7 +76,7 @@ impl<M> Engine<M> {
     /// optimizer states.
     pub(super) fn manifest_of_island(&mut self, manifest: Manifest) -> Result<Manifest> {
         self.attempt(|engine| {
-            let Some(islands) = &mut engine.islands else { return Ok::<_, CollectiveFailure>(manifest) };
+            let Some(islands) = &mut engine.islands else { return Ok::<_, JointOperationFailure>(manifest) };
             let save = gather_u64(&**islands.ranks.job(), &[random()])?[0][0];
             islands.store_exchanges(&engine.core)?;
             Ok(manifest.of_island(islands.progress(save)))
@@ -93,11 +93,11 @@ impl<M> Engine<M> {
         dir: &Path,
         tag: Option<&str>,
         options: &LoadOptions,
-    ) -> Result<Option<SavedByIslands>> {
+    ) -> Result<Option<IslandCheckpointSource>> {
         let with_states = options.load_optimizer_states && !options.load_module_only;
         let on_each_host = self.config.use_node_local_storage;
         self.attempt(|engine| {
-            let Some(islands) = &engine.islands else { return Ok::<_, CollectiveFailure>(None) };
+            let Some(islands) = &engine.islands else { return Ok::<_, JointOperationFailure>(None) };
             let job = &**islands.ranks.job();
             let rank = job.rank();
             if islands.ranks.across().is_none() {
@@ -111,9 +111,13 @@ impl<M> Engine<M> {
                 _ => String::new(),
             };
             let found = text_of_rank_0(job, &found)?;
-            let refused = |why: String| CollectiveFailure::InStep(EngineError::LocalSteps { why }.into());
+            let refused = |why: String| JointOperationFailure::InStep(EngineError::LocalSteps { why }.into());
             let Some((count, found)) = found.split_once(' ') else {
-                return Ok(Some(SavedByIslands { dir: dir.to_owned(), tag: tag.map(str::to_owned), is_own: false }));
+                return Ok(Some(IslandCheckpointSource {
+                    dir: dir.to_owned(),
+                    tag: tag.map(str::to_owned),
+                    is_own: false,
+                }));
             };
             let is_same_count = count.parse() == Ok(islands.ranks.count());
             if on_each_host && !is_same_count {
@@ -126,7 +130,11 @@ impl<M> Engine<M> {
                 )));
             }
             if !is_same_count || !with_states {
-                return Ok(Some(SavedByIslands { dir: dir.to_owned(), tag: Some(found.to_owned()), is_own: false }));
+                return Ok(Some(IslandCheckpointSource {
+                    dir: dir.to_owned(),
+                    tag: Some(found.to_owned()),
+                    is_own: false,
+                }));
             }
             let own = islands.ranks.folder(dir);
             let manifest = checkpoint::peek(&own, Some(found));
@@ -144,7 +152,7 @@ impl<M> Engine<M> {
                     dir.display()
                 )));
             }
-            Ok(Some(SavedByIslands { dir: own, tag: Some(found.to_owned()), is_own: true }))
+            Ok(Some(IslandCheckpointSource { dir: own, tag: Some(found.to_owned()), is_own: true }))
         })
     }
 
@@ -154,7 +162,7 @@ impl<M> Engine<M> {
         &mut self,
         manifest: &Manifest,
         options: &LoadOptions,
-        saved: Option<&SavedByIslands>,
+        saved: Option<&IslandCheckpointSource>,
     ) -> Result<()> {
         let Some(islands) = &mut self.islands else { return Ok(()) };
         let has = |name: &str| manifest.states.iter().any(|state| state == name);
@@ -168,7 +176,7 @@ impl<M> Engine<M> {
             self.core.clear_outer_momentum()?;
         }
         match (saved, &manifest.islands) {
-            (Some(SavedByIslands { is_own: true, .. }), Some(progress)) => islands.resume(&self.core, progress),
+            (Some(IslandCheckpointSource { is_own: true, .. }), Some(progress)) => islands.resume(&self.core, progress),
             _ => {
                 // The weights of island 0 are not those of the others; the outer weights are the same everywhere.
                 let trained: Vec<_> = self.core.trained_params().map(|(param, _)| param).collect();

@@ -13,7 +13,7 @@ use super::Engine;
 use super::islands::Islands;
 use crate::checkpoint::{self, LoadOptions, LoadedCheckpoint, Manifest, SaveOptions, TrainingProgress};
 use crate::error::{EngineError, Error, Result};
-use crate::island_server::{DonationHead, Entrance, IslandLink, Received};
+use crate::island_server::{DonationHead, EntryMode, IslandLink, JoinMessage};
 use crate::notice::emit;
 use crate::optim::GroupedOptimizer;
 use crate::precision::{Flat, FlatMut};
@@ -32,8 +32,9 @@ fn link(islands: &Islands) -> Result<Option<&IslandLink>> {
 }
 
 impl<M> Engine<M> {
-    /// Gives this island's state to the islands that join, if the server has requested it. This happens at the beginning of
-    /// the next step, or at the end of `synchronize_islands`, so that the state is that after all exchanges of a step.
+    /// Gives this island's state to the islands that join, if the server has requested it. This happens at the
+    /// beginning of the next step, or at the end of `synchronize_islands`, so that the state is that after all
+    /// exchanges of a step.
     pub(super) fn donate(&mut self) -> Result<()> {
         let Some(islands) = &mut self.islands else { return Ok(()) };
         let Some(donation) = islands.take_donation() else { return Ok(()) };
@@ -62,7 +63,7 @@ impl<M> Engine<M> {
     /// Collective among the ranks of the island: receives the state of a donor, if the island joins others.
     pub(super) fn join_islands(&mut self) -> Result<()> {
         let joins = match &self.islands {
-            Some(islands) => link(islands)?.is_some_and(|link| link.entrance() == Entrance::Joins),
+            Some(islands) => link(islands)?.is_some_and(|link| link.entrance() == EntryMode::Joins),
             None => false,
         };
         if !joins {
@@ -112,12 +113,12 @@ impl<M> Engine<M> {
         // Returns the next part, or the event that took its place. Parts of a donor that died may still arrive.
         let next = || loop {
             match link.received(failure)? {
-                Received::Part(donation, part) if donation == head.donation => {
+                JoinMessage::Part(donation, part) if donation == head.donation => {
                     return Ok::<_, Error>(ControlFlow::Continue(part));
                 }
-                Received::Part(..) => {}
-                Received::End(donation) if donation <= head.donation => {}
-                Received::Head(other) if other.donation < head.donation => {}
+                JoinMessage::Part(..) => {}
+                JoinMessage::End(donation) if donation <= head.donation => {}
+                JoinMessage::Head(other) if other.donation < head.donation => {}
                 other => return Ok(ControlFlow::Break(JoinProgress::after(other))),
             }
         };
@@ -228,12 +229,12 @@ enum JoinProgress {
 
 impl JoinProgress {
     /// Returns the progress after a message that is not a part of the donation.
-    fn after(received: Received) -> Self {
+    fn after(received: JoinMessage) -> Self {
         match received {
-            Received::Head(head) => Self::Receives(head),
-            Received::Begin => Self::Begins,
-            Received::Joined => Self::Joined(None),
-            Received::Aborted | Received::Part(..) | Received::End(_) => Self::Waits,
+            JoinMessage::Head(head) => Self::Receives(head),
+            JoinMessage::Begin => Self::Begins,
+            JoinMessage::Joined => Self::Joined(None),
+            JoinMessage::Aborted | JoinMessage::Part(..) | JoinMessage::End(_) => Self::Waits,
         }
     }
 }

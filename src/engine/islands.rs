@@ -8,15 +8,15 @@
 //!
 //! An island is a group of consecutive ranks that train as one data-parallel job, under any ZeRO stage. A rank
 //! exchanges its pieces of the parameters with the ranks at the same position on the other islands: it sends its
-//! change, weighted by the samples of its island, and receives the sum. `island_crossing.rs` implements the path of
+//! change, weighted by the samples of its island, and receives the sum. `island_transport.rs` implements the path of
 //! these messages: a communicator of all islands, or a server that islands join and leave.
 
-use super::island_crossing::{IslandCrossing, IslandRanks, ServerCrossing};
+use super::island_transport::{IslandRanks, IslandServerTransport, IslandTransport};
 use crate::checkpoint::IslandProgress;
 use crate::comm::{CollectiveKind, CollectiveKindReport, CommReport, Communicator, Pending, WireFormat};
 use crate::config::{LocalStepsConfig, OptimizerConfig, SgdConfig};
 use crate::error::{EngineError, Error, Result};
-use crate::island_server::{ChangeFormat, RoundKey};
+use crate::island_server::{PseudoGradientFormat, RoundKey};
 use crate::layout::{FragmentSchedule, exchanged_len, fragments_of};
 use crate::memory::MemoryLedgerEntry;
 use crate::notice::emit;
@@ -111,7 +111,7 @@ impl Islands {
         let of = fragments_of(&elements, fragments.len());
         params.into_iter().zip(of).for_each(|(param, fragment)| fragments[fragment].push(param));
         core.begin_local_steps()?;
-        if let IslandCrossing::Server(server) = &ranks.crossing {
+        if let IslandTransport::Server(server) = &ranks.crossing {
             let lens = fragments.iter().map(|params| core.pieces_len(params, core.comm().rank()) as u64);
             server.connect(&*ranks.island, config, lens.collect(), fingerprint)?;
         }
@@ -180,8 +180,8 @@ impl Islands {
     /// last exchange.
     fn send(&mut self, core: &RankCore, fragment: usize, step: u64) -> Result<()> {
         let across = match &self.ranks.crossing {
-            IslandCrossing::Communicator { across, .. } => across.clone(),
-            IslandCrossing::Server(server) => {
+            IslandTransport::Communicator { across, .. } => across.clone(),
+            IslandTransport::Server(server) => {
                 let server = server.clone();
                 return self.send_to_server(&server, core, fragment, step);
             }
@@ -208,9 +208,15 @@ impl Islands {
     }
 
     /// Sends this island's change in a fragment to the server. The server weights the changes once it has all of them.
-    fn send_to_server(&mut self, server: &ServerCrossing, core: &RankCore, fragment: usize, step: u64) -> Result<()> {
+    fn send_to_server(
+        &mut self,
+        server: &IslandServerTransport,
+        core: &RankCore,
+        fragment: usize,
+        step: u64,
+    ) -> Result<()> {
         let samples = std::mem::take(&mut self.samples[fragment]);
-        let (params, format) = (&self.fragments[fragment], ChangeFormat::from(self.config.wire));
+        let (params, format) = (&self.fragments[fragment], PseudoGradientFormat::from(self.config.wire));
         let len = core.pieces_len(params, core.comm().rank());
         let bytes = format.encoded_len(len as u64).and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
         let mut held = core.hold_exchange(len * DType::F32.size_in_bytes() + bytes);
@@ -228,7 +234,7 @@ impl Islands {
     fn advance(&mut self, step: u64) -> Result<()> {
         let (schedule, half) = (self.schedule, self.config.fragment_delay.div_ceil(2));
         let Some(due) = step.checked_sub(half).and_then(|sent| schedule.sent_after(sent)) else { return Ok(()) };
-        let IslandCrossing::Communicator { across, .. } = &self.ranks.crossing else { return Ok(()) };
+        let IslandTransport::Communicator { across, .. } = &self.ranks.crossing else { return Ok(()) };
         match self.in_flight.iter_mut().find(|exchange| exchange.fragment == due) {
             Some(exchange) => exchange.gather(&**across, encoding(self.config.wire).1),
             None => Ok(()),
@@ -257,15 +263,19 @@ impl Islands {
     /// Waits for the result of an exchange. Afterwards the exchange counts as stored.
     fn result(&mut self, exchange: &mut FragmentExchange) -> Result<ExchangeResult> {
         match &self.ranks.crossing {
-            IslandCrossing::Communicator { across, .. } => exchange.sum(&**across, encoding(self.config.wire).1),
-            IslandCrossing::Server(server) => {
+            IslandTransport::Communicator { across, .. } => exchange.sum(&**across, encoding(self.config.wire).1),
+            IslandTransport::Server(server) => {
                 let server = server.clone();
                 self.mean_of_server(&server, exchange)
             }
         }
     }
 
-    fn mean_of_server(&mut self, server: &ServerCrossing, exchange: &mut FragmentExchange) -> Result<ExchangeResult> {
+    fn mean_of_server(
+        &mut self,
+        server: &IslandServerTransport,
+        exchange: &mut FragmentExchange,
+    ) -> Result<ExchangeResult> {
         let ExchangeProgress::Sent(key) = exchange.progress else { return Ok(ExchangeResult::Stored) };
         let island = self.ranks.island.clone();
         let mean = server.link()?.mean(key, &|| island.failure().map(Error::from))?;
@@ -324,8 +334,8 @@ impl Islands {
     /// Returns this rank's traffic with other islands so far.
     pub fn report(&self) -> CommReport {
         match &self.ranks.crossing {
-            IslandCrossing::Communicator { across, .. } => across.report(),
-            IslandCrossing::Server(_) => {
+            IslandTransport::Communicator { across, .. } => across.report(),
+            IslandTransport::Server(_) => {
                 let mut report = CommReport::default();
                 if self.traffic.calls > 0 {
                     report.kinds.insert(CollectiveKind::AllReduce, self.traffic);

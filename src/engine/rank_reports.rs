@@ -12,7 +12,7 @@ use super::Engine;
 use super::run_recorder::RunRecorder;
 use crate::error::Result;
 use crate::runs::{RankReport, RunRequest};
-use crate::zero::step::step_requests::StepRequests;
+use crate::zero::step::rank_zero_requests::RankZeroRequests;
 use std::sync::atomic::Ordering;
 
 impl<M> Engine<M> {
@@ -36,11 +36,11 @@ impl<M> Engine<M> {
 
     /// Returns the requests that this rank makes to all ranks in the vote of this step. Only the rank that writes the
     /// record makes requests, at most once a second.
-    pub(super) fn due_requests(&mut self) -> StepRequests {
+    pub(super) fn due_requests(&mut self) -> RankZeroRequests {
         let step = self.global_steps;
-        let RunRecorder::Open(open) = &mut self.reporter.run else { return StepRequests::default() };
+        let RunRecorder::Open(open) = &mut self.reporter.run else { return RankZeroRequests::default() };
         if !open.is_report_due() {
-            return StepRequests::default();
+            return RankZeroRequests::default();
         }
         let mut asked = Vec::new();
         self.reporter.run.write(|open| {
@@ -50,11 +50,11 @@ impl<M> Engine<M> {
         self.reporter.stop_in_record |= asked.contains(&RunRequest::Stop);
         // Islands save together, but the vote is within one island, so islands ignore a request for a checkpoint.
         let save = asked.contains(&RunRequest::Save) && self.islands.is_none();
-        StepRequests { report: true, save }
+        RankZeroRequests { report: true, save }
     }
 
     /// Keeps the requests that were made in the vote.
-    pub(super) fn note_requests(&mut self, requests: StepRequests) {
+    pub(super) fn note_requests(&mut self, requests: RankZeroRequests) {
         self.reporter.requests = requests;
         self.reporter.save_requested.fetch_or(requests.save, Ordering::Relaxed);
     }

@@ -6,7 +6,7 @@ use crate::config::Monitoring;
 use crate::files::{folder_of, only_earlier};
 use crate::monitor::{MonitorOpener, Monitors, ThroughputTimer};
 use crate::profiler::FlopsProfile;
-use crate::zero::step::step_requests::StepRequests;
+use crate::zero::step::rank_zero_requests::RankZeroRequests;
 use crate::{Error, Result};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use std::time::Instant;
 
 /// The kinds of the user's requests for which the program has checked, and to which it therefore responds.
 #[derive(Debug, Default)]
-pub(super) struct AnsweredRequests {
+pub(super) struct SupportedRequests {
     pub stop: AtomicBool,
     pub save: AtomicBool,
 }
@@ -46,11 +46,11 @@ pub(super) struct EngineReporter {
     /// Whether the record of the run contains a request to end, on rank 0.
     pub stop_in_record: bool,
     /// The requests of rank 0 in the last vote.
-    pub requests: StepRequests,
+    pub requests: RankZeroRequests,
     /// Whether a checkpoint was requested, and the program has not yet checked for the request.
     pub save_requested: AtomicBool,
     /// The kinds of requests for which the program has checked.
-    pub answers: AnsweredRequests,
+    pub answers: SupportedRequests,
 }
 
 /// A checkpoint that is being saved.

@@ -2,7 +2,7 @@
 
 use super::Engine;
 use crate::error::{ParamError, Result};
-use crate::zero::step::shown_weights::ShownWeights;
+use crate::zero::step::active_weights::ActiveWeights;
 
 impl<M> Engine<M> {
     /// Trains the parameters for which `rule`, given their name and shape, returns true, and freezes all others, from
@@ -39,7 +39,7 @@ impl<M> Engine<M> {
         self.forget_forward();
         // A parameter that is being frozen keeps the weights that the model holds, so the model gets the averaged
         // weights first.
-        self.attempt(|engine| engine.show(ShownWeights::Averaged))?;
+        self.attempt(|engine| engine.show(ActiveWeights::Averaged))?;
         let updates = self.optimizer_steps;
         self.settled(|engine| engine.core.set_trained(&trained, updates))
     }

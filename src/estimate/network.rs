@@ -1,6 +1,6 @@
 //! A network link between hosts, and the time that messages take on it.
 
-use crate::comm::InterHostTransfer;
+use crate::comm::InterHostTransferEstimate;
 use crate::error::EstimateError;
 use std::fmt;
 use std::str::FromStr;
@@ -101,8 +101,8 @@ impl Network {
     ///
     /// A message waits for the message `window` places before it. Therefore, either the link is always busy, or each
     /// window waits for the latency of its messages.
-    pub(super) fn travel(&self, transfer: &InterHostTransfer) -> TransferTime {
-        let InterHostTransfer { into, out, messages, window, hops, behind } = *transfer;
+    pub(super) fn travel(&self, transfer: &InterHostTransferEstimate) -> TransferTime {
+        let InterHostTransferEstimate { into, out, messages, window, hops, behind } = *transfer;
         let (rate, latency) = (self.bytes_per_s(), self.latency_s());
         let cable = into.max(out) as f64 / rate;
         let each = cable / messages as f64;
@@ -229,13 +229,15 @@ mod tests {
 
     #[test]
     fn a_passage_takes_its_bytes_and_its_ways() {
-        let seconds = |network: &str, transfer: &InterHostTransfer| self::network(network).travel(transfer).seconds;
-        let one = InterHostTransfer { into: 3000, out: 5000, messages: 1, window: 2, hops: 1, behind: 0 };
+        let seconds =
+            |network: &str, transfer: &InterHostTransferEstimate| self::network(network).travel(transfer).seconds;
+        let one = InterHostTransferEstimate { into: 3000, out: 5000, messages: 1, window: 2, hops: 1, behind: 0 };
         // The header's latency, the message's latency, and the bytes of the busier direction.
         assert!((seconds("1MB/s,1ms", &one) - 7e-3).abs() < 1e-12);
         assert!((network("1MB/s,1ms,20%").travel(&one).processors - 1e-3).abs() < 1e-12);
         // A hundred messages of 1 ms each, two at a time: a slow link is always busy; a fast one waits for the latency.
-        let many = InterHostTransfer { into: 100_000, out: 100_000, messages: 100, window: 2, hops: 1, behind: 0 };
+        let many =
+            InterHostTransferEstimate { into: 100_000, out: 100_000, messages: 100, window: 2, hops: 1, behind: 0 };
         assert!((seconds("1MB/s,1ms", &many) - 102e-3).abs() < 1e-12);
         assert!((seconds("1MB/s,100ms", &many) - (200e-3 + 1e-3 + 49.0 * 101e-3)).abs() < 1e-12);
     }

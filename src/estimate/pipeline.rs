@@ -7,7 +7,7 @@ use crate::error::{EngineError, Result};
 use crate::layout::MeshAxis;
 use crate::memory::MemoryReport;
 use crate::param::WeightSource;
-use crate::pipeline::{PipelineModule, PipelineSchedule, SimulatedPipeline, StageCost};
+use crate::pipeline::{PipelineModule, PipelineSchedule, SimulatedPipelineTimes, StageCost};
 use serde::Serialize;
 use std::ops::Range;
 
@@ -51,8 +51,8 @@ pub struct PipelineRankEstimate {
 
 impl PipelineEstimate {
     /// Estimates the pipelines of a job with `world_size` ranks, divided as
-    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide them. `prepare` changes the shapes
-    /// of each rank, for example with [`Shapes::trainable`] or [`Shapes::quantized`]. Instead of measured times
+    /// [`initialize_pipeline`](crate::EngineBuilder::initialize_pipeline) would divide them. `prepare` changes the
+    /// shapes of each rank, for example with [`Shapes::trainable`] or [`Shapes::quantized`]. Instead of measured times
     /// (`pipeline.partition` `time`), the numbers of parameters determine the stages.
     ///
     /// # Errors
@@ -102,7 +102,7 @@ impl PipelineEstimate {
     /// seconds that a message between two ranks takes. Forward passes, gradients of inputs and gradients of weights are
     /// assumed to take the same time. The time of a stage is assumed to be proportional to the number of its
     /// parameters, without embeddings.
-    pub fn step(&self, measured: &MeasuredStep, message_s: f64) -> SimulatedPipeline {
+    pub fn step(&self, measured: &MeasuredStep, message_s: f64) -> SimulatedPipelineTimes {
         let each = measured.step_s() / (3 * self.schedule.micro_batches()) as f64;
         let cost = |share: &f64| {
             let seconds = share * each;

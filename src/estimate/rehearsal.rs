@@ -2,22 +2,23 @@
 //!
 //! Layout, gathers, reductions, optimizer sweeps and publications are decided by [`crate::zero`], both for the engine
 //! and for the rehearsal. Every buffer is a [`MetaBuffer`](super::meta_buffer::MetaBuffer) and is recorded in a
-//! [`MemoryLedger`], and the bytes that would be transferred are counted. Decisions that depend on the model's operations assume a typical model: units run
-//! in the order of registration, and gradients arrive in the reverse order.
+//! [`MemoryLedger`], and the bytes that would be transferred are counted. Decisions that depend on the model's
+//! operations assume a typical model: units run in the order of registration, and gradients arrive in the reverse
+//! order.
 
 use super::EstimateOptions;
-use super::rehearsed_files::{RehearsedArena, RehearsedFiles};
+use super::rehearsed_files::{RehearsedFileBuilder, RehearsedFiles};
 use super::step_trace::{self, LaunchedCollectiveId, StepPhase, StepTrace};
 use super::traffic::Traffic;
 use crate::comm::{CollectiveKind as CommKind, WireFormat};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
-use crate::island_server::ChangeFormat;
+use crate::island_server::PseudoGradientFormat;
 use crate::layout::{FragmentSchedule, exchanged_len, fragments_of};
 use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, MemoryReport, MemoryTier};
 use crate::offload::DiskAccess;
 use crate::optim;
-use crate::optim::{GroupStepSettings, ParamClass, ParameterGrouping, StepContext};
+use crate::optim::{GroupStepSettings, ParameterGrouping, StepContext, SubGroupKey};
 use crate::param::{Param, ParamId, ROOT, UnitId};
 use crate::precision::WeightPacking;
 use crate::zero::gather::leaf_units::LeafUnits;
@@ -30,8 +31,8 @@ use crate::zero::share::share_plan::SharePlan;
 use crate::zero::share::sub_group::{SubGroup, places};
 use crate::zero::share::sub_group_builder::SubGroupBuilder;
 use crate::zero::step::outer_step::encoding;
+use crate::zero::step::rank_zero_requests::RankZeroRequests;
 use crate::zero::step::sharded_step::{update, vote};
-use crate::zero::step::step_requests::StepRequests;
 use crate::zero::step::weight_publisher::WeightPublisher;
 use crate::zero::step_executor::StepExecutor;
 use candle_core::DType;
@@ -109,14 +110,14 @@ impl<'a> Rehearsal<'a> {
         let devices = share_plan.devices_of(tier, MemoryTier::Host);
         let share_place = devices.states;
         let mut builder =
-            SubGroupBuilder::with(share_plan.clone(), RehearsedArena(ledger.clone()), ledger.clone(), devices);
+            SubGroupBuilder::with(share_plan.clone(), RehearsedFileBuilder(ledger.clone()), ledger.clone(), devices);
         let mut whole = Vec::new();
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
             let role = ParameterGrouping::role(grouping.group(name, shape.dims()));
             let block = param.packing().map_or_else(|| share_plan.block(role), WeightPacking::unit);
             param.block.store(block, Ordering::Relaxed);
-            let class = ParamClass::new(role, param.is_trained(), param.weights);
+            let class = SubGroupKey::new(role, param.is_trained(), param.weights);
             builder.push(id, param.cut(), class, 0, &mut |_| Ok(Vec::new()))?;
             if !share_plan.shards(param.weights) && param.cut().is_on(share_plan.rank) {
                 let size = param.weights.dtype(dtype).size_in_bytes();
@@ -199,7 +200,7 @@ impl<'a> Rehearsal<'a> {
         let buffers = |bytes: usize| self.ledger.hold(MemoryKind::Buckets, bytes);
         let sent = |fragment: usize| exchanged_len(len(fragment, 0), islands, wire.alignment());
         // The bytes of a change that crosses through a server.
-        let format = config.server.as_ref().map(|_| ChangeFormat::from(config.wire));
+        let format = config.server.as_ref().map(|_| PseudoGradientFormat::from(config.wire));
         let encoded = |fragment: usize| {
             let bytes = format.and_then(|format| format.encoded_len(len(fragment, 0) as u64))?;
             usize::try_from(bytes).ok()
@@ -255,7 +256,7 @@ impl<'a> Rehearsal<'a> {
             }
             self.step_trace.borrow_mut().repeat(accumulation - micro_steps);
             self.step_trace.borrow_mut().begin_part();
-            vote(self, 0.0, true, StepRequests::default(), self.plan.accumulate)?;
+            vote(self, 0.0, true, RankZeroRequests::default(), self.plan.accumulate)?;
             update(self, &|param| {
                 let Param { name, shape, .. } = &self.params[param];
                 let optimizer =

@@ -21,7 +21,7 @@ pub(super) struct RehearsedExtent {
 }
 
 /// The files to which extents are added while sub-groups are laid out.
-pub(super) struct RehearsedArena(pub MemoryLedger);
+pub(super) struct RehearsedFileBuilder(pub MemoryLedger);
 
 /// Files whose requests are counted.
 pub(super) struct RehearsedFiles {

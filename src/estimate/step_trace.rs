@@ -71,7 +71,7 @@ enum TraceEvent {
 
 /// Events after which no collective is in flight, and the number of times they happen.
 #[derive(Debug, Clone, Default, PartialEq)]
-struct SimulatedSegment {
+struct TraceSegment {
     events: Vec<TraceEvent>,
     launched: usize,
     times: u64,
@@ -80,7 +80,7 @@ struct SimulatedSegment {
 /// The events of one rank in a step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct StepTrace {
-    parts: Vec<SimulatedSegment>,
+    parts: Vec<TraceSegment>,
 }
 
 /// The index of a launched collective.
@@ -99,7 +99,7 @@ pub(super) struct SimulatedStep {
 impl StepTrace {
     /// Begins the next segment. No collective may be in flight at the end of the previous segment.
     pub fn begin_part(&mut self) {
-        self.parts.push(SimulatedSegment { times: 1, ..SimulatedSegment::default() });
+        self.parts.push(TraceSegment { times: 1, ..TraceSegment::default() });
     }
 
     /// Repeats the current segment `more` more times.
@@ -108,7 +108,7 @@ impl StepTrace {
         *times = times.saturating_add(more as u64);
     }
 
-    fn part(&mut self) -> &mut SimulatedSegment {
+    fn part(&mut self) -> &mut TraceSegment {
         if self.parts.is_empty() {
             self.begin_part();
         }
@@ -137,7 +137,7 @@ impl StepTrace {
     /// Returns all work that is computed in a step.
     pub fn work(&self) -> PhaseWork {
         let mut all = PhaseWork::default();
-        for SimulatedSegment { events, times, .. } in &self.parts {
+        for TraceSegment { events, times, .. } in &self.parts {
             for event in events {
                 if let TraceEvent::Compute(phase, work) = event {
                     all.add(*phase, work * *times as f64);
@@ -225,7 +225,7 @@ impl SimulatedCommThread {
     }
 }
 
-impl SimulatedSegment {
+impl TraceSegment {
     fn simulate(
         &self,
         computing: &impl Fn(StepPhase, f64) -> f64,

@@ -23,18 +23,18 @@
 //! one use. The backward pass of this token hands the slot's content to Candle.
 
 mod autocast;
+mod autograd_meta;
 mod backward_flags;
 #[cfg(feature = "cuda")]
 mod gpu_gradients;
 mod grad_slot;
-mod node_table;
-pub(crate) mod prepared_op;
+pub(crate) mod precomputed_op;
 mod recorded_op;
 mod rng_position;
 
 pub(crate) use autocast::{autocast, autocast_format};
+pub(crate) use autograd_meta::{SavedTensor, can_remake, hold_still, node_of, only_while, with_token};
 pub(crate) use backward_flags::{deferring, is_once, is_without_gradients, once, without_gradients};
 pub(crate) use grad_slot::{DeferredGradient, Grad, GradSlot, abandon};
-pub(crate) use node_table::{SavedTensor, can_remake, hold_still, node_of, only_while, with_token};
 pub(crate) use recorded_op::{InputGradSink, OpInputs, ResultStorage, SavedResult, copied, delivering, part_input};
 pub(crate) use rng_position::{RngStreamKey, advance_draws, draw_from, rng_position, stream_of, stream_position};

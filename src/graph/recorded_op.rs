@@ -1,9 +1,9 @@
 //! Records an operation of this library: its inputs, the destinations of their gradients, and its result.
 
+use super::autograd_meta::{AutogradMeta, node_of, with_token};
 use super::backward_flags::{is_deferring, is_once, is_without_gradients};
 use super::grad_slot::{DeferredPart, Grad, GradSlot, abandon};
-use super::node_table::{GraphNode, node_of, with_token};
-use super::prepared_op::{copy_of, one, prepared};
+use super::precomputed_op::{copy_of, one, prepared};
 use crate::kernels::buffer;
 use crate::tensor::element::TensorElement;
 use crate::util::lock;
@@ -160,7 +160,7 @@ impl<const N: usize> OpInputs<N> {
         if !input.track_op() || is_without_gradients() {
             return Ok(InputGradSink(None));
         }
-        let GraphNode { token, slot, .. } = match node_of(input) {
+        let AutogradMeta { token, slot, .. } = match node_of(input) {
             Some(node) if !node.is_wanted() => return Ok(InputGradSink(None)),
             Some(node) => node,
             None => adapted(input)?,
@@ -205,7 +205,7 @@ fn recorded(inputs: Vec<Tensor>, name: &'static str, result: (Storage, Shape), b
 }
 
 /// Creates a token for a tensor that has none, for one use.
-fn adapted(input: &Tensor) -> Result<GraphNode> {
+fn adapted(input: &Tensor) -> Result<AutogradMeta> {
     let slot = Arc::new(GradSlot::default());
     let arrived = slot.clone();
     let token = prepared("adapted-input", input, one(input.device())?, move |input, _| match arrived.take() {
@@ -213,7 +213,7 @@ fn adapted(input: &Tensor) -> Result<GraphNode> {
         // Candle requests a gradient of every tensor that it tracks.
         None => input.zeros_like().map(Some),
     })?;
-    Ok(GraphNode::new(token, slot))
+    Ok(AutogradMeta::new(token, slot))
 }
 
 /// A result's storage, on any device.

@@ -31,7 +31,7 @@ const PARTS_AHEAD: usize = 8;
 
 /// The way in which an island enters a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Entrance {
+pub(crate) enum EntryMode {
     /// With its own weights.
     Begins,
     /// With the state of a donor.
@@ -53,7 +53,7 @@ pub(crate) struct ExchangedMean {
 
 /// A message to an island that joins.
 #[derive(Debug)]
-pub(crate) enum Received {
+pub(crate) enum JoinMessage {
     Head(DonationHead),
     /// Values of the donation with this number. The bytes begin with the number.
     Part(u64, Vec<u8>),
@@ -88,7 +88,7 @@ struct SharedInbox {
 struct Inbox {
     welcome: Option<Welcome>,
     means: BTreeMap<RoundKey, ExchangedMean>,
-    donated: VecDeque<Received>,
+    donated: VecDeque<JoinMessage>,
     /// The reason why nothing more arrives.
     failed: Option<IslandError>,
     ends: bool,
@@ -138,8 +138,8 @@ impl IslandLink {
     }
 
     /// Returns how this island enters the run.
-    pub fn entrance(&self) -> Entrance {
-        if self.welcome.joins { Entrance::Joins } else { Entrance::Begins }
+    pub fn entrance(&self) -> EntryMode {
+        if self.welcome.joins { EntryMode::Joins } else { EntryMode::Begins }
     }
 
     /// Sends a change. `weights` is a hash of the weights after the last exchange.
@@ -161,7 +161,7 @@ impl IslandLink {
     ///
     /// # Errors
     /// Fails if the server is lost or refuses the island, or if another rank has failed.
-    pub fn received(&self, failure: &dyn Fn() -> Option<Error>) -> Result<Received> {
+    pub fn received(&self, failure: &dyn Fn() -> Option<Error>) -> Result<JoinMessage> {
         let received = self.wait(|inbox| inbox.donated.pop_front(), failure)?;
         // There is room for another part.
         self.inbox.changed.notify_all();
@@ -280,17 +280,17 @@ impl SharedInbox {
                 let why = String::from_utf8_lossy(&body).into_owned();
                 return Err(IslandError::Refused { address: address.to_owned(), why });
             }
-            FrameKind::Begin => self.donated(Received::Begin),
-            FrameKind::Joined => self.donated(Received::Joined),
-            FrameKind::DonationAborted => self.donated(Received::Aborted),
+            FrameKind::Begin => self.donated(JoinMessage::Begin),
+            FrameKind::Joined => self.donated(JoinMessage::Joined),
+            FrameKind::DonationAborted => self.donated(JoinMessage::Aborted),
             FrameKind::DonationHead => {
-                self.donated(Received::Head(serde_json::from_slice(&body).map_err(|_| foreign())?));
+                self.donated(JoinMessage::Head(serde_json::from_slice(&body).map_err(|_| foreign())?));
             }
             FrameKind::DonationPart => {
                 let number = number(&body)?;
-                self.donated(Received::Part(number, body));
+                self.donated(JoinMessage::Part(number, body));
             }
-            FrameKind::DonationEnd => self.donated(Received::End(number(&body)?)),
+            FrameKind::DonationEnd => self.donated(JoinMessage::End(number(&body)?)),
             _ => {}
         }
         self.changed.notify_all();
@@ -298,7 +298,7 @@ impl SharedInbox {
     }
 
     /// Keeps a message to an island that joins. If many messages are kept already, this call waits until one is taken.
-    fn donated(&self, received: Received) {
+    fn donated(&self, received: JoinMessage) {
         let mut inbox = lock(&self.inbox);
         while inbox.donated.len() >= PARTS_AHEAD && !inbox.ends {
             inbox = self.changed.wait(inbox).unwrap_or_else(PoisonError::into_inner);

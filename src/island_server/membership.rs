@@ -11,8 +11,8 @@
 //! sent theirs.
 
 use super::frame::{Frame, FrameKind};
+use super::membership_log::{IslandEvent, RecordedRound, Replay, first_event};
 use super::messages::{DonationHead, Hello, RoundKey, RunShape, Welcome, split_numbers};
-use super::record::{RecordedRound, Replay, RunEvent, first_event};
 use crate::util::{counted, list};
 use std::collections::{BTreeMap, HashMap};
 
@@ -27,7 +27,7 @@ pub(super) enum ServerAction {
     Send(ConnectionId, Frame),
     /// Sends the waiting frames, and ends the connection.
     Close(ConnectionId),
-    Record(RunEvent),
+    Record(IslandEvent),
     /// Prints a message.
     Tell(String),
 }
@@ -73,7 +73,7 @@ impl IslandState {
 
 /// The change of one rank.
 #[derive(Debug)]
-struct RankChange {
+struct RankPseudoGradient {
     samples: u64,
     /// A hash of the weights after the last exchange.
     weights: u64,
@@ -110,7 +110,7 @@ pub(super) struct Membership {
     noticed_members: usize,
     /// Whether the program of a member has ended normally. Islands that begin later then need not wait for others.
     has_ended: bool,
-    rounds: BTreeMap<RoundKey, BTreeMap<usize, Vec<Option<RankChange>>>>,
+    rounds: BTreeMap<RoundKey, BTreeMap<usize, Vec<Option<RankPseudoGradient>>>>,
     last_closed: Option<RoundKey>,
     donation: Option<Donation>,
     donations: u64,
@@ -272,7 +272,7 @@ impl Membership {
         self.islands.insert(slot, Island { launcher: hello.launcher, connections, state, last });
         self.send_to_island(slot, &Frame::new(FrameKind::Welcome, json(&Welcome { slot, joins: !begins })));
         if begins {
-            self.actions.push(ServerAction::Record(RunEvent::Begin { slot }));
+            self.actions.push(ServerAction::Record(IslandEvent::Begin { slot }));
             self.tell(format!("island {slot} begins"));
         } else {
             self.tell(format!("island {slot} waits to join"));
@@ -317,7 +317,7 @@ impl Membership {
         body.drain(..header);
         let changes = self.rounds.entry(key).or_default();
         let of_island = changes.entry(slot).or_insert_with(|| (0..ranks).map(|_| None).collect());
-        of_island[position] = Some(RankChange { samples, weights, bytes: body });
+        of_island[position] = Some(RankPseudoGradient { samples, weights, bytes: body });
         if let Some(island) = self.islands.get_mut(&slot) {
             island.last[position] = Some(key);
         }
@@ -406,7 +406,7 @@ impl Membership {
             let IslandState::Receiving { since } = island.state else { continue };
             island.state = IslandState::Member { since };
             self.send_to_island(joiner, &Frame::new(FrameKind::Joined, Vec::new()));
-            self.actions.push(ServerAction::Record(RunEvent::Join { slot: joiner, donor, exchange: key }));
+            self.actions.push(ServerAction::Record(IslandEvent::Join { slot: joiner, donor, exchange: key }));
             self.tell(format!("island {joiner} joins after step {}", since.unwrap_or(key.step)));
         }
         self.advance();
@@ -455,7 +455,7 @@ impl Membership {
         }
         self.rounds.values_mut().for_each(|round| _ = round.remove(&slot));
         self.rounds.retain(|_, round| !round.is_empty());
-        self.actions.push(ServerAction::Record(RunEvent::Leave { slot, why: why.to_owned() }));
+        self.actions.push(ServerAction::Record(IslandEvent::Leave { slot, why: why.to_owned() }));
         self.tell(format!("island {slot} leaves: {why}"));
         if self.donation.as_ref().is_some_and(|donation| donation.donor == slot)
             && let Some(donation) = self.donation.take()

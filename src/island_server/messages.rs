@@ -1,6 +1,6 @@
 //! The contents of frames.
 
-use super::wire::ChangeFormat;
+use super::pseudo_gradient_codec::PseudoGradientFormat;
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol. The server and the islands must use the same version.
@@ -82,7 +82,7 @@ pub(crate) struct RunShape {
     pub ranks: usize,
     /// The number of islands that must have begun before the first exchange.
     pub min_islands: usize,
-    pub format: ChangeFormat,
+    pub format: PseudoGradientFormat,
     /// Hashes of the values that engines compare, each with a name for messages.
     pub fingerprint: Vec<(String, u64)>,
 }

@@ -9,9 +9,9 @@
 //!
 //! Each rank of each island has a connection. In an exchange, a rank sends its change in a fragment and receives the
 //! mean of the changes of the ranks at its position. An island that joins receives the state of another island, its
-//! donor, through the server as well. `frame.rs`, `messages.rs` and `wire.rs` define the protocol, `membership.rs`
-//! decides which islands take part, `record.rs` records these decisions, and `server.rs` and `link.rs` are the two ends
-//! of a connection.
+//! donor, through the server as well. `frame.rs`, `messages.rs` and `pseudo_gradient_codec.rs` define the protocol,
+//! `membership.rs` decides which islands take part, `membership_log.rs` records these decisions, and `server.rs` and
+//! `link.rs` are the two ends of a connection.
 //!
 //! Connections are neither encrypted nor authenticated; use the server only on a trusted network, or through a tunnel.
 //!
@@ -25,16 +25,16 @@ pub(crate) mod error;
 mod frame;
 mod link;
 mod membership;
+mod membership_log;
 mod messages;
 mod outbox;
-mod record;
+mod pseudo_gradient_codec;
 mod server;
-mod wire;
 
-pub(crate) use link::{Entrance, IslandLink, Received};
+pub(crate) use link::{EntryMode, IslandLink, JoinMessage};
 pub(crate) use messages::{DonationHead, Hello, RoundKey, RunShape};
+pub(crate) use pseudo_gradient_codec::PseudoGradientFormat;
 pub use server::{IslandServer, IslandServerOptions, IslandServerStatus};
-pub(crate) use wire::ChangeFormat;
 
 use std::time::Duration;
 

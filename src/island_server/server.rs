@@ -5,9 +5,9 @@
 
 use super::frame::{Frame, FrameKind, ReadError, read};
 use super::membership::{ConnectionId, Membership, ServerAction};
+use super::membership_log::{IslandEvent, RecordFile, Replay};
 use super::messages::{Hello, MAGIC, MAX_MANIFEST, MAX_PART, MAX_SHORT, VERSION};
 use super::outbox::{Outbox, start_writer};
-use super::record::{RecordFile, Replay, RunEvent};
 use super::{BEAT, DEFAULT_SILENCE};
 use crate::error::{IslandError, Result};
 use crate::notice::emit;
@@ -219,7 +219,7 @@ impl SharedServer {
             }
         };
         self.handle(|membership| membership.lost(id, &why));
-        if let ReadEnd::Foreign = ReadEnd::of(&why) {
+        if let DisconnectCause::Foreign = DisconnectCause::of(&why) {
             self.tell(&format!("the connection from {peer} is refused: {why}"));
         }
         outbox.close();
@@ -305,7 +305,7 @@ impl SharedServer {
         }
     }
 
-    fn record(&self, state: &mut ServerState, event: &RunEvent) {
+    fn record(&self, state: &mut ServerState, event: &IslandEvent) {
         if let Some(record) = &mut state.record {
             record.append(event);
         }
@@ -316,12 +316,12 @@ impl SharedServer {
 const FOREIGN: &str = "it is not an island";
 
 /// The cause of a connection's end.
-enum ReadEnd {
+enum DisconnectCause {
     Foreign,
     Network,
 }
 
-impl ReadEnd {
+impl DisconnectCause {
     fn of(why: &str) -> Self {
         if why.starts_with(FOREIGN) { Self::Foreign } else { Self::Network }
     }

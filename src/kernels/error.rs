@@ -4,7 +4,7 @@
 /// names.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum KernelError {
+pub enum SimdLevelError {
     /// No level has this name.
     #[error(
         "environment variable CANDLE_ZERO_SIMD is `{found}`, which is not a SIMD level; use {} or auto",

@@ -1,6 +1,6 @@
 //! The SIMD level of every kernel: the best that the processor has, or the one that `CANDLE_ZERO_SIMD` names.
 
-use super::error::KernelError;
+use super::error::SimdLevelError;
 use std::ffi::OsString;
 #[cfg(target_arch = "x86_64")]
 use std::sync::LazyLock;
@@ -94,13 +94,13 @@ impl InstructionSet {
     }
 
     /// Returns the level that a value of the variable selects on this CPU.
-    fn wanted(value: Option<OsString>) -> Result<Self, KernelError> {
+    fn wanted(value: Option<OsString>) -> Result<Self, SimdLevelError> {
         let Some(value) = value.filter(|value| !value.is_empty() && value != AUTO) else { return Ok(Self::best()) };
         let found = value.to_string_lossy().into_owned();
         match Self::ALL.iter().find(|level| level.name() == found) {
             Some(level) if level.is_available() => Ok(*level),
-            Some(_) => Err(KernelError::LevelNotAvailable { found, available: Self::names_available() }),
-            None => Err(KernelError::UnknownLevel { found, available: Self::names_available() }),
+            Some(_) => Err(SimdLevelError::LevelNotAvailable { found, available: Self::names_available() }),
+            None => Err(SimdLevelError::UnknownLevel { found, available: Self::names_available() }),
         }
     }
 
@@ -131,8 +131,8 @@ const INTEL: [u32; 3] = [u32::from_le_bytes(*b"Genu"), u32::from_le_bytes(*b"ine
 /// # Errors
 /// Returns an error if `CANDLE_ZERO_SIMD` is set to anything other than `auto` or a level that this CPU has. An empty
 /// value counts as `auto`.
-pub fn checked_level() -> Result<InstructionSet, KernelError> {
-    static LEVEL: OnceLock<Result<InstructionSet, KernelError>> = OnceLock::new();
+pub fn checked_level() -> Result<InstructionSet, SimdLevelError> {
+    static LEVEL: OnceLock<Result<InstructionSet, SimdLevelError>> = OnceLock::new();
     LEVEL.get_or_init(|| InstructionSet::wanted(std::env::var_os(SIMD))).clone()
 }
 
@@ -180,9 +180,9 @@ mod tests {
     #[test]
     fn the_errors_say_what_was_found_and_what_is_allowed() {
         let available = vec!["avx2", "portable"];
-        let unknown = KernelError::UnknownLevel { found: "AVX2".into(), available: available.clone() };
+        let unknown = SimdLevelError::UnknownLevel { found: "AVX2".into(), available: available.clone() };
         insta::assert_snapshot!(unknown, @"environment variable CANDLE_ZERO_SIMD is `AVX2`, which is not a SIMD level; use avx2, portable or auto");
-        let lacking = KernelError::LevelNotAvailable { found: "avx512".into(), available };
+        let lacking = SimdLevelError::LevelNotAvailable { found: "avx512".into(), available };
         insta::assert_snapshot!(lacking, @"environment variable CANDLE_ZERO_SIMD is `avx512`, which this processor does not support; use avx2, portable or auto");
         let error = wanted("sse9").expect_err("no such level");
         assert!(error.contains("`sse9`"), "{error}");

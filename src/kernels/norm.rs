@@ -69,7 +69,7 @@ pub fn layer_norm_backward<E: Element>(
     dbias: Option<&mut [f32]>,
 ) {
     let width = check(x.len(), weight.len(), stats.len());
-    normalized_backward(x, weight, dy, dx, dweight, dbias, |row| NormalizedRow {
+    normalized_backward(x, weight, dy, dx, dweight, dbias, |row| RowNormStatistics {
         mean: stats[row][0],
         factor: stats[row][1],
         centered: 1.0 / width as f32,
@@ -118,7 +118,7 @@ pub fn rms_norm_backward<E: Element>(
     dweight: Option<&mut [f32]>,
 ) {
     check(x.len(), weight.len(), stats.len());
-    normalized_backward(x, weight, dy, dx, dweight, None, |row| NormalizedRow {
+    normalized_backward(x, weight, dy, dx, dweight, None, |row| RowNormStatistics {
         mean: 0.0,
         factor: stats[row],
         centered: 0.0,
@@ -126,7 +126,7 @@ pub fn rms_norm_backward<E: Element>(
 }
 
 /// The normalization that the forward pass applied to a row.
-struct NormalizedRow {
+struct RowNormStatistics {
     /// The mean that was subtracted from the row.
     mean: f32,
     /// The factor by which the row was then multiplied.
@@ -143,7 +143,7 @@ fn normalized_backward<E: Element>(
     dx: Option<(&mut [E], bool)>,
     dweight: Option<&mut [f32]>,
     dbias: Option<&mut [f32]>,
-    statistics: impl Fn(usize) -> NormalizedRow + Sync,
+    statistics: impl Fn(usize) -> RowNormStatistics + Sync,
 ) {
     let width = weight.len();
     assert_eq!(dy.len(), x.len(), "the slice lengths of a norm's gradient differ");
@@ -166,7 +166,7 @@ fn normalized_backward<E: Element>(
         let [mut h, mut d, mut room] = [(); 3].map(|()| vec![0f32; width]);
         vectorized!({
             for (i, (x, dy)) in x.chunks_exact(width).zip(dy.chunks_exact(width)).enumerate() {
-                let NormalizedRow { mean, factor, centered } = statistics(task * ROWS_PER_TASK + i);
+                let RowNormStatistics { mean, factor, centered } = statistics(task * ROWS_PER_TASK + i);
                 map(
                     [x],
                     &mut h,

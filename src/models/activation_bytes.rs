@@ -5,7 +5,7 @@ use crate::nn::MAX_LOGITS_BYTES;
 
 /// A forward and a backward pass of a decoder, for which the activations are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ActivationPass {
+pub struct ActivationBytesOptions {
     /// The number of tokens in the micro batch, padding included.
     pub tokens: usize,
     /// The bytes per element in the model's precision.
@@ -20,13 +20,13 @@ pub struct ActivationPass {
 const MIN_LOGITS_ROWS: usize = 64;
 
 impl DecoderConfig {
-    /// Returns the maximum number of activation bytes during an [`ActivationPass`]: the values that the blocks keep for
-    /// the backward pass, the gradients that pass through one of them, and the loss with its gradients. Parameters and
-    /// their gradients are not included.
+    /// Returns the maximum number of activation bytes during an [`ActivationBytesOptions`]: the values that the blocks
+    /// keep for the backward pass, the gradients that pass through one of them, and the loss with its gradients.
+    /// Parameters and their gradients are not included.
     ///
     /// This applies to the layers of [`crate::nn`] on the CPU, where normalized values are recomputed.
-    pub fn activation_bytes(&self, pass: ActivationPass) -> usize {
-        let ActivationPass { tokens, element, recompute, trains_base } = pass;
+    pub fn activation_bytes(&self, pass: ActivationBytesOptions) -> usize {
+        let ActivationBytesOptions { tokens, element, recompute, trains_base } = pass;
         let (width, blocks) = (self.hidden_size, self.blocks.len());
         let of_tokens = |bytes: usize| tokens.saturating_mul(bytes);
         // Blocks differ in the layers that follow attention.

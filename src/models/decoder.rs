@@ -4,8 +4,8 @@ use super::decoder_block::{BlockContext, BlockNorm, DecoderBlock, INITIAL_STD};
 use super::{Architecture, BlockConfig, DecoderConfig, LanguageModel, ParameterNaming, RotaryConfig, RoutedStates};
 use super::{BalanceLossOptions, MixtureConfig};
 use crate::nn::{
-    CheckedRouter, Dropout, Embedding, KeyValueCache, Linear, Rotary, Sequences, SyncBalanceLoss, add, columns, normal,
-    refuse, scaled, scaled_in_f32,
+    Dropout, Embedding, GradientCheckedRouter, KeyValueCache, Linear, Rotary, Sequences, SyncBalanceLoss, add, columns,
+    normal, refuse, scaled, scaled_in_f32,
 };
 use crate::zero::Unit;
 use crate::zero::unit;
@@ -21,7 +21,7 @@ use std::marker::PhantomData;
 pub type Decoder = LanguageModel<DecoderLayers>;
 
 /// Sizes that describe a decoder.
-pub trait DecoderSizes: Clone {
+pub trait IntoDecoderConfig: Clone {
     /// Returns the decoder's configuration.
     ///
     /// # Errors
@@ -32,7 +32,7 @@ pub trait DecoderSizes: Clone {
     fn ctx(&self) -> usize;
 }
 
-impl DecoderSizes for DecoderConfig {
+impl IntoDecoderConfig for DecoderConfig {
     fn decoder(&self) -> crate::Result<DecoderConfig> {
         self.validate()?;
         Ok(self.clone())
@@ -49,7 +49,7 @@ pub struct DecoderLayers<C = DecoderConfig> {
     embedding: Embedding,
     input: DecoderInputLayers,
     blocks: Vec<Unit<DecoderBlock>>,
-    output: DecoderOutput,
+    output: DecoderOutputLayers,
     routers: Option<Routers>,
     sizes: PhantomData<fn() -> C>,
 }
@@ -58,7 +58,7 @@ pub struct DecoderLayers<C = DecoderConfig> {
 #[derive(Debug, Clone)]
 struct Routers {
     /// The numbers of the sparse blocks, in ascending order, with their routers.
-    blocks: BTreeMap<usize, CheckedRouter>,
+    blocks: BTreeMap<usize, GradientCheckedRouter>,
     experts: usize,
     balance: SyncBalanceLoss,
     coefficient: Option<f64>,
@@ -67,7 +67,7 @@ struct Routers {
 impl Routers {
     fn new(config: &DecoderConfig, mixture: &MixtureConfig) -> Self {
         Self {
-            blocks: config.sparse_blocks().map(|block| (block, CheckedRouter::new(mixture.router))).collect(),
+            blocks: config.sparse_blocks().map(|block| (block, GradientCheckedRouter::new(mixture.router))).collect(),
             experts: mixture.experts,
             balance: SyncBalanceLoss::of_model(),
             coefficient: mixture.balance_coefficient,
@@ -83,7 +83,7 @@ impl<C> DecoderLayers<C> {
         let mut rotaries = SharedRotaries::default();
         let blocks = (0..config.blocks.len()).map(|block| config.block(block, &mut rotaries, &vb));
         let blocks = blocks.collect::<Result<_>>()?;
-        let output = DecoderOutput::new(config, &vb)?;
+        let output = DecoderOutputLayers::new(config, &vb)?;
         let routers = config.mixture.as_ref().map(|mixture| Routers::new(config, mixture));
         let routers = routers.filter(|routers| !routers.blocks.is_empty());
         Ok(Self { embedding, input, blocks, output, routers, sizes: PhantomData })
@@ -174,7 +174,7 @@ impl DecoderInputLayers {
 
 /// The layers after the last block: the last norm, and the output projection unless it is the token embedding.
 #[derive(Debug, Clone)]
-pub(super) struct DecoderOutput {
+pub(super) struct DecoderOutputLayers {
     norm: BlockNorm,
     /// The output projection, or `None` if the token embedding is used.
     head: Option<Linear>,
@@ -182,7 +182,7 @@ pub(super) struct DecoderOutput {
     logit_soft_cap: Option<f64>,
 }
 
-impl DecoderOutput {
+impl DecoderOutputLayers {
     pub(super) fn new(config: &DecoderConfig, vb: &VarBuilder<'_>) -> Result<Self> {
         let ([_, _, name], untied) = (config.layer_names(), !config.tie_word_embeddings);
         let norm = BlockNorm::new(config, config.inner(vb).pp(name))?;
@@ -228,7 +228,7 @@ impl SharedRotaries {
     }
 }
 
-impl<C: DecoderSizes> Architecture for DecoderLayers<C> {
+impl<C: IntoDecoderConfig> Architecture for DecoderLayers<C> {
     type Config = C;
 
     fn new(config: &C, vb: VarBuilder<'_>) -> Result<Self> {

@@ -1,6 +1,6 @@
 //! One block of a decoder: attention, then an MLP or a mixture of experts, each adding to the residual stream.
 
-use super::block_names::BlockNames;
+use super::block_parameter_names::BlockParameterNames;
 use super::decoder_mixture::Mixture;
 use super::decoder_mlp::Mlp;
 use super::{BlockConfig, BlockMlp, DecoderConfig, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms};
@@ -55,7 +55,7 @@ impl DecoderBlock {
         rotary: Option<[Rotary; 2]>,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
-        let names = BlockNames::of(config);
+        let names = BlockParameterNames::of(config);
         let placement = config.norm_placement;
         let norm = |is_there: bool, name: &str| is_there.then(|| BlockNorm::new(config, vb.pp(name))).transpose();
         let has_before = placement != NormPlacement::After;
@@ -240,7 +240,7 @@ impl BlockAttention {
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
         let (d, q, kv) = (config.hidden_size, config.query_width(), config.kv_width());
-        let names = BlockNames::of(config);
+        let names = BlockParameterNames::of(config);
         let projection = |name: &str, outputs| config.projection(name, [d, outputs], config.qkv_bias, false, vb);
         let input = match config.naming {
             ParameterNaming::Llama | ParameterNaming::Glm | ParameterNaming::StarCoder2 => {

@@ -1,6 +1,6 @@
 //! Decoders that classify sequences, with the parameter names of Hugging Face's files.
 
-use super::joined_texts::{JoinedTexts, rows};
+use super::unpadded_batch::{UnpaddedBatch, rows};
 use super::{Architecture, DecoderConfig, DecoderLayers, SequenceClassifier};
 use crate::error::Result as OwnResult;
 use crate::models::config_checks::{refused, require_sizes};
@@ -89,7 +89,7 @@ fn last_token(ids: &[u32], padding: Option<u32>) -> usize {
 
 impl SequenceClassifier for DecoderClassifier {
     fn logits(&self, ids: &Tensor, lengths: &[usize]) -> Result<Tensor> {
-        let texts = JoinedTexts::new(ids, lengths, self.config.decoder.ctx)?;
+        let texts = UnpaddedBatch::new(ids, lengths, self.config.decoder.ctx)?;
         let states = self.layers.states(&texts.ids, Some(&texts.sequences))?.squeeze(0)?;
         let ids = texts.texts()?;
         let last = texts.starts().into_iter().zip(&ids);

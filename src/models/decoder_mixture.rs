@@ -3,8 +3,8 @@
 use super::decoder_mlp::Mlp;
 use super::{DecoderConfig, MixtureConfig, MixtureNaming};
 use crate::nn::{
-    CheckedRouter, ExpertAdapter, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, LoraConfig, Projection,
-    Routing, WeightLayout, add_gated, linear, normal,
+    ExpertAdapter, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, GradientCheckedRouter, LoraConfig,
+    Projection, Routing, WeightLayout, add_gated, linear, normal,
 };
 use crate::zero::{RoutedUnits, routed_units};
 use candle_core::{Result, Tensor};
@@ -26,7 +26,7 @@ pub(super) struct Mixture {
 struct Router {
     weight: Tensor,
     bias: Option<Tensor>,
-    choices: CheckedRouter,
+    choices: GradientCheckedRouter,
 }
 
 /// An expert through which every token passes.
@@ -56,10 +56,11 @@ impl Mixture {
                 true => Some(of_router.get_with_hints(mixture.experts, "bias", init::ZERO)?),
                 false => None,
             },
-            choices: CheckedRouter::new(mixture.router),
+            choices: GradientCheckedRouter::new(mixture.router),
         };
         let (gate_up, down, units) = projections(config, mixture, &module.pp("experts"))?;
-        let adapters = ExpertAdapters { lora: config.lora.as_ref(), experts: mixture.experts, vb: vb.pp(EXPERTS) };
+        let adapters =
+            ExpertAdapterBuilder { lora: config.lora.as_ref(), experts: mixture.experts, vb: vb.pp(EXPERTS) };
         let [first, second] = adapters.build([[d, 2 * mixture.expert_width], [mixture.expert_width, d]])?;
         let with = |projection: ExpertProjection, adapter: Option<ExpertAdapter>| match adapter {
             Some(adapter) => projection.with_adapter(adapter),
@@ -132,13 +133,13 @@ fn projections(
 
 /// The adapters of the experts of a block, with PEFT's names: the adapter of the first adapted parameter wraps the
 /// module, and the adapter of the next parameter wraps the first adapter.
-struct ExpertAdapters<'a> {
+struct ExpertAdapterBuilder<'a> {
     lora: Option<&'a LoraConfig>,
     experts: usize,
     vb: VarBuilder<'a>,
 }
 
-impl ExpertAdapters<'_> {
+impl ExpertAdapterBuilder<'_> {
     /// Builds the adapters of those [`EXPERT_PARAMETERS`] that the settings select. `sizes` contains the numbers of
     /// inputs and outputs of each.
     fn build(&self, sizes: [[usize; 2]; 2]) -> Result<[Option<ExpertAdapter>; 2]> {

@@ -1,6 +1,6 @@
 //! The MLP of a block.
 
-use super::block_names::BlockNames;
+use super::block_parameter_names::BlockParameterNames;
 use super::{DecoderConfig, ParameterNaming};
 use crate::nn::{Activation, LinearEpilogue, Projection, columns, gelu_gated, swiglu};
 use candle_core::{Result, Tensor};
@@ -27,7 +27,7 @@ enum MlpInput {
 impl Mlp {
     /// Builds an MLP of `config` with an intermediate layer of `inner` elements.
     pub fn new(config: &DecoderConfig, inner: usize, vb: &VarBuilder<'_>) -> Result<Self> {
-        let (d, names) = (config.hidden_size, BlockNames::of(config));
+        let (d, names) = (config.hidden_size, BlockParameterNames::of(config));
         let projection = |name: &str, outputs| config.projection(name, [d, outputs], config.mlp_bias, false, vb);
         let input = match (config.gated, config.naming) {
             (false, _) => MlpInput::Plain(projection(names.up, inner)?),

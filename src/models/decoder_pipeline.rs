@@ -2,10 +2,10 @@
 //! output with the loss.
 
 use super::config_checks::refused;
-use super::decoder::{DecoderInputLayers, DecoderOutput, SharedRotaries};
+use super::decoder::{DecoderInputLayers, DecoderOutputLayers, SharedRotaries};
 use super::decoder_block::{BlockContext, DecoderBlock};
 use super::language_model::logits;
-use super::{DecoderConfig, DecoderSizes};
+use super::{DecoderConfig, IntoDecoderConfig};
 use crate::error::Result;
 use crate::nn::{Embedding, KeyValueCache, LossOptions, Sequences, WeightLayout, linear_cross_entropy_with};
 use crate::pipeline::{InferenceState, PipelineLayer, PipelineModule};
@@ -47,7 +47,7 @@ impl DecoderBatch {
 ///
 /// # Errors
 /// Invalid sizes; a mixture of experts with a load-balancing loss.
-pub fn decoder_pipeline(sizes: &impl DecoderSizes) -> Result<PipelineModule<DecoderBatch>> {
+pub fn decoder_pipeline(sizes: &impl IntoDecoderConfig) -> Result<PipelineModule<DecoderBatch>> {
     let config = Arc::new(sizes.decoder()?);
     if config.mixture.as_ref().is_some_and(|mixture| mixture.balance_coefficient.is_some()) {
         let allowed = "absent in a pipeline, whose stages do not have the routers of all blocks; turn the load-balancing \
@@ -116,7 +116,7 @@ impl PipelineLayer<DecoderBatch> for BlockLayer {
 
 /// The last norm, the output projection and the loss.
 struct OutputLayer {
-    output: DecoderOutput,
+    output: DecoderOutputLayers,
     /// The token embedding, if it is also the output projection.
     embedding: Option<Embedding>,
 }
@@ -124,7 +124,7 @@ struct OutputLayer {
 impl OutputLayer {
     fn new(config: &DecoderConfig, vb: &VarBuilder<'_>) -> candle_core::Result<Self> {
         let embedding = config.tie_word_embeddings.then(|| config.token_embedding(vb)).transpose()?;
-        Ok(Self { output: DecoderOutput::new(config, vb)?, embedding })
+        Ok(Self { output: DecoderOutputLayers::new(config, vb)?, embedding })
     }
 }
 

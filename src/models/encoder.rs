@@ -1,7 +1,7 @@
 //! Encoders that classify sequences, with the parameter names of Hugging Face's files.
 
 use super::encoder_block::{EncoderBlock, dropout};
-use super::joined_texts::{JoinedTexts, rows};
+use super::unpadded_batch::{UnpaddedBatch, rows};
 use super::{EncoderConfig, EncoderNaming, EncoderPooling, EncoderPositions, HeadActivation, SequenceClassifier};
 use crate::nn::{
     Dropout, Embedding, LayerNorm, Linear, LinearEpilogue, LossOptions, Projection, ProjectionOptions, Rotary,
@@ -70,7 +70,7 @@ impl EncoderEmbeddings {
 
     /// Returns the input of the first block, `[1, tokens, hidden_size]`, for `texts`. `kinds` contains the types of the
     /// tokens; with `None`, all types are 0.
-    fn forward(&self, config: &EncoderConfig, texts: &JoinedTexts, kinds: Option<&Tensor>) -> Result<Tensor> {
+    fn forward(&self, config: &EncoderConfig, texts: &UnpaddedBatch, kinds: Option<&Tensor>) -> Result<Tensor> {
         let device = texts.ids.device();
         let mut x = self.words.forward(&texts.ids)?;
         if let Some(table) = &self.kinds {
@@ -95,8 +95,8 @@ impl EncoderEmbeddings {
     }
 }
 
-/// Returns the positions of the tokens of all texts, one text after the other. In each text, the first token that is not
-/// padding has position `padding` + 1, and the next one `padding` + 2. Padding tokens have position `padding`.
+/// Returns the positions of the tokens of all texts, one text after the other. In each text, the first token that is
+/// not padding has position `padding` + 1, and the next one `padding` + 2. Padding tokens have position `padding`.
 fn positions_after(padding: u32, texts: &[Vec<u32>]) -> Vec<u32> {
     let of_text = |ids: &Vec<u32>| {
         let position = |count: &mut u32, id: &u32| {
@@ -143,7 +143,7 @@ impl ClassificationHead {
     }
 
     /// Returns the logits `[texts, labels]` for states `[tokens, hidden_size]`.
-    fn forward(&self, states: &Tensor, texts: &JoinedTexts) -> Result<Tensor> {
+    fn forward(&self, states: &Tensor, texts: &UnpaddedBatch) -> Result<Tensor> {
         let dropped = |drop: &Option<Dropout>, x: Tensor| drop.as_ref().map_or(Ok(x.clone()), |drop| drop.forward(&x));
         let pooled = match self.pooling {
             EncoderPooling::First => rows(states, texts.starts().into_iter())?,
@@ -164,7 +164,7 @@ impl ClassificationHead {
 }
 
 /// Returns the mean of each text's states, `[texts, hidden_size]`.
-fn mean_of_texts(states: &Tensor, texts: &JoinedTexts) -> Result<Tensor> {
+fn mean_of_texts(states: &Tensor, texts: &UnpaddedBatch) -> Result<Tensor> {
     let (lengths, tokens, device) = (texts.lengths(), states.dim(0)?, states.device());
     let in_text = texts.starts().into_iter().zip(lengths).flat_map(|(start, length)| {
         (0..tokens).map(move |token| if (start..start + length).contains(&token) { 1f32 } else { 0.0 })
@@ -224,16 +224,17 @@ impl Encoder {
         &self.config
     }
 
-    /// Returns the states after the last block and the final norm, if there is one, `[batch, time, hidden_size]`, for ids
-    /// `[batch, time]` (u32). The rows contain texts of the given lengths, each at least 1, followed by arbitrary ids.
-    /// `kinds` `[batch, time]` (u32) contains the tokens' types, usually 0 for a first text and 1 for a second; without
-    /// `kinds`, all types are 0. Models without types ignore `kinds`. States after the end of a text have no meaning.
+    /// Returns the states after the last block and the final norm, if there is one, `[batch, time, hidden_size]`, for
+    /// ids `[batch, time]` (u32). The rows contain texts of the given lengths, each at least 1, followed by arbitrary
+    /// ids. `kinds` `[batch, time]` (u32) contains the tokens' types, usually 0 for a first text and 1 for a second;
+    /// without `kinds`, all types are 0. Models without types ignore `kinds`. States after the end of a text have no
+    /// meaning.
     ///
     /// # Errors
     /// More tokens than the model has positions, an id outside the vocabulary, or lengths that do not match the tokens.
     pub fn states(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
         let (batch, time) = ids.dims2()?;
-        let texts = JoinedTexts::new(ids, lengths, self.config.ctx())?;
+        let texts = UnpaddedBatch::new(ids, lengths, self.config.ctx())?;
         let states = self.of_texts(&texts, kinds)?;
         // After a text, its last state is repeated.
         let starts = texts.starts();
@@ -242,7 +243,7 @@ impl Encoder {
     }
 
     /// Returns the states of all texts, one after the other without gaps, `[tokens, hidden_size]`.
-    fn of_texts(&self, texts: &JoinedTexts, kinds: Option<&Tensor>) -> Result<Tensor> {
+    fn of_texts(&self, texts: &UnpaddedBatch, kinds: Option<&Tensor>) -> Result<Tensor> {
         let mut x = self.embeddings.forward(&self.config, texts, kinds)?;
         for block in &self.blocks {
             let sequences = texts.sequences.clone();
@@ -259,7 +260,7 @@ impl Encoder {
     /// # Errors
     /// The errors of [`Encoder::states`].
     pub fn forward(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
-        let texts = JoinedTexts::new(ids, lengths, self.config.ctx())?;
+        let texts = UnpaddedBatch::new(ids, lengths, self.config.ctx())?;
         self.head.forward(&self.of_texts(&texts, kinds)?, &texts)
     }
 

@@ -49,7 +49,7 @@ impl EncoderConfig {
 }
 
 /// The parameter names within a block.
-struct EncoderBlockNames {
+struct EncoderBlockParameterNames {
     /// The projections to queries, keys and values, or one projection to all of them.
     qkv: &'static [&'static str],
     attention_output: &'static str,
@@ -59,7 +59,7 @@ struct EncoderBlockNames {
     mlp_norm: &'static str,
 }
 
-const BERT: EncoderBlockNames = EncoderBlockNames {
+const BERT: EncoderBlockParameterNames = EncoderBlockParameterNames {
     qkv: &["attention.self.query", "attention.self.key", "attention.self.value"],
     attention_output: "attention.output.dense",
     attention_norm: "attention.output.LayerNorm",
@@ -68,7 +68,7 @@ const BERT: EncoderBlockNames = EncoderBlockNames {
     mlp_norm: "output.LayerNorm",
 };
 
-const DISTILBERT: EncoderBlockNames = EncoderBlockNames {
+const DISTILBERT: EncoderBlockParameterNames = EncoderBlockParameterNames {
     qkv: &["attention.q_lin", "attention.k_lin", "attention.v_lin"],
     attention_output: "attention.out_lin",
     attention_norm: "sa_layer_norm",
@@ -77,7 +77,7 @@ const DISTILBERT: EncoderBlockNames = EncoderBlockNames {
     mlp_norm: "output_layer_norm",
 };
 
-const MODERNBERT: EncoderBlockNames = EncoderBlockNames {
+const MODERNBERT: EncoderBlockParameterNames = EncoderBlockParameterNames {
     qkv: &["attn.Wqkv"],
     attention_output: "attn.Wo",
     attention_norm: "attn_norm",
@@ -86,7 +86,7 @@ const MODERNBERT: EncoderBlockNames = EncoderBlockNames {
     mlp_norm: "mlp_norm",
 };
 
-impl EncoderBlockNames {
+impl EncoderBlockParameterNames {
     fn of(naming: EncoderNaming) -> Self {
         match naming {
             EncoderNaming::Bert | EncoderNaming::Roberta | EncoderNaming::Electra => BERT,
@@ -104,7 +104,7 @@ impl EncoderBlock {
         rotary: Option<Rotary>,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
-        let names = EncoderBlockNames::of(config.naming);
+        let names = EncoderBlockParameterNames::of(config.naming);
         let norm = |name: &str| config.norm(config.hidden_size, vb.pp(name));
         // With norms first, the first block takes the embeddings, which are already normalized.
         let has_attention_norm = !config.norms_first || number > 0;
@@ -165,7 +165,7 @@ enum EncoderQkv {
 impl EncoderAttention {
     fn new(
         config: &EncoderConfig,
-        names: &EncoderBlockNames,
+        names: &EncoderBlockParameterNames,
         rule: &EncoderBlockConfig,
         rotary: Option<Rotary>,
         vb: &VarBuilder<'_>,
@@ -210,7 +210,7 @@ struct EncoderMlp {
 }
 
 impl EncoderMlp {
-    fn new(config: &EncoderConfig, names: &EncoderBlockNames, vb: &VarBuilder<'_>) -> Result<Self> {
+    fn new(config: &EncoderConfig, names: &EncoderBlockParameterNames, vb: &VarBuilder<'_>) -> Result<Self> {
         let (d, inner, bias) = (config.hidden_size, config.intermediate_size, config.mlp_bias);
         let ups = if config.gated { 2 * inner } else { inner };
         Ok(Self {

@@ -1,7 +1,7 @@
 //! The sizes of a GPT-2.
 
 use super::config_checks::{find_preset, refused, require_blocks, require_parameters, require_sizes};
-use super::{DecoderConfig, DecoderSizes};
+use super::{DecoderConfig, IntoDecoderConfig};
 use crate::Result;
 use serde::{Deserialize, Serialize};
 
@@ -101,7 +101,7 @@ impl GptConfig {
     }
 }
 
-impl DecoderSizes for GptConfig {
+impl IntoDecoderConfig for GptConfig {
     fn decoder(&self) -> Result<DecoderConfig> {
         self.validate()?;
         Ok(DecoderConfig {

@@ -1,18 +1,18 @@
 //! Reads a decoder's mixture of experts from a `config.json`.
 
-use super::json_keys::JsonKeys;
+use super::json_object_reader::JsonObjectReader;
 use super::mixture_config::{MAX_EXPERTS, MixtureNaming};
 use super::mixture_families::{ExpertWeighting, MixtureFamily};
 use super::model_families::ModelFamily;
 use super::{BlockMlp, MixtureConfig};
 use crate::error::Result;
-use crate::nn::{ExpertGate, RouterOptions, RouterOrder};
+use crate::nn::{ExpertActivation, RouterOptions, RouterOrder};
 use serde_json::Value;
 
 /// Reads the mixture of a model with `blocks` blocks, and the layers that follow attention in each of them. The mixture
 /// is `None` if no block is sparse.
 pub(super) fn mixture(
-    keys: &JsonKeys<'_>,
+    keys: &JsonObjectReader<'_>,
     family: &ModelFamily,
     blocks: usize,
 ) -> Result<(Option<MixtureConfig>, Vec<BlockMlp>)> {
@@ -23,7 +23,7 @@ pub(super) fn mixture(
     Ok((has_sparse.then_some(config), mlps))
 }
 
-fn config(keys: &JsonKeys<'_>, family: &MixtureFamily) -> Result<MixtureConfig> {
+fn config(keys: &JsonObjectReader<'_>, family: &MixtureFamily) -> Result<MixtureConfig> {
     let size = |key: &str, default: usize| Ok::<usize, crate::Error>(keys.size(key)?.unwrap_or(default));
     if keys.number("router_jitter_noise")?.is_some_and(|noise| noise != 0.0) {
         return Err(keys.refuse("router_jitter_noise", "0: noise in the router's input is not supported"));
@@ -46,11 +46,11 @@ fn config(keys: &JsonKeys<'_>, family: &MixtureFamily) -> Result<MixtureConfig> 
         ExpertWeighting::OfChosenLogits => RouterOrder::TopThenSoftmax,
     };
     let gate = match family.naming {
-        MixtureNaming::GptOss => ExpertGate::Clamped {
+        MixtureNaming::GptOss => ExpertActivation::Clamped {
             alpha: keys.positive("swiglu_alpha")?.unwrap_or(1.702) as f32,
             limit: keys.positive("swiglu_limit")?.unwrap_or(7.0) as f32,
         },
-        MixtureNaming::Mixtral | MixtureNaming::Qwen => ExpertGate::Silu,
+        MixtureNaming::Mixtral | MixtureNaming::Qwen => ExpertActivation::Silu,
     };
     let (width_key, width) = family.expert_width;
     let shared_width = match family.shared_width {
@@ -72,7 +72,7 @@ fn config(keys: &JsonKeys<'_>, family: &MixtureFamily) -> Result<MixtureConfig> 
 const PER_TOKEN: &str = "num_experts_per_tok";
 
 /// Reads the number of experts, whose key differs between versions of transformers.
-fn experts(keys: &JsonKeys<'_>, family: &MixtureFamily) -> Result<(&'static str, usize)> {
+fn experts(keys: &JsonObjectReader<'_>, family: &MixtureFamily) -> Result<(&'static str, usize)> {
     const NAMES: [&str; 2] = ["num_experts", "num_local_experts"];
     match [keys.size(NAMES[0])?, keys.size(NAMES[1])?] {
         [Some(one), Some(other)] if one != other => {
@@ -85,7 +85,7 @@ fn experts(keys: &JsonKeys<'_>, family: &MixtureFamily) -> Result<(&'static str,
 }
 
 /// Reads the factor of the load-balancing loss, which is `None` unless `output_router_logits` is set.
-fn balance_coefficient(keys: &JsonKeys<'_>, family: &MixtureFamily) -> Result<Option<f64>> {
+fn balance_coefficient(keys: &JsonObjectReader<'_>, family: &MixtureFamily) -> Result<Option<f64>> {
     const KEY: &str = "router_aux_loss_coef";
     let factor = keys.number(KEY)?.unwrap_or(family.balance_coefficient);
     if factor < 0.0 {
@@ -95,7 +95,7 @@ fn balance_coefficient(keys: &JsonKeys<'_>, family: &MixtureFamily) -> Result<Op
 }
 
 /// Reads which blocks are sparse.
-fn block_mlps(keys: &JsonKeys<'_>, family: &MixtureFamily, blocks: usize) -> Result<Vec<BlockMlp>> {
+fn block_mlps(keys: &JsonObjectReader<'_>, family: &MixtureFamily, blocks: usize) -> Result<Vec<BlockMlp>> {
     const DENSE: &str = "mlp_only_layers";
     if !family.has_dense_blocks {
         return Ok(vec![BlockMlp::Mixture; blocks]);

@@ -1,7 +1,7 @@
 //! Reads the windows and rotary positions of a decoder's blocks from a `config.json`.
 
-use super::json_keys::JsonKeys;
-use super::model_families::{LayerKinds, ModelFamily};
+use super::json_object_reader::JsonObjectReader;
+use super::model_families::{ModelFamily, SlidingWindowRule};
 use super::{BlockConfig, BlockMlp, LongRopeScaling, QueryGrowth, RotaryConfig, RotaryScaling, YarnScaling};
 use crate::error::Result;
 use crate::nn::frequencies::{Llama3RopeScaling, YarnRopeScaling};
@@ -15,7 +15,7 @@ const PARTIAL: &str = "partial_rotary_factor";
 
 /// Reads the windows and rotary positions of the blocks of a model with a context of `ctx` positions.
 pub(super) fn block_rules(
-    keys: &JsonKeys<'_>,
+    keys: &JsonObjectReader<'_>,
     family: &ModelFamily,
     blocks: usize,
     ctx: usize,
@@ -51,9 +51,9 @@ pub(super) fn block_rules(
 }
 
 /// Reads which blocks of SmolLM 3 have no positions.
-fn blocks_without_positions(keys: &JsonKeys<'_>, family: &ModelFamily, blocks: usize) -> Result<Vec<bool>> {
+fn blocks_without_positions(keys: &JsonObjectReader<'_>, family: &ModelFamily, blocks: usize) -> Result<Vec<bool>> {
     const KEY: &str = "no_rope_layers";
-    if family.layers != LayerKinds::SmolLm3 {
+    if family.layers != SlidingWindowRule::SmolLm3 {
         return Ok(vec![false; blocks]);
     }
     let Some(given) = keys.get(KEY) else {
@@ -76,7 +76,7 @@ fn blocks_without_positions(keys: &JsonKeys<'_>, family: &ModelFamily, blocks: u
 
 /// Reads the attention type of each block.
 fn block_types<'a>(
-    keys: &JsonKeys<'a>,
+    keys: &JsonObjectReader<'a>,
     family: &ModelFamily,
     blocks: usize,
     window: Option<usize>,
@@ -84,10 +84,10 @@ fn block_types<'a>(
 ) -> Result<Vec<&'a str>> {
     let windowed = || vec![if window.is_some() { SLIDING } else { FULL }; blocks];
     let slides = match family.layers {
-        LayerKinds::Full => return Ok(vec![FULL; blocks]),
-        LayerKinds::Windowed => return Ok(windowed()),
-        LayerKinds::Qwen | LayerKinds::SmolLm3 => keys.flag("use_sliding_window", false)?,
-        LayerKinds::TypesOrWindowed | LayerKinds::Pattern { .. } => true,
+        SlidingWindowRule::Full => return Ok(vec![FULL; blocks]),
+        SlidingWindowRule::Windowed => return Ok(windowed()),
+        SlidingWindowRule::Qwen | SlidingWindowRule::SmolLm3 => keys.flag("use_sliding_window", false)?,
+        SlidingWindowRule::TypesOrWindowed | SlidingWindowRule::Pattern { .. } => true,
     };
     if let Some(given) = keys.get("layer_types") {
         let all = given.as_array().map(|all| all.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
@@ -108,7 +108,7 @@ fn block_types<'a>(
     }
     let of = |is_full: &dyn Fn(usize) -> bool| (0..blocks).map(|i| if is_full(i) { FULL } else { SLIDING }).collect();
     match family.layers {
-        LayerKinds::Qwen => {
+        SlidingWindowRule::Qwen => {
             // Unlike sizes, this number may be 0.
             let first = match keys.get("max_window_layers") {
                 None => 28,
@@ -118,18 +118,18 @@ fn block_types<'a>(
             };
             Ok(of(&|i| !slides || (i as u64) < first))
         }
-        LayerKinds::SmolLm3 => Ok(of(&|i| !slides || window.is_none() || !without_positions[i])),
-        LayerKinds::Pattern { default, keys: names } => {
+        SlidingWindowRule::SmolLm3 => Ok(of(&|i| !slides || window.is_none() || !without_positions[i])),
+        SlidingWindowRule::Pattern { default, keys: names } => {
             let given = names.iter().map(|key| keys.size(key)).collect::<Result<Vec<_>>>()?;
             let pattern = given.into_iter().flatten().next().unwrap_or(default);
             Ok(of(&|i| (i + 1) % pattern == 0))
         }
-        LayerKinds::Full | LayerKinds::Windowed | LayerKinds::TypesOrWindowed => Ok(windowed()),
+        SlidingWindowRule::Full | SlidingWindowRule::Windowed | SlidingWindowRule::TypesOrWindowed => Ok(windowed()),
     }
 }
 
 /// Reads the rotary positions of Gemma 3's blocks with a window.
-fn local_rotary(keys: &JsonKeys<'_>, family: &ModelFamily, ctx: usize) -> Result<RotaryConfig> {
+fn local_rotary(keys: &JsonObjectReader<'_>, family: &ModelFamily, ctx: usize) -> Result<RotaryConfig> {
     if keys.get("rope_parameters").is_some() {
         return rotary(keys, &ModelFamily { theta: 1e4, ..*family }, SLIDING, ctx);
     }
@@ -138,9 +138,9 @@ fn local_rotary(keys: &JsonKeys<'_>, family: &ModelFamily, ctx: usize) -> Result
 }
 
 /// Reads the rotary positions of blocks with attention type `kind`.
-fn rotary(keys: &JsonKeys<'_>, family: &ModelFamily, kind: &str, ctx: usize) -> Result<RotaryConfig> {
+fn rotary(keys: &JsonObjectReader<'_>, family: &ModelFamily, kind: &str, ctx: usize) -> Result<RotaryConfig> {
     let plain = keys.positive("rope_theta")?;
-    let outer = OuterKeys {
+    let outer = RotaryScalingContext {
         family,
         ctx,
         original: match family.is("phi3") {
@@ -151,11 +151,12 @@ fn rotary(keys: &JsonKeys<'_>, family: &ModelFamily, kind: &str, ctx: usize) -> 
     let partial = keys.positive(PARTIAL)?;
     // In transformers, only the classes of Phi-3 and of models that rotate parts of heads read the key.
     let rotates_complete = family.partial == 1.0 && !family.is("phi3");
-    let complete =
-        |keys: &JsonKeys<'_>| match rotates_complete && keys.positive(PARTIAL)?.is_some_and(|part| part != 1.0) {
-            true => Err(keys.refuse(PARTIAL, "1: complete heads are rotated")),
-            false => Ok(()),
-        };
+    let complete = |keys: &JsonObjectReader<'_>| match rotates_complete
+        && keys.positive(PARTIAL)?.is_some_and(|part| part != 1.0)
+    {
+        true => Err(keys.refuse(PARTIAL, "1: complete heads are rotated")),
+        false => Ok(()),
+    };
     complete(keys)?;
     let old = keys.object("rope_scaling", "rope_scaling.")?;
     let old = old.map(|given| Ok::<_, crate::Error>((scaling(&given, outer)?, growth(&given)?))).transpose()?;
@@ -248,7 +249,7 @@ fn gpt_oss() -> RotaryScaling {
 
 /// The values on which a scaling depends, apart from its own keys.
 #[derive(Clone, Copy)]
-struct OuterKeys<'a> {
+struct RotaryScalingContext<'a> {
     family: &'a ModelFamily,
     /// `max_position_embeddings`.
     ctx: usize,
@@ -257,14 +258,14 @@ struct OuterKeys<'a> {
 }
 
 /// Reads the growth of queries.
-fn growth(given: &JsonKeys<'_>) -> Result<Option<QueryGrowth>> {
+fn growth(given: &JsonObjectReader<'_>) -> Result<Option<QueryGrowth>> {
     let Some(beta) = given.positive("llama_4_scaling_beta")? else { return Ok(None) };
     let original = given.size(ORIGINAL)?.ok_or_else(|| given.refuse(ORIGINAL, "a whole number"))?;
     Ok(Some(QueryGrowth { beta, original }))
 }
 
 /// Reads the frequency scaling.
-fn scaling(given: &JsonKeys<'_>, outer: OuterKeys<'_>) -> Result<RotaryScaling> {
+fn scaling(given: &JsonObjectReader<'_>, outer: RotaryScalingContext<'_>) -> Result<RotaryScaling> {
     let (new, old) = (given.text("rope_type")?, given.text("type")?);
     if let (Some(new), Some(old)) = (new, old)
         && new != old
@@ -302,7 +303,7 @@ fn scaling(given: &JsonKeys<'_>, outer: OuterKeys<'_>) -> Result<RotaryScaling> 
 }
 
 /// Reads YaRN's parameters.
-fn yarn(given: &JsonKeys<'_>, original: usize, ctx: usize) -> Result<RotaryScaling> {
+fn yarn(given: &JsonObjectReader<'_>, original: usize, ctx: usize) -> Result<RotaryScaling> {
     let factor = match given.is_null("factor") {
         true => ctx as f64 / original as f64,
         false => given.positive("factor")?.ok_or_else(|| given.refuse("factor", "a positive number"))?,
@@ -327,7 +328,7 @@ fn yarn(given: &JsonKeys<'_>, original: usize, ctx: usize) -> Result<RotaryScali
 }
 
 /// Reads LongRoPE's parameters.
-fn longrope(given: &JsonKeys<'_>, original: usize, ctx: usize) -> Result<RotaryScaling> {
+fn longrope(given: &JsonObjectReader<'_>, original: usize, ctx: usize) -> Result<RotaryScaling> {
     let factors = |key: &str| {
         let all = given.get(key).and_then(Value::as_array);
         let positive = |value: &Value| value.as_f64().filter(|factor| *factor > 0.0 && factor.is_finite());

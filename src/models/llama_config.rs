@@ -2,7 +2,8 @@
 
 use super::config_checks::{MAX_POSITIONS, find_preset, refused, require_blocks, require_parameters, require_sizes};
 use super::{
-    BlockConfig, DecoderConfig, DecoderSizes, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms, RotaryConfig,
+    BlockConfig, DecoderConfig, IntoDecoderConfig, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms,
+    RotaryConfig,
 };
 use crate::Result;
 use crate::nn::{Activation, RotaryPairs};
@@ -161,7 +162,7 @@ impl LlamaConfig {
     }
 }
 
-impl DecoderSizes for LlamaConfig {
+impl IntoDecoderConfig for LlamaConfig {
     fn decoder(&self) -> Result<DecoderConfig> {
         self.validate()?;
         let rotary = RotaryConfig { theta: self.rope_theta, ..RotaryConfig::default() };

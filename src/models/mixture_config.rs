@@ -2,7 +2,7 @@
 
 use super::config_checks::{MAX_BLOCKS, refused, require_sizes};
 use crate::Result;
-use crate::nn::{ExpertGate, RouterOptions};
+use crate::nn::{ExpertActivation, RouterOptions};
 
 /// A mixture of experts, which takes the place of the MLP in sparse blocks: a router chooses a few of many MLPs for
 /// each token. All sparse blocks of a model have the same sizes.
@@ -17,7 +17,7 @@ pub struct MixtureConfig {
     /// The width of an expert's intermediate layer.
     pub expert_width: usize,
     /// The gated activation of the experts.
-    pub gate: ExpertGate,
+    pub gate: ExpertActivation,
     /// The width of the intermediate layer of an MLP through which every token passes, if there is one (Qwen2-MoE). Its
     /// output is multiplied by a gate of one logit per token.
     pub shared_width: Option<usize>,
@@ -91,7 +91,7 @@ impl MixtureConfig {
             let allowed = format!("at most the number of experts ({})", self.experts);
             return Err(refused("num_experts_per_tok", self.router.experts_per_row, &allowed));
         }
-        if let ExpertGate::Clamped { alpha, limit } = self.gate {
+        if let ExpertActivation::Clamped { alpha, limit } = self.gate {
             let positive = |x: f32| x > 0.0 && x.is_finite();
             for (key, value) in [("swiglu_alpha", alpha), ("swiglu_limit", limit)] {
                 if !positive(value) {

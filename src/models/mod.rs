@@ -2,7 +2,7 @@
 //! generation with them ([`LanguageModel::generate`], or token by token with [`Session`]).
 
 mod activation_bytes;
-mod block_names;
+mod block_parameter_names;
 mod config_checks;
 mod decoder;
 mod decoder_block;
@@ -14,16 +14,15 @@ mod decoder_pipeline;
 mod encoder;
 mod encoder_block;
 mod encoder_config;
-mod encoder_families;
 pub(crate) mod error;
 mod expert_parameters;
 mod gpt;
 mod gpt_config;
-mod hugging_face_config;
+mod hugging_face_decoder_config;
+mod hugging_face_encoder_config;
 mod hugging_face_mixture;
 mod hugging_face_rotary;
-mod joined_texts;
-mod json_keys;
+mod json_object_reader;
 mod language_model;
 mod llama;
 mod llama_config;
@@ -37,9 +36,10 @@ mod router_report;
 mod sampling;
 mod sequence_classifier;
 mod session;
+mod unpadded_batch;
 
-pub use activation_bytes::ActivationPass;
-pub use decoder::{Decoder, DecoderLayers, DecoderSizes};
+pub use activation_bytes::ActivationBytesOptions;
+pub use decoder::{Decoder, DecoderLayers, IntoDecoderConfig};
 pub use decoder_block::DecoderBlock;
 #[doc(hidden)]
 pub use decoder_classifier::SCORE;
@@ -55,13 +55,13 @@ pub use encoder_config::{
     HeadActivation,
 };
 #[doc(hidden)]
-pub use encoder_families::{ENCODER_TYPES, class_names};
-#[doc(hidden)]
 pub use expert_parameters::ExpertPart;
 pub use gpt::{Gpt, GptLayers};
 pub use gpt_config::GptConfig;
 #[doc(hidden)]
-pub use json_keys::shortened;
+pub use hugging_face_encoder_config::{ENCODER_TYPES, class_names};
+#[doc(hidden)]
+pub use json_object_reader::shortened;
 pub(crate) use language_model::require_tokens;
 pub use language_model::{Architecture, LanguageModel};
 pub use llama::{Llama, LlamaLayers};

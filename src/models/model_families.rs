@@ -1,7 +1,7 @@
 //! The families of decoders: the model classes of transformers, with their differences and their defaults for keys that
 //! files omit.
 
-use super::json_keys::JsonKeys;
+use super::json_object_reader::JsonObjectReader;
 use super::mixture_families::{
     GPT_OSS_MIXTURE, MIXTRAL_MIXTURE, MixtureFamily, OLMOE_MIXTURE, QWEN2_MIXTURE, QWEN3_MIXTURE,
 };
@@ -20,7 +20,7 @@ pub(super) struct ModelFamily {
     pub heads: usize,
     /// The number of key and value heads, or `None` for the number of query heads.
     pub kv_heads: Option<usize>,
-    pub head: HeadDim,
+    pub head: HeadDimRule,
     pub ctx: usize,
     pub eps: f64,
     pub eps_key: &'static str,
@@ -30,7 +30,7 @@ pub(super) struct ModelFamily {
     pub pairs: RotaryPairs,
     pub tied: bool,
     pub window: Option<usize>,
-    pub layers: LayerKinds,
+    pub layers: SlidingWindowRule,
     pub padding: Option<u32>,
     pub naming: ParameterNaming,
     pub norm: NormKind,
@@ -51,7 +51,7 @@ pub(super) struct ModelFamily {
 
 /// The number of elements in a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum HeadDim {
+pub(super) enum HeadDimRule {
     /// hidden_size / num_attention_heads; there is no key.
     OfHiddenSize,
     /// The key's value, or hidden_size / num_attention_heads.
@@ -62,7 +62,7 @@ pub(super) enum HeadDim {
 
 /// The attention types of a family's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum LayerKinds {
+pub(super) enum SlidingWindowRule {
     /// All blocks see all earlier positions.
     Full,
     /// All blocks have a window if the configuration has one.
@@ -90,7 +90,7 @@ pub(super) enum BiasRule {
 }
 
 impl BiasRule {
-    pub fn read(self, keys: &JsonKeys<'_>) -> Result<bool> {
+    pub fn read(self, keys: &JsonObjectReader<'_>) -> Result<bool> {
         match self {
             Self::Never => Ok(false),
             Self::Always => Ok(true),
@@ -109,7 +109,7 @@ const LLAMA: ModelFamily = ModelFamily {
     blocks: 32,
     heads: 32,
     kv_heads: None,
-    head: HeadDim::Key,
+    head: HeadDimRule::Key,
     ctx: 2048,
     eps: 1e-6,
     eps_key: "rms_norm_eps",
@@ -118,7 +118,7 @@ const LLAMA: ModelFamily = ModelFamily {
     pairs: RotaryPairs::Halves,
     tied: false,
     window: None,
-    layers: LayerKinds::Full,
+    layers: SlidingWindowRule::Full,
     padding: None,
     naming: ParameterNaming::Llama,
     norm: NormKind::Rms,
@@ -144,7 +144,7 @@ const MISTRAL: ModelFamily = ModelFamily {
     kv_heads: Some(8),
     ctx: 131_072,
     window: Some(4096),
-    layers: LayerKinds::Windowed,
+    layers: SlidingWindowRule::Windowed,
     ..WITHOUT_BIAS
 };
 
@@ -153,10 +153,10 @@ const QWEN3: ModelFamily = ModelFamily {
     vocab: 151_936,
     inner: 22_016,
     kv_heads: Some(32),
-    head: HeadDim::KeyOr(128),
+    head: HeadDimRule::KeyOr(128),
     ctx: 32_768,
     window: Some(4096),
-    layers: LayerKinds::Qwen,
+    layers: SlidingWindowRule::Qwen,
     query_key_norms: QueryKeyNorms::PerHead,
     mlp_bias: BiasRule::Never,
     ..LLAMA
@@ -170,11 +170,11 @@ const GEMMA2: ModelFamily = ModelFamily {
     blocks: 26,
     heads: 8,
     kv_heads: Some(4),
-    head: HeadDim::KeyOr(256),
+    head: HeadDimRule::KeyOr(256),
     ctx: 8192,
     tied: true,
     window: Some(4096),
-    layers: LayerKinds::Pattern { default: 2, keys: &[] },
+    layers: SlidingWindowRule::Pattern { default: 2, keys: &[] },
     padding: Some(0),
     norm: NormKind::RmsPlusOne,
     norms: NormPlacement::BeforeAndAfter,
@@ -190,7 +190,7 @@ const GEMMA3: ModelFamily = ModelFamily {
     vocab: 262_208,
     ctx: 131_072,
     theta: 1e6,
-    layers: LayerKinds::Pattern { default: 6, keys: &["sliding_window_pattern", "_sliding_window_pattern"] },
+    layers: SlidingWindowRule::Pattern { default: 6, keys: &["sliding_window_pattern", "_sliding_window_pattern"] },
     query_key_norms: QueryKeyNorms::PerHead,
     ..GEMMA2
 };
@@ -198,7 +198,7 @@ const GEMMA3: ModelFamily = ModelFamily {
 const OLMO2: ModelFamily = ModelFamily {
     model_type: "olmo2",
     vocab: 50_304,
-    head: HeadDim::OfHiddenSize,
+    head: HeadDimRule::OfHiddenSize,
     eps: 1e-5,
     padding: Some(1),
     norms: NormPlacement::After,
@@ -213,7 +213,7 @@ const GLM4: ModelFamily = ModelFamily {
     inner: 13_696,
     blocks: 40,
     kv_heads: Some(2),
-    head: HeadDim::KeyOr(128),
+    head: HeadDimRule::KeyOr(128),
     ctx: 131_072,
     eps: 0.000_000_156_25,
     partial: 0.5,
@@ -234,7 +234,7 @@ const COHERE: ModelFamily = ModelFamily {
     inner: 22_528,
     blocks: 40,
     heads: 64,
-    head: HeadDim::OfHiddenSize,
+    head: HeadDimRule::OfHiddenSize,
     ctx: 8192,
     eps: 1e-5,
     eps_key: "layer_norm_eps",
@@ -253,7 +253,7 @@ const MINISTRAL3: ModelFamily = ModelFamily {
     model_type: "ministral3",
     vocab: 131_072,
     blocks: 34,
-    head: HeadDim::KeyOr(128),
+    head: HeadDimRule::KeyOr(128),
     ctx: 262_144,
     eps: 1e-5,
     theta: 1e6,
@@ -272,7 +272,7 @@ const QWEN3_MOE: ModelFamily = ModelFamily {
     inner: 6144,
     blocks: 24,
     kv_heads: Some(4),
-    head: HeadDim::Key,
+    head: HeadDimRule::Key,
     mixture: Some(QWEN3_MIXTURE),
     refused: QWEN_MOE_REFUSED,
     ..QWEN3
@@ -285,7 +285,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         model_type: "cohere2",
         theta: 1e4,
         window: Some(4096),
-        layers: LayerKinds::Pattern { default: 4, keys: &["sliding_window_pattern"] },
+        layers: SlidingWindowRule::Pattern { default: 4, keys: &["sliding_window_pattern"] },
         refused: &[],
         ..COHERE
     },
@@ -313,21 +313,21 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         blocks: 36,
         heads: 64,
         kv_heads: Some(8),
-        head: HeadDim::KeyOr(64),
+        head: HeadDimRule::KeyOr(64),
         ctx: 131_072,
         eps: 1e-5,
         theta: 150_000.0,
         window: Some(128),
-        layers: LayerKinds::Pattern { default: 2, keys: &[] },
+        layers: SlidingWindowRule::Pattern { default: 2, keys: &[] },
         qkv_bias: BiasRule::Key("attention_bias", true),
         output_bias: BiasRule::Key("attention_bias", true),
         mlp_bias: BiasRule::Never,
         mixture: Some(GPT_OSS_MIXTURE),
         ..LLAMA
     },
-    ModelFamily { model_type: "granite", head: HeadDim::Key, ..LLAMA },
+    ModelFamily { model_type: "granite", head: HeadDimRule::Key, ..LLAMA },
     LLAMA,
-    ModelFamily { model_type: "ministral", layers: LayerKinds::TypesOrWindowed, ..MISTRAL },
+    ModelFamily { model_type: "ministral", layers: SlidingWindowRule::TypesOrWindowed, ..MISTRAL },
     MINISTRAL3,
     MISTRAL,
     ModelFamily {
@@ -358,7 +358,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         model_type: "olmo3",
         theta: 500_000.0,
         window: Some(4096),
-        layers: LayerKinds::Pattern { default: 4, keys: &[] },
+        layers: SlidingWindowRule::Pattern { default: 4, keys: &[] },
         ..OLMO2
     },
     ModelFamily {
@@ -379,14 +379,14 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         inner: 8192,
         ctx: 4096,
         eps: 1e-5,
-        layers: LayerKinds::Windowed,
+        layers: SlidingWindowRule::Windowed,
         padding: Some(32_000),
         naming: ParameterNaming::Phi3,
         ..WITHOUT_BIAS
     },
     ModelFamily {
         model_type: "qwen2",
-        head: HeadDim::Key,
+        head: HeadDimRule::Key,
         query_key_norms: QueryKeyNorms::None,
         qkv_bias: BiasRule::Always,
         output_bias: BiasRule::Never,
@@ -412,11 +412,11 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         blocks: 36,
         heads: 16,
         kv_heads: Some(4),
-        head: HeadDim::Key,
+        head: HeadDimRule::Key,
         ctx: 32_768,
         theta: 2e6,
         tied: true,
-        layers: LayerKinds::SmolLm3,
+        layers: SlidingWindowRule::SmolLm3,
         padding: Some(128_004),
         ..LLAMA
     },
@@ -426,7 +426,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         hidden: 2560,
         inner: 6912,
         kv_heads: Some(32),
-        head: HeadDim::OfHiddenSize,
+        head: HeadDimRule::OfHiddenSize,
         ctx: 4096,
         eps: 1e-5,
         eps_key: "layer_norm_eps",
@@ -446,12 +446,12 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         blocks: 30,
         heads: 24,
         kv_heads: Some(2),
-        head: HeadDim::OfHiddenSize,
+        head: HeadDimRule::OfHiddenSize,
         ctx: 4096,
         eps: 1e-5,
         eps_key: "norm_epsilon",
         tied: true,
-        layers: LayerKinds::Windowed,
+        layers: SlidingWindowRule::Windowed,
         naming: ParameterNaming::StarCoder2,
         norm: NormKind::Layer,
         gated: false,

@@ -5,7 +5,7 @@
 //! ```text
 //! record   length (u64) | masked CRC-32C of the length | message | masked CRC-32C of the message
 //! Event    1 wall_time (f64) | 2 step (i64) | 3 file_version (string; the first record), 5 summary or 7 session_log
-//! summary  1 value: 1 tag (string) | 2 simple_value (f32), or 8 tensor and 9 metadata (hparams.rs)
+//! summary  1 value: 1 tag (string) | 2 simple_value (f32), or 8 tensor and 9 metadata (tensorboard_hparams.rs)
 //! ```
 //!
 //! A session log marks the step from which a run continues. TensorBoard then ignores the values of later steps in
@@ -13,7 +13,7 @@
 
 use super::crc32c::masked;
 use super::protobuf::ProtobufMessage;
-use super::{Monitor, MonitorEvent, RunMilestone, hparams};
+use super::{Monitor, MonitorEvent, RunMilestone, tensorboard_hparams};
 use crate::util::host_name;
 use crate::{Error, Result};
 use std::fs::File;
@@ -68,18 +68,19 @@ impl Monitor for TensorBoard {
         self.append(&records)
     }
 
-    /// Writes session logs, and the hyperparameters and the outcome of the run for TensorBoard's table of hyperparameters.
+    /// Writes session logs, and the hyperparameters and the outcome of the run for TensorBoard's table of
+    /// hyperparameters.
     fn note(&mut self, milestone: &RunMilestone<'_>) -> Result<()> {
         let now = seconds();
         match milestone {
             RunMilestone::Begins(run) => {
-                let [experiment, start] = hparams::beginning(run, now);
+                let [experiment, start] = tensorboard_hparams::beginning(run, now);
                 let records =
                     [session_start(run.samples, now), hparams_event(&experiment, now), hparams_event(&start, now)];
                 self.append(&records.map(|event| record(&event)).concat())
             }
             RunMilestone::Loaded { samples } => self.append(&record(&session_start(*samples, now))),
-            RunMilestone::Ends(ending) => match hparams::ending(*ending, now) {
+            RunMilestone::Ends(ending) => match tensorboard_hparams::ending(*ending, now) {
                 Some(end) => self.append(&record(&hparams_event(&end, now))),
                 None => Ok(()),
             },

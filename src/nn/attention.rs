@@ -3,7 +3,7 @@
 use crate::graph::{Grad, OpInputs, SavedResult};
 use crate::kernels::attention::{self, AttentionRule, AttentionShape, MultiHeadRows, MultiHeadRowsMut};
 use crate::kernels::buffer;
-use crate::nn::f32_parameters::with_wide;
+use crate::nn::f32_weight_linear::with_wide;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
 use crate::nn::{AttentionOptions, Sequences, composed};

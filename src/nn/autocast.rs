@@ -4,7 +4,7 @@
 //! multiplies them, and widens the result. Everything else is computed in f32 as usual.
 
 use super::linear_product::LinearSizes;
-use super::{LinearEpilogue, WeightLayout, composed, f32_parameters};
+use super::{LinearEpilogue, WeightLayout, composed, f32_weight_linear};
 use crate::graph::{OpInputs, autocast_format};
 use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, column_sums};
@@ -32,7 +32,7 @@ pub(super) fn linear_then(
         let bias = bias.map(|bias| bias.to_dtype(dtype)).transpose()?;
         composed::linear(&x.to_dtype(dtype)?, &weight.to_dtype(dtype)?, bias.as_ref(), layout)?.to_dtype(DType::F32)?
     };
-    f32_parameters::follow(y, then)
+    f32_weight_linear::follow(y, then)
 }
 
 const NAME: &str = "linear (autocast)";

@@ -3,14 +3,14 @@
 //!
 //! 16-bit inputs are widened to f32 before sums or exponentials, because Candle sums in the storage dtype.
 
+mod convolution_and_pooling;
 mod experts;
-mod grids;
 
+pub(super) use convolution_and_pooling::{avg_pool2d, max_pool2d, resampled, scatter, scatter_add};
+pub use convolution_and_pooling::{conv_transpose1d, conv1d, matmul};
 pub use experts::{
     add_gated, combine_experts, expert_projection, expert_rows, gated_activation, load_balancing_loss, routing_weights,
 };
-pub(super) use grids::{avg_pool2d, max_pool2d, resampled, scatter, scatter_add};
-pub use grids::{conv_transpose1d, conv1d, matmul};
 
 use super::{
     Activation, AttentionOptions, LinearEpilogue, RmsNormOptions, RotaryLayout, RotaryPairs, Sequences, WeightLayout,

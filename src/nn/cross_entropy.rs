@@ -9,7 +9,7 @@ use crate::nn::embedding::host_ids;
 use crate::nn::linear_product::LinearSizes;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
-use crate::nn::{WeightLayout, composed, f32_parameters, refuse};
+use crate::nn::{WeightLayout, composed, f32_weight_linear, refuse};
 use crate::precision::{Flat, FlatMut, FlatRef};
 use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
 use crate::util::lock;
@@ -40,8 +40,8 @@ pub struct LossOptions {
     /// The soft cap c of logits: they are mapped to c tanh(logit / c) (Gemma 2).
     pub soft_cap: Option<f64>,
     /// The divisor of the sum of the losses, instead of the number of rows that count: 1 for the sum, or the number of
-    /// targets in a full batch of which these rows are a part. With a divisor, the loss and its gradients are 0 if no row
-    /// counts.
+    /// targets in a full batch of which these rows are a part. With a divisor, the loss and its gradients are 0 if no
+    /// row counts.
     pub divisor: Option<f64>,
 }
 
@@ -126,7 +126,7 @@ pub fn linear_cross_entropy_with(
         cap(options.soft_cap)?,
         host.divisor(options.divisor, &|| format!("hidden states have shape {:?}", h.dims()))?,
     );
-    if f32_parameters::is_wider(h, weight, None) {
+    if f32_weight_linear::is_wider(h, weight, None) {
         return linear_cross_entropy_with(&h.to_dtype(weight.dtype())?, weight, layout, targets, options);
     }
     #[cfg(feature = "cuda")]
@@ -184,7 +184,7 @@ pub fn linear_log_probabilities(
     const NAME: &str = "linear_log_probabilities";
     let (classes, width) = sizes(NAME, h, weight, layout, targets)?;
     let (host, shape, cap) = (host_targets(targets, classes)?, targets.shape().clone(), cap(soft_cap)?);
-    if f32_parameters::is_wider(h, weight, None) {
+    if f32_weight_linear::is_wider(h, weight, None) {
         return linear_log_probabilities(&h.to_dtype(weight.dtype())?, weight, layout, targets, soft_cap);
     }
     #[cfg(feature = "cuda")]

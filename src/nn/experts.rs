@@ -19,15 +19,15 @@
 mod adapter;
 mod assignment;
 mod balance_loss;
-mod checked_router;
 mod gated_activation;
-mod grouped_rows;
+mod gradient_checked_router;
+mod grouped_gemm;
 mod mlp;
 mod options;
+mod permute_and_combine;
 mod projection;
 mod recorded_projection;
 mod routing;
-mod rows;
 mod tensors;
 mod traveling_rows;
 mod unused;
@@ -35,13 +35,13 @@ mod unused;
 pub use adapter::ExpertAdapter;
 pub use assignment::ExpertAssignment;
 pub use balance_loss::{SyncBalanceLoss, load_balancing_loss};
-pub(crate) use checked_router::CheckedRouter;
 pub use gated_activation::gated_activation;
+pub(crate) use gradient_checked_router::GradientCheckedRouter;
 pub use mlp::ExpertMlp;
-pub use options::{ExpertGate, GateUpOrder, RouterOptions, RouterOrder};
+pub use options::{ExpertActivation, GateUpOrder, RouterOptions, RouterOrder};
+pub use permute_and_combine::{add_gated, combine_experts, expert_rows};
 pub use projection::ExpertProjection;
 pub use routing::{Routing, route};
-pub use rows::{add_gated, combine_experts, expert_rows};
 pub use tensors::ExpertTensors;
 
 #[cfg(test)]

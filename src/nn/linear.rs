@@ -7,7 +7,7 @@ use crate::kernels::{activation, buffer};
 use crate::nn::linear_product::LinearSizes;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
-use crate::nn::{autocast, composed, f32_parameters};
+use crate::nn::{autocast, composed, f32_weight_linear};
 use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
 use candle_core::{Device, Result, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};
@@ -42,8 +42,8 @@ pub fn linear_then(
     if let Some(dtype) = autocast::lower(x, weight) {
         return autocast::linear_then(x, weight, bias, layout, then, dtype);
     }
-    if f32_parameters::is_wider(x, weight, bias) {
-        return f32_parameters::linear_then(x, weight, bias, layout, then);
+    if f32_weight_linear::is_wider(x, weight, bias) {
+        return f32_weight_linear::linear_then(x, weight, bias, layout, then);
     }
     let sizes = LinearSizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     let shape = sizes.result_shape(x.shape());

@@ -12,7 +12,7 @@
 //! columns are scaled.
 
 use super::dropout::{DropoutMask, dropout};
-use super::f32_parameters::{follow, is_wider, with_wide};
+use super::f32_weight_linear::{follow, is_wider, with_wide};
 use super::linear_product::LinearSizes;
 use super::low_rank_update::LowRankUpdate;
 use super::{LinearEpilogue, WeightLayout, add, autocast, linear};

@@ -49,9 +49,10 @@ mod dropout;
 mod embedding;
 pub(crate) mod error;
 mod experts;
-mod f32_parameters;
+mod f32_weight_linear;
 pub mod frequencies;
 mod in_f32;
+mod kept_inputs;
 mod key_value_cache;
 mod linear;
 mod linear_options;
@@ -67,7 +68,6 @@ mod norm_options;
 mod on_gpu;
 mod pooling;
 mod projection;
-mod recompute;
 mod rotary;
 mod row_positions;
 mod scatter;
@@ -93,9 +93,9 @@ pub use cross_entropy::{
 pub use dpo::{DpoLoss, Rewards, dpo_loss};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding, embedding_in};
-pub(crate) use experts::CheckedRouter;
+pub(crate) use experts::GradientCheckedRouter;
 pub use experts::{
-    ExpertAdapter, ExpertAssignment, ExpertGate, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder,
+    ExpertActivation, ExpertAdapter, ExpertAssignment, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder,
     RouterOptions, RouterOrder, Routing, SyncBalanceLoss, add_gated, combine_experts, expert_rows, gated_activation,
     load_balancing_loss, route,
 };

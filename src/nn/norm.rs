@@ -4,9 +4,9 @@
 use crate::graph::{OpInputs, can_remake};
 use crate::kernels::element::Element as _;
 use crate::kernels::{buffer, norm};
+use crate::nn::kept_inputs::kept_inputs;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
-use crate::nn::recompute::kept_inputs;
 use crate::nn::{LayerNormOptions, RmsNormOptions, composed};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Error, Result, Tensor, bail};
@@ -222,8 +222,8 @@ impl RmsNorm {
         Self::with(width, RmsNormOptions { eps, ..RmsNormOptions::default() }, vb)
     }
 
-    /// Builds a layer with options and a weight `[width]`; `width` is the length of the last dimension or of a head. The
-    /// weight starts at the value that makes the factor 1.
+    /// Builds a layer with options and a weight `[width]`; `width` is the length of the last dimension or of a head.
+    /// The weight starts at the value that makes the factor 1.
     pub fn with(width: usize, options: RmsNormOptions, vb: VarBuilder<'_>) -> Result<Self> {
         let start = if options.plus_one { init::ZERO } else { init::ONE };
         Ok(Self { weight: vb.get_with_hints(width, "weight", start)?, options })

@@ -15,11 +15,11 @@
 
 use super::aligned_buffer::AlignedBuffer;
 use super::disk_access::DiskAccess;
-use super::file_arena::ArenaPiece;
+use super::file_arena::TransferPiece;
 use super::file_arena::{BounceBuffer, FileArena, FileExtent};
 use super::file_io::{FileIo, FileTransfer, threads};
 use super::offload_folder::OffloadFolder;
-use super::window_pipeline::{STEP, StateStream, WindowPipeline, WindowPlan, WindowSettings};
+use super::window_pipeline::{PlannedWindow, STEP, StateStream, WindowPipeline, WindowSettings};
 use crate::config::{AdamConfig, Aio, OptimizerConfig};
 use crate::error::Result;
 use crate::memory::{MemoryKind, MemoryLedger};
@@ -503,7 +503,7 @@ impl BenchFiles {
         let mut bounce = BounceBuffer::default();
         for range in self.ranges() {
             for (buffer, StateStream { extent, .. }) in buffers.iter_mut().zip(&self.streams).filter(|(_, s)| s.reads) {
-                let ArenaPiece { arena, at, memory } = extent.piece(range.clone(), 0);
+                let TransferPiece { arena, at, memory } = extent.piece(range.clone(), 0);
                 for (i, block) in buffer.bytes_mut()[memory].chunks_mut(PLAIN_BLOCK).enumerate() {
                     let at = at + (i * PLAIN_BLOCK) as u64;
                     arena.read(access, at, block, &mut bounce).map_err(|e| arena.error("read", e))?;
@@ -511,7 +511,7 @@ impl BenchFiles {
             }
             for (buffer, StateStream { extent, .. }) in buffers.iter_mut().zip(&self.streams).filter(|(_, s)| s.writes)
             {
-                let ArenaPiece { arena, at, memory } = extent.piece(range.clone(), 0);
+                let TransferPiece { arena, at, memory } = extent.piece(range.clone(), 0);
                 for (i, block) in buffer.bytes_mut()[memory].chunks(PLAIN_BLOCK).enumerate() {
                     let at = at + (i * PLAIN_BLOCK) as u64;
                     arena.write(access, at, block, &mut bounce).map_err(|e| arena.error("write", e))?;
@@ -529,7 +529,7 @@ impl BenchFiles {
         adam: &mut DiskBenchAdam,
         updates: usize,
     ) -> Result<()> {
-        let plan = self.ranges().map(|range| WindowPlan { range, streams: self.streams.clone() }).collect();
+        let plan = self.ranges().map(|range| PlannedWindow { range, streams: self.streams.clone() }).collect();
         let windows = WindowSettings { read_ahead, write_behind, ..WindowSettings::default() };
         let mut pipeline = WindowPipeline::new(io, &self.ledger, plan, windows);
         for range in self.ranges() {

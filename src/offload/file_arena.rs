@@ -22,7 +22,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 
 /// A position in a file and the bytes of a buffer that belong there.
-pub(crate) struct ArenaPiece {
+pub(crate) struct TransferPiece {
     pub arena: Arc<FileArena>,
     /// The offset in the file, a multiple of [`ALIGN`].
     pub at: u64,
@@ -332,10 +332,10 @@ impl FileExtent {
 
     /// Returns the piece with the elements `range`. `in_buffer` is their position in a buffer, counted in elements.
     /// `range` must begin at an offset at which file access may begin.
-    pub fn piece(&self, range: Range<usize>, in_buffer: usize) -> ArenaPiece {
+    pub fn piece(&self, range: Range<usize>, in_buffer: usize) -> TransferPiece {
         let size = self.dtype.size_in_bytes();
         let at = self.start + (range.start * size) as u64;
         assert!(at.is_multiple_of(ALIGN as u64), "pieces start at page boundaries");
-        ArenaPiece { arena: self.arena.clone(), at, memory: in_buffer * size..(in_buffer + range.len()) * size }
+        TransferPiece { arena: self.arena.clone(), at, memory: in_buffer * size..(in_buffer + range.len()) * size }
     }
 }

@@ -11,7 +11,7 @@
 
 use super::aligned_buffer::ALIGN;
 use super::disk_access::{AtomicDiskAccess, DiskAccess};
-use super::file_arena::{ArenaPiece, BounceBuffer, FileArena};
+use super::file_arena::{BounceBuffer, FileArena, TransferPiece};
 use super::offload_report::{IoMeter, OffloadReport};
 use super::transfer_buffer::TransferBuffer;
 use crate::config::Aio;
@@ -170,18 +170,18 @@ impl FileIo {
     }
 
     /// Fills parts of `buffer` from files.
-    pub fn read<B: TransferBuffer>(&self, buffer: B, pieces: Vec<ArenaPiece>) -> FileTransfer<B> {
+    pub fn read<B: TransferBuffer>(&self, buffer: B, pieces: Vec<TransferPiece>) -> FileTransfer<B> {
         self.submit(buffer, pieces, IoDirection::Read, 0)
     }
 
     /// Writes parts of `buffer` to files; `wait` returns the buffer.
-    pub fn write<B: TransferBuffer>(&self, buffer: B, pieces: Vec<ArenaPiece>) -> FileTransfer<B> {
+    pub fn write<B: TransferBuffer>(&self, buffer: B, pieces: Vec<TransferPiece>) -> FileTransfer<B> {
         self.submit(buffer, pieces, IoDirection::Write, 0)
     }
 
     /// Writes parts of `buffer` to files, and drops the buffer when the transfer is over. Waits first if many bytes are
     /// still unwritten.
-    pub fn write_and_drop<B: TransferBuffer>(&self, mut buffer: B, pieces: Vec<ArenaPiece>) -> FileTransfer<B> {
+    pub fn write_and_drop<B: TransferBuffer>(&self, mut buffer: B, pieces: Vec<TransferPiece>) -> FileTransfer<B> {
         let bytes = buffer.bytes().len().max(1);
         let mut queue = self.shared.lock();
         let start = Instant::now();
@@ -197,7 +197,7 @@ impl FileIo {
     fn submit<B: TransferBuffer>(
         &self,
         buffer: B,
-        pieces: Vec<ArenaPiece>,
+        pieces: Vec<TransferPiece>,
         direction: IoDirection,
         unwritten: usize,
     ) -> FileTransfer<B> {
@@ -209,7 +209,7 @@ impl FileIo {
         let mut state = lock(&batch.state);
         if let Some(buffer) = &mut state.buffer {
             let bytes = buffer.bytes();
-            for ArenaPiece { arena, at, memory } in pieces {
+            for TransferPiece { arena, at, memory } in pieces {
                 for (i, block) in bytes[memory].chunks_mut(self.block_size).enumerate() {
                     queue.requests.push_back(IoRequest {
                         batch: batch.clone(),
@@ -430,8 +430,8 @@ mod tests {
             }
             prop_assume!(at <= 64 * ALIGN);
             let values: Vec<f32> = (0..from).map(|i| i as f32 + 0.5).collect();
-            let all = || -> Vec<ArenaPiece> {
-                places.iter().map(|(at, memory)| ArenaPiece { arena: arena.clone(), at: *at, memory: memory.clone() }).collect()
+            let all = || -> Vec<TransferPiece> {
+                places.iter().map(|(at, memory)| TransferPiece { arena: arena.clone(), at: *at, memory: memory.clone() }).collect()
             };
             let flat = Flat::F32(values.clone());
             if dropped {
@@ -458,7 +458,7 @@ mod tests {
             // One piece is beyond the end of the file.
             let piece = |i: usize| {
                 let at = if i == bad { 9 } else { i } * ALIGN;
-                ArenaPiece { arena: arena.clone(), at: at as u64, memory: i * ALIGN..(i + 1) * ALIGN }
+                TransferPiece { arena: arena.clone(), at: at as u64, memory: i * ALIGN..(i + 1) * ALIGN }
             };
             let read = || io.read(Flat::F32(vec![1.0; pages * ALIGN / 4]), (0..pages).map(piece).collect()).wait();
             for _ in 0..2 {
@@ -477,7 +477,7 @@ mod tests {
         let arena = arena(path.path(), 64);
         let io = io(ALIGN, 1, DiskAccess::Cached);
         for i in 0..64u64 {
-            let piece = ArenaPiece { arena: arena.clone(), at: i * ALIGN as u64, memory: 0..ALIGN };
+            let piece = TransferPiece { arena: arena.clone(), at: i * ALIGN as u64, memory: 0..ALIGN };
             // The test does not wait for the result.
             drop(io.write_and_drop(Flat::F32(vec![i as f32; ALIGN / 4]), vec![piece]));
         }

@@ -59,9 +59,9 @@ pub use file_arena::open_direct;
 pub(crate) use file_io::{FileIo, FileTransfer, MAX_UNWRITTEN_BYTES, block_size, threads};
 #[doc(hidden)]
 pub use offload_folder::{free as free_space, is_memory};
-pub(crate) use offload_store::{OffloadStore, StateFileContent};
+pub(crate) use offload_store::{OffloadStore, StateFileKey};
 pub(crate) use spill_file::SpilledTensor;
 pub(crate) use state_files::StateFiles;
 pub(crate) use window_pipeline::{
-    STEP, StagedState, StateStream, StateWindow, WindowPipeline, WindowPlan, WindowSettings,
+    PlannedWindow, STEP, StagedState, StateStream, StateWindow, WindowPipeline, WindowSettings,
 };

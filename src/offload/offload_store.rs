@@ -12,7 +12,7 @@ use crate::comm::agree::gather_u64;
 use crate::config::{Config, OffloadOptimizer, OffloadParam, OffloadTo};
 use crate::error::Result;
 use crate::memory::{MemoryKind, MemoryLedger};
-use crate::optim::ParamClass;
+use crate::optim::SubGroupKey;
 use crate::precision::Flat;
 use crate::util::lock;
 use std::collections::BTreeMap;
@@ -27,7 +27,7 @@ pub(crate) struct OffloadStore {
     /// The folder of master weights, gradients and optimizer states.
     optimizer: Option<Arc<OffloadFolder>>,
     settings: Option<OffloadOptimizer>,
-    files: Mutex<BTreeMap<StateFileContent, Arc<FileArena>>>,
+    files: Mutex<BTreeMap<StateFileKey, Arc<FileArena>>>,
     /// The inputs of recomputing units; empty without `cpu_checkpointing`.
     spill: Arc<SpillFile>,
     folders: Vec<Arc<OffloadFolder>>,
@@ -39,11 +39,11 @@ pub(crate) struct OffloadStore {
 /// The content of a file: one kind of state. If the states of several classes of parameters grow at the same time, each
 /// class has its own file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct StateFileContent {
+pub(crate) struct StateFileKey {
     pub kind: MemoryKind,
     /// The name in messages; for optimizer states, the name of the state.
     pub name: &'static str,
-    pub class: Option<ParamClass>,
+    pub class: Option<SubGroupKey>,
 }
 
 impl OffloadStore {
@@ -87,8 +87,8 @@ impl OffloadStore {
     }
 
     /// Returns the file of `content`, which is created at the first request.
-    pub fn file(&self, content: StateFileContent) -> Result<Arc<FileArena>> {
-        let StateFileContent { kind, name, .. } = content;
+    pub fn file(&self, content: StateFileKey) -> Result<Arc<FileArena>> {
+        let StateFileKey { kind, name, .. } = content;
         let folder = if kind == MemoryKind::Parameters { &self.params } else { &self.optimizer };
         let folder = folder.as_ref().expect("a state in a file has a folder");
         let mut files = lock(&self.files);
@@ -109,7 +109,8 @@ impl OffloadStore {
     /// on this host. Call this method after all states have received their storage.
     pub fn choose_access(&self, ranks_here: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(ranks_here as u64);
-        // A file that does not allow direct access is mapped. If no file allows direct access, mapping is chosen instead.
+        // A file that does not allow direct access is mapped. If no file allows direct access, mapping is chosen
+        // instead.
         let direct_is_possible = lock(&self.files).values().any(|file| file.allows_direct());
         let access = match self.access.unwrap_or_else(|| DiskAccess::fastest(bytes, direct_is_possible)) {
             DiskAccess::Direct if !direct_is_possible => DiskAccess::Mapped,

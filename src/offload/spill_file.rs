@@ -1,7 +1,7 @@
 //! Inputs that recomputing units keep in a file from the forward pass to the backward pass.
 
 use super::aligned_buffer::ALIGN;
-use super::file_arena::{ArenaPiece, FileArena};
+use super::file_arena::{FileArena, TransferPiece};
 use super::file_io::{FileIo, FileTransfer};
 use crate::error::Result;
 use crate::precision::Flat;
@@ -53,7 +53,7 @@ impl SpillFile {
             Some(place) => place,
             None => (self.arena.reserve(room)?, room),
         };
-        let piece = ArenaPiece { arena: self.arena.clone(), at, memory: 0..values.size_in_bytes() };
+        let piece = TransferPiece { arena: self.arena.clone(), at, memory: 0..values.size_in_bytes() };
         let writing = Mutex::new(Some(self.io.write_and_drop(values, vec![piece])));
         Ok(SpilledTensor { spill: self.clone(), at, room, len, dtype, writing })
     }
@@ -64,7 +64,7 @@ impl SpilledTensor {
     pub fn fetch(&self) -> Result<Flat> {
         self.settle()?;
         let values = Flat::zeros(self.dtype, self.len);
-        let piece = ArenaPiece { arena: self.spill.arena.clone(), at: self.at, memory: 0..values.size_in_bytes() };
+        let piece = TransferPiece { arena: self.spill.arena.clone(), at: self.at, memory: 0..values.size_in_bytes() };
         self.spill.io.read(values, vec![piece]).wait()
     }
 

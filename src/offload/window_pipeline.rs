@@ -88,7 +88,7 @@ pub(crate) struct StateStream<E> {
 }
 
 /// The elements of a sub-group that are in memory together.
-pub(crate) struct WindowPlan<E> {
+pub(crate) struct PlannedWindow<E> {
     pub range: Range<usize>,
     pub streams: Vec<StateStream<E>>,
 }
@@ -131,7 +131,7 @@ fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: 
 pub(crate) struct WindowPipeline<'a, F: StateFiles> {
     files: &'a F,
     ledger: &'a MemoryLedger,
-    plan: Vec<WindowPlan<F::Extent>>,
+    plan: Vec<PlannedWindow<F::Extent>>,
     /// The number of elements of the longest window.
     window: usize,
     windows: WindowSettings,
@@ -148,7 +148,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
     pub fn new(
         files: &'a F,
         ledger: &'a MemoryLedger,
-        plan: Vec<WindowPlan<F::Extent>>,
+        plan: Vec<PlannedWindow<F::Extent>>,
         windows: WindowSettings,
     ) -> Self {
         Self {
@@ -184,7 +184,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
             self.begin_reading();
         }
         let transfers = self.ahead.pop_front().expect("a window is requested at most as often as planned");
-        let WindowPlan { range, streams } = &self.plan[index];
+        let PlannedWindow { range, streams } = &self.plan[index];
         let start = range.start;
         let staged = transfers.into_iter().zip(streams).map(|(transfer, stream)| {
             Ok(StagedState { buffer: self.files.wait(transfer)?, dtype: F::dtype(&stream.extent), start })
@@ -196,7 +196,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
     /// Ends the work on a window: writes back the states that have changed.
     pub fn done(&mut self, window: StateWindow<F::Staging>) -> Result<()> {
         let StateWindow { staged, index, .. } = window;
-        let WindowPlan { range, streams } = &self.plan[index];
+        let PlannedWindow { range, streams } = &self.plan[index];
         let mut writing = Vec::new();
         for (staged, stream) in staged.into_iter().zip(streams) {
             match stream.writes {
@@ -220,7 +220,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
     }
 
     fn begin_reading(&mut self) {
-        let WindowPlan { range, streams } = &self.plan[self.begun];
+        let PlannedWindow { range, streams } = &self.plan[self.begun];
         self.begun += 1;
         let mut reading = Vec::new();
         for StateStream { extent, reads, .. } in streams {
@@ -332,7 +332,7 @@ mod tests {
                     expected.push((extent.clone(), numbers.iter().map(after).collect()));
                     extents.push(StateStream { extent, reads: *reads, writes: *writes });
                 }
-                plan.extend(pieces(len, window).map(|range| WindowPlan { range, streams: extents.clone() }));
+                plan.extend(pieces(len, window).map(|range| PlannedWindow { range, streams: extents.clone() }));
             }
             let ranges: Vec<_> = plan.iter().map(|p| p.range.clone()).collect();
             let most = groups.iter().map(|(_, streams)| streams.len()).max().unwrap();

@@ -24,7 +24,7 @@
 //! | `elementwise_kernel.rs` | one parallel pass over all the buffers |
 //! | `parameter_groups.rs` | parameter groups: parameters with their own learning rate or weight decay |
 //! | `fp32_modules.rs` | modules that stay in f32 in a 16-bit model, by name |
-//! | `param_class.rs` | parameter classes: which optimizer trains a parameter, if any, and its weight format |
+//! | `sub_group_key.rs` | parameter classes: which optimizer trains a parameter, if any, and its weight format |
 //! | `grouped_optimizer.rs` | an engine's optimizer, its parameter groups and their schedules |
 //! | `schedule.rs` | learning rate and momentum by step |
 
@@ -43,12 +43,12 @@ mod lion;
 mod muon;
 mod newton_schulz;
 mod optimizer;
-mod param_class;
 mod parameter_groups;
 mod schedule;
 mod schedule_free;
 mod sgd;
 mod state_format;
+mod sub_group_key;
 
 pub(crate) use fp32_modules::Fp32Modules;
 pub use from_config::{base_lr, from_config, momentum};
@@ -57,9 +57,9 @@ pub use optimizer::{
     FactoredOptimizer, FactoredSlice, Layerwise, Momentum, Optimizer, OptimizerNeeds, RateRule, SQUARES_BLOCK,
     SlicePosition, SquareSums, StepContext, WeightAveraging, WholeParameterOptimizer,
 };
-pub(crate) use param_class::{OptimizerRole, ParamClass, WeightFormat};
 pub use parameter_groups::ParameterGroup;
 pub(crate) use parameter_groups::{ParameterGrouping, TrainableFilter};
 pub use schedule::{LrSchedule, Schedule};
 pub use state_format::StateFormat;
 pub(crate) use state_format::{DecodeMode, decode, encode, scales_of};
+pub(crate) use sub_group_key::{OptimizerRole, SubGroupKey, WeightFormat};

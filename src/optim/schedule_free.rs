@@ -33,12 +33,12 @@ use std::sync::Mutex;
 #[derive(Debug)]
 pub(super) struct AdamWScheduleFree {
     config: ScheduleFreeConfig,
-    weights: StepWeights,
+    weights: AveragingCoefficients,
 }
 
 impl AdamWScheduleFree {
     pub(super) fn new(config: ScheduleFreeConfig) -> Self {
-        Self { config, weights: StepWeights::new(config) }
+        Self { config, weights: AveragingCoefficients::new(config) }
     }
 
     fn constants(&self, ctx: &StepContext) -> ScheduleFreeConstants {
@@ -221,16 +221,16 @@ impl ElementwiseKernel<2> for ScheduleFreeConstants {
 
 /// The weights of the steps in the average.
 #[derive(Debug)]
-struct StepWeights {
+struct AveragingCoefficients {
     warmup_steps: u64,
     r: f64,
     power: f64,
-    sums: Mutex<WeightSums>,
+    sums: Mutex<CoefficientSums>,
 }
 
 /// Sums of weights, each beginning with the first step and always added in order.
 #[derive(Debug, Default)]
-struct WeightSums {
+struct CoefficientSums {
     /// The sums over the first [`STRIDE`] steps, the first 2 [`STRIDE`] steps, and so on.
     at_strides: Vec<f64>,
     /// The number of steps of the sum that was requested last, and that sum.
@@ -240,7 +240,7 @@ struct WeightSums {
 /// The number of steps between two sums that are kept.
 const STRIDE: u64 = 4096;
 
-impl StepWeights {
+impl AveragingCoefficients {
     fn new(ScheduleFreeConfig { warmup_steps, r, weight_lr_power, .. }: ScheduleFreeConfig) -> Self {
         Self { warmup_steps, r, power: weight_lr_power, sums: Mutex::default() }
     }
@@ -309,7 +309,7 @@ mod tests {
     #[test]
     fn sums_of_weights_have_the_same_bits_in_any_order_of_steps() {
         let of = |steps: &[u64]| {
-            let weights = StepWeights::new(config(5000, 0.5));
+            let weights = AveragingCoefficients::new(config(5000, 0.5));
             steps.iter().map(|step| weights.sum(*step).to_bits()).collect::<Vec<_>>()
         };
         let steps = [1, 2, 4095, 4096, 4097, 8191, 8192, 10_000];
@@ -325,9 +325,9 @@ mod tests {
 
     #[test]
     fn without_warm_up_every_step_has_the_same_weight() {
-        let weights = StepWeights::new(config(0, 0.0));
+        let weights = AveragingCoefficients::new(config(0, 0.0));
         assert_eq!([1, 2, 5].map(|step| weights.share(step)), [1.0, 0.5, 0.2]);
-        let ramp = StepWeights::new(config(4, 0.0));
+        let ramp = AveragingCoefficients::new(config(4, 0.0));
         // The weights are 1/16, 4/16, 9/16, 1, 1.
         assert!((ramp.share(3) - 9.0 / 14.0).abs() < 1e-15);
         assert!((ramp.share(5) - 16.0 / 46.0).abs() < 1e-15);

@@ -14,7 +14,7 @@
 //! parameter (Candle's own `loss.backward()`, another engine's) only reports that it no longer needs the parameter.
 
 use super::ParamId;
-use crate::graph::prepared_op::{one, prepared};
+use crate::graph::precomputed_op::{one, prepared};
 use crate::graph::{DeferredGradient, GradSlot, only_while, with_token};
 use crate::tensor::residency::empty_leaf;
 use candle_core::{Device, Result, Shape, Storage, Tensor};
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
     use crate::graph::deferring;
     use crate::nn::{
-        ExpertAssignment, ExpertGate, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, RouterOptions,
+        ExpertActivation, ExpertAssignment, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, RouterOptions,
         RouterOrder, WeightLayout, linear, route,
     };
     use std::sync::Mutex;
@@ -150,7 +150,7 @@ mod tests {
             let of = || ExpertTensors::Separate(vec![w.clone(); 3]);
             let projection = |weights| ExpertProjection::new(weights, Vec::new(), WeightLayout::OutIn);
             let (gate_up, down) = (projection(vec![of(), of()])?, projection(vec![of()])?);
-            ExpertMlp::new(gate_up, down, ExpertGate::Silu, GateUpOrder::Halves)?.forward(&ramp((3, 4)), &routing)
+            ExpertMlp::new(gate_up, down, ExpertActivation::Silu, GateUpOrder::Halves)?.forward(&ramp((3, 4)), &routing)
         };
         let at_once = gradient_of(false, mlp);
         assert!(at_once.0 == 0 && at_once.1.iter().any(|x| *x != 0.0));

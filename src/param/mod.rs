@@ -22,7 +22,7 @@ pub use weight_source::{InitialValues, WeightSource};
 
 use crate::layout::{ExpertPlace, ShardCut, ShardMesh};
 use crate::memory::MemoryLedgerEntry;
-use crate::optim::{OptimizerRole, ParamClass, WeightFormat};
+use crate::optim::{OptimizerRole, SubGroupKey, WeightFormat};
 use crate::precision::WeightPacking;
 use crate::util::lock;
 use candle_core::{Shape, Tensor};
@@ -111,8 +111,8 @@ impl Param {
 
     /// Returns the class of the parameter, given whether it is `trained` or frozen. The class determines which states
     /// the parameter has.
-    pub fn class(&self, trained: bool) -> ParamClass {
-        ParamClass::new(self.role, trained, self.weights)
+    pub fn class(&self, trained: bool) -> SubGroupKey {
+        SubGroupKey::new(self.role, trained, self.weights)
     }
 
     /// Returns the packing of the weights, if there is one. It applies only if parameters are sharded.

@@ -17,5 +17,5 @@ mod stage_cuts;
 pub(crate) use message_order::PipelineMessage;
 pub use module::{InferenceState, PartitionMethod, PipelineLayer, PipelineModule};
 pub use schedule::{PipelineOp, PipelinePass, PipelineSchedule, PipelineScheduleKind, ScheduleError};
-pub use simulation::{SimulatedPipeline, StageCost};
+pub use simulation::{SimulatedPipelineTimes, StageCost};
 pub use stage_cuts::{StageCuts, TooManyStages, balanced_cuts, kind_cuts, timed_cuts, uniform_cuts};

@@ -30,14 +30,14 @@ impl StageCost {
 
 /// The timing of one step.
 #[derive(Debug, Clone, PartialEq)]
-pub struct SimulatedPipeline {
+pub struct SimulatedPipelineTimes {
     /// The seconds from the start of the first operation to the end of the last one.
     pub seconds: f64,
     /// The seconds during which each rank computes.
     pub busy: Vec<f64>,
 }
 
-impl SimulatedPipeline {
+impl SimulatedPipelineTimes {
     /// Returns the share of the step in which ranks wait, on average: (p - 1) / (m + p - 1) for 1F1B with m micro
     /// batches on p equal ranks.
     pub fn bubble(&self) -> f64 {
@@ -54,7 +54,7 @@ impl PipelineSchedule {
     ///
     /// # Panics
     /// Panics if `costs` does not have exactly one entry per stage.
-    pub fn simulate(self, costs: &[StageCost], message: f64) -> SimulatedPipeline {
+    pub fn simulate(self, costs: &[StageCost], message: f64) -> SimulatedPipelineTimes {
         assert_eq!(costs.len(), self.stages(), "each stage needs a cost");
         let lists: Vec<Vec<PipelineOp>> = (0..self.ranks()).map(|rank| self.operations(rank)).collect();
         let mut next = vec![0; self.ranks()];
@@ -84,7 +84,7 @@ impl PipelineSchedule {
             }
         }
         assert!(lists.iter().zip(&next).all(|(list, next)| list.len() == *next), "ranks wait for each other");
-        SimulatedPipeline { seconds: free.into_iter().fold(0.0, f64::max), busy }
+        SimulatedPipelineTimes { seconds: free.into_iter().fold(0.0, f64::max), busy }
     }
 
     /// Returns the maximum number of activations that a rank holds at the same time, counted per micro batch and stage:

@@ -2,7 +2,7 @@
 
 use super::spans::{MicroStepHalf, ProfiledCost};
 use super::step_timings::StepTimings;
-use crate::config::FlopsProfiler;
+use crate::config::FlopsProfilerConfig;
 use crate::param::{ROOT, UnitId};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -130,7 +130,7 @@ impl FlopsProfile {
     pub(crate) const REPORT_PREFIX: &'static [u8] = b"flops profile of step ";
 
     /// Returns the profile as text, with the level of detail that `config` sets.
-    pub(crate) fn text(&self, config: &FlopsProfiler) -> String {
+    pub(crate) fn text(&self, config: &FlopsProfilerConfig) -> String {
         let total = self.total();
         let rate = |macs: u64, ms: f64| si(2.0 * macs as f64 / ms * 1e3, "FLOPS");
         let (forward, backward, t) = (total.forward_macs, total.backward_macs, &self.timings);
@@ -173,7 +173,7 @@ impl FlopsProfile {
 impl fmt::Display for FlopsProfile {
     /// Formats the profile with the default settings of `flops_profiler`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text(&FlopsProfiler::default()))
+        f.write_str(&self.text(&FlopsProfilerConfig::default()))
     }
 }
 
@@ -288,7 +288,7 @@ mod tests {
     #[test]
     fn depth_rows_and_details_are_as_asked_for() {
         let text = |module_depth, top_modules, detailed| {
-            let config = FlopsProfiler { module_depth, top_modules, detailed, ..FlopsProfiler::default() };
+            let config = FlopsProfilerConfig { module_depth, top_modules, detailed, ..FlopsProfilerConfig::default() };
             let text = profile().text(&config);
             text.lines()
                 .skip(15)

@@ -3,7 +3,7 @@
 //! A mixture may have thousands of experts, so their loads are not part of `metrics.jsonl`: the record keeps only the
 //! newest ones, in a file that is replaced about once a second.
 
-use super::{EXPERTS, MAX_FILE_BYTES, lines};
+use super::{EXPERTS, MAX_FILE_BYTES, json_line_reader};
 use crate::error::{Error, Result, RunError};
 use crate::files;
 use serde::{Deserialize, Serialize};
@@ -42,7 +42,7 @@ impl RecordedLoads {
     /// Reads the loads in the folder of a run. Returns `None` if the run has recorded none.
     pub(super) fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(EXPERTS);
-        let bytes = match lines::read(&path, MAX_FILE_BYTES) {
+        let bytes = match json_line_reader::read(&path, MAX_FILE_BYTES) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             read => read.map_err(|source| Error::Io { action: "read", path: path.clone(), source })?,
         };

@@ -1,6 +1,6 @@
 //! `run.json`: the facts that are known when a run begins.
 
-use super::{FORMAT, GitRevision, INFO, MAX_FILE_BYTES, RunMachine, lines};
+use super::{FORMAT, GitRevision, INFO, MAX_FILE_BYTES, RunMachine, json_line_reader};
 use crate::error::{Error, Result, RunError};
 use crate::files;
 use serde::{Deserialize, Serialize};
@@ -84,7 +84,7 @@ impl RunInfo {
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(INFO);
         let damaged = |problem: String| Error::from(RunError::Damaged { path: path.clone(), problem });
-        let bytes = match lines::read(&path, MAX_FILE_BYTES) {
+        let bytes = match json_line_reader::read(&path, MAX_FILE_BYTES) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Err(damaged("it is missing".into())),
             Err(error) if error.kind() == std::io::ErrorKind::FileTooLarge => return Err(damaged(error.to_string())),
             read => read.map_err(|source| Error::Io { action: "read", path: path.clone(), source })?,

@@ -1,7 +1,7 @@
 //! The launcher's part of the record of a run: the output of the ranks, and how each rank ended.
 
-use super::line_file::LineFile;
-use super::secrets::without_secrets;
+use super::line_appender::LineAppender;
+use super::redact_secrets::without_secrets;
 use super::{EARLIER_LOG, LAUNCH, LOG, now, utc};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
@@ -16,8 +16,8 @@ const MAX_LOG_LINE: usize = 8 << 10;
 #[derive(Debug)]
 pub struct LaunchWriter {
     folder: PathBuf,
-    launch: LineFile,
-    log: LineFile,
+    launch: LineAppender,
+    log: LineAppender,
     max_log: u64,
 }
 
@@ -28,7 +28,7 @@ impl LaunchWriter {
     /// The files cannot be written.
     pub fn open(folder: impl Into<PathBuf>) -> Result<Self> {
         let folder = folder.into();
-        let (launch, log) = (LineFile::open(&folder, LAUNCH)?, LineFile::open(&folder, LOG)?);
+        let (launch, log) = (LineAppender::open(&folder, LAUNCH)?, LineAppender::open(&folder, LOG)?);
         Ok(Self { folder, launch, log, max_log: MAX_LOG })
     }
 
@@ -50,7 +50,7 @@ impl LaunchWriter {
         if self.log.len > 0 && self.log.len + line.len() as u64 >= self.max_log {
             let (from, to) = (self.folder.join(LOG), self.folder.join(EARLIER_LOG));
             std::fs::rename(&from, to).map_err(|source| Error::Io { action: "rename", path: from, source })?;
-            self.log = LineFile::open(&self.folder, LOG)?;
+            self.log = LineAppender::open(&self.folder, LOG)?;
         }
         self.log.push_text(&line);
         self.log.flush()

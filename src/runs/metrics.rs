@@ -8,7 +8,7 @@
 //! A run that continues from a checkpoint repeats the steps after the checkpoint; the earlier records of these steps
 //! are dropped.
 
-use super::{METRICS, lines};
+use super::{METRICS, json_line_reader};
 use crate::error::{Error, Result};
 use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -219,7 +219,7 @@ impl WholeMetrics {
         let path = folder.join(METRICS);
         let wrong = |source| Error::Io { action: "read", path: path.clone(), source };
         let mut whole = Self::default();
-        let file = match lines::open(&path) {
+        let file = match json_line_reader::open(&path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(whole),
             file => file.map_err(wrong)?,
         };
@@ -231,7 +231,7 @@ impl WholeMetrics {
                 Err(why) => _ = problem.get_or_insert(why),
             }
         };
-        let bytes = lines::complete_lines(file, 0, &mut each).map_err(wrong)?;
+        let bytes = json_line_reader::complete_lines(file, 0, &mut each).map_err(wrong)?;
         (whole.bytes, whole.problem) = (bytes, problem);
         Ok(whole)
     }

@@ -1,6 +1,6 @@
 //! A recorded run, as read from its folder.
 
-use super::lines;
+use super::json_line_reader;
 use super::requests::leave_request;
 use super::{
     EVENTS, LAUNCH, MAX_FILE_BYTES, RANKS, RecordedLoads, RunEnding, RunInfo, RunMetrics, RunRequest, RunSummary,
@@ -172,7 +172,7 @@ impl RecordedRun {
     /// The file cannot be read.
     pub fn ranks(&self) -> Result<Option<Value>> {
         let path = self.folder.join(RANKS);
-        match lines::read(&path, MAX_FILE_BYTES) {
+        match json_line_reader::read(&path, MAX_FILE_BYTES) {
             Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(source) => Err(Error::Io { action: "read", path, source }),
@@ -238,12 +238,13 @@ impl RecordedRun {
     fn lines(&self, name: &str) -> Result<Vec<Map<String, Value>>> {
         let path = self.folder.join(name);
         let wrong = |source| Error::Io { action: "read", path: path.clone(), source };
-        let file = match lines::open(&path) {
+        let file = match json_line_reader::open(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(vec![]),
             file => file.map_err(wrong)?,
         };
         let mut all = Vec::new();
-        lines::complete_lines(file, 0, &mut |line: std::result::Result<_, String>| all.extend(line)).map_err(wrong)?;
+        json_line_reader::complete_lines(file, 0, &mut |line: std::result::Result<_, String>| all.extend(line))
+            .map_err(wrong)?;
         Ok(all)
     }
 }

@@ -5,7 +5,7 @@
 //! repeated, the reader starts again from the beginning.
 
 use super::metrics::{FoundLine, LOSS, MetricsLine, MetricsRow, WholeMetrics};
-use super::{EVENTS, FORMAT, MAX_FILE_BYTES, METRICS, SUMMARY, lines};
+use super::{EVENTS, FORMAT, MAX_FILE_BYTES, METRICS, SUMMARY, json_line_reader};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::monitor::RunEnding;
@@ -91,7 +91,7 @@ impl RunSummary {
     /// The files cannot be read. Damage is not an error: it is named in [`RunSummary::problem`].
     pub(super) fn load(folder: &Path) -> Result<Self> {
         // A summary is only an index: one that is missing or damaged is computed again.
-        let stored = lines::read(&folder.join(SUMMARY), MAX_FILE_BYTES).ok();
+        let stored = json_line_reader::read(&folder.join(SUMMARY), MAX_FILE_BYTES).ok();
         let stored: Option<Self> = stored.and_then(|bytes| serde_json::from_slice(&bytes).ok());
         match stored.filter(|stored| stored.format == FORMAT) {
             Some(stored) => stored.refreshed(folder),
@@ -179,11 +179,11 @@ impl RunSummary {
     ) -> Result<u64> {
         let path = folder.join(name);
         let wrong = |source| Error::Io { action: "read", path: path.clone(), source };
-        let file = match lines::open(&path) {
+        let file = match json_line_reader::open(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(0),
             file => file.map_err(wrong)?,
         };
-        let end = lines::complete_lines(file, from, &mut |line| match line {
+        let end = json_line_reader::complete_lines(file, from, &mut |line| match line {
             Ok(line) => add(self, line),
             Err(why) => _ = self.problem.get_or_insert_with(|| format!("{name}: {why}")),
         });

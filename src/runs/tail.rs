@@ -1,7 +1,7 @@
 //! Reads the lines that have been appended to the files of a run since they were last read.
 
 use super::metrics::{FoundLine, MetricsLine};
-use super::{EARLIER_LOG, EVENTS, LAUNCH, LOG, METRICS, SAMPLES, lines};
+use super::{EARLIER_LOG, EVENTS, LAUNCH, LOG, METRICS, SAMPLES, json_line_reader};
 use crate::error::{Error, Result};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -103,12 +103,12 @@ fn appended<T: DeserializeOwned>(path: &Path, at: &mut u64, each: &mut dyn FnMut
     if len == *at {
         return Ok(is_other);
     }
-    let mut file = lines::open(path).map_err(wrong)?;
+    let mut file = json_line_reader::open(path).map_err(wrong)?;
     let is_far = len - *at > MAX_NEWS;
     if is_far {
         *at = next_line(&mut file, len - MAX_NEWS).map_err(wrong)?;
     }
-    *at = lines::complete_lines(file, *at, &mut |line: std::result::Result<T, String>| {
+    *at = json_line_reader::complete_lines(file, *at, &mut |line: std::result::Result<T, String>| {
         line.into_iter().for_each(&mut *each)
     })
     .map_err(wrong)?;
@@ -140,7 +140,7 @@ fn appended_text(folder: &Path, at: &mut u64) -> Result<Vec<String>> {
 /// Adds the complete lines of a text after a position, but only those in the last [`MAX_LOG_NEWS`] bytes. Returns the
 /// position after them.
 fn text_lines(path: &Path, from: u64, all: &mut Vec<String>) -> std::io::Result<u64> {
-    let mut file = lines::open(path)?;
+    let mut file = json_line_reader::open(path)?;
     let len = file.metadata()?.len();
     let first = len.saturating_sub(MAX_LOG_NEWS);
     let from = if first > from { next_line(&mut file, first)? } else { from };

@@ -6,12 +6,12 @@
 
 use super::expert_loads::{BlockLoads, ExpertLoadsFile, RecordedLoads};
 use super::info::{RunInfo, RunVersions};
-use super::line_file::LineFile;
+use super::line_appender::LineAppender;
 use super::metrics::{LOSS, MetricsRow, json_number};
 use super::rank_report::RankReport;
 use super::recorded::RecordedRun;
+use super::redact_secrets::{command_without_secrets, settings_without_secrets, without_secrets};
 use super::requests::{RunRequest, take_requests};
-use super::secrets::{command_without_secrets, settings_without_secrets, without_secrets};
 use super::summary::RunSummary;
 use super::{
     EVENTS, FORMAT, GitRevision, INFO, JOB, METRICS, RANKS, RUN_FOLDERS, RecordPlan, RunMachine, SAMPLES, new_job, now,
@@ -66,9 +66,9 @@ pub(crate) struct LoadedFrom {
 pub(crate) struct RunWriter {
     folder: PathBuf,
     _lock: FolderLock,
-    metrics: LineFile,
-    events: LineFile,
-    samples: LineFile,
+    metrics: LineAppender,
+    events: LineAppender,
+    samples: LineAppender,
     experts: ExpertLoadsFile,
     summary: RunSummary,
     flushed: Instant,
@@ -193,7 +193,7 @@ impl RunWriter {
         start: &RunStart,
         restart: u64,
     ) -> Result<Self> {
-        let [metrics, events, samples] = [METRICS, EVENTS, SAMPLES].map(|name| LineFile::open(&folder, name));
+        let [metrics, events, samples] = [METRICS, EVENTS, SAMPLES].map(|name| LineAppender::open(&folder, name));
         let mut writer = Self {
             _lock: lock,
             metrics: metrics?,

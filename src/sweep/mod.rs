@@ -36,24 +36,24 @@
 //! ```
 
 mod asha;
+mod ask_tell;
 mod domain;
 pub(crate) mod error;
-mod job_order;
+mod job_result_order;
 mod median_stop;
 mod pbt;
 mod random;
 mod search;
 mod settings;
 mod space;
-mod state;
 mod tpe;
 mod trial;
 
+pub use ask_tell::{Sweep, SweepDecision, SweepJob};
 pub use domain::ParameterDomain;
-pub use job_order::JobOrder;
+pub use job_result_order::JobResultOrder;
 pub use settings::{DEFAULT_TRIALS, SweepGoal, SweepSearcher, SweepSettings, TrialScheduler};
 pub use space::{SweepSpace, TrialParameters};
-pub use state::{Sweep, SweepJob, SweepTask};
 pub use trial::{SweepTrial, TrialBranch, TrialState};
 
 use crate::error::Result;
@@ -63,7 +63,7 @@ impl Sweep {
     /// that step. It continues from where the trial last paused or, at the beginning of a branch, from the checkpoint
     /// that [`SweepTrial::branch`] names. If it returns an error, the trial has failed.
     pub fn run(&mut self, mut train: impl FnMut(&SweepTrial, u64) -> Result<f64>) {
-        while let SweepTask::Train(job) = self.ask() {
+        while let SweepDecision::Train(job) = self.ask() {
             let trial = self.trial(job.trial).expect("the trial of a job exists");
             let result = train(trial, job.to).map_err(|error| error.to_string());
             self.tell(job.trial, result).expect("the job is running");

@@ -140,7 +140,7 @@ fn failures_are_recorded_and_too_many_end_the_sweep() {
     let mut sweep = Sweep::new(settings).unwrap();
     sweep.run(|_, _| Err(crate::Error::other("no data")));
     assert_eq!((sweep.failures(), sweep.has_failed(), sweep.best().is_none()), (4, true, true));
-    assert_eq!(sweep.ask(), SweepTask::End);
+    assert_eq!(sweep.ask(), SweepDecision::End);
     assert!(sweep.tell(1, Ok(1.0)).is_err() && sweep.tell(0, Ok(1.0)).is_err() && sweep.tell(99, Ok(1.0)).is_err());
 }
 
@@ -177,7 +177,7 @@ fn any_settings() -> impl Strategy<Value = SweepSettings> {
 /// A call to a sweep, and its answer.
 #[derive(Debug, Clone, PartialEq)]
 enum SweepCall {
-    Asked(SweepTask),
+    Asked(SweepDecision),
     Told(usize, Result<f64, String>),
 }
 
@@ -188,12 +188,12 @@ fn simulate(settings: &SweepSettings, workers: usize, chance: u64) -> (Sweep, Ve
     for turn in 0u64.. {
         assert!(turn < 100_000, "the sweep does not end");
         let drawn = crate::util::mix(chance ^ turn);
-        let task = if running.len() < workers { sweep.ask() } else { SweepTask::Wait };
+        let task = if running.len() < workers { sweep.ask() } else { SweepDecision::Wait };
         if running.len() < workers {
             calls.push(SweepCall::Asked(task));
         }
         match task {
-            SweepTask::Train(job) => {
+            SweepDecision::Train(job) => {
                 let trial = sweep.trial(job.trial).unwrap();
                 assert_eq!(trial.state, TrialState::Running { to: job.to });
                 assert!(job.from == trial.reached() && job.from < job.to && job.to <= settings.steps, "{job:?}");
@@ -205,7 +205,7 @@ fn simulate(settings: &SweepSettings, workers: usize, chance: u64) -> (Sweep, Ve
                 }
                 running.push(job);
             }
-            SweepTask::Wait => {
+            SweepDecision::Wait => {
                 assert!(!running.is_empty(), "nothing to wait for");
                 let job = running.swap_remove(drawn as usize % running.len());
                 let result = match drawn >> 32 & 15 {
@@ -220,7 +220,7 @@ fn simulate(settings: &SweepSettings, workers: usize, chance: u64) -> (Sweep, Ve
                 ));
                 sweep.tell(job.trial, result).unwrap();
             }
-            SweepTask::End => {
+            SweepDecision::End => {
                 assert!(running.is_empty());
                 return (sweep, calls);
             }

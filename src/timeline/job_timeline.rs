@@ -4,7 +4,7 @@ use super::now;
 use super::trace::cannot_write;
 use super::trace::{TraceSummary, check_earlier, write_trace};
 use crate::error::{Error, MonitorError, Result};
-use crate::files::{OutputKind, OutputLocks, RunPaths, ScratchFolder, folder_of};
+use crate::files::{InputOutputPaths, OutputKind, OutputLocks, ScratchFolder, folder_of};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -42,7 +42,7 @@ impl JobTimeline {
         }
         check_earlier(&absolute).map_err(wrong)?;
         let parts = ScratchFolder::new(folder_of(&absolute), ".candle-zero-timeline-").map_err(wrong)?;
-        let claims = RunPaths::default().writes("--timeline", &absolute, OutputKind::File).claim()?;
+        let claims = InputOutputPaths::default().writes("--timeline", &absolute, OutputKind::File).claim()?;
         Ok(Self { file: absolute, parts, zero: now(), _claims: claims })
     }
 

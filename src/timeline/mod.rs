@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   span, section -> events in memory -> [every 250 ms, on a thread] lines of a part -> trace (all parts, sorted)
-//!   (thread_state.rs) (event_sink.rs)                                   (event_sink.rs)   (trace.rs, job_timeline.rs)
+//!   (thread_spans.rs) (event_sink.rs)                                   (event_sink.rs)   (trace.rs, job_timeline.rs)
 //! ```
 //!
 //! A span is a guard: the time between its creation and its end is an event. Spans cost one relaxed atomic load while
@@ -14,13 +14,13 @@ mod event;
 mod event_sink;
 mod job_timeline;
 mod recorder;
-mod thread_state;
+mod thread_spans;
 mod trace;
 
 pub(crate) use event::{EventCategory, TimelineLane};
 pub use job_timeline::JobTimeline;
 pub(crate) use recorder::TimelineRecorder;
-pub(crate) use thread_state::{
+pub(crate) use thread_spans::{
     CarriedContext, TimelineSpan, about, carry, end_section, enter, is_recording, section, sections, span,
 };
 

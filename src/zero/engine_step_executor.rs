@@ -3,9 +3,9 @@
 use super::rank_core::RankCore;
 use super::share::share_storage::ShareStorage;
 use super::share::sub_group::SubGroup;
-use super::step::stage_vote::StageVote;
+use super::step::pipeline_vote::PipelineVote;
 use super::step_executor::{RankInfo, StepExecutor};
-use super::transfer::device_copy::{CopyKind, DeviceCopy};
+use super::transfer::device_copy::{CopyPayloadKind, DeviceCopy};
 use super::transfer::pending_collective::{CollectiveOp, CollectiveTransport, PendingCollective};
 use crate::comm::WireFormat;
 use crate::error::Result;
@@ -95,7 +95,13 @@ impl StepExecutor for RankCore {
         pending.wait()
     }
 
-    fn send(&self, kind: CopyKind, buffer: FlatBuffer, to: &BufferDevice, capacity: usize) -> Result<DeviceCopy> {
+    fn send(
+        &self,
+        kind: CopyPayloadKind,
+        buffer: FlatBuffer,
+        to: &BufferDevice,
+        capacity: usize,
+    ) -> Result<DeviceCopy> {
         #[cfg(feature = "cuda")]
         if let Some(copies) = &self.copies {
             return copies.send(kind, buffer, to, capacity);
@@ -112,7 +118,7 @@ impl StepExecutor for RankCore {
         self.comm.gather_f64(values).wait()
     }
 
-    fn vote_of_all_stages(&self, own: StageVote) -> Result<StageVote> {
+    fn vote_of_all_stages(&self, own: PipelineVote) -> Result<PipelineVote> {
         self.pipeline.as_ref().map_or(Ok(own.clone()), |position| position.vote(own))
     }
 

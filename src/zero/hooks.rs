@@ -17,7 +17,7 @@ use super::model_buffers::{ModelBuffers, SavedBuffers};
 use super::rank_core::RankCore;
 use super::reduce::divided_backward::WaitingGradients;
 use crate::error::Result;
-use crate::graph::prepared_op::{copy_of, prepared};
+use crate::graph::precomputed_op::{copy_of, prepared};
 use crate::graph::{Grad, abandon, deferring, node_of, once, without_gradients};
 use crate::param::{ParamId, ROOT, UnitId};
 use crate::precision::Flat;

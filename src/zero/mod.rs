@@ -39,7 +39,7 @@ pub(crate) mod transfer;
 
 #[doc(inline)]
 pub use crate::param::BufferSync;
+pub(crate) use gather::expert_all_to_all::{ExpertAllToAll, ExpertMessageKind};
 pub(crate) use gather::routed_units::RoutedPass;
 pub use gather::routed_units::{RoutedUnits, routed_units};
-pub(crate) use gather::row_exchange::{RowContent, RowExchange};
 pub use gather::unit::{Unit, unit};

@@ -5,7 +5,7 @@
 //! because the core's fields are visible only inside `zero/`.
 
 use super::check::forward_outputs::ForwardOutputs;
-use super::check::gradient_check_state::FiniteDifferenceCheck;
+use super::check::gradient_check_state::RankCheckState;
 use super::check::weight_samples::WeightSamples;
 use super::expert_ranks::ExpertRanks;
 use super::gather::leaf_units::{LeafPosition, LeafUnits};
@@ -17,7 +17,7 @@ use super::reduce::gradient_reducer::{GradientReducer, ReducePlan};
 use super::reduce::unreduced_gradients::UnreducedGradients;
 use super::share::share_plan::SharePlan;
 use super::share::sub_group::{SubGroup, places};
-use super::step::stage_vote::PipelinePosition;
+use super::step::pipeline_vote::PipelineContext;
 use super::step_executor::StepExecutor;
 #[cfg(feature = "cuda")]
 use super::transfer::device_copy::DeviceCopyQueues;
@@ -52,7 +52,7 @@ use {crate::memory::TrackedBuffer, crate::tensor::flat_buffer::FlatBuffer, std::
 pub(crate) struct RankCore {
     pub(super) comm: Arc<dyn Communicator>,
     /// This rank's position among the stages of a pipeline, if there is one.
-    pub(super) pipeline: Option<PipelinePosition>,
+    pub(super) pipeline: Option<PipelineContext>,
     /// The ranks among which experts are divided, if they are.
     pub(super) experts: Option<ExpertRanks>,
     pub(super) placement: Placement,
@@ -110,7 +110,7 @@ pub(crate) struct RankCore {
     /// Whether the engine's forward pass is running.
     pub(super) in_forward: AtomicBool,
     /// The state of a gradient check.
-    pub(super) check: FiniteDifferenceCheck,
+    pub(super) check: RankCheckState,
     /// The outputs of forward passes.
     pub(super) outputs: ForwardOutputs,
     /// The thread that runs the engine's backward pass: gradients count only in that thread.
@@ -139,7 +139,7 @@ pub(crate) enum DelayedUpdate {
 pub(crate) struct RankCoreParts {
     pub comm: Arc<dyn Communicator>,
     /// This rank's position among the stages of a pipeline, if there is one.
-    pub pipeline: Option<PipelinePosition>,
+    pub pipeline: Option<PipelineContext>,
     /// The ranks among which experts are divided, if they are.
     pub experts: Option<ExpertRanks>,
     pub zero: ZeroConfig,
@@ -291,7 +291,7 @@ impl RankCore {
             update: AtomicU64::new(0),
             evaluating: AtomicBool::new(false),
             in_forward: AtomicBool::new(false),
-            check: FiniteDifferenceCheck::default(),
+            check: RankCheckState::default(),
             outputs: ForwardOutputs::default(),
             backward_on: Mutex::new(None),
             failure: Mutex::new(None),
@@ -306,7 +306,7 @@ impl RankCore {
     }
 
     /// Returns this rank's position in a pipeline, if there is one.
-    pub fn pipeline(&self) -> Option<&PipelinePosition> {
+    pub fn pipeline(&self) -> Option<&PipelineContext> {
         self.pipeline.as_ref()
     }
 
@@ -319,7 +319,7 @@ impl RankCore {
         let mesh = self.share_plan.mesh;
         match &self.pipeline {
             None => mesh.piece_of(rank),
-            Some(PipelinePosition { mesh: ranks, .. }) => {
+            Some(PipelineContext { mesh: ranks, .. }) => {
                 let piece = mesh.piece_of(ranks.coordinate(rank, MeshAxis::Data));
                 ranks.coordinate(rank, MeshAxis::Pipeline) * mesh.world_size() + piece
             }

@@ -7,8 +7,8 @@
 
 use super::share::share_storage::{BufferPlaceOf, ShareStorage};
 use super::share::sub_group::SubGroup;
-use super::step::stage_vote::StageVote;
-use super::transfer::device_copy::CopyKind;
+use super::step::pipeline_vote::PipelineVote;
+use super::transfer::device_copy::CopyPayloadKind;
 use super::transfer::pending_collective::CollectiveOp;
 use crate::comm::WireFormat;
 use crate::config::ZeroConfig;
@@ -66,7 +66,7 @@ pub(crate) trait StepExecutor: ShareStorage {
     /// `capacity` elements.
     fn send(
         &self,
-        kind: CopyKind,
+        kind: CopyPayloadKind,
         buffer: Self::Buffer,
         to: &BufferPlaceOf<Self>,
         capacity: usize,
@@ -76,7 +76,7 @@ pub(crate) trait StepExecutor: ShareStorage {
     /// Gathers a few numbers from every rank, in rank order.
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>>;
     /// Returns the votes of all pipeline stages together; without a pipeline, this rank's own.
-    fn vote_of_all_stages(&self, own: StageVote) -> Result<StageVote>;
+    fn vote_of_all_stages(&self, own: PipelineVote) -> Result<PipelineVote>;
     /// Appends elements `range` of a whole parameter to a buffer.
     fn copy(&self, param: &Param, range: Range<usize>, to: &mut Self::Buffer) -> Result<()>;
     /// Puts a whole parameter into its tensor.

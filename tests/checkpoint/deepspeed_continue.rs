@@ -4,10 +4,10 @@ use crate::support::processes::repository;
 use crate::support::skips::skipped;
 use candle_core::{DType, Device};
 use candle_zero::Engine;
-use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
+use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedStateKind};
 use candle_zero::checkpoint::{Checkpoint, LoadOptions, import};
 use candle_zero::comm::threads;
-use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
+use candle_zero::data::{BatchPartition, Loader, SampleOrder, TokenData};
 use candle_zero::error::{CheckpointError, Error};
 use candle_zero::models::{Gpt, GptConfig};
 use serde_json::Value;
@@ -37,8 +37,9 @@ fn an_imported_checkpoint_holds_deepspeeds_state_bit_for_bit() {
         let manifest = checkpoint.manifest();
         assert_eq!((manifest.global_steps, manifest.global_samples, manifest.optimizer_steps), (5, 80, 5));
         assert_eq!(manifest.client_state["note"], "hello");
-        for (s, state) in
-            [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq].into_iter().enumerate()
+        for (s, state) in [DeepSpeedStateKind::Master, DeepSpeedStateKind::ExpAvg, DeepSpeedStateKind::ExpAvgSq]
+            .into_iter()
+            .enumerate()
         {
             for (p, parameter) in from.parameters().iter().enumerate() {
                 assert_eq!(manifest.parameters[p].name, parameter.name);
@@ -73,7 +74,7 @@ fn follow(folder: &Path, tokens: &Path) {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let mut engine = builder.initialize(|vb| Gpt::new(&model, vb), ds_config.clone())?;
         let loaded = engine.load_checkpoint(to.path(), None, &LoadOptions::default())?.unwrap();
-        let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
+        let shape = BatchPartition::new(&engine.config().batch, engine.world_size(), engine.rank());
         let data = TokenData::open(Some(tokens))?;
         let mut loader = Loader::new(data, SampleOrder::Sequential, shape, model.ctx, model.vocab, &Device::Cpu)?;
         loader.resume(loaded.global_samples);

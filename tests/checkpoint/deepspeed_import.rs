@@ -4,7 +4,7 @@
 use crate::support::processes::repository;
 use crate::support::skips::skipped_in_part;
 use candle_zero::Error;
-use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
+use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedStateKind};
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
@@ -51,7 +51,7 @@ fn masters_have_the_bits_that_deepspeed_merges() {
         for (index, parameter) in checkpoint.parameters().iter().enumerate() {
             let tensor = expected.tensor(&parameter.name).unwrap();
             assert_eq!(tensor.shape(), parameter.shape);
-            let found = checkpoint.read(DeepSpeedState::Master, index).unwrap();
+            let found = checkpoint.read(DeepSpeedStateKind::Master, index).unwrap();
             assert!(bits(&found) == tensor.data(), "{} of {}", parameter.name, folder.display());
         }
     }
@@ -66,7 +66,7 @@ fn moments_have_the_bits_that_the_engine_held() {
         let expected = SafeTensors::deserialize(&bytes).unwrap();
         assert_eq!(expected.len(), 2 * checkpoint.parameters().len());
         for (index, parameter) in checkpoint.parameters().iter().enumerate() {
-            for state in [DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq] {
+            for state in [DeepSpeedStateKind::ExpAvg, DeepSpeedStateKind::ExpAvgSq] {
                 let name = format!("{}.{}", parameter.name, state.name());
                 let found = checkpoint.read(state, index).unwrap();
                 assert!(bits(&found) == expected.tensor(&name).unwrap().data(), "{name} of {}", folder.display());
@@ -80,9 +80,9 @@ fn a_range_is_the_same_elements_as_in_the_whole() {
     for folder in tiny() {
         let checkpoint = open(&folder);
         for (index, parameter) in checkpoint.parameters().iter().enumerate() {
-            let (whole, n) = (checkpoint.read(DeepSpeedState::ExpAvg, index).unwrap(), parameter.elements());
+            let (whole, n) = (checkpoint.read(DeepSpeedStateKind::ExpAvg, index).unwrap(), parameter.elements());
             for range in [0..1, n / 2..n / 2, n / 2 - 1..n / 2 + 2, n / 3..n, n - 1..n] {
-                let part = checkpoint.read_range(DeepSpeedState::ExpAvg, index, range.clone()).unwrap();
+                let part = checkpoint.read_range(DeepSpeedStateKind::ExpAvg, index, range.clone()).unwrap();
                 assert_eq!(bits(&part), bits(&whole[range]), "{}", parameter.name);
             }
         }
@@ -313,9 +313,9 @@ fn a_storage_that_is_too_short_is_named() {
 #[test]
 fn requests_beyond_the_end_are_errors() {
     let checkpoint = open(&tiny()[0]);
-    let text = checkpoint.read(DeepSpeedState::Master, 99).unwrap_err().to_string();
+    let text = checkpoint.read(DeepSpeedStateKind::Master, 99).unwrap_err().to_string();
     assert!(text.contains("parameter 99 was requested, but there are only 16"), "{text}");
-    let text = checkpoint.read_range(DeepSpeedState::Master, 2, 30..34).unwrap_err().to_string();
+    let text = checkpoint.read_range(DeepSpeedStateKind::Master, 2, 30..34).unwrap_err().to_string();
     assert!(text.contains("elements 30 to 34 of h.0.ln_1.weight were requested, but it has only 33"), "{text}");
 }
 
@@ -323,7 +323,7 @@ fn requests_beyond_the_end_are_errors() {
 fn read_all(copy: &Copy) {
     let Ok(checkpoint) = copy.open() else { return };
     for index in 0..checkpoint.parameters().len() {
-        for state in [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq] {
+        for state in [DeepSpeedStateKind::Master, DeepSpeedStateKind::ExpAvg, DeepSpeedStateKind::ExpAvgSq] {
             let _ = checkpoint.read(state, index);
         }
     }

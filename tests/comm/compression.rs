@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Init, VarBuilder};
 use candle_zero::Engine;
 use candle_zero::comm::{CollectiveKind, CollectiveKindReport, CommReport, threads};
-use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
+use candle_zero::data::{BatchPartition, Loader, SampleOrder, TokenData};
 use candle_zero::layout::{shard_len, shard_range};
 use candle_zero::models::{Gpt, GptConfig};
 use candle_zero::precision::{Flat, IntFormat};
@@ -256,7 +256,7 @@ fn train_nano(world: usize, config: &Value, steps: usize) -> (Vec<f64>, [CommRep
         let rank = comm.rank();
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let mut engine = builder.initialize(|vb| Gpt::new(&model, vb), config.clone())?;
-        let shape = BatchShape::new(&engine.config().batch, world, rank);
+        let shape = BatchPartition::new(&engine.config().batch, world, rank);
         let (data, order) = (TokenData::embedded(), SampleOrder::Shuffled { seed: 1 });
         let loader = Loader::new(data, order, shape, model.ctx, model.vocab, &Device::Cpu)?;
         let (mut losses, mut reports) = (vec![], vec![]);

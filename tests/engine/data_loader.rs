@@ -1,7 +1,7 @@
 //! Token files, folders of text, and the batches built from them.
 
 use candle_core::Device;
-use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenBatch, TokenData};
+use candle_zero::data::{BatchPartition, Loader, SampleOrder, TokenBatch, TokenData};
 use proptest::prelude::*;
 use std::fs;
 use std::path::Path;
@@ -38,7 +38,7 @@ proptest! {
             for step in 0..3 {
                 for accumulation_index in 0..accumulation {
                     for rank in 0..world {
-                        let shape = BatchShape { micro, accumulation, world, rank };
+                        let shape = BatchPartition { micro, accumulation, world, rank };
                         let loader = Loader::new(data.clone(), order, shape, 8, 256, &Device::Cpu).unwrap();
                         rows.extend(loader.batch(step, accumulation_index).unwrap().inputs.to_vec2::<u32>().unwrap());
                     }
@@ -58,7 +58,7 @@ proptest! {
 fn sequential_samples_follow_the_rule_and_wrap() {
     let dir = tempfile::tempdir().unwrap();
     let data = u16_file(dir.path(), 0..50);
-    let shape = BatchShape { micro: 2, accumulation: 2, world: 2, rank: 1 };
+    let shape = BatchPartition { micro: 2, accumulation: 2, world: 2, rank: 1 };
     let mut loader = Loader::new(data, SampleOrder::Sequential, shape, 10, 50, &Device::Cpu).unwrap();
     // Rank 1 has global samples 2, 3 | 6, 7 | 10, 11, ...; sample i starts at (10 i) mod 39.
     for expected in [[20, 30], [21, 31], [22, 32]] {
@@ -72,7 +72,7 @@ fn sequential_samples_follow_the_rule_and_wrap() {
 
 #[test]
 fn a_loader_put_to_a_position_goes_on_as_if_it_had_never_stopped() {
-    let shape = BatchShape { micro: 2, accumulation: 3, world: 2, rank: 1 };
+    let shape = BatchPartition { micro: 2, accumulation: 3, world: 2, rank: 1 };
     let new = || {
         let order = SampleOrder::Shuffled { seed: 5 };
         Loader::new(TokenData::embedded(), order, shape, 16, 256, &Device::Cpu).unwrap()
@@ -92,7 +92,7 @@ fn a_loader_put_to_a_position_goes_on_as_if_it_had_never_stopped() {
 #[test]
 fn a_shuffled_epoch_covers_the_data_once() {
     let dir = tempfile::tempdir().unwrap();
-    let shape = BatchShape { micro: 3, accumulation: 1, world: 1, rank: 0 };
+    let shape = BatchPartition { micro: 3, accumulation: 1, world: 1, rank: 0 };
     let data = u16_file(dir.path(), 0..61);
     let loader = Loader::new(data, SampleOrder::Shuffled { seed: 1 }, shape, 10, 61, &Device::Cpu).unwrap();
     assert_eq!(loader.sampler().epoch_len(), 6);
@@ -169,7 +169,7 @@ fn token_files_tell_the_vocabulary_they_need() {
 fn a_token_out_of_the_vocabulary_is_named_with_its_place() {
     let dir = tempfile::tempdir().unwrap();
     let data = || u16_file(dir.path(), (0..40).map(|i| if i == 27 { 700 } else { i }));
-    let shape = BatchShape { micro: 1, accumulation: 1, world: 1, rank: 0 };
+    let shape = BatchPartition { micro: 1, accumulation: 1, world: 1, rank: 0 };
     let open = |data| Loader::new(data, SampleOrder::Sequential, shape, 10, 256, &Device::Cpu);
     insta::assert_snapshot!(message(open(data()).unwrap_err(), dir.path()), @"token 700 at position 27 of DIR/tokens.u16 is outside the model's vocabulary of 256 (allowed: 0 to 255); use data with that vocabulary, or a model with a vocabulary of 701 or more");
     // A file that is too long to be checked completely is checked when it is used.
@@ -187,7 +187,7 @@ fn a_token_out_of_the_vocabulary_is_named_with_its_place() {
 fn data_shorter_than_a_sample_is_refused_with_both_sizes() {
     let dir = tempfile::tempdir().unwrap();
     let data = Arc::new(u16_file(dir.path(), 0..11));
-    let shape = BatchShape { micro: 1, accumulation: 1, world: 1, rank: 0 };
+    let shape = BatchPartition { micro: 1, accumulation: 1, world: 1, rank: 0 };
     let open = |order, ctx| Loader::new(data.clone(), order, shape, ctx, 256, &Device::Cpu);
     insta::assert_snapshot!(message(open(SampleOrder::Sequential, 10).unwrap_err(), dir.path()), @"DIR/tokens.u16 has 11 tokens, but a sample with a context length of 10 needs 12; use more data or a shorter context");
     assert!(open(SampleOrder::Sequential, 9).is_ok());

@@ -4,11 +4,11 @@ use crate::fixtures::{path, tensors};
 use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::{Device, Tensor};
 use candle_zero::comm::threads;
-use candle_zero::data::BatchShape;
+use candle_zero::data::BatchPartition;
 use candle_zero::models::EncoderDropout;
 use candle_zero::{Engine, Result};
 use candle_zero_finetune::{
-    BaseModel, Batches, ClassificationBatch, ClassificationScores, ClassifierBase, ClassifierConfig, Columns,
+    BaseModel, Batches, ClassificationBatch, ClassificationScores, ClassifierBase, ClassifierConfig, ColumnMapping,
     DataOptions, Dataset, RowBatch, SequencePacking, Source, Tokenizer, TrainingTask, Truncation, labels_of,
 };
 use serde_json::{Map, Value, json};
@@ -165,7 +165,7 @@ fn texts_have_the_ids_of_the_tokenizer_itself_also_where_they_are_cut() {
 #[test]
 fn labels_are_names_or_whole_numbers_of_any_type() {
     let folder = tempfile::tempdir().unwrap();
-    let found = |name: &str, text: &str| labels_of(&[file(&folder, name, text)], &Columns::default()).unwrap();
+    let found = |name: &str, text: &str| labels_of(&[file(&folder, name, text)], &ColumnMapping::default()).unwrap();
     let line = |label: Value| json!({"text": "x", "label": label}).to_string() + "\n";
     let numbers = [json!(10), json!(9.0), json!(-2), json!("2")].map(line).concat();
     assert_eq!(found("a.jsonl", &numbers), ["-2", "2", "9", "10"]);
@@ -181,7 +181,7 @@ fn data_without_labels_to_learn_is_refused() {
     let folder = bert();
     let said = |error: candle_zero::Error| error.to_string().replace(folder.path().to_str().unwrap(), "DIR");
     let refused =
-        |name: &str, text: &str| said(labels_of(&[file(&folder, name, text)], &Columns::default()).unwrap_err());
+        |name: &str, text: &str| said(labels_of(&[file(&folder, name, text)], &ColumnMapping::default()).unwrap_err());
     insta::assert_snapshot!(refused("none.csv", "text,class\nx,1\ny,2\n"), @"DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it contains text, but text and label are required; map them with --columns text=COLUMN,label=COLUMN)");
     insta::assert_snapshot!(refused("one.jsonl", "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"y\", \"label\": 1}\n"), @r#"the labels of DIR/one.jsonl cannot be used: all records have the label "1"; at least two labels are required"#);
     insta::assert_snapshot!(refused("list.jsonl", "{\"text\": \"x\", \"label\": [0, 1]}\n"), @"DIR/list.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is a list, but must be a name or a whole number)");
@@ -421,9 +421,11 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
     let folder = bert();
     let lines: String = (0..5).map(|i| format!("{},{}\n", "good ".repeat(i + 1), i % 2)).collect();
     let source = file(&folder, "x.csv", &format!("text,label\n{lines}"));
-    let base =
-        ClassifierBase::open(folder.path(), &labels_of(std::slice::from_ref(&source), &Columns::default()).unwrap())
-            .unwrap();
+    let base = ClassifierBase::open(
+        folder.path(),
+        &labels_of(std::slice::from_ref(&source), &ColumnMapping::default()).unwrap(),
+    )
+    .unwrap();
     let options = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(TrainingTask::Classify, 16) };
     let dataset = Arc::new(prepare(&folder, &[source], &options).unwrap());
     let weights = candle_core::safetensors::load(path("bert/model/model.safetensors"), &Device::Cpu).unwrap();
@@ -433,7 +435,7 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
         let (mut scores, mut sum) = (ClassificationScores::new(3), 0.0);
         let mut counted = 0;
         for rank in 0..world {
-            let shape = BatchShape { micro, accumulation: 1, world, rank };
+            let shape = BatchPartition { micro, accumulation: 1, world, rank };
             let batches = Batches::validation(dataset.clone(), SequencePacking::Padded, shape, 3);
             for step in 0..batches.steps_per_epoch() {
                 let texts = ClassificationBatch::of(&batches.batch(step, 0), &Device::Cpu).unwrap();
@@ -513,7 +515,7 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
         let options =
             DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(TrainingTask::Classify, 32) };
         let dataset = Arc::new(prepare(&folder, &[Source::parse(&data).unwrap()], &options).unwrap());
-        let shape = BatchShape { micro: 50, accumulation: 1, world: 1, rank: 0 };
+        let shape = BatchPartition { micro: 50, accumulation: 1, world: 1, rank: 0 };
         let batches = Batches::validation(dataset, SequencePacking::Padded, shape, 3);
         let mut scores = ClassificationScores::new(2);
         for step in 0..batches.steps_per_epoch() {

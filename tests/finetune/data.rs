@@ -2,7 +2,7 @@
 
 use crate::support::processes::repository;
 use candle_zero::Error;
-use candle_zero::data::BatchShape;
+use candle_zero::data::BatchPartition;
 use candle_zero_finetune::error::FinetuneError;
 use candle_zero_finetune::{
     Batches, Conversation, DataOptions, Dataset, NO_TARGET, RecordFormat, Sample, SequencePacking, Source, Template,
@@ -297,7 +297,7 @@ proptest! {
         let desk = Desk::new();
         let data = dataset(&desk, &lengths);
         let packing = if packed { SequencePacking::Packed { ctx: 64 } } else { SequencePacking::Padded };
-        let shape = |rank| BatchShape { micro, accumulation, world, rank };
+        let shape = |rank| BatchPartition { micro, accumulation, world, rank };
         let of = |rank| Batches::training(data.clone(), packing, shape(rank), seed, 3);
         let steps = of(0).steps_per_epoch();
         let mut seen = vec![];
@@ -388,7 +388,7 @@ fn a_run_that_goes_on_has_the_batches_of_one_that_was_not_stopped() {
         // Samples are newly built in some cases and mapped from the cache in others. A step is requested either
         // directly or after all steps before it.
         let batches = || {
-            let shape = BatchShape { micro: 2, accumulation: 2, world: 1, rank: 0 };
+            let shape = BatchPartition { micro: 2, accumulation: 2, world: 1, rank: 0 };
             Batches::training(dataset(&desk, &lengths), packing, shape, 5, 3)
         };
         let first = batches();
@@ -408,7 +408,7 @@ fn a_step_has_the_same_rows_for_any_number_of_ranks() {
     let data = dataset(&desk, &[3, 1, 9, 4, 4, 7, 2, 12, 5, 1, 1, 8]);
     let rows = |world: usize, micro: usize| {
         let batch = |rank| {
-            let shape = BatchShape { micro, accumulation: 1, world, rank };
+            let shape = BatchPartition { micro, accumulation: 1, world, rank };
             let batch = Batches::training(data.clone(), SequencePacking::Packed { ctx: 40 }, shape, 5, 3).batch(1, 0);
             (0..batch.rows)
                 .map(|row| {
@@ -429,7 +429,7 @@ fn validation_has_each_row_once_on_ranks_with_equally_many_batches() {
     let data = dataset(&desk, &[3, 1, 9, 4, 4]);
     let mut targets = 0;
     for rank in 0..4 {
-        let shape = BatchShape { micro: 1, accumulation: 1, world: 4, rank };
+        let shape = BatchPartition { micro: 1, accumulation: 1, world: 4, rank };
         let batches = Batches::validation(data.clone(), SequencePacking::Padded, shape, 3);
         assert_eq!(batches.steps_per_epoch(), 2);
         for step in 0..2 {
@@ -495,7 +495,7 @@ fn speed_of_tokenizing_and_packing() {
         let start = std::time::Instant::now();
         let data = Arc::new(desk.try_prepare(std::slice::from_ref(&source), &options).unwrap());
         let tokenized = start.elapsed().as_secs_f64();
-        let shape = BatchShape { micro: 1, accumulation: 1, world: 1, rank: 0 };
+        let shape = BatchPartition { micro: 1, accumulation: 1, world: 1, rank: 0 };
         let batches = Batches::training(data.clone(), SequencePacking::Packed { ctx: 4096 }, shape, 1, 0);
         let tokens: u64 = (0..batches.steps_per_epoch()).map(|step| batches.batch(step, 0).ids.len() as u64).sum();
         let seconds = start.elapsed().as_secs_f64();

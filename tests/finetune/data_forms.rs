@@ -3,7 +3,9 @@
 
 use super::data::Desk;
 use crate::support::processes::repository;
-use candle_zero_finetune::{Columns, DataOptions, Dataset, Source, Template, Tokenizer, TrainingTask, labels_of, show};
+use candle_zero_finetune::{
+    ColumnMapping, DataOptions, Dataset, Source, Template, Tokenizer, TrainingTask, labels_of, show,
+};
 use proptest::prelude::*;
 
 /// A template that writes messages between markers, without tools.
@@ -69,7 +71,7 @@ fn made_with(desk: &Desk, template: Option<&Template>, name: &str, text: &str, o
 
 fn made(source: &str, text: &str, task: TrainingTask, columns: &str) -> String {
     let desk = Desk::new();
-    let columns = if columns.is_empty() { Columns::default() } else { columns.parse().unwrap() };
+    let columns = if columns.is_empty() { ColumnMapping::default() } else { columns.parse().unwrap() };
     let options = DataOptions { columns, ..DataOptions::new(task, 1024) };
     made_with(&desk, Some(&template(&desk, source)), "x.jsonl", text, &options)
 }
@@ -396,7 +398,7 @@ fn columns_are_read_by_the_names_that_the_user_gives() {
         &["refused", "data is a list of objects", "jq -c '.data[]'"],
     );
     for wrong in ["prompt", "prompt=", "promt=a", "prompt=a,prompt=b", "ignore=a,text=a"] {
-        let said = wrong.parse::<Columns>().unwrap_err().to_string();
+        let said = wrong.parse::<ColumnMapping>().unwrap_err().to_string();
         assert!(said.starts_with("--columns is "), "{said}");
     }
 }
@@ -549,7 +551,7 @@ fn labels_that_are_none_and_pairs_of_texts_are_refused() {
         &made(CHATML, "{\"text\": \"a\", \"label\": 1}", TrainingTask::Generate, ""),
         &["⟦a<|im_end|>⟧", "not read: label (1 record)"],
     );
-    assert!(labels_of(&[], &Columns::default()).is_err());
+    assert!(labels_of(&[], &ColumnMapping::default()).is_err());
 }
 
 #[test]

@@ -6,7 +6,7 @@ use candle_zero::comm::threads;
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::nn::{Sequences, is_adapter, without_adapters};
 use candle_zero::{Engine, Result};
-use candle_zero_finetune::{AdaptedValues, Adapter, dpo_loss};
+use candle_zero_finetune::{Adapter, AdapterInitialValues, dpo_loss};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -74,7 +74,8 @@ fn follow(case: &str) {
                 let lora = initial.config.clone();
                 let sizes = DecoderConfig { lora: Some(lora.clone()), ..base.config().clone() };
                 let builder = Engine::builder().communicator(comm).device(Device::Cpu);
-                let builder = builder.initial_values(Arc::new(AdaptedValues::new(&base, &sizes, Some(initial))?));
+                let builder =
+                    builder.initial_values(Arc::new(AdapterInitialValues::new(&base, &sizes, Some(initial))?));
                 let builder = builder.trainable(|name, _| is_adapter(name));
                 let mut engine = builder.initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
                 let mut steps = vec![];

@@ -11,7 +11,7 @@ use candle_zero::comm::threads;
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::nn::is_adapter;
 use candle_zero::{Engine, Result};
-use candle_zero_finetune::{AdaptedValues, Adapter, AdapterTensor, BaseModel, GgufFormat, MergedModel};
+use candle_zero_finetune::{Adapter, AdapterInitialValues, AdapterTensor, BaseModel, GgufFormat, MergedModel};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
@@ -60,7 +60,7 @@ fn train(model: &str, case: &str, world: usize, stage: u8) -> Run {
         let mut engine = Engine::builder()
             .communicator(comm)
             .device(Device::Cpu)
-            .initial_values(Arc::new(AdaptedValues::new(&base, &sizes, Some(initial))?))
+            .initial_values(Arc::new(AdapterInitialValues::new(&base, &sizes, Some(initial))?))
             .trainable(|name, _| is_adapter(name))
             .schedule(move |applied: u64| rates.get(applied as usize).copied().unwrap_or(0.0))
             .initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
@@ -142,7 +142,7 @@ fn follow(model: &str, case: &str) {
     assert_eq!(adapter_differs_by(&adapter, &final_file), 0.0);
     let want = &tensors(format!("{folder}/logits.safetensors"))["final_adapter"];
     let sizes = adapted(&base, &adapter);
-    let values = AdaptedValues::new(&base, &sizes, Some(adapter.clone())).unwrap();
+    let values = AdapterInitialValues::new(&base, &sizes, Some(adapter.clone())).unwrap();
     let off = far(&logits(&sizes, values.var_builder(DType::F32, &Device::Cpu), model), want);
     assert!(off <= LOGITS, "{model}.{case}: logits differ by {off}");
 
@@ -212,7 +212,7 @@ fn a_fresh_adapter_changes_nothing_whatever_its_kind() {
             let config =
                 json!({"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}});
             let runs = threads::run(1, |comm| {
-                let values = Arc::new(AdaptedValues::new(&base, &sizes, None)?);
+                let values = Arc::new(AdapterInitialValues::new(&base, &sizes, None)?);
                 let builder = Engine::builder().communicator(comm).device(Device::Cpu).initial_values(values);
                 let builder = builder.trainable(|name, _| is_adapter(name));
                 let mut engine = builder.initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
@@ -341,9 +341,9 @@ fn an_adapter_for_another_base_is_refused_with_its_tensor() {
     let text = |error: candle_zero::Error| error.to_string().replace(&path("").display().to_string(), "");
     insta::assert_snapshot!(text(MergedModel::new(&base, Some(&adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) does not fit this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], but the model needs [8, 40]; use the model that it was trained on");
     let sizes = adapted(&base, &adapter);
-    insta::assert_snapshot!(text(AdaptedValues::new(&base, &sizes, Some(adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) does not fit this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], but the model needs [8, 40]; use the model that it was trained on");
+    insta::assert_snapshot!(text(AdapterInitialValues::new(&base, &sizes, Some(adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) does not fit this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], but the model needs [8, 40]; use the model that it was trained on");
     let sizes = DecoderConfig { lora: Some("targets=q_proj+c_attn".parse().unwrap()), ..base.config().clone() };
-    insta::assert_snapshot!(text(AdaptedValues::new(&base, &sizes, None).unwrap_err()), @"LoRA target c_attn is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; all-linear means all of them (norms, embeddings and the output projection get none)");
+    insta::assert_snapshot!(text(AdapterInitialValues::new(&base, &sizes, None).unwrap_err()), @"LoRA target c_attn is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; all-linear means all of them (norms, embeddings and the output projection get none)");
 }
 
 #[test]

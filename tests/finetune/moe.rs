@@ -7,7 +7,7 @@ use crate::fixtures::{
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
 use candle_zero::models::{Architecture, Decoder, DecoderConfig, DecoderLayers, RoutedStates};
-use candle_zero::nn::{ExpertGate, Sequences};
+use candle_zero::nn::{ExpertActivation, Sequences};
 use candle_zero::{Engine, GradientCheckVerdict, Result};
 use candle_zero_finetune::BaseModel;
 use serde_json::{Value, json};
@@ -204,7 +204,9 @@ fn train(name: &str, run: &Value, batches: &[Tensor], how: Training) -> Run {
     let factor = run["router_aux_loss_coef"].as_f64();
     let sizes = factor.map_or(base.config().clone(), |factor| balanced(&base, factor));
     let mut sizes = DecoderConfig { checkpoint_activations: recompute, ..sizes };
-    if let Some(ExpertGate::Clamped { limit: value, .. }) = sizes.mixture.as_mut().map(|mixture| &mut mixture.gate) {
+    if let Some(ExpertActivation::Clamped { limit: value, .. }) =
+        sizes.mixture.as_mut().map(|mixture| &mut mixture.gate)
+    {
         *value *= limit;
     }
     let config = adamw(1e-3, stage);

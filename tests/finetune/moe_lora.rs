@@ -10,7 +10,7 @@ use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::nn::{LoraConfig, LoraTargets, is_adapter};
 use candle_zero::precision::{FlatMut, FlatRef, Nf4Scales, WeightPacking};
 use candle_zero::{Engine, Result};
-use candle_zero_finetune::{AdaptedValues, Adapter, AdapterTensor, BaseModel, MergedModel, is_quantized};
+use candle_zero_finetune::{Adapter, AdapterInitialValues, AdapterTensor, BaseModel, MergedModel, is_quantized};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
@@ -60,7 +60,7 @@ fn train(case: &str, world: usize, stage: u8) -> Run {
         let mut engine = Engine::builder()
             .communicator(comm)
             .device(Device::Cpu)
-            .initial_values(Arc::new(AdaptedValues::new(&base, &sizes, Some(initial))?))
+            .initial_values(Arc::new(AdapterInitialValues::new(&base, &sizes, Some(initial))?))
             .trainable(|name, _| is_adapter(name))
             .schedule(move |applied: u64| rates.get(applied as usize).copied().unwrap_or(0.0))
             .initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
@@ -137,7 +137,7 @@ fn check_result(case: &str, stage: &str, want: f64) {
     assert_eq!(ours["target_parameters"], theirs["target_parameters"], "{case}");
 
     let sizes = adapted(&base, &adapter);
-    let values = AdaptedValues::new(&base, &sizes, Some(adapter.clone())).unwrap();
+    let values = AdapterInitialValues::new(&base, &sizes, Some(adapter.clone())).unwrap();
     let model = Decoder::new(&sizes, values.var_builder(DType::F32, &Device::Cpu)).unwrap();
     let found = recorded_loss(case, &model);
     assert!((found - want).abs() <= LOSS, "{case}: the loss is {found}, but must be {want}");
@@ -241,7 +241,7 @@ fn targets_of_experts_that_do_not_exist_are_refused() {
     let text = |model: &str, lora: &str| {
         let base = MOE.base(model);
         let sizes = DecoderConfig { lora: Some(lora.parse().unwrap()), ..base.config().clone() };
-        AdaptedValues::new(&base, &sizes, None).unwrap_err().to_string()
+        AdapterInitialValues::new(&base, &sizes, None).unwrap_err().to_string()
     };
     insta::assert_snapshot!(text("mixtral", "target_parameters=experts.w1"), @"LoRA target parameter experts.w1 is not the end of the name of a parameter of experts; the parameters that can have an adapter are mlp.experts.down_proj, mlp.experts.gate_up_proj");
     insta::assert_snapshot!(text("qwen3_moe", "target_parameters=mlp.experts.down_proj,targets=w1"), @"LoRA target w1 is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; all-linear means all of them (norms, embeddings and the output projection get none)");
@@ -250,7 +250,7 @@ fn targets_of_experts_that_do_not_exist_are_refused() {
         lora: Some("target_parameters=mlp.experts.down_proj".parse().unwrap()),
         ..llama.config().clone()
     };
-    insta::assert_snapshot!(AdaptedValues::new(&llama, &sizes, None).unwrap_err(), @"LoRA target parameter mlp.experts.down_proj is not the end of the name of a parameter of experts; the model has no mixture of experts; leave target_parameters out");
+    insta::assert_snapshot!(AdapterInitialValues::new(&llama, &sizes, None).unwrap_err(), @"LoRA target parameter mlp.experts.down_proj is not the end of the name of a parameter of experts; the model has no mixture of experts; leave target_parameters out");
 }
 
 #[test]
@@ -259,7 +259,7 @@ fn an_adapter_of_experts_for_another_mixture_is_refused_by_tensor() {
         let (base, folder) = (MOE.base(model), MOE.path(format!("lora/{adapter}/initial")));
         let adapter = Adapter::read(&folder).unwrap();
         let sizes = adapted(&base, &adapter);
-        let error = AdaptedValues::new(&base, &sizes, Some(adapter)).unwrap_err().to_string();
+        let error = AdapterInitialValues::new(&base, &sizes, Some(adapter)).unwrap_err().to_string();
         error.replace(folder.to_str().unwrap(), "DIR")
     };
     insta::assert_snapshot!(refusal("mixtral.experts_r4", "olmoe"), @"the adapter DIR (trained on mixtral) does not fit this model: layers.0.mlp.experts.base_layer.lora_A.weight: it has shape [16, 32], but the model needs [24, 32]; use the model that it was trained on");
@@ -284,7 +284,7 @@ fn train_on_four_bits(model: &str, world: usize, stage: u8, kept: Option<usize>)
     });
     let runs = threads::run(world, |comm| -> Result<_> {
         let rank = comm.rank();
-        let values = AdaptedValues::new(&base, &sizes, None)?.quantized(NF4, DType::F32, rule);
+        let values = AdapterInitialValues::new(&base, &sizes, None)?.quantized(NF4, DType::F32, rule);
         let builder = Engine::builder().communicator(comm).device(Device::Cpu).initial_values(Arc::new(values));
         let builder = builder.trainable(|name, _| is_adapter(name)).quantized(NF4, rule);
         let mut engine = builder.initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;

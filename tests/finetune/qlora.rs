@@ -7,7 +7,7 @@ use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::nn::is_adapter;
 use candle_zero::precision::{Nf4Scales, WeightPacking};
 use candle_zero::{Engine, Result};
-use candle_zero_finetune::{AdaptedValues, is_quantized};
+use candle_zero_finetune::{AdapterInitialValues, is_quantized};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ fn train(case: &Case) -> Run {
         let mut builder =
             Engine::builder().communicator(comm).device(Device::Cpu).trainable(|name, _| is_adapter(name));
         let dtype = if case.config["bf16"].is_null() { DType::F32 } else { DType::BF16 };
-        let first = AdaptedValues::new(&base, &sizes, None)?;
+        let first = AdapterInitialValues::new(&base, &sizes, None)?;
         builder = match case.packing {
             Some(packing) => builder.quantized(packing, is_quantized).initial_values(Arc::new(first.quantized(
                 packing,
@@ -104,7 +104,7 @@ fn a_fresh_adapter_of_dora_beside_four_bits_changes_nothing() {
             let config =
                 json!({"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}});
             let runs = threads::run(2, |comm| {
-                let values = AdaptedValues::new(&base, &sizes, None)?.quantized(NF4, DType::F32, is_quantized);
+                let values = AdapterInitialValues::new(&base, &sizes, None)?.quantized(NF4, DType::F32, is_quantized);
                 let builder = Engine::builder().communicator(comm).device(Device::Cpu).initial_values(Arc::new(values));
                 // Norms are trained too, because some cases have no adapter.
                 let builder = builder.trainable(|name, shape| is_adapter(name) || shape.len() == 1);

@@ -8,7 +8,7 @@ use candle_zero::comm::SoloCommunicator;
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::nn::{LoraConfig, is_adapter};
 use candle_zero::{Engine, Result};
-use candle_zero_finetune::{AdaptedValues, Adapter, AdapterTensor, BaseModel};
+use candle_zero_finetune::{Adapter, AdapterInitialValues, AdapterTensor, BaseModel};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -95,7 +95,7 @@ fn the_real_model_follows_pefts_20_steps_of_lora() {
     let (want, rows) = (record("smollm2/lora_f32.json"), record("smollm2/chats.tokens.json"));
     let lora: LoraConfig = "r=16,alpha=32,targets=all-linear".parse().unwrap();
     let config = DecoderConfig { ctx: CTX, lora: Some(lora.clone()), ..base.config().clone() };
-    let values = AdaptedValues::new(&base, &config, Some(initial(&config, &lora))).unwrap();
+    let values = AdapterInitialValues::new(&base, &config, Some(initial(&config, &lora))).unwrap();
     let settings = json!({
         "train_batch_size": 1,
         "gradient_clipping": 1.0,
@@ -147,7 +147,7 @@ fn logits_for_peft() {
     let base = BaseModel::open(variable("CANDLE_ZERO_SMOLLM2").unwrap()).unwrap();
     let adapter = Adapter::read(variable("CANDLE_ZERO_ADAPTER").unwrap()).unwrap();
     let config = DecoderConfig { ctx: CTX, lora: Some(adapter.config.clone()), ..base.config().clone() };
-    let values = AdaptedValues::new(&base, &config, Some(adapter)).unwrap();
+    let values = AdapterInitialValues::new(&base, &config, Some(adapter)).unwrap();
     let adapted = Decoder::new(&config, values.var_builder(DType::F32, &Device::Cpu)).unwrap();
     let plain = whole(&base);
     let mut all: HashMap<String, Tensor> = HashMap::new();

@@ -1,9 +1,9 @@
-//! The protocol between ranks, run by loom in every order that the memory model allows, in some tests only up to a limited
-//! number of thread switches.
+//! The protocol between ranks, run by loom in every order that the memory model allows, in some tests only up to a
+//! limited number of thread switches.
 //!
-//! `pieces.rs`, `mailbox.rs`, `published_count.rs` and `rank_state.rs` in `src/comm/shm` are compiled here unchanged;
-//! `region.rs` and `mailbox_memory.rs` give them memory that loom observes. The tests named `loom_finds_...` plant an error
-//! in that memory and pass when loom finds it.
+//! `piece_slots.rs`, `mailbox.rs`, `published_count.rs` and `rank_state.rs` in `src/comm/shm` are compiled here unchanged;
+//! `region.rs` and `mailbox_memory.rs` give them memory that loom observes. The tests named `loom_finds_...` plant an
+//! error in that memory and pass when loom finds it.
 //!
 //!     cargo test --release --manifest-path tests/loom/Cargo.toml
 
@@ -11,9 +11,9 @@
 #[allow(dead_code)]
 mod mailbox;
 mod mailbox_memory;
-#[path = "../../src/comm/shm/pieces.rs"]
+#[path = "../../src/comm/shm/piece_slots.rs"]
 #[allow(dead_code)]
-mod pieces;
+mod piece_slots;
 #[path = "../../src/comm/shm/published_count.rs"]
 mod published_count;
 #[path = "../../src/comm/shm/rank_state.rs"]
@@ -23,7 +23,7 @@ mod region;
 
 use mailbox::{MailboxReceiver, MailboxSender};
 use mailbox_memory::Mailbox;
-use pieces::{PieceSlots, SpinLimits};
+use piece_slots::{PieceSlots, SpinLimits};
 use rank_state::{PeerFailure, RankFault};
 use region::{Plant, SharedMemoryRegion, Sleep};
 use std::sync::Arc;

@@ -223,7 +223,7 @@ struct Block {
 
 /// A text in a rank's control block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FailureText {
+pub enum FailureTextKind {
     /// The rank's reason for giving up.
     LastWords,
     /// The cause of the rank's death, as the launcher saw it.
@@ -315,15 +315,15 @@ impl SharedMemoryRegion {
         &self.blocks[rank].slots[if self.plant == Plant::OneSlot { 0 } else { parity }]
     }
 
-    pub fn text(&self, rank: usize, which: FailureText) -> *const u8 {
+    pub fn text(&self, rank: usize, which: FailureTextKind) -> *const u8 {
         self.blocks[rank].texts[which as usize].with(|text| text.cast())
     }
 
-    pub fn text_mut(&self, rank: usize, which: FailureText) -> *mut u8 {
+    pub fn text_mut(&self, rank: usize, which: FailureTextKind) -> *mut u8 {
         self.blocks[rank].texts[which as usize].with_mut(|text| text.cast())
     }
 
-    pub fn text_len(&self, rank: usize, which: FailureText) -> &Word32 {
+    pub fn text_len(&self, rank: usize, which: FailureTextKind) -> &Word32 {
         &self.blocks[rank].text_lens[which as usize]
     }
 }

@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_zero::comm::{Communicator, SoloCommunicator, threads};
 use candle_zero::models::{
-    Decoder, DecoderBatch, DecoderConfig, DecoderSizes, GptConfig, LlamaConfig, decoder_pipeline,
+    Decoder, DecoderBatch, DecoderConfig, GptConfig, IntoDecoderConfig, LlamaConfig, decoder_pipeline,
 };
 use candle_zero::nn::LoraConfig;
 use candle_zero::precision::{Nf4Scales, WeightPacking};

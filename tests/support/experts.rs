@@ -3,8 +3,8 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 use candle_zero::nn::{
-    ExpertAdapter, ExpertGate, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, Linear, RmsNorm, RouterOptions,
-    RouterOrder, WeightLayout, add, route,
+    ExpertActivation, ExpertAdapter, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, Linear, RmsNorm,
+    RouterOptions, RouterOrder, WeightLayout, add, route,
 };
 use candle_zero::zero::{Unit, routed_units, unit};
 use std::cell::RefCell;
@@ -114,7 +114,7 @@ fn experts(shape: Shape, vb: &VarBuilder<'_>) -> Result<ExpertMlp> {
         gate_up = gate_up.with_adapter(adapter(vb.pp("gate_up"), WIDTH, 2 * INNER)?)?;
         down = down.with_adapter(adapter(vb.pp("down"), INNER, WIDTH)?)?;
     }
-    let mlp = ExpertMlp::new(gate_up, down, ExpertGate::Silu, GateUpOrder::Halves)?;
+    let mlp = ExpertMlp::new(gate_up, down, ExpertActivation::Silu, GateUpOrder::Halves)?;
     units.map_or(Ok(mlp.clone()), |units| mlp.with_units(units))
 }
 

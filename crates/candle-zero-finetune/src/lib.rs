@@ -15,8 +15,8 @@
 //! | preference optimization | [`dpo_loss`] |
 //! | a model's folder or GGUF file: its description, and its weights by name | [`BaseModel`] |
 //! | a classifier: its base, its rows, its scores | [`ClassifierBase`], [`ClassificationBatch`], [`ClassificationScores`] |
-//! | initial values of adapters and of the base's weights | [`AdaptedValues`] |
-//! | the stage, the offload and the micro batch that fit into memory | [`MemoryDemand`], [`MemoryFit`] |
+//! | initial values of adapters and of the base's weights | [`AdapterInitialValues`] |
+//! | the stage, the offload and the micro batch that fit into memory | [`MemoryFitInput`], [`MemoryFit`] |
 //! | the weights that QLoRA holds in 4 bits | [`is_quantized`] |
 //! | answers of a model, token by token | [`Generator`] |
 //! | the resulting model: merged, as a Hugging Face folder or GGUF | [`MergedModel`] |
@@ -40,11 +40,11 @@ pub use chat::template::Template;
 pub(crate) use chat::template_files::ADDITIONAL_TEMPLATES;
 pub use chat::tokenizer::{SpecialTokens, TextStream, Tokenizer};
 pub use data::batches::{Batches, NO_TARGET, RowBatch, SequencePacking};
-pub use data::columns::Columns;
+pub use data::class_labels::labels_of;
+pub use data::column_mapping::ColumnMapping;
 pub use data::data_options::{DataOptions, TrainingTask, Truncation};
 pub use data::data_report::{DataReport, RecordLineNumbers};
 pub use data::dataset::{Dataset, FileReadProgress};
-pub use data::labels::labels_of;
 pub use data::record_parser::RecordFormat;
 pub use data::sample::Sample;
 pub use data::sample_cache::{SampleRef, default_cache};
@@ -60,15 +60,15 @@ pub use model::merged_model::MergedModel;
 #[cfg(feature = "hub")]
 pub(crate) use model::output_dir::COMPANION_FILES;
 pub use model::trainable_model::TrainableModel;
-pub use peft::adapted_values::AdaptedValues;
 pub use peft::adapter::{Adapter, AdapterTensor};
-pub use peft::qlora::is_quantized;
+pub use peft::adapter_initial_values::AdapterInitialValues;
+pub use peft::qlora_weight_selection::is_quantized;
 pub use run::classification_batch::ClassificationBatch;
-pub use run::classification_scores::{ClassScore, ClassificationScores};
+pub use run::classification_scores::{ClassMetrics, ClassificationScores};
 pub use run::expert_loads::ExpertShares;
 pub use run::fine_tune::FineTune;
-pub use run::memory_fit::{MemoryDemand, MemoryFit, memory_of_rank};
-pub use run::objective::Validation;
+pub use run::memory_fit::{MemoryFit, MemoryFitInput, memory_of_rank};
+pub use run::objective::ValidationResult;
 pub use run::options::{
     CheckpointOptions, LocalStepsOptions, LrDecay, ModelPrecision, Objective, Options, PipelineStages, TrainingLength,
     TuningMethod, ValidationData, WarmupLength,

@@ -10,7 +10,7 @@ use crate::launch::comm_backend::CommBackend;
 use crate::launch::console::CommandLineError;
 use crate::launch::core_binding::CoreBinding;
 use crate::launch::hosts::core_list::CoreList;
-use crate::launch::run_flags::RunFlags;
+use crate::launch::run_record_flags::RunRecordFlags;
 use crate::tools;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
@@ -102,7 +102,7 @@ struct ZerorunArguments {
     prometheus: Option<u16>,
 
     #[command(flatten)]
-    run: RunFlags,
+    run: RunRecordFlags,
 
     #[command(flatten)]
     islands: IslandFlags,

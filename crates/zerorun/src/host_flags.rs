@@ -2,7 +2,7 @@
 
 use super::launcher_variables::LauncherVariables;
 use crate::error::{HostsError, Result};
-use crate::launch::JobHosts;
+use crate::launch::LaunchMode;
 use crate::launch::hosts::host_filter::HostSelection;
 use crate::launch::mpirun::{MpirunFlavor, MpirunOptions};
 use crate::launch::nodes::NodeOptions;
@@ -104,7 +104,7 @@ impl HostFlags {
         own_ranks: Option<usize>,
         master_port: &mut Option<u16>,
         variables: &LauncherVariables<'_>,
-    ) -> Result<JobHosts> {
+    ) -> Result<LaunchMode> {
         if let Some(file) = &self.hostfile {
             let selection = HostSelection {
                 include: self.include.clone(),
@@ -119,7 +119,7 @@ impl HostFlags {
             };
             let words = self.launcher_args.as_deref().unwrap_or_default().split_whitespace();
             let args: Vec<String> = words.map(String::from).collect();
-            return Ok(JobHosts::Hosts(MultiHostOptions {
+            return Ok(LaunchMode::Hosts(MultiHostOptions {
                 file: file.clone(),
                 selection,
                 min_nodes: self.min_nodes,
@@ -130,25 +130,25 @@ impl HostFlags {
                 mpirun: kind.map(|kind| MpirunOptions { kind, args }),
             }));
         }
-        let Some(text) = &self.nnodes else { return Ok(JobHosts::Alone) };
+        let Some(text) = &self.nnodes else { return Ok(LaunchMode::Alone) };
         let range = match text.trim() {
             "auto" => None,
             _ => Some(hosts(text).ok_or_else(|| HostsError::BadNodes { text: text.clone() })?),
         };
         let alone = !self.until_stdin_ends;
         if alone && range.is_some_and(|(_, nodes)| nodes == 1) {
-            return Ok(JobHosts::Alone);
+            return Ok(LaunchMode::Alone);
         }
         let (node, nodes) = variables.node(self.node_rank, range.map(|(_, nodes)| nodes))?;
         if alone && nodes == 1 {
-            return Ok(JobHosts::Alone);
+            return Ok(LaunchMode::Alone);
         }
         let (master_addr, port) = variables.first_host(self.master_addr.clone(), *master_port, nodes)?;
         *master_port = Some(port);
         let fewest = range.map_or(nodes, |(fewest, _)| fewest);
         let min_nodes = self.min_nodes.unwrap_or(fewest).min(nodes);
         let (bind_addr, until_stdin_ends) = (self.bind_addr.clone(), self.until_stdin_ends);
-        Ok(JobHosts::Nodes(NodeOptions { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends }))
+        Ok(LaunchMode::Nodes(NodeOptions { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends }))
     }
 
     /// Returns the conflict of `--launcher` with the other options, if any. `own` lists the command line's options that

@@ -5,11 +5,11 @@
 //! the archives, by their position, so that a checkpoint can be larger than memory.
 //!
 //! ```no_run
-//! use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
+//! use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedStateKind};
 //! # fn main() -> candle_zero::Result<()> {
 //! let checkpoint = DeepSpeedCheckpoint::open("checkpoints", None)?;
 //! for (index, parameter) in checkpoint.parameters().iter().enumerate() {
-//!     let master: Vec<f32> = checkpoint.read(DeepSpeedState::Master, index)?;
+//!     let master: Vec<f32> = checkpoint.read(DeepSpeedStateKind::Master, index)?;
 //!     println!("{} {:?} {}", parameter.name, parameter.shape, master[0]);
 //! }
 //! # Ok(())
@@ -52,7 +52,7 @@ use torch_archive::{TorchArchive, damaged};
 /// The kinds of values that a checkpoint contains for each parameter, in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum DeepSpeedState {
+pub enum DeepSpeedStateKind {
     /// The master weights.
     Master,
     /// Adam's running mean of gradients.
@@ -61,7 +61,7 @@ pub enum DeepSpeedState {
     ExpAvgSq,
 }
 
-impl DeepSpeedState {
+impl DeepSpeedStateKind {
     /// Returns DeepSpeed's name for the state.
     pub fn name(self) -> &'static str {
         match self {
@@ -175,8 +175,8 @@ impl DeepSpeedCheckpoint {
     }
 
     /// Returns whether `state` can be read.
-    pub fn has(&self, state: DeepSpeedState) -> bool {
-        state == DeepSpeedState::Master || self.optimizer_states().contains(&state.name())
+    pub fn has(&self, state: DeepSpeedStateKind) -> bool {
+        state == DeepSpeedStateKind::Master || self.optimizer_states().contains(&state.name())
     }
 
     /// Returns DeepSpeed's version.
@@ -221,8 +221,8 @@ impl DeepSpeedCheckpoint {
         self.ranks[0].step
     }
 
-    /// Returns the optimizer's parameter groups (`lr` of the next step, `betas`, `eps`, ...), as a list of objects; null if
-    /// they were not saved (`elastic_checkpoint`).
+    /// Returns the optimizer's parameter groups (`lr` of the next step, `betas`, `eps`, ...), as a list of objects;
+    /// null if they were not saved (`elastic_checkpoint`).
     pub fn param_groups(&self) -> &Json {
         &self.ranks[0].param_groups
     }
@@ -240,13 +240,13 @@ impl DeepSpeedCheckpoint {
     // ---- elements ------------------------------------------------------------------------------
 
     /// Reads one parameter's `state`, merged over all ranks, without padding.
-    pub fn read(&self, state: DeepSpeedState, parameter: usize) -> Result<Vec<f32>> {
+    pub fn read(&self, state: DeepSpeedStateKind, parameter: usize) -> Result<Vec<f32>> {
         let elements = self.parameters.get(parameter).map_or(0, DeepSpeedParameter::elements);
         self.read_range(state, parameter, 0..elements)
     }
 
     /// Reads the elements `range` of one parameter's `state`, as needed by a rank that owns a shard of it.
-    pub fn read_range(&self, state: DeepSpeedState, parameter: usize, range: Range<usize>) -> Result<Vec<f32>> {
+    pub fn read_range(&self, state: DeepSpeedStateKind, parameter: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let (Some(about), Some(place)) = (self.parameters.get(parameter), self.places.get(parameter)) else {
             let count = self.parameters.len();
             let be = is_or_are(count);
@@ -300,12 +300,12 @@ impl DeepSpeedCheckpoint {
     }
 
     /// Returns the ranks' parts of the flat space of a group (stages 1 and 2).
-    fn group_parts(&self, state: DeepSpeedState, group: usize) -> Result<Vec<FlatTensor<'_>>> {
+    fn group_parts(&self, state: DeepSpeedStateKind, group: usize) -> Result<Vec<FlatTensor<'_>>> {
         self.ranks.iter().map(|rank| FlatTensor::of(rank, state, group)).collect()
     }
 
     /// Returns a rank's sub-groups (stage 3).
-    fn rank_parts(&self, state: DeepSpeedState, rank: usize) -> Result<Vec<FlatTensor<'_>>> {
+    fn rank_parts(&self, state: DeepSpeedStateKind, rank: usize) -> Result<Vec<FlatTensor<'_>>> {
         let rank = &self.ranks[rank];
         (0..rank.groups.len()).map(|group| FlatTensor::of(rank, state, group)).collect()
     }
@@ -314,14 +314,14 @@ impl DeepSpeedCheckpoint {
 
     /// Returns an error unless the flat tensors have the lengths that follow from the parameters' shapes.
     fn check_lengths(&self) -> Result<()> {
-        let states = [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq];
+        let states = [DeepSpeedStateKind::Master, DeepSpeedStateKind::ExpAvg, DeepSpeedStateKind::ExpAvgSq];
         for state in states.into_iter().filter(|state| self.has(*state)) {
             if self.stage() < 3 { self.check_groups(state)? } else { self.check_ranks(state)? }
         }
         Ok(())
     }
 
-    fn check_groups(&self, state: DeepSpeedState) -> Result<()> {
+    fn check_groups(&self, state: DeepSpeedStateKind) -> Result<()> {
         let (shapes, groups) = (self.model.groups.len(), self.ranks[0].groups.len());
         if shapes != groups {
             let groups = counted(groups, "parameter group");
@@ -342,7 +342,7 @@ impl DeepSpeedCheckpoint {
         Ok(())
     }
 
-    fn check_ranks(&self, state: DeepSpeedState) -> Result<()> {
+    fn check_ranks(&self, state: DeepSpeedStateKind) -> Result<()> {
         let world_size = self.world_size();
         let needed: usize = self.parameters.iter().map(|p| shard_len(p.elements(), world_size)).sum();
         for rank in 0..world_size {
@@ -363,11 +363,11 @@ struct FlatTensor<'a> {
 }
 
 impl<'a> FlatTensor<'a> {
-    fn of(rank: &'a OptimFile, state: DeepSpeedState, group: usize) -> Result<Self> {
+    fn of(rank: &'a OptimFile, state: DeepSpeedStateKind, group: usize) -> Result<Self> {
         let OptimFileGroup { master, states } = &rank.groups[group];
         let archive = &rank.archive;
         match state {
-            DeepSpeedState::Master => Ok(Self { archive, tensor: master }),
+            DeepSpeedStateKind::Master => Ok(Self { archive, tensor: master }),
             _ => match states.get(state.name()) {
                 Some(tensor) => Ok(Self { archive, tensor }),
                 None => Err(without(rank, state, group)),
@@ -377,7 +377,7 @@ impl<'a> FlatTensor<'a> {
 }
 
 /// Returns the error for a state that a group does not have.
-fn without(rank: &OptimFile, state: DeepSpeedState, group: usize) -> Error {
+fn without(rank: &OptimFile, state: DeepSpeedStateKind, group: usize) -> Error {
     let names: Vec<_> = rank.groups.get(group).into_iter().flat_map(|group| group.states.keys()).collect();
     let found = if names.is_empty() { "none".into() } else { crate::util::list(&names) };
     let name = state.name();
@@ -393,7 +393,7 @@ fn total(parts: &[FlatTensor<'_>]) -> Option<usize> {
     parts.iter().try_fold(0usize, |sum, part| sum.checked_add(part.tensor.length))
 }
 
-fn lengths_differ(state: DeepSpeedState, of: &str, found: Option<usize>, needed: usize) -> String {
+fn lengths_differ(state: DeepSpeedStateKind, of: &str, found: Option<usize>, needed: usize) -> String {
     let found = found.map_or("too many elements".into(), |n| counted(n, "element"));
     format!("{} of {of} has {found}, but param_shapes needs {needed}", state.name())
 }

@@ -134,10 +134,11 @@ struct Case {
     counts_in_tensors: bool,
 }
 
-const STATES: [DeepSpeedState; 3] = [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq];
+const STATES: [DeepSpeedStateKind; 3] =
+    [DeepSpeedStateKind::Master, DeepSpeedStateKind::ExpAvg, DeepSpeedStateKind::ExpAvgSq];
 
 /// Returns a distinct value for every element.
-fn values(state: DeepSpeedState, group: usize, parameter: usize, shape: &[usize]) -> Vec<f32> {
+fn values(state: DeepSpeedStateKind, group: usize, parameter: usize, shape: &[usize]) -> Vec<f32> {
     let elements: usize = shape.iter().product();
     let first = (state as usize * 10_000 + group * 1000 + parameter * 100) as f32;
     (0..elements).map(|i| first + i as f32).collect()
@@ -145,7 +146,7 @@ fn values(state: DeepSpeedState, group: usize, parameter: usize, shape: &[usize]
 
 impl Case {
     /// Returns the flat tensor of a group in the file of `rank`. Padding is NaN: it must never be read.
-    fn flat(&self, state: DeepSpeedState, group: usize, rank: usize) -> Vec<f32> {
+    fn flat(&self, state: DeepSpeedStateKind, group: usize, rank: usize) -> Vec<f32> {
         let shapes = self.groups[group].iter().enumerate();
         let parameters = shapes.map(|(index, shape)| values(state, group, index, shape));
         if self.stage == 3 {
@@ -158,7 +159,7 @@ impl Case {
         }
         let mut flat: Vec<f32> = parameters.flatten().collect();
         let part = flat.len().next_multiple_of(2 * self.world_size) / self.world_size;
-        if state != DeepSpeedState::Master && !self.is_elastic {
+        if state != DeepSpeedStateKind::Master && !self.is_elastic {
             flat.resize(part * self.world_size, f32::NAN);
         }
         flat.into_iter().skip(rank * part).take(part).collect()
@@ -180,11 +181,12 @@ impl Case {
 
     fn optim(&self, rank: usize, file: &mut Saved) -> Python {
         let groups = 0..self.groups.len();
-        let masters = List(groups.clone().map(|g| file.tensor(self.flat(DeepSpeedState::Master, g, rank))).collect());
+        let masters =
+            List(groups.clone().map(|g| file.tensor(self.flat(DeepSpeedStateKind::Master, g, rank))).collect());
         let mut state = |group| {
             let step = if self.counts_in_tensors { file.tensor(vec![7.0]) } else { Int(7) };
-            let [first, second] =
-                [DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq].map(|s| file.tensor(self.flat(s, group, rank)));
+            let [first, second] = [DeepSpeedStateKind::ExpAvg, DeepSpeedStateKind::ExpAvgSq]
+                .map(|s| file.tensor(self.flat(s, group, rank)));
             dict([("step", step), ("exp_avg", first), ("exp_avg_sq", second)])
         };
         let states = match self.is_elastic && self.stage < 3 {
@@ -322,7 +324,7 @@ fn before_the_first_step_there_are_masters_alone() {
     drop(checkpoint);
     for rank in 0..2 {
         let mut file = Saved::default();
-        let masters = List(vec![file.tensor(case.flat(DeepSpeedState::Master, 0, rank))]);
+        let masters = List(vec![file.tensor(case.flat(DeepSpeedStateKind::Master, 0, rank))]);
         let optimizer = dict([
             ("zero_stage", Int(2)),
             ("partition_count", List(vec![Int(2)])),
@@ -333,9 +335,9 @@ fn before_the_first_step_there_are_masters_alone() {
         file.write(&path, &dict([("optimizer_state_dict", optimizer)]));
     }
     let checkpoint = DeepSpeedCheckpoint::open(folder.path(), None).unwrap();
-    assert_eq!((checkpoint.optimizer_step(), checkpoint.has(DeepSpeedState::ExpAvg)), (None, false));
-    assert_eq!(checkpoint.read(DeepSpeedState::Master, 1).unwrap(), values(DeepSpeedState::Master, 0, 1, &[5]));
-    let text = checkpoint.read(DeepSpeedState::ExpAvg, 1).unwrap_err().to_string();
+    assert_eq!((checkpoint.optimizer_step(), checkpoint.has(DeepSpeedStateKind::ExpAvg)), (None, false));
+    assert_eq!(checkpoint.read(DeepSpeedStateKind::Master, 1).unwrap(), values(DeepSpeedStateKind::Master, 0, 1, &[5]));
+    let text = checkpoint.read(DeepSpeedStateKind::ExpAvg, 1).unwrap_err().to_string();
     assert!(text.contains("has no exp_avg for group 0 (its states: none)"), "{text}");
 }
 

@@ -13,7 +13,7 @@ use crate::checkpoint::rank_agreement::failed_elsewhere;
 use crate::checkpoint::rank_file::RankFileReader;
 use crate::checkpoint::ranks_by_folder::RanksByFolder;
 use crate::comm::Communicator;
-use crate::comm::agree::{CollectiveFailure, agree, text_of_rank_0};
+use crate::comm::agree::{JointOperationFailure, agree, text_of_rank_0};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{FolderLock, FolderLockOutcome, new_beside, private_folder, write_whole};
 use crate::notice::{emit, warn};
@@ -40,7 +40,7 @@ pub(crate) fn fetch(
     comm: &dyn Communicator,
     url: &str,
     tag: Option<&str>,
-) -> Result<Option<DownloadedCheckpoint>, CollectiveFailure> {
+) -> Result<Option<DownloadedCheckpoint>, JointOperationFailure> {
     let elsewhere = || failed_elsewhere(Path::new(url));
     let choose = || {
         let bucket = ObjectBucket::open(url)?;

@@ -8,7 +8,7 @@ use super::{UploadRequest, address};
 use crate::checkpoint::folder::LATEST;
 use crate::checkpoint::manifest::{MANIFEST, Manifest, Parameter, tests::manifest};
 use crate::checkpoint::rank_file::RankFileWriter;
-use crate::comm::agree::CollectiveFailure;
+use crate::comm::agree::JointOperationFailure;
 use crate::comm::threads;
 use crate::error::Result;
 use crate::files::{FolderLock, FolderLockOutcome};
@@ -47,7 +47,7 @@ impl Store {
         let sent = threads::run(2, |comm| {
             let ended = self.start(folder, comm.rank()).wait(&*comm);
             Ok(ended.map_err(|failure| match failure {
-                CollectiveFailure::InStep(error) | CollectiveFailure::OutOfStep(error) => error.to_string(),
+                JointOperationFailure::InStep(error) | JointOperationFailure::OutOfStep(error) => error.to_string(),
             }))
         });
         sent.unwrap().into_iter().map(|rank| rank.unwrap()).collect()

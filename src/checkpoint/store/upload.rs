@@ -12,7 +12,7 @@ use crate::checkpoint::folder::LATEST;
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
 use crate::checkpoint::rank_agreement::failed_elsewhere;
 use crate::comm::Communicator;
-use crate::comm::agree::{CollectiveFailure, agree};
+use crate::comm::agree::{JointOperationFailure, agree};
 use crate::error::Result;
 use crate::notice::emit;
 use std::path::Path;
@@ -66,7 +66,7 @@ impl CheckpointUpload {
     ///
     /// # Errors
     /// Fails on all ranks if an object could not be sent, and if a collective fails.
-    pub fn wait(mut self, comm: &dyn Communicator) -> Result<(), CollectiveFailure> {
+    pub fn wait(mut self, comm: &dyn Communicator) -> Result<(), JointOperationFailure> {
         let elsewhere = || failed_elsewhere(Path::new(&self.url));
         // A thread that ends without sending a result has panicked; the join below returns the error.
         let sent = self.sent.recv().unwrap_or(Ok(()));

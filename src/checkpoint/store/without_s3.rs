@@ -2,7 +2,7 @@
 
 use super::{DownloadedCheckpoint, UploadRequest};
 use crate::comm::Communicator;
-use crate::comm::agree::CollectiveFailure;
+use crate::comm::agree::JointOperationFailure;
 use crate::error::{CheckpointError, Result};
 
 /// The type of an upload in progress, which cannot exist in this build.
@@ -13,7 +13,7 @@ impl CheckpointUpload {
         check(&sending.url).map(|()| None)
     }
 
-    pub fn wait(self, _: &dyn Communicator) -> Result<(), CollectiveFailure> {
+    pub fn wait(self, _: &dyn Communicator) -> Result<(), JointOperationFailure> {
         match self {}
     }
 }
@@ -29,6 +29,6 @@ pub(crate) fn fetch(
     _: &dyn Communicator,
     url: &str,
     _: Option<&str>,
-) -> Result<Option<DownloadedCheckpoint>, CollectiveFailure> {
-    check(url).map(|()| None).map_err(CollectiveFailure::InStep)
+) -> Result<Option<DownloadedCheckpoint>, JointOperationFailure> {
+    check(url).map(|()| None).map_err(JointOperationFailure::InStep)
 }

@@ -2,7 +2,7 @@
 //! to host, then these slices within each host.
 //!
 //! Each byte enters every other host only once, even if only the ranks at the same position of each group gather
-//! (`gather_across`). [`super::traffic`] gives the cost.
+//! (`gather_across`). [`super::traffic_model`] gives the cost.
 
 use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::link::{MessageTag, MpiTransfer};

@@ -21,15 +21,15 @@
 //! is received in memory that was allocated before the sender could have produced it. A rank holds messages of at most
 //! [`MAX_MESSAGE_BYTES`](super::inter_host::MAX_MESSAGE_BYTES): MESSAGES_IN_FLIGHT incoming messages,
 //! MESSAGES_IN_FLIGHT + 1 outgoing messages, one message in use, and its own sums, which amount to fewer than
-//! 2 MESSAGES_IN_FLIGHT messages: 4.5 MiB in total, whatever the size of the sum. [`super::traffic`] gives the cost on
-//! the network.
+//! 2 MESSAGES_IN_FLIGHT messages: 4.5 MiB in total, whatever the size of the sum. [`super::traffic_model`] gives the
+//! cost on the network.
 
 use super::chain_roles::{ChainRole, handed_by};
 use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result};
 use super::intra_host::IntraHostSum;
 use super::link::{MessageTag, MpiTransfer};
 use super::partial_sum::SlotLayout;
-use super::traffic::block_elements;
+use super::traffic_model::block_elements;
 use crate::comm::shm::partition::pieces;
 use crate::comm::shm::region::SLOT_BYTES;
 use crate::comm::wire::format::WireFormat;
@@ -43,8 +43,8 @@ fn behind(hosts: usize) -> usize {
     2 * MESSAGES_IN_FLIGHT * (hosts - 1)
 }
 
-/// Sums this rank's chunk of all ranks' `input` (world size x n elements), sent in the format `wire`, and writes the sum
-/// to `input` from element `at` on, which is the position of the first chunk or of this rank's chunk.
+/// Sums this rank's chunk of all ranks' `input` (world size x n elements), sent in the format `wire`, and writes the
+/// sum to `input` from element `at` on, which is the position of the first chunk or of this rank's chunk.
 pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
     let (world, rank, size) = (inter_host.size(), inter_host.rank(), input.dtype().size_in_bytes());
     let (hosts, chunk) = (inter_host.hosts.clone(), input.len() / world);

@@ -3,7 +3,7 @@
 //! A rank sends its part of a chunk to the owner on another host, in the wire format that a single machine would use
 //! (as integers if that format uses integers). Ranks of one host share their parts through shared memory, and the owner
 //! adds all of them in rank order. Parts of the next pieces are in flight while the current one is added up.
-//! [`super::traffic`] gives the cost.
+//! [`super::traffic_model`] gives the cost.
 
 use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::link::{MessageTag, MpiTransfer};

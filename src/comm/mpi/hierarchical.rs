@@ -12,18 +12,18 @@
 //! next pieces are in flight while the current one is processed.
 //!
 //! Sums run in rank order in f32, so the bits are those of one machine with the same number of ranks, whichever
-//! algorithm computes them. The algorithm that sends fewer bytes between hosts is used: see [`super::traffic`]. The
-//! exception is encoded host sums, which the caller chooses ([`WireFormat::BetweenHosts`]) and which give different
+//! algorithm computes them. The algorithm that sends fewer bytes between hosts is used: see [`super::traffic_model`].
+//! The exception is encoded host sums, which the caller chooses ([`WireFormat::BetweenHosts`]) and which give different
 //! bits.
 
 use super::all_gather::{gather, gather_across};
 use super::inter_host::{InterHostExchange, Result};
 use super::topology::HostTopology;
-use super::traffic::{ReduceAlgorithm, algorithm};
+use super::traffic_model::{ReduceAlgorithm, algorithm};
 use super::{chain_reduce, direct_reduce, host_sum_reduce};
 use crate::comm::collective_kind::CollectiveKind;
 use crate::comm::shm::collectives::{gather_of, piece_of};
-use crate::comm::shm::exchange::CollectiveThread;
+use crate::comm::shm::exchange::CollectiveThreadKind;
 use crate::comm::shm::partition::{StridedRanks, by_rank, of_group};
 use crate::comm::stats::counters::ReceivedBytes;
 use crate::comm::wire::format::WireFormat;
@@ -55,7 +55,7 @@ impl HierarchicalCollectives {
         Self(inter_host)
     }
 
-    pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThread) {
+    pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThreadKind) {
         self.0.local.run_by(runner);
     }
 
@@ -198,8 +198,8 @@ impl HierarchicalCollectives {
         gather(&mut self.0, &mut bytes, 1)
     }
 
-    /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes the sum to `input` from element
-    /// `at` on. `at` is the position of the first chunk or of this rank's chunk.
+    /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes the sum to `input` from
+    /// element `at` on. `at` is the position of the first chunk or of this rank's chunk.
     fn reduce(&mut self, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
         let (wire, algorithm) = sum_of(&self.0.hosts, wire, input.dtype(), input.len() / self.0.size());
         match algorithm {

@@ -20,14 +20,14 @@
 //! most [`MAX_PARTIAL_SUM_BYTES`] bytes, and their encoded form at most half of that. A rank holds the partial sums of
 //! one block, the encoded form of MESSAGES_IN_FLIGHT + 1 outgoing and 2 MESSAGES_IN_FLIGHT incoming blocks, and
 //! MESSAGES_IN_FLIGHT blocks of its own chunk's sums: less than 20 MiB, whatever the size of the sum.
-//! [`super::traffic`] gives the cost on the network.
+//! [`super::traffic_model`] gives the cost on the network.
 
 use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::intra_host::IntraHostSum;
 use super::link::{MessageTag, MpiTransfer};
 use super::partial_sum::{PartialSumTerm, SlotLayout, add};
 use super::topology::HostTopology;
-use super::traffic::MIN_MESSAGE_BYTES;
+use super::traffic_model::MIN_MESSAGE_BYTES;
 use crate::comm::shm::partition::pieces;
 use crate::comm::wire::format::WireFormat;
 use crate::comm::wire::inter_host::InterHostFormat;

@@ -3,7 +3,7 @@
 use super::link::MpiTransfer;
 use super::peer_exit_notices::PeerExitNotices;
 use super::topology::HostTopology;
-use crate::comm::shm::pieces::SpinLimits;
+use crate::comm::shm::piece_slots::SpinLimits;
 use crate::comm::shm::region::SharedMemoryRegion;
 use crate::error::CommError;
 use std::sync::Arc;

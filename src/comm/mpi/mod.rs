@@ -29,17 +29,17 @@ mod library;
 mod link;
 mod message_bench;
 mod message_wait;
-mod messages;
 mod partial_sum;
 mod peer_exit_notices;
+mod point_to_point;
 mod preflight;
 mod topology;
-mod traffic;
-mod traffic_plan;
+mod traffic_estimate;
+mod traffic_model;
 
 pub(super) use hierarchical::HierarchicalCollectives;
-pub(super) use messages::MpiMessages;
-pub(crate) use traffic_plan::{InterHostTransfer, UniformHosts};
+pub(super) use point_to_point::MpiPointToPoint;
+pub(crate) use traffic_estimate::{InterHostTransferEstimate, UniformHosts};
 
 use super::rank_env::RankEnv;
 use super::shm::exchange::ShmExchange;
@@ -156,8 +156,8 @@ impl MpiRank {
     }
 
     /// Returns the messages between this rank and `peer`, a rank of another host, in a channel.
-    pub(super) fn messages(&self, channel: usize, peer: usize, timeout: std::time::Duration) -> MpiMessages {
-        MpiMessages::new(self.link.clone(), self.wait(timeout), channel, peer)
+    pub(super) fn messages(&self, channel: usize, peer: usize, timeout: std::time::Duration) -> MpiPointToPoint {
+        MpiPointToPoint::new(self.link.clone(), self.wait(timeout), channel, peer)
     }
 
     fn wait(&self, timeout: std::time::Duration) -> MessageWait {

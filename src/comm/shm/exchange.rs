@@ -1,13 +1,13 @@
 //! The primitive under every collective: each rank shows the others one piece of data.
 //!
-//! [`super::pieces`] describes how pieces pass through shared memory. This file adds a fingerprint of
+//! [`super::piece_slots`] describes how pieces pass through shared memory. This file adds a fingerprint of
 //! the collective to each piece, and a limit to each wait.
 //!
 //! A wait ends with an error when a peer has died, given up or left, when its heartbeat stops, or when the time limit
 //! is exceeded. A wait never hangs. Everything that can be completed is completed: a peer's failure counts only for a
 //! piece that it has not published. Every rank reports the failure that came first.
 
-use super::pieces::{PieceSlots, SpinLimits};
+use super::piece_slots::{PieceSlots, SpinLimits};
 use super::rank_state::{PeerFailure, RankFault};
 use super::region::SharedMemoryRegion;
 use crate::comm::collective_kind::CollectiveKind;
@@ -37,7 +37,7 @@ const MAX_COUNTED_TURN: Duration = Duration::from_secs(1);
 
 /// The thread that runs a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::comm) enum CollectiveThread {
+pub(in crate::comm) enum CollectiveThreadKind {
     /// The comm thread of the rank.
     CommThread,
     /// The thread that waits for the result.
@@ -128,11 +128,11 @@ impl ShmExchange {
 
     /// Sets the thread that runs the next collective: the one that needs its result, or the comm thread, which runs
     /// alongside a thread that computes.
-    pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThread) {
+    pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThreadKind) {
         self.spin_limits = match (self.roomy, runner) {
             (false, _) => SHARED_CORE_SPINS,
-            (true, CollectiveThread::CommThread) => COMM_THREAD_SPINS,
-            (true, CollectiveThread::Waiter) => IDLE_SPINS,
+            (true, CollectiveThreadKind::CommThread) => COMM_THREAD_SPINS,
+            (true, CollectiveThreadKind::Waiter) => IDLE_SPINS,
         };
     }
 

@@ -4,7 +4,7 @@
 //!
 //! The count is stored with Release (or a stronger ordering), and loaded with Acquire. SeqCst accesses to the
 //! count and to the number of sleepers keep a thread from falling asleep just as the count changes. Loom checks this:
-//! see [`super::pieces`].
+//! see [`super::piece_slots`].
 
 use super::region::{Word32, sleep_on, wake};
 use std::sync::atomic::Ordering;

@@ -5,9 +5,9 @@
 //! `state` is stored with Release after the text that explains it, and loaded with Acquire before the text is read. The
 //! first failure is set after the text and before `state`, in the same way. The consequences of a failure, which follow
 //! from that state, therefore cannot be taken for the first failure, and a rank that finds the first failure can read
-//! its text. Loom checks both: see [`super::pieces`].
+//! its text. Loom checks both: see [`super::piece_slots`].
 
-use super::region::{CHANNELS, FailureText, SharedMemoryRegion, TEXT_BYTES, wake};
+use super::region::{CHANNELS, FailureTextKind, SharedMemoryRegion, TEXT_BYTES, wake};
 use std::sync::atomic::Ordering;
 
 /// The state of a rank in the job.
@@ -65,7 +65,7 @@ impl SharedMemoryRegion {
     /// Records that the process of `rank` has ended abnormally. Called by the launcher or, if there is none, by the
     /// rank whose call to `claims_cause` returned true. Every waiting rank returns an error with `why`.
     pub fn mark_dead(&self, rank: usize, why: &str) {
-        self.write_text(rank, FailureText::Cause, why);
+        self.write_text(rank, FailureTextKind::Cause, why);
         self.record_first_failure(rank, RankFault::Died);
         self.leave(rank, DEAD);
     }
@@ -87,7 +87,7 @@ impl SharedMemoryRegion {
 
     /// Records that `rank` gives up, and why. Called once per rank, because others may read the text from then on.
     pub(crate) fn abort(&self, rank: usize, why: &str) {
-        self.write_text(rank, FailureText::LastWords, why);
+        self.write_text(rank, FailureTextKind::LastWords, why);
         if matches!(self.state(rank), RankState::Absent | RankState::Running) {
             self.record_first_failure(rank, RankFault::GaveUp);
         }
@@ -117,7 +117,7 @@ impl SharedMemoryRegion {
 
     /// Returns the text of the first failure, which was written before the failure was recorded.
     pub(crate) fn explained(&self, rank: usize, fault: RankFault) -> String {
-        self.read_text(rank, if fault == RankFault::Died { FailureText::Cause } else { FailureText::LastWords })
+        self.read_text(rank, if fault == RankFault::Died { FailureTextKind::Cause } else { FailureTextKind::LastWords })
     }
 
     /// Returns the reason that `rank` gave for giving up.
@@ -134,8 +134,8 @@ impl SharedMemoryRegion {
             ABSENT => RankState::Absent,
             RUNNING => RankState::Running,
             FINISHED => RankState::Finished,
-            ABORTED => RankState::Aborted(self.read_text(rank, FailureText::LastWords)),
-            DEAD => RankState::Dead(self.read_text(rank, FailureText::Cause)),
+            ABORTED => RankState::Aborted(self.read_text(rank, FailureTextKind::LastWords)),
+            DEAD => RankState::Dead(self.read_text(rank, FailureTextKind::Cause)),
             other => RankState::Aborted(format!("it wrote the unknown state {other}")),
         }
     }
@@ -187,7 +187,7 @@ impl SharedMemoryRegion {
         Ok(())
     }
 
-    fn write_text(&self, rank: usize, which: FailureText, text: &str) {
+    fn write_text(&self, rank: usize, which: FailureTextKind, text: &str) {
         let mut end = text.len().min(TEXT_BYTES);
         while !text.is_char_boundary(end) {
             end -= 1;
@@ -198,7 +198,7 @@ impl SharedMemoryRegion {
         self.text_len(rank, which).store(end as u32, Ordering::Release);
     }
 
-    fn read_text(&self, rank: usize, which: FailureText) -> String {
+    fn read_text(&self, rank: usize, which: FailureTextKind) -> String {
         let len = (self.text_len(rank, which).load(Ordering::Acquire) as usize).min(TEXT_BYTES);
         let mut bytes = vec![0; len];
         // SAFETY: inside the area; the writer finished before the state that the caller has seen.

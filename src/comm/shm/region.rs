@@ -11,14 +11,14 @@
 //! all ranks. A rank has a seat in every channel. Memory that is never touched takes no space.
 //!
 //! `zerorun` creates the region as a memfd and the ranks inherit it, or the first rank of the machine creates it and
-//! hands it to the others. It has no name, needs no /dev/shm, and disappears with the last process. Ranks as threads use
-//! the same layout.
+//! hands it to the others. It has no name, needs no /dev/shm, and disappears with the last process. Ranks as threads
+//! use the same layout.
 //!
 //! A rank's block is written only by that rank, with four exceptions: threads that wait for the rank count themselves
 //! in `sleepers`; without a launcher, ranks that notice its death claim the right to record the cause; the launcher, or
 //! the rank whose claim was first, writes `cause` and changes a living state to DEAD; and the launcher records that a
-//! process has ended without an error. This file defines where each word lies; `super::pieces` and `super::rank_state`
-//! define the order in which words are written and read.
+//! process has ended without an error. This file defines where each word lies; `super::piece_slots` and
+//! `super::rank_state` define the order in which words are written and read.
 
 use crate::error::{CommError, Error, Result};
 use crate::util::counted;
@@ -26,7 +26,7 @@ use memmap2::{MmapOptions, MmapRaw};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-// Loom has its own versions of these: see `super::pieces`.
+// Loom has its own versions of these: see `super::piece_slots`.
 pub(in crate::comm) use std::hint::spin_loop;
 pub(in crate::comm) use std::sync::atomic::{AtomicU32 as Word32, AtomicU64 as Word64};
 pub(in crate::comm) use std::thread::yield_now;
@@ -73,7 +73,7 @@ const _: () = assert!(CHANNELS * SEAT <= PAGE);
 
 /// A failure text in a rank's control block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::comm) enum FailureText {
+pub(in crate::comm) enum FailureTextKind {
     /// The rank's reason for giving up.
     LastWords,
     /// The cause of the rank's death, as the launcher or another rank saw it.
@@ -299,25 +299,25 @@ impl SharedMemoryRegion {
     }
 
     /// Returns a text of `rank`, TEXT_BYTES long, for reading.
-    pub(in crate::comm) fn text(&self, rank: usize, which: FailureText) -> *const u8 {
+    pub(in crate::comm) fn text(&self, rank: usize, which: FailureTextKind) -> *const u8 {
         self.text_mut(rank, which)
     }
 
     /// Returns a text of `rank`, for writing.
-    pub(in crate::comm) fn text_mut(&self, rank: usize, which: FailureText) -> *mut u8 {
+    pub(in crate::comm) fn text_mut(&self, rank: usize, which: FailureTextKind) -> *mut u8 {
         let at = match which {
-            FailureText::LastWords => TEXT,
-            FailureText::Cause => CAUSE,
+            FailureTextKind::LastWords => TEXT,
+            FailureTextKind::Cause => CAUSE,
         };
         // SAFETY: the offset is inside the rank's block.
         unsafe { self.map.as_mut_ptr().add(self.block(rank) + at) }
     }
 
     /// Returns the number of bytes of a text of `rank`.
-    pub(in crate::comm) fn text_len(&self, rank: usize, which: FailureText) -> &AtomicU32 {
+    pub(in crate::comm) fn text_len(&self, rank: usize, which: FailureTextKind) -> &AtomicU32 {
         let at = match which {
-            FailureText::LastWords => TEXT_LEN,
-            FailureText::Cause => CAUSE_LEN,
+            FailureTextKind::LastWords => TEXT_LEN,
+            FailureTextKind::Cause => CAUSE_LEN,
         };
         self.word32(self.block(rank) + at)
     }

@@ -1,7 +1,7 @@
 //! `comms_logger`: a log of every collective by kind and size.
 
 use crate::comm::{Bandwidth, CollectiveKind, size_text, trimmed_mean};
-use crate::config::CommsLogger;
+use crate::config::CommsLoggerConfig;
 use crate::notice::emit;
 use crate::util::{counted, lock};
 use serde::Serialize;
@@ -69,7 +69,7 @@ pub struct CommSummary {
 impl CommLog {
     /// Returns a log with the settings of the `comms_logger` section. Rank 0 reports unknown `prof_ops`, and prints
     /// collectives if the section is verbose.
-    pub(crate) fn new(config: &CommsLogger, rank: usize, world_size: usize) -> Self {
+    pub(crate) fn new(config: &CommsLoggerConfig, rank: usize, world_size: usize) -> Self {
         let kind = |op: &String| {
             let kind = CollectiveKind::of_op(op);
             if kind.is_none() && rank == 0 {
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     fn log(prof_ops: Option<&[&str]>) -> CommLog {
-        let config = CommsLogger {
+        let config = CommsLoggerConfig {
             prof_all: prof_ops.is_none(),
             prof_ops: prof_ops.unwrap_or_default().iter().map(|op| op.to_string()).collect(),
             verbose: false,

@@ -1,7 +1,7 @@
 //! The arguments that the kernel launches of one attention call share: sizes, strides and tiles.
 
 use super::element::AttentionElement;
-use super::tile_launch::{self, TileLaunch, TileLaunches};
+use super::tile_sizes::{self, AttentionTileSizes, BlockAndTileSizes};
 use crate::cuda::kernel_module::KernelFunction;
 use crate::kernels::attention::{AttentionRule, AttentionShape, SequenceSpan};
 use crate::util::counted;
@@ -53,7 +53,7 @@ pub(super) struct AttentionCall<'a> {
     h: &'a AttentionShape,
     pub sizes: AttentionSizes,
     width: usize,
-    pub how: TileLaunches,
+    pub how: AttentionTileSizes,
 }
 
 impl<'a> AttentionCall<'a> {
@@ -66,11 +66,11 @@ impl<'a> AttentionCall<'a> {
         (h, rule): (&'a AttentionShape, &'a AttentionRule<'a>),
         rows: [&DeviceHeadRows<'_, E>; 3],
     ) -> Result<Self> {
-        let Some(width) = tile_launch::width(h.head) else {
+        let Some(width) = tile_sizes::width(h.head) else {
             candle_core::bail!(
                 "attention: heads have {} elements, but the GPU kernels support at most {}",
                 h.head,
-                tile_launch::WIDTHS[4]
+                tile_sizes::WIDTHS[4]
             )
         };
         let [q, k, v] = rows;
@@ -108,10 +108,10 @@ impl<'a> AttentionCall<'a> {
             to_powers,
             ..AttentionSizes::default()
         };
-        Ok(Self { device, rule, h, sizes, width, how: TileLaunches::of(width, size_of::<E>()) })
+        Ok(Self { device, rule, h, sizes, width, how: AttentionTileSizes::of(width, size_of::<E>()) })
     }
 
-    pub fn function<E: AttentionElement>(&self, kernel: &str, how: TileLaunch) -> Result<KernelFunction> {
+    pub fn function<E: AttentionElement>(&self, kernel: &str, how: BlockAndTileSizes) -> Result<KernelFunction> {
         let name = format!("attention_{kernel}_{}_{}", E::SUFFIX, self.width);
         E::KERNELS.function(self.device, &name)?.with_shared_memory(how.bytes)
     }

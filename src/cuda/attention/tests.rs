@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)]
 //! Compares attention on a GPU with the host's kernels.
 
-use super::tile_launch::TileLaunches;
+use super::tile_sizes::AttentionTileSizes;
 use super::*;
 use crate::kernels::attention as host;
 use crate::kernels::element::Element;
@@ -203,7 +203,7 @@ fn blocks_and_tiles_are_those_that_the_kernels_were_made_for() {
         unsafe { arguments.launch(tile_launch::one_thread()) }.unwrap();
         let figures = device.clone_dtoh(&figures).unwrap();
         for (width, of_kernel) in tile_launch::WIDTHS.into_iter().zip(figures.chunks_exact(6)) {
-            let TileLaunches { forward, backward } = TileLaunches::of(width, size_of::<E>());
+            let AttentionTileSizes { forward, backward } = AttentionTileSizes::of(width, size_of::<E>());
             let ours = [forward, backward].map(|l| [l.own, l.others, l.bytes]).concat();
             assert_eq!(ours.iter().map(|n| *n as u32).collect::<Vec<_>>(), of_kernel, "{} {width}", E::SUFFIX);
             assert!(forward.bytes.max(backward.bytes) <= 99 << 10, "{} {width}: {ours:?}", E::SUFFIX);

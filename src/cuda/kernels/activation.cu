@@ -1,6 +1,6 @@
 // Activation functions and their gated forms, computed element by element in f32 and rounded once.
 #include "activations.cuh"
-#include "packs.cuh"
+#include "vectorized_access.cuh"
 
 // y = f(x)
 #define FORWARD(name, F, t, T)                                                                                 \

@@ -1,5 +1,5 @@
 // Casts between flat buffers and arithmetic across them, with the same bits as src/precision/cast.rs on the host.
-#include "packs.cuh"
+#include "vectorized_access.cuh"
 
 // dst[i] = src[i] * factor
 #define COPY_SCALED(d, D, s, S)                                                                                \

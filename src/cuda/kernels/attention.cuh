@@ -9,7 +9,7 @@
 //
 // Tiles are counted from the start of each sequence, so that a sequence gives the same bits as when processed
 // separately. A type parameter computes the products, in f32 (attention_f32.cuh) or on tensor cores
-// (attention_cores.cuh). Both types have the same functions.
+// (attention_tensor_cores.cuh). Both types have the same functions.
 #pragma once
 
 #include "element_types.cuh"

@@ -1,7 +1,7 @@
 // Attention for bf16: products on tensor cores, sums and softmax in f32. GPUs with a compute capability below 8.0 lack
 // the formats and the shared memory, so no kernels are compiled for them.
 #if __CUDA_ARCH__ >= 800
-#include "attention_cores.cuh"
+#include "attention_tensor_cores.cuh"
 #include "attention_kernels.cuh"
 
 __device__ __forceinline__ Line *shared_lines() {

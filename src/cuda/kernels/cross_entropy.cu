@@ -1,6 +1,6 @@
 // The cross entropy of rows of logits, each against one target, and its gradient. A block computes a row in f32. Sums
 // are in the order of row_reductions.cuh, and a mean is computed by 256 threads in f64.
-#include "packs.cuh"
+#include "vectorized_access.cuh"
 #include "row_reductions.cuh"
 
 // The target of an ignored row.

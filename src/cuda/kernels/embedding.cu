@@ -1,6 +1,6 @@
 // Lookup of a table's rows, and the gradient of the table. The gradient of each row that was looked up is summed by
 // separate threads, in f32 and in the order of the row's positions, without atomics.
-#include "packs.cuh"
+#include "vectorized_access.cuh"
 
 #define NO_ROW 0xFFFFFFFFu
 

@@ -1,6 +1,6 @@
 // The epilogue of a linear layer's product in one pass: residual + f(product + bias).
 #include "activations.cuh"
-#include "packs.cuh"
+#include "vectorized_access.cuh"
 
 struct Identity {
     static __device__ __forceinline__ float value(float x) { return x; }

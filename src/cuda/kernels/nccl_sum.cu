@@ -1,6 +1,6 @@
 // The sum over ranks of received elements, in rank order in f32, rounded once, with the same bits as the sums of
 // src/comm/shm/collectives.rs on the host.
-#include "packs.cuh"
+#include "vectorized_access.cuh"
 
 // to[i] = element i of rank 0 + that of rank 1 + ... This rank's elements are `own`. Its peers' elements are in
 // `pieces`, in rank order and `stride` elements apart. `to` may be `own`.

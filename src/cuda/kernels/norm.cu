@@ -4,7 +4,7 @@
 //
 // Parameters have the rows' format or are f32. `one` is added to the weight.
 #include "column_sums.cuh"
-#include "packs.cuh"
+#include "vectorized_access.cuh"
 #include "row_reductions.cuh"
 
 // A parameter with a number for each column.

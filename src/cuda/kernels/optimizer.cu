@@ -1,6 +1,6 @@
 // Optimizer steps with the same bits as in src/optim/{adam,lion,adagrad,sgd}.rs on the host: products, sums, quotients
 // and roots are rounded individually, in the order of those files. One launch computes the steps of many arrays.
-#include "packs.cuh"
+#include "vectorized_access.cuh"
 
 // The constants of a step, in the order of src/cuda/optimizer.rs, and the update of an element p and its states s with
 // the gradient g.

@@ -1,7 +1,7 @@
 // Rotary positions. The first 2 * half elements of a head form pairs: elements i and half + i, or 2i and 2i + 1 if pairs
 // are adjacent. Each pair is rotated by the angle of its row's position; the other elements are copied. cos and sin are
 // [positions, half]. The backward pass rotates by -1 times the angle.
-#include "packs.cuh"
+#include "vectorized_access.cuh"
 
 template <class T>
 struct Turn {

@@ -25,7 +25,7 @@ const MAX_POLL_SLEEP: Duration = Duration::from_micros(200);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The conditions that end a wait for a missing peer.
-pub(crate) struct FailureWatch {
+pub(crate) struct WaitAbortConditions {
     /// The longest time that the host waits for one collective.
     pub timeout: Duration,
     /// The caller's own failure detection. While the host waits, it is called at intervals of at most a few
@@ -53,7 +53,7 @@ pub(super) struct NcclMember {
     /// A stream without work, which shows the GPU's current time.
     pub idle: Arc<CudaStream>,
     pub keeps_times: AtomicBool,
-    watch: FailureWatch,
+    watch: WaitAbortConditions,
     state: Mutex<NcclCommState>,
 }
 
@@ -81,7 +81,7 @@ impl NcclMember {
         device: &CudaDevice,
         (rank, size): (usize, usize),
         id: [u8; 128],
-        watch: FailureWatch,
+        watch: WaitAbortConditions,
         limits: NcclBufferLimits,
     ) -> Result<Self> {
         // The streams are in a separate cudarc context with the same device and primary context as Candle's. A second
@@ -293,8 +293,8 @@ impl NcclLaunch<'_> {
     /// Gathers `count` elements of every rank. `from` may be this rank's part of `to`.
     ///
     /// # Safety
-    /// There are `count` elements of type `kind` at `from`, and size x count at `to`, both in device memory. Nothing else
-    /// writes to this memory, and it stays valid until the work on the wire stream is complete.
+    /// There are `count` elements of type `kind` at `from`, and size x count at `to`, both in device memory. Nothing
+    /// else writes to this memory, and it stays valid until the work on the wire stream is complete.
     pub unsafe fn all_gather(&self, from: CUdeviceptr, to: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
         // SAFETY: as the caller promises; the communicator exists.
         let code = unsafe { (self.library().all_gather)(from, to, count, kind, self.comm, self.stream()) };

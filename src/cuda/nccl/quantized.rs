@@ -12,7 +12,7 @@
 use super::library::UINT8;
 use super::member::NcclLaunch;
 use super::{NcclComm, Result};
-use crate::cuda::block_quantization::{BlockQuantizer, RankChunks};
+use crate::cuda::block_quantization::{BlockQuantizer, RankChunkLayout};
 use crate::precision::{BLOCK, IntFormat};
 use crate::util::pieces;
 use candle_core::DType;
@@ -46,7 +46,8 @@ impl NcclComm {
         let incoming = outgoing + (peers * apart) as CUdeviceptr;
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for Range { start, end } in pieces(count, step) {
-            let parts = RankChunks { number: peers, count: end - start, elements_apart: count, bytes_apart: apart };
+            let parts =
+                RankChunkLayout { number: peers, count: end - start, elements_apart: count, bytes_apart: apart };
             // SAFETY: as the caller promises; `room` has `apart` bytes, at least the codes of a piece, for each peer
             // on both sides. The wire stream sums a piece before the next one arrives in its place, and the elements
             // that the sums overwrite have been encoded, or are this rank's.
@@ -87,11 +88,11 @@ impl NcclComm {
         for Range { start, end } in pieces(count, step) {
             // An all-gather leaves no gaps between the ranks' codes.
             let apart = ints.encoded_len(end - start).next_multiple_of(ALIGNMENT);
-            let all = RankChunks { number: size, count: end - start, elements_apart: count, bytes_apart: apart };
+            let all = RankChunkLayout { number: size, count: end - start, elements_apart: count, bytes_apart: apart };
             let own = codes + (rank * apart) as CUdeviceptr;
             // SAFETY: as the caller promises; `room` has `apart` bytes, at least the codes of a piece, for each rank.
             unsafe {
-                coder.encode(RankChunks { number: 1, ..all }, None, whole + offset(rank * count + start), own)?;
+                coder.encode(RankChunkLayout { number: 1, ..all }, None, whole + offset(rank * count + start), own)?;
                 launch.all_gather(own, codes, apart, UINT8)?;
                 coder.decode(all, codes, whole + offset(start))?;
             }

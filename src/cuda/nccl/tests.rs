@@ -34,15 +34,15 @@ fn is_stand_in() -> bool {
     unsafe { Loaded::this().get::<*const ()>(c"mock_cuda_live_bytes") }.is_ok()
 }
 
-fn watch(seconds: f32) -> FailureWatch {
-    FailureWatch { timeout: Duration::from_secs_f32(seconds), is_failed: Box::new(|| None) }
+fn watch(seconds: f32) -> WaitAbortConditions {
+    WaitAbortConditions { timeout: Duration::from_secs_f32(seconds), is_failed: Box::new(|| None) }
 }
 
 /// Runs `work` on this number of ranks, each a thread with a separate device.
 fn on_ranks<T: Send>(
     library: &NcclLibrary,
     size: usize,
-    watch: impl Fn(usize) -> FailureWatch + Sync,
+    watch: impl Fn(usize) -> WaitAbortConditions + Sync,
     work: impl Fn(NcclComm) -> T + Sync,
 ) -> Vec<T> {
     let (id, watch, work) = (library.unique_id().unwrap(), &watch, &work);
@@ -285,7 +285,7 @@ fn a_failure_that_the_caller_knows_ends_a_wait() {
                 .load(Ordering::Relaxed)
                 .then(|| CallerFailure::from(Box::<dyn std::error::Error + Send + Sync>::from("rank 1 died")))
         };
-        FailureWatch { timeout: Duration::from_secs(60), is_failed: Box::new(is_failed) }
+        WaitAbortConditions { timeout: Duration::from_secs(60), is_failed: Box::new(is_failed) }
     };
     on_ranks(&library, 2, told, |comm| {
         if comm.rank() == 0 {

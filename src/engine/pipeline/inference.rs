@@ -1,7 +1,7 @@
 //! Evaluation and inference in a pipeline: forward passes through all stages, without a graph.
 
-use super::boundary::{BoundaryMessage, BoundaryTensor, check_boundary, check_output};
 use super::division::StageLayers;
+use super::p2p::{BoundaryMessageKind, BoundaryTensor, check_boundary, check_output};
 use super::pipeline_engine::PipelineEngine;
 use crate::error::Result;
 use crate::pipeline::InferenceState;
@@ -112,14 +112,14 @@ impl<B> PipelineEngine<B> {
         let (own, last) = (self.rank, self.last_rank());
         if own != last {
             let receive =
-                |micro_batch| Ok(self.boundaries.receive(BoundaryMessage::Output, (0, micro_batch), last)?.tensor);
+                |micro_batch| Ok(self.boundaries.receive(BoundaryMessageKind::Output, (0, micro_batch), last)?.tensor);
             return (0..micro_batches).map(receive).collect();
         }
         outputs.iter().try_for_each(check_output)?;
         for (micro_batch, tensor) in outputs.iter_mut().enumerate() {
             let sent = BoundaryTensor { tensor: tensor.clone(), next_draw: 0, held: None };
             for rank in (0..self.schedule.ranks()).filter(|rank| *rank != own) {
-                self.boundaries.send(BoundaryMessage::Output, (0, micro_batch), rank, &sent)?;
+                self.boundaries.send(BoundaryMessageKind::Output, (0, micro_batch), rank, &sent)?;
             }
         }
         self.boundaries.finish()?;
@@ -154,7 +154,7 @@ impl<B> PipelineEngine<B> {
             let x = match stage.checked_sub(1).map(|before| schedule.rank_of(before)) {
                 None => self.module.input(batch)?,
                 Some(rank) if rank == self.rank => passed.take().expect("the previous stage has run"),
-                Some(rank) => self.boundaries.receive(BoundaryMessage::Activation, place, rank)?.tensor,
+                Some(rank) => self.boundaries.receive(BoundaryMessageKind::Activation, place, rank)?.tensor,
             };
             let output = self.engine.evaluate_stage(|layers| apply(stage, &layers.stages[&stage], x))?;
             if stage + 1 == schedule.stages() {
@@ -164,7 +164,7 @@ impl<B> PipelineEngine<B> {
             let sent = BoundaryTensor { tensor: output, next_draw: 0, held: None };
             match schedule.rank_of(stage + 1) {
                 rank if rank == self.rank => passed = Some(sent.tensor),
-                rank => self.boundaries.send(BoundaryMessage::Activation, (stage + 1, micro_batch), rank, &sent)?,
+                rank => self.boundaries.send(BoundaryMessageKind::Activation, (stage + 1, micro_batch), rank, &sent)?,
             }
             // The first stages would otherwise run ahead, and keep the activations of all micro batches.
             self.boundaries.finish_until(2 * schedule.ranks())?;

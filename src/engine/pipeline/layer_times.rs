@@ -13,7 +13,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::first_to_differ;
 use crate::config::Config;
 use crate::error::{EngineError, Result};
-use crate::graph::prepared_op::seeded;
+use crate::graph::precomputed_op::seeded;
 use crate::layout::{MeshAxis, RankMesh};
 use crate::monitor::{available_memory, process_limit};
 use crate::notice::emit;

@@ -9,23 +9,23 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `pipeline_engine.rs` | the engine: one optimizer step, operation by operation |
-//! | `run_state.rs` | ranks and times, checkpoints with options, the parameters of the complete model |
+//! | `delegated_methods.rs` | ranks and times, checkpoints with options, the parameters of the complete model |
 //! | `stage_calls.rs` | the forward and backward passes of one stage, as calls to the stage's engine |
 //! | `inference.rs` | evaluation and inference: forward passes without a graph |
 //! | `generation.rs` | a decoder's text, continued token by token |
-//! | `boundary.rs` | activations and gradients as messages between stages |
+//! | `p2p.rs` | activations and gradients as messages between stages |
 //! | `tied_weight.rs` | an embedding that is also the output projection |
 //! | `division.rs` | stages and parameters: which rank holds what |
 //! | `layer_times.rs` | the time that each layer takes on each rank |
 //! | `setup.rs` | the ranks of a pipeline, as communicators |
 
-mod boundary;
+mod delegated_methods;
 mod division;
 mod generation;
 mod inference;
 mod layer_times;
+mod p2p;
 mod pipeline_engine;
-mod run_state;
 mod setup;
 mod stage_calls;
 mod tied_weight;

@@ -1,8 +1,8 @@
 //! The engine of a pipeline: one optimizer step, operation by operation.
 
-use super::boundary::{BoundaryMessage, BoundaryTensor, StageBoundaries, check_boundary};
 use super::division::RankLayers;
 use super::layer_times::{LayerTimes, check_same_partition};
+use super::p2p::{BoundaryMessageKind, BoundaryTensor, StageP2p, check_boundary};
 use super::setup::PipelineSetup;
 use super::tied_weight::{KeptGradient, TiedWeight};
 use crate::checkpoint::{LoadOptions, LoadedCheckpoint};
@@ -10,7 +10,7 @@ use crate::comm::RankEnv;
 use crate::config::{Config, ConfigSource};
 use crate::engine::{Engine, EngineBuilder};
 use crate::error::{EngineError, Result};
-use crate::graph::prepared_op::seeded;
+use crate::graph::precomputed_op::seeded;
 use crate::graph::{delivering, part_input, without_gradients};
 use crate::layout::{MeshAxis, RankMesh};
 use crate::memory::{MemoryLedgerEntry, MemoryReport};
@@ -58,9 +58,9 @@ use std::time::Instant;
 pub struct PipelineEngine<B> {
     pub(super) engine: Engine<RankLayers<B>>,
     pub(super) module: PipelineModule<B>,
-    pub(super) boundaries: StageBoundaries,
+    pub(super) boundaries: StageP2p,
     /// The messages between the first stage and the last one, which have their own order.
-    pub(super) tied_messages: StageBoundaries,
+    pub(super) tied_messages: StageP2p,
     pub(super) schedule: PipelineSchedule,
     /// The number of pipelines, and the index of this rank's pipeline.
     pub(super) pipelines: usize,
@@ -140,8 +140,8 @@ impl EngineBuilder {
             Some(name) => TiedWeight::agreed(&engine, name, &*along, ends, schedule)?,
             None => None,
         };
-        let boundaries = StageBoundaries::new(along.clone(), engine.device().clone(), engine.ledger().clone());
-        let tied_messages = StageBoundaries::new(job, engine.device().clone(), engine.ledger().clone());
+        let boundaries = StageP2p::new(along.clone(), engine.device().clone(), engine.ledger().clone());
+        let tied_messages = StageP2p::new(job, engine.device().clone(), engine.ledger().clone());
         Ok(PipelineEngine {
             engine,
             module,
@@ -364,7 +364,7 @@ impl<B> PipelineEngine<B> {
             None => BoundaryTensor { tensor: self.module.input(batch)?, next_draw: 0, held: None },
             Some(before) => match self.schedule.rank_of(before) {
                 rank if rank == self.rank => step.activations.remove(&place).expect("the previous stage has run"),
-                rank => self.boundaries.receive(BoundaryMessage::Activation, place, rank)?,
+                rank => self.boundaries.receive(BoundaryMessageKind::Activation, place, rank)?,
             },
         };
         let looks_up = stage == 0 && self.tied.is_some();
@@ -391,7 +391,7 @@ impl<B> PipelineEngine<B> {
             let next = (stage + 1, micro_batch);
             match self.schedule.rank_of(stage + 1) {
                 rank if rank == self.rank => drop(step.activations.insert(next, sent)),
-                rank => self.boundaries.send(BoundaryMessage::Activation, next, rank, &sent)?,
+                rank => self.boundaries.send(BoundaryMessageKind::Activation, next, rank, &sent)?,
             }
         }
         held.resize(held.bytes() + bytes_of(&output));
@@ -412,7 +412,7 @@ impl<B> PipelineEngine<B> {
             let next = (stage + 1, micro_batch);
             let grad = match self.schedule.rank_of(stage + 1) {
                 rank if rank == self.rank => step.gradients.remove(&next).expect("the next stage has run"),
-                rank => self.boundaries.receive(BoundaryMessage::Gradient, next, rank)?,
+                rank => self.boundaries.receive(BoundaryMessageKind::Gradient, next, rank)?,
             };
             (seeded(&output, grad.tensor)?, grad.held)
         };
@@ -438,12 +438,12 @@ impl<B> PipelineEngine<B> {
             match (stage.checked_sub(1), &mut self.tied) {
                 (Some(before), _) => match self.schedule.rank_of(before) {
                     rank if rank == self.rank => drop(step.gradients.insert(place, sent)),
-                    rank => self.boundaries.send(BoundaryMessage::Gradient, place, rank, &sent)?,
+                    rank => self.boundaries.send(BoundaryMessageKind::Gradient, place, rank, &sent)?,
                 },
                 (None, Some(tied)) if tied.is_last => tied.looked_up.push_back(sent),
                 (None, _) => {
                     let [_, rank] = self.tied.as_ref().map_or([0; 2], |tied| tied.ends);
-                    self.tied_messages.send(BoundaryMessage::LookedUp, place, rank, &sent)?;
+                    self.tied_messages.send(BoundaryMessageKind::LookedUp, place, rank, &sent)?;
                 }
             }
         }
@@ -477,7 +477,7 @@ impl<B> PipelineEngine<B> {
                 true => tied.looked_up.pop_front(),
                 false => {
                     let place = (0, tied.kept[0].micro_batch);
-                    Some(self.tied_messages.receive(BoundaryMessage::LookedUp, place, tied.ends[0])?)
+                    Some(self.tied_messages.receive(BoundaryMessageKind::LookedUp, place, tied.ends[0])?)
                 }
             };
             let (Some(kept), Some(of_rows)) = (tied.kept.pop_front(), of_rows) else { return Ok(()) };
@@ -503,10 +503,10 @@ impl<B> PipelineEngine<B> {
         if tied.is_last {
             let tensor = self.engine.weight(tied.param).detach();
             let weight = BoundaryTensor { tensor, next_draw: 0, held: None };
-            self.tied_messages.send(BoundaryMessage::TiedWeight, (0, 0), tied.ends[0], &weight)?;
+            self.tied_messages.send(BoundaryMessageKind::TiedWeight, (0, 0), tied.ends[0], &weight)?;
             return self.tied_messages.finish();
         }
-        let weight = self.tied_messages.receive(BoundaryMessage::TiedWeight, (0, 0), tied.ends[1])?.tensor;
+        let weight = self.tied_messages.receive(BoundaryMessageKind::TiedWeight, (0, 0), tied.ends[1])?.tensor;
         self.engine.replace_weight(tied.param, &weight)
     }
 }

@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::layout::{MeshAxis, RankMesh};
 use crate::param::{BufferFilter, WeightSource};
 use crate::pipeline::PipelineModule;
-use crate::zero::step::stage_vote::PipelinePosition;
+use crate::zero::step::pipeline_vote::PipelineContext;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -95,13 +95,13 @@ impl PipelineSetup {
     }
 
     /// Returns this rank's position. `names` are those of its parameters, in order of registration.
-    pub(in crate::engine) fn position<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> PipelinePosition {
+    pub(in crate::engine) fn position<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> PipelineContext {
         let mut all_names: Vec<(usize, &String)> =
             self.division.numbers.iter().map(|(name, number)| (*number, name)).collect();
         all_names.sort_unstable();
         let is_last = self.division.is_last(self.along.rank());
         let is_copy = |name: &&str| !is_last && self.division.tied.as_deref() == Some(*name);
-        PipelinePosition {
+        PipelineContext {
             comm: self.along.clone(),
             job: self.job.clone(),
             mesh: self.mesh,

@@ -11,7 +11,7 @@
 //! differentiates the lookup again for the gradient that the first stage sends. The first stage has a copy that it does
 //! not train.
 
-use super::boundary::BoundaryTensor;
+use super::p2p::BoundaryTensor;
 use crate::comm::Communicator;
 use crate::engine::Engine;
 use crate::error::Result;

@@ -1,15 +1,16 @@
-//! The operations of a step, as a rehearsal carries them out: it holds buffers of the same size, and counts what would be moved.
+//! The operations of a step, as a rehearsal carries them out: it holds buffers of the same size, and counts what would
+//! be moved.
 
 use super::Rehearsal;
 use crate::comm::{CollectiveKind as CommKind, WireFormat};
 use crate::config::Config;
 use crate::error::Result;
 use crate::estimate::meta_buffer::MetaBuffer;
-use crate::estimate::rehearsed_files::{RehearsedArena, RehearsedExtent, RehearsedFiles};
+use crate::estimate::rehearsed_files::{RehearsedExtent, RehearsedFileBuilder, RehearsedFiles};
 use crate::estimate::step_trace::{self, LaunchedCollectiveId, StepPhase};
 use crate::memory::{MemoryKind, MemoryLedger, MemoryLedgerEntry, MemoryTier, TrackedBuffer};
 use crate::offload::{StateWindow, WindowSettings};
-use crate::optim::ParamClass;
+use crate::optim::SubGroupKey;
 use crate::param::{Param, ParamId};
 use crate::precision::ElementBuffer;
 use crate::util::lock;
@@ -19,10 +20,10 @@ use crate::zero::share::share_storage::ShareStorage;
 use crate::zero::share::state_storage::lie_on_gpu;
 use crate::zero::share::sub_group::{SubGroup, SubGroupPosition, SweepMode};
 use crate::zero::share::sub_group_builder::{self, SubGroupStateKind};
-use crate::zero::step::stage_vote::StageVote;
+use crate::zero::step::pipeline_vote::PipelineVote;
 use crate::zero::step::state_sweep::{self, ParamSlice};
 use crate::zero::step_executor::{RankInfo, StepExecutor};
-use crate::zero::transfer::device_copy::{CopyKind, UPDATE_CHUNK, WINDOWS_BYTES, windows_tier};
+use crate::zero::transfer::device_copy::{CopyPayloadKind, UPDATE_CHUNK, WINDOWS_BYTES, windows_tier};
 use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
 use std::cell::RefCell;
@@ -37,8 +38,8 @@ pub(in crate::estimate) struct RehearsedCollective {
     _copy: Option<MemoryLedgerEntry>,
 }
 
-impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for RehearsedArena {
-    fn begin(&self, state: SubGroupStateKind, _: ParamClass, dtype: DType) -> Result<RehearsedExtent> {
+impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for RehearsedFileBuilder {
+    fn begin(&self, state: SubGroupStateKind, _: SubGroupKey, dtype: DType) -> Result<RehearsedExtent> {
         Ok(RehearsedExtent { dtype, held: Rc::new(RefCell::new(self.0.hold_in(MemoryTier::File, state.kind(), 0))) })
     }
 
@@ -164,7 +165,7 @@ impl StepExecutor for Rehearsal<'_> {
 
     fn send(
         &self,
-        kind: CopyKind,
+        kind: CopyPayloadKind,
         buffer: MetaBuffer,
         to: &MemoryTier,
         capacity: usize,
@@ -190,7 +191,7 @@ impl StepExecutor for Rehearsal<'_> {
         Ok(vec![values])
     }
 
-    fn vote_of_all_stages(&self, own: StageVote) -> Result<StageVote> {
+    fn vote_of_all_stages(&self, own: PipelineVote) -> Result<PipelineVote> {
         Ok(own)
     }
 
@@ -247,7 +248,7 @@ impl state_sweep::StepBackend for Rehearsal<'_> {
             // The largest piece is in memory, as is the piece before it, which is still being transferred.
             let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATE_CHUNK)).max().unwrap_or(0);
             let piece = || MetaBuffer::whole(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
-            let under_way = self.send(CopyKind::Updates, piece(), &self.tier, len)?;
+            let under_way = self.send(CopyPayloadKind::Updates, piece(), &self.tier, len)?;
             let _next = self.ledger.hold(MemoryKind::Buckets, piece().capacity_in_bytes());
             self.arrived(under_way)?;
         }

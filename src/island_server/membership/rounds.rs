@@ -1,9 +1,9 @@
 //! Decides when an exchange can be closed, and closes it.
 
 use super::super::frame::{Frame, FrameKind};
+use super::super::membership_log::{IslandEvent, RecordedRound, Replay, RoundMember};
 use super::super::messages::{MeanHead, RoundKey};
-use super::super::record::{RecordedRound, Replay, RoundMember, RunEvent};
-use super::{IslandState, Membership, RankChange, ServerAction, json};
+use super::{IslandState, Membership, RankPseudoGradient, ServerAction, json};
 use crate::util::counted;
 use std::sync::Arc;
 use twox_hash::XxHash3_64;
@@ -51,7 +51,7 @@ impl Membership {
                 island.state = IslandState::Member { since: None };
                 island.last.fill(None);
             }
-            self.actions.push(ServerAction::Record(RunEvent::Begin { slot }));
+            self.actions.push(ServerAction::Record(IslandEvent::Begin { slot }));
             self.send_to_island(slot, &Frame::new(FrameKind::Begin, Vec::new()));
             self.tell(format!("island {slot} begins: no other island is left"));
         }
@@ -136,8 +136,8 @@ impl Membership {
         }
         let all_sent = recorded.members.iter().all(|member| self.is_complete(key, member.slot));
         let waits = |slot: &usize| self.islands.get(slot).is_some_and(|island| island.state == IslandState::Waiting);
-        // Islands that left the recorded run before this exchange are removed first: they may be the same islands that join
-        // after it.
+        // Islands that left the recorded run before this exchange are removed first: they may be the same islands that
+        // join after it.
         let left: Vec<usize> = self
             .islands
             .iter()
@@ -177,7 +177,7 @@ impl Membership {
     /// Returns true if all islands had the same weights before an exchange; `None` if an island was removed.
     fn agrees_on_weights(&mut self, key: RoundKey) -> Option<bool> {
         let round = &self.rounds[&key];
-        let of = |changes: &Vec<Option<RankChange>>| -> Vec<u64> {
+        let of = |changes: &Vec<Option<RankPseudoGradient>>| -> Vec<u64> {
             changes.iter().flatten().map(|change| change.weights).collect()
         };
         let first = round.values().next().map(of);
@@ -208,11 +208,16 @@ impl Membership {
         let format = shape.format;
         (self.is_running, self.last_closed) = (true, Some(key));
         let recorded = self.replay.rounds.pop_front();
-        let samples_of = |changes: &[Option<RankChange>]| changes[0].as_ref().map_or(0, |change| change.samples);
+        let samples_of =
+            |changes: &[Option<RankPseudoGradient>]| changes[0].as_ref().map_or(0, |change| change.samples);
         let members: Vec<RoundMember> =
             round.iter().map(|(slot, changes)| RoundMember { slot: *slot, samples: samples_of(changes) }).collect();
         let samples = members.iter().fold(0u64, |sum, member| sum.saturating_add(member.samples));
-        self.actions.push(ServerAction::Record(RunEvent::Round { exchange: key, members: members.clone(), weights }));
+        self.actions.push(ServerAction::Record(IslandEvent::Round {
+            exchange: key,
+            members: members.clone(),
+            weights,
+        }));
         let slots: Vec<usize> = members.iter().map(|member| member.slot).collect();
         let donation = self.begin_donation(key, &slots, recorded.as_ref());
         let fragment = usize::try_from(key.fragment).unwrap_or(usize::MAX);

@@ -1,10 +1,10 @@
 //! Decisions of the island server, without sockets.
 
-use super::super::record;
-use super::super::wire::ChangeFormat;
+use super::super::membership_log;
+use super::super::pseudo_gradient_codec::PseudoGradientFormat;
 use super::*;
+use crate::island_server::membership_log::RoundMember;
 use crate::island_server::messages::MeanHead;
-use crate::island_server::record::RoundMember;
 
 const RANKS: usize = 2;
 const LEN: usize = 3;
@@ -14,7 +14,7 @@ struct TestServer {
     membership: Membership,
     /// The frames that were sent to each connection.
     sent: HashMap<ConnectionId, Vec<Frame>>,
-    events: Vec<RunEvent>,
+    events: Vec<IslandEvent>,
 }
 
 impl TestServer {
@@ -38,7 +38,7 @@ impl TestServer {
                 slots: 3,
                 ranks: RANKS,
                 min_islands: 2,
-                format: ChangeFormat::Fp32,
+                format: PseudoGradientFormat::Fp32,
                 fingerprint: vec![("models".into(), 1)],
             };
             let (start, launcher) = (self.events.len() as u64 + 100 * slot as u64, slot as u64);
@@ -51,7 +51,7 @@ impl TestServer {
     fn change_of(&mut self, slot: usize, position: usize, step: u64, value: f32) {
         let mut body = RoundKey { step, call: 0, fragment: 0 }.to_bytes().to_vec();
         body.extend([8u64, 7].into_iter().flat_map(u64::to_le_bytes));
-        body.extend(ChangeFormat::Fp32.encode(vec![value; LEN]));
+        body.extend(PseudoGradientFormat::Fp32.encode(vec![value; LEN]));
         self.membership.change(connection(slot, position), body);
         self.work();
     }
@@ -67,7 +67,7 @@ impl TestServer {
             let (_, rest) = RoundKey::split(&frame.head)?;
             let ([_], head) = split_numbers::<1>(rest)?;
             let head: MeanHead = serde_json::from_slice(head).unwrap();
-            Some((ChangeFormat::Fp32.decode(&frame.body, LEN)[0], head.members, head.donation))
+            Some((PseudoGradientFormat::Fp32.decode(&frame.body, LEN)[0], head.members, head.donation))
         };
         frames.into_iter().filter(|frame| frame.kind == FrameKind::Mean).filter_map(of_mean).collect()
     }
@@ -146,7 +146,7 @@ fn a_donor_that_dies_is_replaced_after_the_next_exchange() {
     assert!(server.means(1, 0).is_empty());
     server.change(2, 20, 3.0);
     assert_eq!(server.means(1, 0), [(2.0, vec![1, 2], None)]);
-    let joins = server.events.iter().filter(|event| matches!(event, RunEvent::Join { slot: 2, donor: 1, .. }));
+    let joins = server.events.iter().filter(|event| matches!(event, IslandEvent::Join { slot: 2, donor: 1, .. }));
     assert_eq!(joins.count(), 1);
 }
 
@@ -206,12 +206,12 @@ fn a_replay_waits_for_those_that_took_part_and_sends_the_others_away() {
         (0..2).for_each(|slot| server.connect(slot));
         (0..2).for_each(|slot| server.change(slot, 5, 1.0));
         let round = server.events.iter().find_map(|event| match event {
-            RunEvent::Round { weights, .. } => Some(weights.clone()),
+            IslandEvent::Round { weights, .. } => Some(weights.clone()),
             _ => None,
         });
         round.unwrap()
     };
-    let round = |step: u64, slots: &[usize], joins: Vec<(usize, usize)>| record::RecordedRound {
+    let round = |step: u64, slots: &[usize], joins: Vec<(usize, usize)>| membership_log::RecordedRound {
         key: RoundKey { step, call: 0, fragment: 0 },
         members: members(slots),
         weights: weights.clone(),

@@ -11,12 +11,12 @@
 use super::forward::HeadBufferLayout;
 use super::pack;
 use super::rule::{AttentionRule, SequenceHead};
+use super::score_products::{ScoreTiles, gather, scatter, scores};
 use super::scratch::AttentionScratch;
 use super::shape::{AttentionShape, BAND, BLOCK, LOG2_E, TILE};
 use super::softmax::{BackwardRowStatistics, bound, score_gradients};
 use super::strided::{HeadRows, HeadRowsMut, MultiHeadRows};
 use super::tile_product::ProductInit;
-use super::tiles::{ScoreTiles, gather, scatter, scores};
 use crate::kernels::element::Element;
 use crate::kernels::vector::{PackElementsToWords, SimdVector};
 use std::iter::repeat_n;

@@ -2,12 +2,12 @@
 
 use super::pack;
 use super::rule::AttentionRule;
+use super::score_products::{ScoreTiles, gather, scores};
 use super::scratch::AttentionScratch;
 use super::shape::{AttentionShape, BAND, BLOCK, LOG2_E, TILE};
 use super::softmax::{OnlineSoftmax, bound, softmax};
 use super::strided::{HeadRows, HeadRowsMut};
 use super::tile_product::ProductInit;
-use super::tiles::{ScoreTiles, gather, scores};
 use crate::kernels::element::Element;
 use crate::kernels::vector::PackElementsToWords;
 

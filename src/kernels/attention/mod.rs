@@ -3,17 +3,17 @@
 //! An [`AttentionRule`] defines which keys a query sees. Attention is computed separately for each of the sequences
 //! that are packed into a row: tiles begin where a sequence begins, so the results of a packed sequence have the same
 //! bits as those of an unpacked one. Each head of a sequence is computed in square tiles of [`shape::BLOCK`] keys and
-//! queries with a running softmax. Memory is therefore never quadratic in the length, and tiles in which no query sees a key
-//! are skipped. The backward pass recomputes the probabilities from the log-sum-exp that the forward pass keeps. A task
-//! is one (sequence, head) in the forward pass, and one (sequence, key head) or one of its query heads in the backward
-//! pass. The order of sums is the same in each case, so results have the same bits for any number of threads.
+//! queries with a running softmax. Memory is therefore never quadratic in the length, and tiles in which no query sees
+//! a key are skipped. The backward pass recomputes the probabilities from the log-sum-exp that the forward pass keeps.
+//! A task is one (sequence, head) in the forward pass, and one (sequence, key head) or one of its query heads in the
+//! backward pass. The order of sums is the same in each case, so results have the same bits for any number of threads.
 //!
 //! A head can have a sink: a key without a value, whose score is a parameter. The sink takes part in the softmax, so
 //! the probabilities of the other keys add up to less than 1. The running softmax begins with the sink.
 //!
-//! The code is generic over the vectors of a SIMD level and the words that its products use ([`tiles::ScoreTiles`]).
-//! [`SimdMethod::of`] selects them for a level. bf16 elements are multiplied in pairs on processors with fast
-//! AVX512_BF16 instructions. All other elements are widened to f32 when they are packed.
+//! The code is generic over the vectors of a SIMD level and the words that its products use
+//! ([`score_products::ScoreTiles`]). [`SimdMethod::of`] selects them for a level. bf16 elements are multiplied in pairs
+//! on processors with fast AVX512_BF16 instructions. All other elements are widened to f32 when they are packed.
 
 mod backward;
 #[cfg(target_arch = "x86_64")]
@@ -22,12 +22,12 @@ mod forward;
 mod kv_cache;
 mod pack;
 mod rule;
+mod score_products;
 mod scratch;
 mod shape;
 mod softmax;
 mod strided;
 mod tile_product;
-mod tiles;
 
 pub use kv_cache::{KvCacheView, capacity_for, forward_cached, keep_keys, keep_values};
 pub use rule::{AttentionRule, SequenceSpan};
@@ -42,8 +42,8 @@ use crate::kernels::simd::level;
 use crate::kernels::vector::{PackElementsToWords, SimdMethod, with_words_of};
 use backward::BackwardInputs;
 use rule::SequenceHead;
+use score_products::ScoreTiles;
 use scratch::SCRATCH;
-use tiles::ScoreTiles;
 
 /// Computes out = softmax(scale q k^T, over the keys that `rule` lets a query see) v.
 ///

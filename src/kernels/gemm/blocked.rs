@@ -82,7 +82,7 @@ pub(super) struct GemmPlan<'a, E, C> {
     a: GemmOperand<E>,
     b: GemmOperand<E>,
     layout: OperandLayout,
-    packed_b: PackedColumns,
+    packed_b: ColumnPackingMode,
     /// Whether the operands are exchanged ([`are_exchanged`]).
     exchanged: bool,
     blocks: EvenSplit,
@@ -126,12 +126,12 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         let blocks = EvenSplit::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, W::LANES);
         let large = !exchanged && b.inner_stride != 1 && bytes_of_b > LARGE_BYTES;
         let packed_b = match () {
-            () if inner == 0 => PackedColumns::Kept,
-            () if large && rows > unpacked::ROWS && rows <= FEW_ROWS_OF_WIDE_PIECES => PackedColumns::WidePieces,
-            () if rows <= FEW_ROWS => PackedColumns::Pieces,
-            () => PackedColumns::Kept,
+            () if inner == 0 => ColumnPackingMode::Kept,
+            () if large && rows > unpacked::ROWS && rows <= FEW_ROWS_OF_WIDE_PIECES => ColumnPackingMode::WidePieces,
+            () if rows <= FEW_ROWS => ColumnPackingMode::Pieces,
+            () => ColumnPackingMode::Kept,
         };
-        let most_blocks = if packed_b == PackedColumns::Kept { SPAN_BLOCKS } else { usize::MAX };
+        let most_blocks = if packed_b == ColumnPackingMode::Kept { SPAN_BLOCKS } else { usize::MAX };
         let spans = EvenSplit::new(blocks.count, most_blocks, 1);
         let span_steps = (blocks.most() * spans.most()).max(1);
         let most_rows = match layout {
@@ -165,10 +165,10 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
     /// Returns the number of words that a task keeps in the cache for each of its columns.
     pub(super) fn words_per_column(&self) -> usize {
         match self.packed_b {
-            PackedColumns::Kept => self.span_steps,
-            PackedColumns::Pieces => 1,
+            ColumnPackingMode::Kept => self.span_steps,
+            ColumnPackingMode::Pieces => 1,
             // The packed words, the sums of all rows, and the sums of a block.
-            PackedColumns::WidePieces => PIECE_STEPS + 2 * self.a.outer,
+            ColumnPackingMode::WidePieces => PIECE_STEPS + 2 * self.a.outer,
         }
     }
 
@@ -222,7 +222,7 @@ enum OperandLayout {
 
 /// How a task keeps the packed words of its columns of `b`.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum PackedColumns {
+pub(super) enum ColumnPackingMode {
     /// All steps are packed, and kept for all rows.
     Kept,
     /// There are few rows: a piece of a panel is packed, multiplied by all rows, and overwritten. For the fewest rows,
@@ -257,7 +257,7 @@ pub(super) struct GemmPart<'a, E, C> {
     a: GemmOperand<E>,
     pub(super) b: GemmOperand<E>,
     layout: OperandLayout,
-    pub(super) packed_b: PackedColumns,
+    pub(super) packed_b: ColumnPackingMode,
     exchanged: bool,
     pub(super) rows: Range<usize>,
     /// All blocks of steps. `span` selects those of this part.
@@ -313,7 +313,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         }
         let panels = ColumnPanels::new(cols.len().div_ceil(W::LANES), W::VECTORS);
         let width = panels.vectors() * W::LANES;
-        if self.packed_b != PackedColumns::Kept {
+        if self.packed_b != ColumnPackingMode::Kept {
             self.wait_for_a(packs);
             return self.stream::<W>(rows, cols, panels);
         }
@@ -372,7 +372,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         // If columns are contiguous, panels are packed one after the other. Otherwise, a few steps of all panels are
         // packed in turn, so that neighbors in a row are read together.
         let together = match self.packed_b {
-            PackedColumns::WidePieces => STEPS_OF_WIDE_PIECES,
+            ColumnPackingMode::WidePieces => STEPS_OF_WIDE_PIECES,
             _ if self.b.inner_stride == 1 => usize::MAX,
             _ => PREFETCH_STEPS,
         };

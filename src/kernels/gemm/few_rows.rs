@@ -1,8 +1,9 @@
 //! Products with few rows.
 //!
-//! Packed columns are not kept: a task packs a small piece of `b`, multiplies all rows by it and continues with the next
-//! piece. `b` is then read once, and nothing of its size is written. A piece is a part of one panel, which stays in the
-//! first-level cache. If columns are adjacent and `b` is too large for the caches, a piece is a part of all panels:
+//! Packed columns are not kept: a task packs a small piece of `b`, multiplies all rows by it and continues with the
+//! next piece. `b` is then read once, and nothing of its size is written. A piece is a part of one panel, which stays
+//! in the first-level cache. If columns are adjacent and `b` is too large for the caches, a piece is a part of all
+//! panels:
 //!
 //! ```text
 //!   one panel after the other         all panels at once
@@ -13,7 +14,7 @@
 //! The products of an element are summed in the order of [`super::blocked`], so the results have the same bits.
 
 use super::arithmetic::{ElementArithmetic, GemmArithmetic};
-use super::blocked::{GemmPart, PackedColumns, turns};
+use super::blocked::{ColumnPackingMode, GemmPart, turns};
 use super::microkernel::{self, AccumulatorInit, Microkernels};
 use super::pack::{PIECE_STEPS, PREFETCH_STEPS};
 use super::panels::ColumnPanels;
@@ -25,10 +26,10 @@ use std::ops::Range;
 
 impl<E: Element, C: Element> GemmPart<'_, E, C> {
     /// Does the same as [`GemmPart::compute`] for so few rows that packed columns of `b` are not kept. A piece (some
-    /// steps of one panel or of all panels) is packed, multiplied by all rows, and overwritten. For the fewest rows, `b`
-    /// is not packed at all. The sums of all rows and columns are in memory. The sums of a block continue from turn to
-    /// turn, and are then added to the sums of earlier blocks, so that the products of each element are summed in the
-    /// order of [`GemmPart::compute`].
+    /// steps of one panel or of all panels) is packed, multiplied by all rows, and overwritten. For the fewest rows,
+    /// `b` is not packed at all. The sums of all rows and columns are in memory. The sums of a block continue from turn
+    /// to turn, and are then added to the sums of earlier blocks, so that the products of each element are summed in
+    /// the order of [`GemmPart::compute`].
     pub(super) fn stream<W: ElementArithmetic<E> + Microkernels>(
         &self,
         rows: Range<usize>,
@@ -40,7 +41,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         let all = panels.count();
         // The panels of a group, which are read to their end, and the panels and steps of a piece.
         let (group, piece_panels, piece_steps) = match self.packed_b {
-            PackedColumns::WidePieces => (all, all, PIECE_STEPS),
+            ColumnPackingMode::WidePieces => (all, all, PIECE_STEPS),
             _ if self.b.inner_stride == 1 => (1, 1, PIECE_STEPS),
             _ => (all, 1, PREFETCH_STEPS),
         };

@@ -16,7 +16,7 @@ use crate::config::WandbConfig;
 use crate::error::{Error, MonitorError, Result};
 use crate::notice::emit;
 use crate::wall_clock::now;
-use records::{RecordHead, RecordKind, RecordMaker, WandbRunIdentity};
+use records::{ReadBackRecord, RecordHead, RecordMaker, WandbRunIdentity};
 use run_folder::WandbRunFolder;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -125,9 +125,9 @@ impl WandbMonitor {
 fn is_before(record: &[u8], samples: u64, last: &mut u64) -> bool {
     let head = RecordHead::read(record, ENGINE_TAG);
     let is_kept = match head.kind {
-        RecordKind::Row { step, of_engine } => !of_engine || step <= samples,
-        RecordKind::Exit => false,
-        RecordKind::Other => true,
+        ReadBackRecord::Row { step, of_engine } => !of_engine || step <= samples,
+        ReadBackRecord::Exit => false,
+        ReadBackRecord::Other => true,
     };
     if is_kept {
         *last = head.num;
@@ -224,9 +224,9 @@ mod tests {
         TransactionLog::resume(file, |record| {
             let head = RecordHead::read(record, ENGINE_TAG);
             let text = match head.kind {
-                RecordKind::Row { step, .. } => step.to_string(),
-                RecordKind::Exit => "exit".into(),
-                RecordKind::Other => String::new(),
+                ReadBackRecord::Row { step, .. } => step.to_string(),
+                ReadBackRecord::Exit => "exit".into(),
+                ReadBackRecord::Other => String::new(),
             };
             found.push((head.num, text));
             true

@@ -141,12 +141,12 @@ fn number(value: f64) -> String {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct RecordHead {
     pub num: u64,
-    pub kind: RecordKind,
+    pub kind: ReadBackRecord,
 }
 
 /// The kind of a record that was read back.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum RecordKind {
+pub(super) enum ReadBackRecord {
     /// A row of the history, with its step. `of_engine` is true if it contains the values that the engine writes at
     /// each step.
     Row {
@@ -168,11 +168,11 @@ impl RecordHead {
             let of_engine = history
                 .all_bytes(1)
                 .any(|item| ProtobufFields(item).all_bytes(2).any(|key| key == engine_tag.as_bytes()));
-            RecordKind::Row { step: step.unwrap_or_default(), of_engine }
+            ReadBackRecord::Row { step: step.unwrap_or_default(), of_engine }
         } else if fields.all_bytes(EXIT.into()).next().is_some() {
-            RecordKind::Exit
+            ReadBackRecord::Exit
         } else {
-            RecordKind::Other
+            ReadBackRecord::Other
         };
         Self { num, kind }
     }
@@ -249,10 +249,10 @@ mod tests {
             }
         }
         let head = RecordHead::read(&rows[0], "tag/3");
-        assert_eq!(head, RecordHead { num: 41, kind: RecordKind::Row { step: 8, of_engine: true } });
-        assert_eq!(RecordHead::read(&rows[0], "tag").kind, RecordKind::Row { step: 8, of_engine: false });
-        assert_eq!(RecordHead::read(&rows[1], "").kind, RecordKind::Other);
-        assert_eq!(RecordHead::read(&maker.exit(RunEnding::Finished, 1.0), "").kind, RecordKind::Exit);
+        assert_eq!(head, RecordHead { num: 41, kind: ReadBackRecord::Row { step: 8, of_engine: true } });
+        assert_eq!(RecordHead::read(&rows[0], "tag").kind, ReadBackRecord::Row { step: 8, of_engine: false });
+        assert_eq!(RecordHead::read(&rows[1], "").kind, ReadBackRecord::Other);
+        assert_eq!(RecordHead::read(&maker.exit(RunEnding::Finished, 1.0), "").kind, ReadBackRecord::Exit);
     }
 
     #[test]

@@ -27,7 +27,7 @@ const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The contents of [`ORIGIN`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct RunOrigin {
+struct ResumeInfo {
     id: String,
     display_name: String,
     start: f64,
@@ -39,7 +39,7 @@ struct RunOrigin {
     checkpoints: Option<u64>,
 }
 
-impl RunOrigin {
+impl ResumeInfo {
     fn read(folder: &Path) -> Option<Self> {
         let bytes = files::read(folder.join(ORIGIN), MAX_ORIGIN).ok()?;
         let origin: Self = serde_json::from_slice(&bytes).ok()?;
@@ -52,7 +52,7 @@ impl RunOrigin {
 pub(super) struct WandbRunFolder {
     path: PathBuf,
     identity: WandbRunIdentity,
-    origin: RunOrigin,
+    origin: ResumeInfo,
     _lock: FolderLock,
 }
 
@@ -82,7 +82,7 @@ impl WandbRunFolder {
         let FolderLockOutcome::Held(lock) = FolderLock::ask(&path, LOCK_RELEASE_TIMEOUT).map_err(failed)? else {
             return Err(failed(std::io::Error::new(ErrorKind::WouldBlock, "another process has locked it")));
         };
-        let origin = RunOrigin {
+        let origin = ResumeInfo {
             id: identity.id.clone(),
             display_name: identity.display_name.clone(),
             start: identity.start,
@@ -105,12 +105,12 @@ impl WandbRunFolder {
     /// Folders to which another process writes are left out.
     pub fn continued_by<'a>(run: &'a RunDescription, folder: &Path) -> impl Iterator<Item = Self> + 'a {
         let loaded = run.loaded_from.as_ref().map(|folder| path_hash(folder));
-        let mut found: Vec<(PathBuf, RunOrigin)> = std::fs::read_dir(folder)
+        let mut found: Vec<(PathBuf, ResumeInfo)> = std::fs::read_dir(folder)
             .into_iter()
             .flatten()
             .flatten()
             .filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX))
-            .filter_map(|entry| Some((entry.path(), RunOrigin::read(&entry.path())?)))
+            .filter_map(|entry| Some((entry.path(), ResumeInfo::read(&entry.path())?)))
             // A run that this job has written since its last restart belongs to another engine of this process.
             .filter(|(_, origin)| origin.name == run.name && (origin.job != run.job || origin.restart < run.restart))
             .collect();
@@ -125,7 +125,7 @@ impl WandbRunFolder {
         let Ok(FolderLockOutcome::Held(lock)) = FolderLock::ask(&path, LOCK_RELEASE_TIMEOUT) else { return None };
         files::remove_unfinished(&path);
         // Another process may have continued the run in the meantime.
-        let origin = RunOrigin::read(&path)?;
+        let origin = ResumeInfo::read(&path)?;
         let identity =
             WandbRunIdentity { id: origin.id.clone(), display_name: origin.display_name.clone(), start: origin.start };
         Some(Self { path, identity, origin, _lock: lock })

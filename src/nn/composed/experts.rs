@@ -2,7 +2,7 @@
 
 use super::wide;
 use crate::nn::WeightLayout;
-use crate::nn::experts::{ExpertAssignment, ExpertGate, ExpertTensors, GateUpOrder, RouterOrder};
+use crate::nn::experts::{ExpertActivation, ExpertAssignment, ExpertTensors, GateUpOrder, RouterOrder};
 use candle_core::{D, DType, Result, Tensor};
 
 /// Returns the weights of the chosen experts, as [`crate::nn::route`] computes them before it rounds them, from
@@ -65,7 +65,7 @@ pub fn combine_experts(y: &Tensor, weights: &Tensor, assignment: &ExpertAssignme
 }
 
 /// See [`crate::nn::gated_activation`].
-pub fn gated_activation(x: &Tensor, gate: ExpertGate, order: GateUpOrder) -> Result<Tensor> {
+pub fn gated_activation(x: &Tensor, gate: ExpertActivation, order: GateUpOrder) -> Result<Tensor> {
     let width = x.dim(D::Minus1)? / 2;
     let h = wide(x)?;
     let (g, up) = match order {
@@ -79,8 +79,8 @@ pub fn gated_activation(x: &Tensor, gate: ExpertGate, order: GateUpOrder) -> Res
         }
     };
     let y = match gate {
-        ExpertGate::Silu => ((&g * sigmoid(&g)?)? * up)?,
-        ExpertGate::Clamped { alpha, limit } => {
+        ExpertActivation::Silu => ((&g * sigmoid(&g)?)? * up)?,
+        ExpertActivation::Clamped { alpha, limit } => {
             let (alpha, limit) = (f64::from(alpha), f64::from(limit));
             let (g, up) = (g.minimum(limit)?, up.minimum(limit)?.maximum(-limit)?);
             ((up + 1.0)? * (&g * sigmoid(&(&g * alpha)?)?)?)?
@@ -102,8 +102,9 @@ pub fn add_gated(onto: &Tensor, gate: &Tensor, x: &Tensor) -> Result<Tensor> {
     (wide(onto)? + wide(x)?.broadcast_mul(&factor)?)?.to_dtype(onto.dtype())
 }
 
-/// Returns the loss of [`crate::nn::load_balancing_loss`]: the sum of the experts' probabilities, each multiplied by the
-/// factor of its expert in `factors`. Rows for which `counts` is false are left out. A loss of f64 logits is in f64.
+/// Returns the loss of [`crate::nn::load_balancing_loss`]: the sum of the experts' probabilities, each multiplied by
+/// the factor of its expert in `factors`. Rows for which `counts` is false are left out. A loss of f64 logits is in
+/// f64.
 pub fn load_balancing_loss(logits: &[&Tensor], factors: &[f64], counts: Option<&[bool]>) -> Result<Tensor> {
     let mut loss = None;
     for logits in logits {

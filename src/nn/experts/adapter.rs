@@ -1,7 +1,7 @@
 //! Low-rank adapters of experts, in the layout of PEFT's `target_parameters`.
 
 use super::ExpertAssignment;
-use super::grouped_rows::ProjectionSizes;
+use super::grouped_gemm::ProjectionSizes;
 use crate::kernels::buffer;
 use crate::kernels::element::ElementDtype;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, Product, gemm_grouped};

@@ -1,6 +1,6 @@
 //! The rows of each expert, as ranges of slots.
 
-use crate::kernels::experts::RowSlots;
+use crate::kernels::expert_combine::RowSlots;
 use crate::util::{counted, is_or_are};
 use candle_core::{Result, bail};
 use std::ops::Range;

@@ -1,8 +1,8 @@
 //! The activation between the projections of experts.
 
-use super::options::{ExpertGate, GateUpOrder};
+use super::options::{ExpertActivation, GateUpOrder};
 use crate::graph::{OpInputs, SavedTensor, can_remake};
-use crate::kernels::{buffer, gate_up};
+use crate::kernels::{buffer, gate_up_activation};
 use crate::nn::composed;
 use crate::nn::in_f32::has_kernels;
 use crate::tensor::element::{TensorElement, with_element, with_elements};
@@ -13,7 +13,7 @@ use candle_core::{D, Device, Result, Tensor, bail};
 ///
 /// # Errors
 /// An odd number of columns.
-pub fn gated_activation(x: &Tensor, gate: ExpertGate, order: GateUpOrder) -> Result<Tensor> {
+pub fn gated_activation(x: &Tensor, gate: ExpertActivation, order: GateUpOrder) -> Result<Tensor> {
     const NAME: &str = "gated_activation";
     let both = x.dim(D::Minus1)?;
     if !both.is_multiple_of(2) {
@@ -32,7 +32,7 @@ pub fn gated_activation(x: &Tensor, gate: ExpertGate, order: GateUpOrder) -> Res
     with_element!(x.dtype(), NAME, E => {
         let forward = move |x: &Tensor| with_elements::<E, _>(x, NAME, |x| {
             let mut y = buffer::<E>(x.len() / 2);
-            gate_up::gated(gate, order, x, width, &mut y);
+            gate_up_activation::gated(gate, order, x, width, &mut y);
             Ok(y)
         });
         let y = forward(&x)?;
@@ -41,7 +41,7 @@ pub fn gated_activation(x: &Tensor, gate: ExpertGate, order: GateUpOrder) -> Res
         let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_x]| {
             to_x.make::<E>(2 * grad.len(), |dx| {
                 with_elements::<E, _>(&kept.get()?, NAME, |x| grad.read::<E, _>(NAME, |dy| {
-                    gate_up::gated_backward(gate, order, (x, dy), width, dx);
+                    gate_up_activation::gated_backward(gate, order, (x, dy), width, dx);
                     Ok(())
                 }))
             })

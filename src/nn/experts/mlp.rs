@@ -1,12 +1,12 @@
 //! The MLP of experts: gate and up, the gated activation, down, and the weighted sum.
 
-use super::grouped_rows::NAME;
-use super::options::{ExpertGate, GateUpOrder};
+use super::grouped_gemm::NAME;
+use super::options::{ExpertActivation, GateUpOrder};
 use super::recorded_projection::{ExpertSlots, ProjectionBackward};
 use super::traveling_rows::RowRoutes;
 use super::{ExpertAssignment, ExpertProjection, Routing, combine_experts, expert_rows, gated_activation};
 use crate::graph::{InputGradSink, OpInputs, SavedTensor};
-use crate::kernels::{buffer, gate_up};
+use crate::kernels::{buffer, gate_up_activation};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use crate::util::counted;
 use crate::zero::{RoutedPass, RoutedUnits};
@@ -33,7 +33,7 @@ pub struct ExpertMlp {
 /// The activation between the projections.
 #[derive(Debug, Clone, Copy)]
 struct GatedActivation {
-    gate: ExpertGate,
+    gate: ExpertActivation,
     order: GateUpOrder,
     /// The number of the activation's outputs for each row.
     width: usize,
@@ -48,7 +48,7 @@ impl ExpertMlp {
     pub fn new(
         gate_up: ExpertProjection,
         down: ExpertProjection,
-        gate: ExpertGate,
+        gate: ExpertActivation,
         order: GateUpOrder,
     ) -> Result<Self> {
         let ((_, both), (width, _)) = (gate_up.widths(), down.widths());
@@ -204,13 +204,13 @@ impl GatedActivation {
     /// Returns the activation of `both`, which holds gate and up.
     fn of<E: TensorElement>(self, both: &[E]) -> Vec<E> {
         let mut inner = buffer::<E>(both.len() / 2);
-        gate_up::gated(self.gate, self.order, both, self.width, &mut inner);
+        gate_up_activation::gated(self.gate, self.order, both, self.width, &mut inner);
         inner
     }
 
     /// Computes the gradient of `both` from that of the activation.
     fn backward<E: TensorElement>(self, both: &[E], d_inner: &[E], d_both: &mut [E]) {
-        gate_up::gated_backward(self.gate, self.order, (both, d_inner), self.width, d_both);
+        gate_up_activation::gated_backward(self.gate, self.order, (both, d_inner), self.width, d_both);
     }
 }
 

@@ -1,6 +1,6 @@
 //! The options of routers and of experts' activations.
 
-pub use crate::kernels::gate_up::{ExpertGate, GateUpOrder};
+pub use crate::kernels::gate_up_activation::{ExpertActivation, GateUpOrder};
 
 /// The order of a router's operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! One projection of all experts as one operation: the grouped product.
 
 use super::adapter::ExpertAdapter;
-use super::grouped_rows::{NAME, ProjectionSizes};
+use super::grouped_gemm::{NAME, ProjectionSizes};
 use super::recorded_projection::{ProjectionBackward, RecordedProjection};
 use super::tensors::ExpertTensors;
 use super::{ExpertAssignment, unused};

@@ -5,12 +5,12 @@
 
 use super::ExpertAssignment;
 use super::adapter::{AdapterSizes, ExpertAdapter};
-use super::grouped_rows::{GroupedRows, NAME, ProjectionSizes};
-use super::tensors::{ExpertSinks, ExpertTensors, LentGradient};
+use super::grouped_gemm::{GroupedGemm, NAME, ProjectionSizes};
+use super::tensors::{ExpertGradSinks, ExpertTensors, LentGradient};
 use crate::graph::{InputGradSink, OpInputs, SavedTensor};
 use crate::kernels::gemm::{column_sums, gemm_grouped};
 use crate::nn::WeightLayout;
-use crate::nn::f32_parameters::with_wide;
+use crate::nn::f32_weight_linear::with_wide;
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::Result;
 use std::ops::Range;
@@ -23,8 +23,8 @@ pub(super) struct RecordedProjection {
     weights: Vec<ExpertTensors>,
     biases: Vec<ExpertTensors>,
     adapter: Option<RecordedAdapter>,
-    of_weights: Vec<ExpertSinks>,
-    of_biases: Vec<ExpertSinks>,
+    of_weights: Vec<ExpertGradSinks>,
+    of_biases: Vec<ExpertGradSinks>,
 }
 
 /// An adapter's matrices, and the destinations of their gradients.
@@ -104,14 +104,14 @@ impl RecordedProjection {
         Ok(h)
     }
 
-    fn of(&self, assignment: &Arc<ExpertAssignment>) -> GroupedRows {
-        GroupedRows { sizes: self.sizes.clone(), layout: self.layout, assignment: assignment.clone() }
+    fn of(&self, assignment: &Arc<ExpertAssignment>) -> GroupedGemm {
+        GroupedGemm { sizes: self.sizes.clone(), layout: self.layout, assignment: assignment.clone() }
     }
 
     /// Returns whether the gradient of any parameter is wanted.
     pub fn trains(&self) -> bool {
         let mut of_tensors = self.of_weights.iter().chain(&self.of_biases);
-        of_tensors.any(ExpertSinks::are_wanted) || self.trains_adapter()
+        of_tensors.any(ExpertGradSinks::are_wanted) || self.trains_adapter()
     }
 
     fn trains_adapter(&self) -> bool {
@@ -122,14 +122,14 @@ impl RecordedProjection {
 /// The values that the backward pass of a projection needs.
 pub(super) struct ProjectionBackward {
     projection: RecordedProjection,
-    rows: GroupedRows,
+    rows: GroupedGemm,
     x: SavedTensor,
     /// The thin products of the adapter.
     h: Vec<f32>,
 }
 
 /// A backward pass in progress, with the sums over its parts.
-pub(super) struct ProjectionPass<'a> {
+pub(super) struct ProjectionBackwardPass<'a> {
     of: &'a ProjectionBackward,
     /// The adapter's matrices B, from [`RecordedProjection::sorted_adapter`].
     sorted: Vec<f32>,
@@ -167,16 +167,16 @@ impl ProjectionBackward {
     }
 
     /// Begins a backward pass.
-    pub fn begin(&self) -> Result<ProjectionPass<'_>> {
+    pub fn begin(&self) -> Result<ProjectionBackwardPass<'_>> {
         let sorted = self.projection.sorted_adapter()?;
         let to_b = self.projection.adapter.as_ref().map(|adapter| &adapter.to_b);
         let of_sorted = to_b.filter(|to_b| to_b.is_wanted()).map(|_| vec![0f32; sorted.len()]);
-        Ok(ProjectionPass { of: self, sorted, of_sorted, dh: Vec::new() })
+        Ok(ProjectionBackwardPass { of: self, sorted, of_sorted, dh: Vec::new() })
     }
 
     /// Delivers the gradients of the parameters. `g` is the gradient of the result, whose parts have all been computed
     /// in `pass`.
-    pub fn deliver<E: TensorElement>(self: &Arc<Self>, g: &[E], pass: ProjectionPass<'_>) -> Result<()> {
+    pub fn deliver<E: TensorElement>(self: &Arc<Self>, g: &[E], pass: ProjectionBackwardPass<'_>) -> Result<()> {
         for (part, sinks) in self.projection.of_biases.iter().enumerate() {
             self.deliver_bias_gradients(g, part, sinks)?;
         }
@@ -198,7 +198,7 @@ impl ProjectionBackward {
         Ok(())
     }
 
-    fn deliver_bias_gradients<E: TensorElement>(&self, g: &[E], part: usize, sinks: &ExpertSinks) -> Result<()> {
+    fn deliver_bias_gradients<E: TensorElement>(&self, g: &[E], part: usize, sinks: &ExpertGradSinks) -> Result<()> {
         let width = self.rows.sizes.columns[part].len();
         for (experts, sink) in sinks.iter().filter(|(_, sink)| sink.is_wanted()) {
             let mut sums = vec![0f32; experts.len() * width];
@@ -215,7 +215,7 @@ impl ProjectionBackward {
         self: &Arc<Self>,
         g: &[E],
         part: usize,
-        sinks: &ExpertSinks,
+        sinks: &ExpertGradSinks,
     ) -> Result<()> {
         if !sinks.are_wanted() {
             return Ok(());
@@ -258,7 +258,7 @@ impl ProjectionBackward {
     }
 }
 
-impl ProjectionPass<'_> {
+impl ProjectionBackwardPass<'_> {
     /// Computes the gradients of the rows `x` of a part from the gradient `g` of their results, and writes them to
     /// `dx` or, if its flag is true, adds them to it. Parts come in the order of the experts, each once. If `dx` is
     /// `None`, only the adapter's gradients are computed.

@@ -123,13 +123,13 @@ impl ExpertTensors {
     }
 
     /// Adds the tensors to an operation's inputs.
-    pub(super) fn record<const N: usize>(&self, inputs: &mut OpInputs<N>) -> Result<ExpertSinks> {
-        Ok(ExpertSinks { sinks: inputs.add(self.tensors())?, experts: self.experts() })
+    pub(super) fn record<const N: usize>(&self, inputs: &mut OpInputs<N>) -> Result<ExpertGradSinks> {
+        Ok(ExpertGradSinks { sinks: inputs.add(self.tensors())?, experts: self.experts() })
     }
 }
 
 /// The destinations of the gradients of a parameter of all experts.
-pub(super) struct ExpertSinks {
+pub(super) struct ExpertGradSinks {
     /// One destination for each expert, or one for all.
     sinks: Vec<InputGradSink>,
     experts: usize,
@@ -145,7 +145,7 @@ pub(super) struct LentGradient<'a, E> {
     len: usize,
 }
 
-impl ExpertSinks {
+impl ExpertGradSinks {
     /// Returns the destinations, each with the experts whose gradients it takes.
     pub fn iter(&self) -> impl Iterator<Item = (Range<usize>, &InputGradSink)> {
         let each = self.experts / self.sinks.len().max(1);

@@ -290,7 +290,7 @@ fn a_row_adds_its_experts_by_rising_number_starting_from_zero() {
 
 #[test]
 fn gated_activations_are_those_of_the_definition() {
-    let gates = [ExpertGate::Silu, ExpertGate::Clamped { alpha: 1.702, limit: 1.503 }];
+    let gates = [ExpertActivation::Silu, ExpertActivation::Clamped { alpha: 1.702, limit: 1.503 }];
     for (dtype, tolerance) in DTYPES {
         for gate in gates {
             for order in [GateUpOrder::Halves, GateUpOrder::Interleaved] {
@@ -320,7 +320,7 @@ fn gated_activations_are_those_of_the_definition() {
 fn the_clamped_activation_is_that_of_its_formula() {
     let value = |gate: f32, up: f32| {
         let x = Tensor::new(&[[gate, up]], &Device::Cpu).unwrap();
-        let y = gated_activation(&x, ExpertGate::Clamped { alpha: 1.702, limit: 7.0 }, GateUpOrder::Interleaved);
+        let y = gated_activation(&x, ExpertActivation::Clamped { alpha: 1.702, limit: 7.0 }, GateUpOrder::Interleaved);
         f64::from(values(&y.unwrap())[0])
     };
     let formula = |gate: f64, up: f64| (up + 1.0) * gate / (1.0 + (-1.702 * gate).exp());
@@ -595,7 +595,7 @@ fn projections_that_do_not_fit_are_refused() {
     let error = projection.forward(&tensor(&[3, 9], 1, DType::F32), &assignment()).unwrap_err().to_string();
     insta::assert_snapshot!(without_backtrace(&error), @"experts: the input has shape [3, 9] and the assignment has 7 experts; for 82 slots, a projection of 4 experts needs an input of shape [82, 9] and an assignment of as many experts");
     let down = new(vec![of(&[4, 9, 5])], vec![]).unwrap();
-    let error = ExpertMlp::new(projection, down, ExpertGate::Silu, GateUpOrder::Halves).unwrap_err().to_string();
+    let error = ExpertMlp::new(projection, down, ExpertActivation::Silu, GateUpOrder::Halves).unwrap_err().to_string();
     insta::assert_snapshot!(without_backtrace(&error), @"experts: gate and up of 4 experts have 6 outputs, and down of 4 experts has 5 inputs; the numbers of experts must be equal, and there must be 10 outputs");
 }
 
@@ -609,7 +609,7 @@ fn block(t: &[Tensor], options: RouterOptions) -> Result<Tensor> {
     let fused = |t: &Tensor| vec![ExpertTensors::Fused(t.clone())];
     let projection = |weights| ExpertProjection::new(weights, Vec::new(), WeightLayout::OutIn);
     let (gate_up, down) = (projection(fused(&t[2]))?, projection(fused(&t[3]))?);
-    let mlp = ExpertMlp::new(gate_up, down, ExpertGate::Silu, GateUpOrder::Halves)?;
+    let mlp = ExpertMlp::new(gate_up, down, ExpertActivation::Silu, GateUpOrder::Halves)?;
     let y = mlp.forward(&t[0], &routing)?;
     let shared = Linear::from_tensors(t[4].clone(), None).forward(&t[0])?;
     add_gated(&y, &linear(&t[0], &t[5], None, WeightLayout::OutIn)?, &shared)
@@ -684,7 +684,7 @@ fn the_mlp_of_an_adapted_mixture_is_its_parts_one_after_the_other() {
                 })
             };
             let options = RouterOptions { experts_per_row: 2, order: ORDERS[1], keep_f32: false };
-            let (gate, order) = (ExpertGate::Silu, GateUpOrder::Halves);
+            let (gate, order) = (ExpertActivation::Silu, GateUpOrder::Halves);
             let whole = differentiated(&t, |t| {
                 let (gate_up, down) = projections(t)?;
                 ExpertMlp::new(gate_up, down, gate, order)?.forward(&t[0], &route(&t[9], options)?)

@@ -12,12 +12,12 @@ use super::{ExpertAssignment, Routing};
 use crate::graph::{Grad, OpInputs, is_without_gradients};
 use crate::kernels::buffer;
 use crate::kernels::embedding::embedding;
-use crate::kernels::experts::{RowSlots, sum_slots};
-use crate::nn::f32_parameters::with_wide;
+use crate::kernels::expert_combine::{RowSlots, sum_slots};
+use crate::nn::f32_weight_linear::with_wide;
 use crate::precision::Flat;
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use crate::util::counted;
-use crate::zero::{RowContent, RowExchange};
+use crate::zero::{ExpertAllToAll, ExpertMessageKind};
 use candle_core::{Result, Shape, Tensor, Var, bail};
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ const MAX_EXPERTS: usize = 1 << 24;
 /// The routes of one forward pass, and of its backward pass.
 #[derive(Debug)]
 pub(super) struct RowRoutes {
-    exchange: RowExchange,
+    exchange: ExpertAllToAll,
     /// The number of rows that go to each rank.
     sent: Vec<usize>,
     /// The number of rows that come from each rank.
@@ -60,7 +60,7 @@ impl RowRoutes {
     ///
     /// # Errors
     /// An input that does not match the routing; too many experts; a failed collective; invalid rows from other ranks.
-    pub fn send(exchange: RowExchange, x: &Tensor, routing: &Routing) -> Result<(Arc<Self>, ReceivedRows)> {
+    pub fn send(exchange: ExpertAllToAll, x: &Tensor, routing: &Routing) -> Result<(Arc<Self>, ReceivedRows)> {
         let (experts, k) = (routing.assignment().experts(), routing.experts_per_row());
         let width = x.dims().last().copied().unwrap_or(0);
         let own = routing.assignment().rows();
@@ -81,7 +81,7 @@ impl RowRoutes {
     }
 
     /// Sorts rows by the ranks of their `choices`, `k` for each row.
-    fn of_choices(exchange: RowExchange, choices: &[u32], k: usize) -> Self {
+    fn of_choices(exchange: ExpertAllToAll, choices: &[u32], k: usize) -> Self {
         let (own, ranks) = (choices.len() / k.max(1), exchange.ranks());
         let mut by_rank = vec![Vec::new(); ranks];
         for (row, chosen) in choices.chunks_exact(k.max(1)).enumerate() {
@@ -130,7 +130,7 @@ impl RowRoutes {
             Ok(values)
         })?;
         let counts = [&self.sent[..], &self.received];
-        let Flat::F32(all) = self.exchange.exchange(RowContent::Choices, Flat::F32(own), counts, 2 * k)? else {
+        let Flat::F32(all) = self.exchange.exchange(ExpertMessageKind::Choices, Flat::F32(own), counts, 2 * k)? else {
             bail!("{NAME}: choices arrived in a format other than f32")
         };
         let (mut choices, mut weights) = (Vec::with_capacity(all.len() / 2), Vec::with_capacity(all.len() / 2));
@@ -165,7 +165,7 @@ impl RowRoutes {
         inputs.result("expert weights", f32::storage(weights), shape, move |grad, [to_own]| {
             let counts = [&routes.received[..], &routes.sent];
             let grad = grad.into_own()?;
-            let back = routes.exchange.exchange(RowContent::WeightGradients, grad, counts, k)?;
+            let back = routes.exchange.exchange(ExpertMessageKind::WeightGradients, grad, counts, k)?;
             let Flat::F32(back) = back else {
                 bail!("{NAME}: gradients of weights arrived in a format other than f32")
             };
@@ -180,13 +180,13 @@ impl RowRoutes {
         let x = x.contiguous()?;
         let (inputs, routes) = (OpInputs::of([Some(&x)])?, self.clone());
         let values = with_elements::<E, _>(&x, NAME, |x| {
-            self.travel::<E>(RowContent::Rows, self.in_places(x, width), [&self.sent, &self.received], width)
+            self.travel::<E>(ExpertMessageKind::Rows, self.in_places(x, width), [&self.sent, &self.received], width)
         })?;
         let shape = (self.received.iter().sum::<usize>(), width);
         inputs.result("sent rows", E::storage(values), shape, move |grad, [to_x]| {
             let counts = [&routes.received[..], &routes.sent];
             let grad = grad.read::<E, _>(NAME, |grad| Ok(grad.to_vec()))?;
-            let back = routes.travel::<E>(RowContent::RowGradients, grad, counts, width)?;
+            let back = routes.travel::<E>(ExpertMessageKind::RowGradients, grad, counts, width)?;
             to_x.accumulate::<E>(own * width, |dx, add| {
                 sum_slots(routes.by_row(), &back, width, None, dx, add);
                 Ok(())
@@ -211,13 +211,13 @@ impl RowRoutes {
         let width = y.dim(1)?;
         let (inputs, routes) = (OpInputs::of([Some(y)])?, self.clone());
         let values = with_elements::<E, _>(y, NAME, |y| Ok(y.to_vec()))?;
-        let back = self.travel::<E>(RowContent::Results, values, [&self.received, &self.sent], width)?;
+        let back = self.travel::<E>(ExpertMessageKind::Results, values, [&self.received, &self.sent], width)?;
         let mut sums = buffer::<E>(shape.elem_count());
         sum_slots(self.by_row(), &back, width, None, &mut sums, false);
         inputs.result("returned rows", E::storage(sums), shape.clone(), move |grad, [to_y]| {
             let counts = [&routes.sent[..], &routes.received];
             let grad = grad.read::<E, _>(NAME, |grad| Ok(routes.in_places(grad, width)))?;
-            to_y.give(Grad::own(routes.travel::<E>(RowContent::ResultGradients, grad, counts, width)?))
+            to_y.give(Grad::own(routes.travel::<E>(ExpertMessageKind::ResultGradients, grad, counts, width)?))
         })
     }
 
@@ -230,7 +230,7 @@ impl RowRoutes {
 
     fn travel<E: TensorElement>(
         &self,
-        content: RowContent,
+        content: ExpertMessageKind,
         values: Vec<E>,
         counts: [&[usize]; 2],
         width: usize,

@@ -10,7 +10,7 @@
 //! gradient are summed in f32.
 
 use super::supported_device;
-use crate::cuda::cross_entropy::{self as kernel, DeviceTargets, LogitRows, LossGradientScale};
+use crate::cuda::cross_entropy::{self as kernel, CrossEntropyArguments, DeviceTargets, LossGradientScale};
 use crate::cuda::embedding::{NO_ROW, look_up};
 use crate::cuda::{add, copy, written, zeros};
 use crate::graph::{Grad, OpInputs, is_once};
@@ -43,12 +43,12 @@ pub(in crate::nn) fn of_logits(
     let inputs = OpInputs::of([Some(&logits)])?;
     let targets = DeviceTargets::new(&device, targets, classes)?;
     let mut losses = room(&device, rows)?;
-    let all = LogitRows { classes, targets: &targets, first: 0, rows, cap };
+    let all = CrossEntropyArguments { classes, targets: &targets, first: 0, rows, cap };
     with_each([&logits], NAME, |[logits]| kernel::losses(&device, &all, logits, 1.0, &mut losses))?;
     let loss = kernel::mean(&device, &losses, rows, divisor)?;
     let loss = inputs.result(NAME, loss, (), move |grad, [to_logits]| {
         let grad = grad.on_device(&device)?;
-        let all = LogitRows { classes, targets: &targets, first: 0, rows, cap };
+        let all = CrossEntropyArguments { classes, targets: &targets, first: 0, rows, cap };
         to_logits.make_on(&device, logits.dtype(), logits.elem_count(), |d| {
             with_each([&logits, &grad], NAME, |[logits, grad]| {
                 let scale = LossGradientScale::All(grad, divisor as f32);
@@ -150,7 +150,8 @@ impl GpuLossHead {
         for first in (0..self.count).step_by(step) {
             let rows = step.min(self.count - first);
             let part = h.narrow(0, first, rows)?;
-            let of = LogitRows { classes: self.classes, targets: &self.targets, first, rows, cap: self.cap };
+            let of =
+                CrossEntropyArguments { classes: self.classes, targets: &self.targets, first, rows, cap: self.cap };
             let logits = part.matmul(&to_classes)?;
             if !wants_h && !wants_weight {
                 with_each([&logits], op, |[logits]| kernel::losses(&self.device, &of, logits, sign, &mut losses))?;

@@ -4,7 +4,7 @@ use super::supported_device;
 use crate::cuda::norm::{self as kernel, NormStatistics};
 use crate::graph::{Grad, InputGradSink, OpInputs, can_remake};
 use crate::nn::RmsNormOptions;
-use crate::nn::recompute::kept_inputs;
+use crate::nn::kept_inputs::kept_inputs;
 use crate::tensor::device_elements::with_each;
 use candle_core::{CudaDevice, DType, Result, Tensor, bail};
 

@@ -1,6 +1,6 @@
 //! Tests of the writer of runs.
 
-use super::super::{LoadedFrom, RecordedState, RunSpec, RunsFolder, SUMMARY, lines};
+use super::super::{LoadedFrom, RecordedState, RunSpec, RunsFolder, SUMMARY, json_line_reader};
 use super::*;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -183,9 +183,9 @@ fn a_list_of_runs_reads_two_small_files_of_each() {
         assert!(folder.join(METRICS).metadata().unwrap().len() > 20_000);
     }
     let folder = RunsFolder::find(Some(dir.path().into()));
-    lines::cost::take();
+    json_line_reader::cost::take();
     let runs = folder.runs().unwrap();
-    assert_eq!(lines::cost::take(), (40, bytes));
+    assert_eq!(json_line_reader::cost::take(), (40, bytes));
     assert!(runs.iter().all(|run| run.run.as_ref().unwrap().summary().steps == 500));
     // If the summary covers only a part of a file, the rest is read.
     let of_first = runs[0].run.as_ref().unwrap().folder().to_owned();
@@ -193,7 +193,7 @@ fn a_list_of_runs_reads_two_small_files_of_each() {
     line.write_all(b"{\"step\":501,\"time\":1,\"loss\":0.001}\n").unwrap();
     let run = RecordedRun::open(&of_first).unwrap();
     assert_eq!((run.summary().steps, run.summary().best_loss.unwrap().step), (501, 501));
-    let (files, read) = lines::cost::take();
+    let (files, read) = json_line_reader::cost::take();
     assert!(files == 3 && read < bytes / 20 + 100, "{files} files, {read} bytes");
     // If the summary belongs to other contents, everything is read.
     std::fs::write(of_first.join(METRICS), "{\"step\":7,\"loss\":1}\n").unwrap();
@@ -217,11 +217,11 @@ fn what_is_read_again_of_a_running_run_is_what_was_appended() {
         writer.flush().unwrap();
         let appended = folder.join(METRICS).metadata().unwrap().len() - before;
         let files = if appended == 0 { 1 } else { 2 };
-        lines::cost::take();
+        json_line_reader::cost::take();
         run.refresh().unwrap();
-        assert_eq!(lines::cost::take(), (files, info + appended));
+        assert_eq!(json_line_reader::cost::take(), (files, info + appended));
         let listed = runs.refreshed_runs(&mut running).unwrap();
-        assert_eq!(lines::cost::take(), (files, info + appended));
+        assert_eq!(json_line_reader::cost::take(), (files, info + appended));
         assert_eq!(listed[0].run.as_ref().unwrap().summary(), run.summary());
         assert_eq!((run.summary().steps, run.state()), (last, RecordedState::Running));
         assert_eq!(*run.summary(), RunSummary::of_files(&folder).unwrap());

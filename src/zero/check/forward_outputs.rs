@@ -16,7 +16,7 @@ pub(super) struct ForwardOutputsState {
     /// The number of weight updates so far.
     pub(super) updates: u64,
     /// The last output.
-    pub(super) last: Option<Arc<ForwardOutput>>,
+    pub(super) last: Option<Arc<TrackedForwardOutput>>,
     /// The outputs of the current micro step that do not run a hook.
     pub(super) unmarked: Vec<TensorId>,
     /// Whether there has ever been such an output.
@@ -27,14 +27,14 @@ pub(super) struct ForwardOutputsState {
 }
 
 /// One output of a forward pass.
-pub(crate) struct ForwardOutput {
+pub(crate) struct TrackedForwardOutput {
     /// The number of weight updates before this output.
     pub(super) updates: u64,
     pub(super) is_differentiated: AtomicBool,
     pub(super) probe: Mutex<Option<OutputProbe>>,
 }
 
-impl ForwardOutput {
+impl TrackedForwardOutput {
     /// Sets the probe: how the output changes along directions.
     pub fn set_probe(&self, probe: OutputProbe) {
         *lock(&self.probe) = Some(probe);

@@ -48,7 +48,7 @@ impl Perturbation<'_> {
 
 /// The state of a check.
 #[derive(Default)]
-pub(crate) struct FiniteDifferenceCheck {
+pub(crate) struct RankCheckState {
     /// Whether forward passes are observed: their changes are undone, and their outputs report their gradients.
     pub(super) armed: AtomicBool,
     /// Whether a forward pass runs for the check, with moved or unmoved parameters.
@@ -130,7 +130,7 @@ impl PerturbedOutputChange {
     }
 }
 
-impl FiniteDifferenceCheck {
+impl RankCheckState {
     pub(super) fn is_armed(&self) -> bool {
         self.armed.load(Ordering::Relaxed)
     }

@@ -7,13 +7,13 @@
 //! | `perturbation.rs` | the direction in which parameters are perturbed |
 //! | `forward_outputs.rs`, `output_hooks.rs` | outputs of forward passes: whether a loss belongs to this step |
 //! | `weight_samples.rs`, `inplace_writes.rs` | writes to parameters by anything other than the engine |
-//! | `rank_divergence.rs` | the parts of the model that ranks ran when their calls differed |
+//! | `collective_mismatch.rs` | the parts of the model that ranks ran when their calls differed |
 
+mod collective_mismatch;
 mod finite_difference_check;
 pub(crate) mod forward_outputs;
 pub(crate) mod gradient_check_state;
 mod inplace_writes;
 mod output_hooks;
 pub(in crate::zero) mod perturbation;
-mod rank_divergence;
 pub(in crate::zero) mod weight_samples;

@@ -6,9 +6,9 @@
 //! output. If the copy would be large, a backward pass that has reached no output searches the loss's graph for the
 //! output instead.
 
-use super::forward_outputs::ForwardOutput;
+use super::forward_outputs::TrackedForwardOutput;
 use crate::error::{EngineError, Result};
-use crate::graph::prepared_op::{copy_of, prepared};
+use crate::graph::precomputed_op::{copy_of, prepared};
 use crate::graph::{Grad, node_of};
 use crate::util::lock;
 use crate::zero::hooks::on_big_stack;
@@ -23,7 +23,7 @@ const MAX_COPIED_ELEMENTS: usize = 1 << 12;
 
 impl RankCore {
     /// Returns the output of the engine's last forward pass, if the output runs a hook.
-    pub fn last_output(&self) -> Option<Arc<ForwardOutput>> {
+    pub fn last_output(&self) -> Option<Arc<TrackedForwardOutput>> {
         lock(&self.outputs.0).last.clone()
     }
 
@@ -39,7 +39,7 @@ impl RankCore {
             outputs.any_unmarked = true;
             return Ok(output);
         }
-        let about = Arc::new(ForwardOutput {
+        let about = Arc::new(TrackedForwardOutput {
             updates: outputs.updates,
             is_differentiated: AtomicBool::new(false),
             probe: Mutex::default(),
@@ -70,7 +70,7 @@ impl RankCore {
         })
     }
 
-    fn output_arrived(&self, output: &ForwardOutput, grad: &Grad) -> candle_core::Result<()> {
+    fn output_arrived(&self, output: &TrackedForwardOutput, grad: &Grad) -> candle_core::Result<()> {
         if !self.is_in_backward() {
             return Ok(());
         }
@@ -99,8 +99,8 @@ impl RankCore {
         lock(&self.outputs.0).reached += 1;
     }
 
-    /// Checks that the finished backward pass of `loss` has reached a parameter (unless `ignore_unused_parameters` is set)
-    /// and, if some outputs run no hook, an output of this step.
+    /// Checks that the finished backward pass of `loss` has reached a parameter (unless `ignore_unused_parameters` is
+    /// set) and, if some outputs run no hook, an output of this step.
     ///
     /// # Errors
     /// [`EngineError::LossReachesNothing`]; [`EngineError::OldLoss`].

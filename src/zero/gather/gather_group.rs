@@ -1,4 +1,5 @@
-//! Parameters that are gathered together, from all ranks or from the second copy of this rank's group, and released together.
+//! Parameters that are gathered together, from all ranks or from the second copy of this rank's group, and released
+//! together.
 
 use super::coalesced_layout::CoalescedLayout;
 use crate::comm::WireFormat;
@@ -14,7 +15,7 @@ use crate::util::lock;
 use crate::zero::share::share_storage::{BufferPlaceOf, ShareStorage};
 use crate::zero::share::state_storage::StateStorage;
 use crate::zero::step_executor::StepExecutor;
-use crate::zero::transfer::device_copy::CopyKind;
+use crate::zero::transfer::device_copy::CopyPayloadKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
 
 /// Parameters that are gathered and released together, with a separate all-gather for each large parameter, and a
@@ -140,7 +141,7 @@ impl GatherGroup {
         chunk: R::Buffer,
     ) -> Result<(GatherProgress<R>, MemoryLedgerEntry)> {
         let room = layout.chunk * layout.mesh.shards();
-        let moving = core.send(CopyKind::Shards, chunk, core.model_place(), room)?;
+        let moving = core.send(CopyPayloadKind::Shards, chunk, core.model_place(), room)?;
         Ok((GatherProgress::Moving(moving), core.ledger().hold(MemoryKind::Gathered, 0)))
     }
 

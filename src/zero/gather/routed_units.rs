@@ -12,7 +12,7 @@
 use super::unit::under_construction;
 use crate::comm::{Communicator, agree};
 use crate::error::Result;
-use crate::graph::{is_without_gradients, prepared_op};
+use crate::graph::{is_without_gradients, precomputed_op};
 use crate::param::UnitId;
 use crate::util::lock;
 use crate::zero::check::gradient_check_state::count_collective_step;
@@ -34,8 +34,9 @@ pub struct RoutedUnits {
     link: EngineLink,
 }
 
-/// Builds `count` routed units. Calls `build` for each unit, with a `VarBuilder` whose prefix ends with the unit's number;
-/// the parameters that `build` takes from it belong to that unit. Returns the results of `build`, and the units.
+/// Builds `count` routed units. Calls `build` for each unit, with a `VarBuilder` whose prefix ends with the unit's
+/// number; the parameters that `build` takes from it belong to that unit. Returns the results of `build`, and the
+/// units.
 ///
 /// Build all parameters of an expert in its unit, and pass the units to
 /// [`ExpertMlp::with_units`](crate::nn::ExpertMlp::with_units):
@@ -43,7 +44,7 @@ pub struct RoutedUnits {
 /// ```
 /// use candle_core::Result;
 /// use candle_nn::VarBuilder;
-/// use candle_zero::nn::{ExpertGate, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, WeightLayout};
+/// use candle_zero::nn::{ExpertActivation, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, WeightLayout};
 /// use candle_zero::zero::routed_units;
 ///
 /// fn experts(count: usize, width: usize, inner: usize, vb: VarBuilder) -> Result<ExpertMlp> {
@@ -55,7 +56,7 @@ pub struct RoutedUnits {
 ///     let all = |i: usize| ExpertTensors::Separate(tensors.iter().map(|of_expert| of_expert[i].clone()).collect());
 ///     let projection = |weights| ExpertProjection::new(weights, Vec::new(), WeightLayout::OutIn);
 ///     let (gate_up, down) = (projection(vec![all(0), all(1)])?, projection(vec![all(2)])?);
-///     ExpertMlp::new(gate_up, down, ExpertGate::Silu, GateUpOrder::Halves)?.with_units(units)
+///     ExpertMlp::new(gate_up, down, ExpertActivation::Silu, GateUpOrder::Halves)?.with_units(units)
 /// }
 /// ```
 ///
@@ -202,7 +203,7 @@ impl RoutedPass {
         let x = match x.track_op() && is_recorded {
             true => {
                 let units = units.clone();
-                prepared_op::prepared("routed-input", x, prepared_op::copy_of(x)?, move |_, grad| {
+                precomputed_op::prepared("routed-input", x, precomputed_op::copy_of(x)?, move |_, grad| {
                     connected(&after)?.leave_routed(&units)?;
                     Ok(Some(grad.clone()))
                 })?

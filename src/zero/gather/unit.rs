@@ -5,10 +5,10 @@
 //!   backward   mark: gather | inner's operations; each parameter is released when its gradient has arrived
 //! ```
 //!
-//! The mark runs before the unit's last operation is differentiated, and therefore before any other operation of the unit
-//! is. If the last operation is one of candle-zero's, the mark is one of its hooks. Otherwise, the mark is an identity
-//! operation on the unit's output. Without an engine, or if parameters are not sharded, a unit only runs the module
-//! inside.
+//! The mark runs before the unit's last operation is differentiated, and therefore before any other operation of the
+//! unit is. If the last operation is one of candle-zero's, the mark is one of its hooks. Otherwise, the mark is an
+//! identity operation on the unit's output. Without an engine, or if parameters are not sharded, a unit only runs the
+//! module inside.
 //!
 //! A unit may recompute (activation checkpointing): the forward pass keeps only the unit's input, and the backward pass
 //! runs the forward pass again.
@@ -18,7 +18,7 @@ use super::recompute_check::OutputDigest;
 use super::recompute_input::RecomputeInput;
 use super::unit_trace::UnitEvent;
 use crate::error::EngineError;
-use crate::graph::prepared_op::{copy_of, prepared, seeded};
+use crate::graph::precomputed_op::{copy_of, prepared, seeded};
 use crate::graph::{
     Grad, OpInputs, ResultStorage, autocast, autocast_format, draw_from, node_of, once, part_input, stream_position,
     without_gradients,
@@ -165,8 +165,8 @@ impl<M> Unit<M> {
     }
 
     /// Runs something other than the module's forward pass, with its parameters in memory: a computation that a module
-    /// performs only in evaluation, such as computing one more token of a text from the values kept for earlier tokens. The
-    /// result has no graph. All ranks must run it, as they must run a forward pass.
+    /// performs only in evaluation, such as computing one more token of a text from the values kept for earlier tokens.
+    /// The result has no graph. All ranks must run it, as they must run a forward pass.
     ///
     /// # Errors
     /// Errors of `run`, and failures to gather the parameters.
@@ -268,7 +268,7 @@ impl<M> Unit<M> {
     fn run_again(
         &self,
         run: &impl Fn(&M, &Tensor) -> Result<Tensor>,
-        first: &FirstForward,
+        first: &SavedForRecompute,
         grad: &Tensor,
     ) -> Result<Option<Tensor>> {
         let Some(UnitContext { unit, core, .. }) = self.connected() else {
@@ -311,7 +311,7 @@ impl<M: Send + Sync + 'static> Unit<M> {
         let (output, (storage, shape)) = (OutputDigest::of(&y)?, copy_of(&y)?);
         drop(y);
         let first =
-            FirstForward { input: hook.core.keep_input(&input)?, adds_up: node_of(x).is_some(), output, buffers };
+            SavedForRecompute { input: hook.core.keep_input(&input)?, adds_up: node_of(x).is_some(), output, buffers };
         let (unit, device) = (self.clone(), x.device().clone());
         let unused = (hook.place() == LeafPosition::Leaf).then(|| ZeroGradient::like(x));
         OpInputs::of([Some(x)])?.result("recompute-unit", ResultStorage(storage), shape.clone(), move |grad, [to_x]| {
@@ -325,7 +325,7 @@ impl<M: Send + Sync + 'static> Unit<M> {
 }
 
 /// The values that a recomputing unit keeps from its first run.
-struct FirstForward {
+struct SavedForRecompute {
     input: RecomputeInput,
     /// Whether candle-zero's layers add up the gradients of the input's uses. Candle would round each one first.
     adds_up: bool,

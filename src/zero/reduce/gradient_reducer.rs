@@ -37,7 +37,7 @@ use crate::timeline;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
 use crate::zero::share::sub_group::{GradientShare, SubGroupPosition};
 use crate::zero::step_executor::StepExecutor;
-use crate::zero::transfer::device_copy::CopyKind;
+use crate::zero::transfer::device_copy::CopyPayloadKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
 use std::collections::{BTreeMap, VecDeque};
@@ -281,7 +281,7 @@ impl<C: GradientBackend> GradientReducer<C> {
                 continue;
             }
             let len = sum.len();
-            self.leaving.push_back((layout, core.send(CopyKind::Gradients, sum, core.share_place(), len)?));
+            self.leaving.push_back((layout, core.send(CopyPayloadKind::Gradients, sum, core.share_place(), len)?));
         }
         while self.leaving.len() > left {
             let Some((layout, sum)) = self.leaving.pop_front() else { break };

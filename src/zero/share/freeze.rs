@@ -10,7 +10,7 @@
 use super::state_access::{ParamStateKind, pieces};
 use super::sub_group::places;
 use super::sub_group_builder::SubGroupBuilder;
-use crate::comm::agree::{CollectiveFailure, gather_u64};
+use crate::comm::agree::{JointOperationFailure, gather_u64};
 use crate::error::{EngineError, Result};
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::flat_buffer::BufferDevice;
@@ -28,7 +28,7 @@ impl RankCore {
     /// # Errors
     /// Fails on all ranks, without any change, if there is not enough space for a file. Also fails if a collective
     /// fails.
-    pub fn set_trained(&self, trained: &[bool], updates: u64) -> Result<(), CollectiveFailure> {
+    pub fn set_trained(&self, trained: &[bool], updates: u64) -> Result<(), JointOperationFailure> {
         if self.params.iter().zip(trained).all(|(param, trained)| param.is_trained() == *trained) {
             return Ok(());
         }
@@ -51,7 +51,7 @@ impl RankCore {
         }
         let mut groups = builder.finish(&self.params)?;
         if let Some(offload) = &self.offload {
-            offload.check_space(self.comm()).map_err(CollectiveFailure::InStep)?;
+            offload.check_space(self.comm()).map_err(JointOperationFailure::InStep)?;
         }
         let new = places(&groups, self.params.len());
         let stay = |id: &usize| self.params[*id].is_trained() && trained[*id];
@@ -91,12 +91,12 @@ impl RankCore {
     }
 
     /// Collective: returns an error on all ranks if they would train different parameters.
-    pub fn agree_on_trained(&self, trained: &[bool]) -> Result<(), CollectiveFailure> {
+    pub fn agree_on_trained(&self, trained: &[bool]) -> Result<(), JointOperationFailure> {
         let bytes: Vec<u8> = trained.iter().map(|trained| u8::from(*trained)).collect();
         let all = gather_u64(self.comm(), &[fnv1a(&bytes)])?;
         let rank = self.comm().rank();
         match (0..all.len()).find(|other| all[*other] != all[rank]) {
-            Some(other) => Err(CollectiveFailure::InStep(EngineError::TrainableDiffers { rank, other }.into())),
+            Some(other) => Err(JointOperationFailure::InStep(EngineError::TrainableDiffers { rank, other }.into())),
             // If another pair of ranks differs, one of the two also differs from this rank.
             None => Ok(()),
         }

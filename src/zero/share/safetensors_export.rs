@@ -5,9 +5,9 @@ use super::param_access::f32_values;
 use super::state_access::ParamStateKind;
 use super::whole_model::ModelParameter;
 use crate::comm::WireFormat;
-use crate::comm::agree::{CollectiveFailure, agree, rank_failed};
+use crate::comm::agree::{JointOperationFailure, agree, rank_failed};
 use crate::error::Result;
-use crate::files::{self, AtomicFile, OutputKind, RunPaths};
+use crate::files::{self, AtomicFile, InputOutputPaths, OutputKind};
 use crate::param::ModelBuffer;
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
@@ -29,7 +29,7 @@ impl RankCore {
     /// # Errors
     /// A communication error, or a write error on rank 0. After a write error, all ranks return an error and can
     /// continue, so a full disk or a wrong path does not lose the model.
-    pub fn export(&self, path: &Path, dtype: DType) -> Result<(), CollectiveFailure> {
+    pub fn export(&self, path: &Path, dtype: DType) -> Result<(), JointOperationFailure> {
         let model = self.model_parameters()?;
         let mut file =
             (self.job().rank() == 0).then(|| SafetensorsExport::begin(path, &model, self.buffers.list(), dtype));
@@ -58,7 +58,7 @@ impl RankCore {
         let failed = |source| crate::Error::Io { action: "write", path: path.to_owned(), source };
         let header = header(model, self.buffers.list(), dtype);
         let tensors = serde_json::from_slice(&header).map_err(|e| failed(e.into()))?;
-        RunPaths::default().writes("the export", path, OutputKind::File).check()?;
+        InputOutputPaths::default().writes("the export", path, OutputKind::File).check()?;
         check_earlier(path, &tensors).map_err(failed)?;
         let numel = |about: &ModelParameter| about.dims.iter().product::<usize>();
         let values = model.iter().map(|about| (numel(about) * dtype.size_in_bytes()) as u64);

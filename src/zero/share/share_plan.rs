@@ -3,10 +3,10 @@
 use crate::config::{Config, LocalStepsConfig, StatePrecision};
 use crate::layout::{Placement, ShardMesh};
 use crate::offload::{ALIGN, STEP};
-use crate::optim::{OptimizerRole, ParamClass, ParameterGrouping, StateFormat, WeightFormat};
+use crate::optim::{OptimizerRole, ParameterGrouping, StateFormat, SubGroupKey, WeightFormat};
 use crate::tensor::flat_buffer::BufferDevice;
 #[cfg(feature = "cuda")]
-use crate::zero::transfer::device_copy::CopyKind;
+use crate::zero::transfer::device_copy::CopyPayloadKind;
 use candle_core::{DType, Device};
 use std::sync::Arc;
 
@@ -117,9 +117,9 @@ impl SharePlan {
         self.devices_of(BufferDevice::of(device), BufferDevice::Host)
     }
 
-    /// Returns the locations of the share of a model in the memory `model`. States are there too if nothing is offloaded
-    /// and kernels of a GPU can update them there; otherwise, they are on the `host`. Weights are on the `host` if they
-    /// are offloaded.
+    /// Returns the locations of the share of a model in the memory `model`. States are there too if nothing is
+    /// offloaded and kernels of a GPU can update them there; otherwise, they are on the `host`. Weights are on the
+    /// `host` if they are offloaded.
     pub fn devices_of<P>(&self, model: P, host: P) -> ShardDevices<P>
     where
         P: Clone,
@@ -133,11 +133,15 @@ impl SharePlan {
     /// Returns the kinds of copies that are made between the host and a GPU that runs the model. `trains` states
     /// whether any parameters are trained.
     #[cfg(feature = "cuda")]
-    pub fn copy_kinds(&self, trains: bool) -> impl Iterator<Item = CopyKind> + use<> {
+    pub fn copy_kinds(&self, trains: bool) -> impl Iterator<Item = CopyPayloadKind> + use<> {
         let on_host = self.devices_of(false, true);
         let shards = self.placement.params.is_sharded() && on_host.weights;
         let updates = trains && on_host.states;
-        let all = [(CopyKind::Gradients, updates), (CopyKind::Updates, updates && !shards), (CopyKind::Shards, shards)];
+        let all = [
+            (CopyPayloadKind::Gradients, updates),
+            (CopyPayloadKind::Updates, updates && !shards),
+            (CopyPayloadKind::Shards, shards),
+        ];
         all.into_iter().filter_map(|(kind, passes)| passes.then_some(kind))
     }
 
@@ -158,7 +162,7 @@ impl SharePlan {
     }
 
     /// Returns whether the optimizer of a class of parameters averages weights.
-    pub fn averages_class(&self, class: ParamClass) -> bool {
+    pub fn averages_class(&self, class: SubGroupKey) -> bool {
         class.role().is_some_and(|role| self.grouping.averaging(role).is_some())
     }
 

@@ -22,7 +22,7 @@ use super::state_storage::StateStorage;
 use crate::error::Result;
 use crate::memory::{MemoryKind, TrackedBuffer};
 use crate::offload::{StateFiles, StateStream};
-use crate::optim::ParamClass;
+use crate::optim::SubGroupKey;
 use crate::param::ParamId;
 use crate::precision::{ElementBuffer, WeightPacking, sum_of_squares};
 use candle_core::DType;
@@ -77,7 +77,7 @@ pub(crate) enum GradientShare<R: ShareStorage> {
 
 /// One sub-group of this rank's share.
 pub(crate) struct SubGroup<R: ShareStorage> {
-    pub class: ParamClass,
+    pub class: SubGroupKey,
     pub slots: Vec<SubGroupPosition>,
     /// The number of elements of each kind of state, including padding.
     pub len: usize,

@@ -13,8 +13,8 @@ use super::sub_group::{GradientShare, SubGroup, SubGroupPosition};
 use crate::error::{Error, OffloadError, Result};
 use crate::layout::{ShardCut, ShareLayout, SharePosition, groups_in_memory};
 use crate::memory::{MemoryKind, MemoryLedger, TrackedBuffer};
-use crate::offload::{FileExtent, FileTransfer, OffloadStore, StateFileContent};
-use crate::optim::ParamClass;
+use crate::offload::{FileExtent, FileTransfer, OffloadStore, StateFileKey};
+use crate::optim::SubGroupKey;
 use crate::param::{Param, ParamId};
 use crate::precision::{ElementBuffer, Flat, FlatRef, WeightPacking};
 use crate::tensor::flat_buffer::{BufferDevice, FlatBuffer};
@@ -51,7 +51,7 @@ impl SubGroupStateKind {
 /// Files under construction: those of this rank, or of a rehearsal that only counts.
 pub(crate) trait StateFileBuilder<R: ShareStorage> {
     /// Begins an empty extent in the file of a state.
-    fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtentOf<R>>;
+    fn begin(&self, state: SubGroupStateKind, class: SubGroupKey, dtype: DType) -> Result<FileExtentOf<R>>;
     /// Reserves `count` more elements.
     fn grow(&mut self, extent: &FileExtentOf<R>, count: usize) -> Result<()>;
     /// Begins to write `values` to the file, if there is one, starting at element `at`.
@@ -77,7 +77,7 @@ pub(super) const LOAD_CHUNK: usize = 1 << 24;
 
 /// A share that is being filled.
 struct UnfinishedShare {
-    class: ParamClass,
+    class: SubGroupKey,
     /// The offset of the share in its sub-group.
     at: usize,
     /// The number of elements of the share, including padding.
@@ -89,7 +89,7 @@ struct UnfinishedShare {
 }
 
 /// A builder that lays out sub-groups while parameters are registered.
-pub(crate) struct SubGroupBuilder<R: ShareStorage = RankCore, C = ArenaBuilder> {
+pub(crate) struct SubGroupBuilder<R: ShareStorage = RankCore, C = OffloadFileBuilder> {
     plan: SharePlan,
     sharing: ShareLayout,
     files: C,
@@ -98,7 +98,7 @@ pub(crate) struct SubGroupBuilder<R: ShareStorage = RankCore, C = ArenaBuilder> 
     devices: ShardDevices<BufferPlaceOf<R>>,
     done: Vec<SubGroup<R>>,
     /// The open sub-group of each class.
-    open: [Option<SubGroup<R>>; ParamClass::COUNT],
+    open: [Option<SubGroup<R>>; SubGroupKey::COUNT],
 }
 
 impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
@@ -106,7 +106,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         let sharing = ShareLayout::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
         // In files, a parameter's share begins at an offset at which a request may begin.
         let sharing = if plan.has_files() { sharing.in_files(plan.step(), plan.weights_in_memory) } else { sharing };
-        Self { plan, sharing, files, ledger, devices, done: Vec::new(), open: [const { None }; ParamClass::COUNT] }
+        Self { plan, sharing, files, ledger, devices, done: Vec::new(), open: [const { None }; SubGroupKey::COUNT] }
     }
 
     /// Adds a parameter to the sub-groups of a class. `read` returns the initial values of the `len` elements that this
@@ -115,7 +115,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         &mut self,
         param: ParamId,
         cut: ShardCut,
-        class: ParamClass,
+        class: SubGroupKey,
         len: usize,
         read: &mut dyn FnMut(Range<usize>) -> Result<Vec<f32>>,
     ) -> Result<()> {
@@ -137,19 +137,19 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     }
 
     /// Returns how shares of a class are packed, if they are.
-    fn packing(&self, class: ParamClass) -> Option<WeightPacking> {
+    fn packing(&self, class: SubGroupKey) -> Option<WeightPacking> {
         class.weights.packing().filter(|_| self.plan.placement.params.is_sharded())
     }
 
     /// Adds a parameter, given its share's values in the form in which a sub-group holds them. Packed values are words.
-    pub fn push_share(&mut self, param: ParamId, cut: ShardCut, values: FlatRef<'_>, class: ParamClass) -> Result<()> {
+    pub fn push_share(&mut self, param: ParamId, cut: ShardCut, values: FlatRef<'_>, class: SubGroupKey) -> Result<()> {
         let mut share = self.begin(param, cut, class)?;
         self.fill(&mut share, values)?;
         self.end(share)
     }
 
     /// Reserves room for the share of a parameter.
-    fn begin(&mut self, param: ParamId, cut: ShardCut, class: ParamClass) -> Result<UnfinishedShare> {
+    fn begin(&mut self, param: ParamId, cut: ShardCut, class: SubGroupKey) -> Result<UnfinishedShare> {
         let SharePlan { rank, placement, .. } = self.plan;
         // A rank has no elements of the experts of other ranks.
         let is_here = cut.is_on(rank);
@@ -221,7 +221,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     }
 
     /// Creates an empty sub-group. Its weights are stored in a file if it `spills`.
-    fn empty_group(&self, class: ParamClass, spills: bool) -> Result<SubGroup<R>> {
+    fn empty_group(&self, class: SubGroupKey, spills: bool) -> Result<SubGroup<R>> {
         let SharePlan { dtype, weights_in_memory, states_in_files, .. } = &self.plan;
         let storage = |state: SubGroupStateKind, dtype, in_file| match in_file {
             true => self.files.begin(state, class, dtype).map(StateStorage::File),
@@ -338,12 +338,12 @@ impl SubGroupBuilder {
         ledger: MemoryLedger,
         devices: ShardDevices<BufferDevice>,
     ) -> Self {
-        Self::with(plan, ArenaBuilder { offload, writing: VecDeque::new(), too_small: false }, ledger, devices)
+        Self::with(plan, OffloadFileBuilder { offload, writing: VecDeque::new(), too_small: false }, ledger, devices)
     }
 }
 
 /// The files of this rank.
-pub(crate) struct ArenaBuilder {
+pub(crate) struct OffloadFileBuilder {
     offload: Option<Arc<OffloadStore>>,
     /// The pending writes of initial values.
     writing: VecDeque<FileTransfer<Flat>>,
@@ -357,8 +357,8 @@ const PIECE: usize = 1 << 20;
 /// The maximum number of pending pieces. When it is exceeded, the oldest piece is waited for.
 const IN_FLIGHT: usize = 8;
 
-impl StateFileBuilder<RankCore> for ArenaBuilder {
-    fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtent> {
+impl StateFileBuilder<RankCore> for OffloadFileBuilder {
+    fn begin(&self, state: SubGroupStateKind, class: SubGroupKey, dtype: DType) -> Result<FileExtent> {
         // The weights and master weights of all classes grow at the same time, so each class has its own files for
         // them. The other states are reserved one after the other, once all parameters are registered.
         let (name, class) = match state {
@@ -368,7 +368,7 @@ impl StateFileBuilder<RankCore> for ArenaBuilder {
             SubGroupStateKind::Moment(name) | SubGroupStateKind::Outer(name) => (name, None),
         };
         let offload = self.offload.as_ref().expect("a state in a file has an offload store");
-        Ok(FileExtent::at_end_of(&offload.file(StateFileContent { kind: state.kind(), name, class })?, dtype))
+        Ok(FileExtent::at_end_of(&offload.file(StateFileKey { kind: state.kind(), name, class })?, dtype))
     }
 
     fn grow(&mut self, extent: &FileExtent, count: usize) -> Result<()> {

@@ -12,7 +12,7 @@ use crate::error::{EngineError, Error, ParamError, Result};
 use crate::layout::{ExpertPlace, ShardCut, ShardMesh, ZeroStage};
 use crate::memory::{MemoryKind, MemoryLedger, MemoryTier};
 use crate::offload::OffloadStore;
-use crate::optim::{OptimizerRole, ParamClass, ParameterGrouping, WeightFormat};
+use crate::optim::{OptimizerRole, ParameterGrouping, SubGroupKey, WeightFormat};
 use crate::param::{
     BufferFilter, ModelBuffer, Param, ParamId, ROOT, Residency, UnitId, WeightSource, gradient_capture,
 };
@@ -274,7 +274,7 @@ impl VarBuilderBackendInner {
         let numel = shape.elem_count();
         let block = packing.map_or_else(|| plan.block(kept.role), WeightPacking::unit);
         let cut = ShardCut { numel, block, expert };
-        let (id, class) = (self.params.len(), ParamClass::new(kept.role, is_trained, weights));
+        let (id, class) = (self.params.len(), SubGroupKey::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));
         if !cut.is_on(plan.rank) {
             // The parameter belongs to an expert on other ranks: it has no values here, and gets no gradient.

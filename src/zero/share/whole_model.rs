@@ -7,7 +7,7 @@ use crate::param::ParamId;
 use crate::precision::Flat;
 use crate::util::fnv1a;
 use crate::zero::rank_core::RankCore;
-use crate::zero::step::stage_vote::PipelinePosition;
+use crate::zero::step::pipeline_vote::PipelineContext;
 use candle_core::DType;
 
 /// A parameter of the complete model.
@@ -42,7 +42,7 @@ impl RankCore {
     }
 
     /// Collective along the pipeline: returns the parameters of the complete model.
-    fn parameters_of_all_stages(&self, position: &PipelinePosition) -> Result<Vec<ModelParameter>> {
+    fn parameters_of_all_stages(&self, position: &PipelineContext) -> Result<Vec<ModelParameter>> {
         // A line for each parameter that this rank owns: its indices on this rank and in the model, whether it is
         // trained, and its dimensions.
         let line = |param: ParamId| {

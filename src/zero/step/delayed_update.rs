@@ -22,7 +22,7 @@ use crate::tensor::flat_buffer::FlatBuffer;
 use crate::tensor::host_slice::with_part;
 use crate::timeline::{self, TimelineLane};
 use crate::util::{lock, pieces};
-use crate::zero::gpu::host_step::{HostStep, WeightRange};
+use crate::zero::gpu::host_step_weights::{HostStepWeights, WeightRange};
 use crate::zero::rank_core::{DelayedUpdate, RankCore};
 use crate::zero::share::state_storage::StateStorage;
 use crate::zero::share::sub_group::{GradientShare, SubGroup, SubGroupPosition, SweepMode};
@@ -173,9 +173,9 @@ impl RankCore {
     /// Puts new weights of a sub-group in place, piece by piece.
     fn put_weights(&self, group: &mut SubGroup<RankCore>, new: &FlatBuffer) -> Result<()> {
         let SubGroup { slots, weights, .. } = group;
-        let (mut host_step, mut here) = HostStep::for_weights(self, weights, SweepMode::Update, true);
+        let (mut host_step, mut here) = HostStepWeights::for_weights(self, weights, SweepMode::Update, true);
         for slot in slots.iter() {
-            let piece = host_step.as_ref().map_or(usize::MAX, HostStep::piece);
+            let piece = host_step.as_ref().map_or(usize::MAX, HostStepWeights::piece);
             for part in pieces(slot.owned.len(), piece) {
                 let in_group = slot.at + part.start..slot.at + part.end;
                 let in_tensor = slot.owned.start + part.start..slot.owned.start + part.end;
@@ -190,6 +190,6 @@ impl RankCore {
                 }
             }
         }
-        host_step.map_or(Ok(()), HostStep::finish)
+        host_step.map_or(Ok(()), HostStepWeights::finish)
     }
 }

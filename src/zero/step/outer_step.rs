@@ -13,7 +13,7 @@
 
 use super::weight_publisher::WeightPublisher;
 use crate::comm::WireFormat;
-use crate::config::IslandWire;
+use crate::config::IslandWireDtype;
 use crate::error::Result;
 use crate::memory::{MemoryKind, MemoryLedgerEntry};
 use crate::optim::{Optimizer, StepContext};
@@ -29,12 +29,12 @@ use std::ops::Range;
 use twox_hash::XxHash3_64;
 
 /// Returns the dtype of the buffer in which islands send their changes, and its encoding.
-pub(crate) fn encoding(wire: IslandWire) -> (DType, WireFormat) {
+pub(crate) fn encoding(wire: IslandWireDtype) -> (DType, WireFormat) {
     match wire {
-        IslandWire::F32 => (DType::F32, WireFormat::Exact),
-        IslandWire::Bf16 => (DType::BF16, WireFormat::Exact),
-        IslandWire::Int8 => (DType::F32, WireFormat::Blocks(IntFormat::Int8)),
-        IslandWire::Int4 => (DType::F32, WireFormat::Blocks(IntFormat::Int4)),
+        IslandWireDtype::F32 => (DType::F32, WireFormat::Exact),
+        IslandWireDtype::Bf16 => (DType::BF16, WireFormat::Exact),
+        IslandWireDtype::Int8 => (DType::F32, WireFormat::Blocks(IntFormat::Int8)),
+        IslandWireDtype::Int4 => (DType::F32, WireFormat::Blocks(IntFormat::Int4)),
     }
 }
 

@@ -11,9 +11,9 @@
 
 use super::factored_step::update_factored;
 use super::hyperparameters::{Hyperparameters, needs};
-use super::stage_vote::StageVote;
+use super::pipeline_vote::PipelineVote;
+use super::rank_zero_requests::RankZeroRequests;
 use super::state_sweep::{ParamSlice, StepBackend, sweep};
-use super::step_requests::StepRequests;
 use super::weight_publisher::WeightPublisher;
 use super::whole_param_step::{trust_ratios, update_whole};
 use crate::error::Result;
@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// The result of the vote of all ranks before a step.
-pub(crate) struct Vote {
+pub(crate) struct StepVoteResult {
     /// The global L2 norm of the gradients as they are, including the loss scale. The norm is not finite if any
     /// gradient is not finite.
     pub norm: f64,
@@ -42,10 +42,10 @@ pub(crate) struct Vote {
     /// The mean of the losses.
     pub loss: f64,
     /// The requests from rank 0 to all ranks.
-    pub requests: StepRequests,
+    pub requests: RankZeroRequests,
 }
 
-impl Vote {
+impl StepVoteResult {
     /// Returns whether any rank had a non-finite value.
     pub fn has_overflow(&self) -> bool {
         !self.overflowed.is_empty()
@@ -59,9 +59,9 @@ pub(crate) fn vote<R: StepExecutor>(
     core: &R,
     loss: f64,
     loss_is_finite: bool,
-    requests: StepRequests,
+    requests: RankZeroRequests,
     accumulate: DType,
-) -> Result<Vote> {
+) -> Result<StepVoteResult> {
     let _span = timeline::span(timeline::EventCategory::Optimizer, "vote");
     let mut squares = Vec::new();
     for group in core.groups().iter_mut().filter(|group| group.class.is_trained()) {
@@ -79,16 +79,16 @@ pub(crate) fn vote<R: StepExecutor>(
     // Added one after the other, in the order of registration: neither the ends of sub-groups nor those of pipeline
     // stages change the sum.
     squares.sort_by_key(|(param, _)| *param);
-    let StageVote { squares, loss, loss_is_finite, requests } =
-        core.vote_of_all_stages(StageVote { squares, loss, loss_is_finite, requests })?;
+    let PipelineVote { squares, loss, loss_is_finite, requests } =
+        core.vote_of_all_stages(PipelineVote { squares, loss, loss_is_finite, requests })?;
     let sum: f64 = squares.into_iter().fold(0.0, |sum, (_, squares)| sum + squares);
     let overflow = !loss_is_finite || !sum.is_finite();
     let votes = core.gather_f64(vec![sum, requests.with_flag(overflow), loss])?;
-    let flags: Vec<_> = votes.iter().map(|v| StepRequests::of_number(v[1])).collect();
-    Ok(Vote {
+    let flags: Vec<_> = votes.iter().map(|v| RankZeroRequests::of_number(v[1])).collect();
+    Ok(StepVoteResult {
         overflowed: flags.iter().enumerate().filter(|(_, (overflow, _))| *overflow).map(|(r, _)| r).collect(),
         loss: votes.iter().map(|v| v[2]).sum::<f64>() / votes.len() as f64,
-        requests: flags.iter().fold(StepRequests::default(), |all, (_, requests)| all.or(*requests)),
+        requests: flags.iter().fold(RankZeroRequests::default(), |all, (_, requests)| all.or(*requests)),
         norm: core.mesh().by_piece(votes).iter().map(|v| v[0]).sum::<f64>().sqrt(),
     })
 }
@@ -127,7 +127,7 @@ pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters
 impl RankCore {
     /// Runs the [`vote`] for this rank. In the first training step, all ranks first check for parameters that no
     /// backward pass has reached.
-    pub fn vote(&self, loss: f64, loss_is_finite: bool, requests: StepRequests) -> Result<Vote> {
+    pub fn vote(&self, loss: f64, loss_is_finite: bool, requests: RankZeroRequests) -> Result<StepVoteResult> {
         self.judge_unused()?;
         let accumulate = lock(&self.gradients).accumulate_dtype();
         vote(self, loss, loss_is_finite, requests, accumulate).map_err(|error| self.naming_what_is_held(error))

@@ -8,13 +8,13 @@ pub(crate) use super::stored_states::ParamSlice;
 use super::stored_states::{StateRounding, StoredStates, room};
 use crate::error::Result;
 use crate::memory::{MemoryKind, MemoryLedgerEntry};
-use crate::offload::{ALIGN, STEP, StateWindow, WindowPipeline, WindowPlan};
+use crate::offload::{ALIGN, PlannedWindow, STEP, StateWindow, WindowPipeline};
 use crate::precision::{FlatMut, FlatRef};
 use crate::tensor::residency;
 use crate::timeline;
 use crate::util::pieces;
 #[cfg(feature = "cuda")]
-use crate::zero::gpu::host_step::{HostStep, WeightRange};
+use crate::zero::gpu::host_step_weights::{HostStepWeights, WeightRange};
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::optim_state::OptimStateView;
 use crate::zero::share::share_storage::StagingBufferOf;
@@ -83,7 +83,7 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
         let plan = spans.iter().flat_map(|span| {
             let streams = streams(span);
             let ranges = if streams.is_empty() { 0..0 } else { span.range.clone() };
-            pieces(ranges.len(), window_len).map(move |range| WindowPlan {
+            pieces(ranges.len(), window_len).map(move |range| PlannedWindow {
                 range: ranges.start + range.start..ranges.start + range.end,
                 streams: streams.clone(),
             })
@@ -169,9 +169,9 @@ impl StepBackend for RankCore {
     ) -> Result<()> {
         let SubGroup { slots, weights, master, grads, moments, .. } = group;
         #[cfg(feature = "cuda")]
-        let (mut host_step, mut weights) = HostStep::for_weights(self, weights, mode, master.is_some());
+        let (mut host_step, mut weights) = HostStepWeights::for_weights(self, weights, mode, master.is_some());
         #[cfg(feature = "cuda")]
-        let piece = host_step.as_ref().map_or(usize::MAX, HostStep::piece);
+        let piece = host_step.as_ref().map_or(usize::MAX, HostStepWeights::piece);
         #[cfg(not(feature = "cuda"))]
         let (piece, mut weights) = (usize::MAX, weights.as_mut());
         // A slot of length 0 belongs to a parameter of an expert on other ranks; the parameter's tensor is absent.
@@ -225,7 +225,7 @@ impl StepBackend for RankCore {
             }
         }
         #[cfg(feature = "cuda")]
-        host_step.map_or(Ok(()), HostStep::finish)?;
+        host_step.map_or(Ok(()), HostStepWeights::finish)?;
         Ok(())
     }
 }

@@ -37,7 +37,7 @@ struct SlotIndex {
 }
 
 /// An update direction in progress, and its entry in the ledger.
-struct UpdateDirection<B> {
+struct DirectionBuffer<B> {
     values: B,
     _held: MemoryLedgerEntry,
 }
@@ -166,7 +166,7 @@ fn rough_direction<C: StepBackend>(
     item: SlotIndex,
     span: &SweepSpan,
     hyperparameters: &Hyperparameters<'_>,
-) -> Result<UpdateDirection<C::Buffer>> {
+) -> Result<DirectionBuffer<C::Buffer>> {
     let mesh = core.mesh();
     let SubGroupPosition { param, owned, .. } = slot_of(groups, item).clone();
     let (numel, shard_len) = (core.params()[param].numel, core.params()[param].shard_len(mesh));
@@ -189,7 +189,7 @@ fn rough_direction<C: StepBackend>(
         values = core.wait(core.gather(WireFormat::Exact, values, &[param])?)?;
         values.truncate(numel);
     }
-    Ok(UpdateDirection { values, _held })
+    Ok(DirectionBuffer { values, _held })
 }
 
 /// Collective: returns this rank's part of a finished direction. The rank that has the full direction passes it as
@@ -197,15 +197,15 @@ fn rough_direction<C: StepBackend>(
 fn own_direction<C: StepBackend>(
     core: &C,
     id: usize,
-    whole: Option<UpdateDirection<C::Buffer>>,
-) -> Result<UpdateDirection<C::Buffer>> {
+    whole: Option<DirectionBuffer<C::Buffer>>,
+) -> Result<DirectionBuffer<C::Buffer>> {
     let (mesh, param) = (core.mesh(), &core.params()[id]);
     let (numel, padded) = (param.numel, param.shard_len(mesh) * mesh.shards());
     let mut own = match whole {
         Some(whole) => whole,
         None => {
             let values = C::Buffer::zeros(core.share_place(), DType::F32, padded)?;
-            UpdateDirection { _held: core.hold(MemoryKind::Buckets, &values), values }
+            DirectionBuffer { _held: core.hold(MemoryKind::Buckets, &values), values }
         }
     };
     let (pending, owned) = match core.placement().optim.is_sharded() {

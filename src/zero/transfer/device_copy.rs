@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex};
 
 /// The data that a copy carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum CopyKind {
+pub(crate) enum CopyPayloadKind {
     /// Sums of gradients, copied to this rank's share.
     Gradients,
     /// Weights after a step.
@@ -38,7 +38,7 @@ pub(crate) enum CopyKind {
     Shards,
 }
 
-impl CopyKind {
+impl CopyPayloadKind {
     /// Returns the memory kind of the copies.
     pub fn memory_kind(self) -> MemoryKind {
         match self {
@@ -57,12 +57,12 @@ pub(crate) const UPDATE_CHUNK: usize = 4 << 20;
 
 /// Returns the memory tier of the copy windows: for shards, `offload_param.pin_memory` selects it; for gradients and
 /// updates, `offload_optimizer.pin_memory`.
-pub(crate) fn windows_tier(zero: &ZeroConfig, kind: CopyKind) -> MemoryTier {
+pub(crate) fn windows_tier(zero: &ZeroConfig, kind: CopyPayloadKind) -> MemoryTier {
     let pinned = match kind {
-        CopyKind::Gradients | CopyKind::Updates => {
+        CopyPayloadKind::Gradients | CopyPayloadKind::Updates => {
             zero.offload_optimizer.as_ref().is_none_or(|offload| offload.pin_memory)
         }
-        CopyKind::Shards => zero.offload_param.as_ref().is_none_or(|offload| offload.pin_memory),
+        CopyPayloadKind::Shards => zero.offload_param.as_ref().is_none_or(|offload| offload.pin_memory),
     };
     if pinned { MemoryTier::Pinned } else { MemoryTier::Host }
 }
@@ -117,7 +117,7 @@ impl DeviceCopyQueues {
     ///
     /// # Errors
     /// A driver error: memory that cannot be locked.
-    pub fn prepare(&self, kind: CopyKind) -> Result<()> {
+    pub fn prepare(&self, kind: CopyPayloadKind) -> Result<()> {
         self.queue(kind).map(drop)
     }
 
@@ -125,7 +125,13 @@ impl DeviceCopyQueues {
     ///
     /// # Errors
     /// A driver error: no memory on the GPU, or memory that cannot be locked.
-    pub fn send(&self, kind: CopyKind, buffer: FlatBuffer, to: &BufferDevice, capacity: usize) -> Result<DeviceCopy> {
+    pub fn send(
+        &self,
+        kind: CopyPayloadKind,
+        buffer: FlatBuffer,
+        to: &BufferDevice,
+        capacity: usize,
+    ) -> Result<DeviceCopy> {
         let hold = |tier, bytes| self.ledger.hold_in(tier, kind.memory_kind(), bytes);
         let (here, len, size) = (buffer.capacity_in_bytes(), buffer.len(), buffer.dtype().size_in_bytes());
         match (buffer, to) {
@@ -141,15 +147,15 @@ impl DeviceCopyQueues {
         }
     }
 
-    fn queue(&self, kind: CopyKind) -> Result<Arc<CopyQueue>> {
+    fn queue(&self, kind: CopyPayloadKind) -> Result<Arc<CopyQueue>> {
         let queue = &mut lock(&self.queues)[kind as usize];
         if let Some((queue, _)) = queue {
             return Ok(queue.clone());
         }
         let lane = match kind {
-            CopyKind::Gradients => TimelineLane::Gradients,
-            CopyKind::Updates => TimelineLane::Updates,
-            CopyKind::Shards => TimelineLane::Shards,
+            CopyPayloadKind::Gradients => TimelineLane::Gradients,
+            CopyPayloadKind::Updates => TimelineLane::Updates,
+            CopyPayloadKind::Shards => TimelineLane::Shards,
         };
         let tier = windows_tier(&self.zero, kind);
         let made = Arc::new(CopyQueue::new(&self.device, WINDOWS_BYTES, tier == MemoryTier::Pinned, lane)?);

@@ -89,7 +89,7 @@ impl SafeSplitter {
             return None;
         }
         let mut words =
-            PreTokenizerState { space: if leaves_no_space(&normalizer) { '\u{2581}' } else { ' ' }, is_cut: false };
+            PreTokenizerEffects { space: if leaves_no_space(&normalizer) { '\u{2581}' } else { ' ' }, is_cut: false };
         if !words.apply(&serde_json::to_value(inner.get_pre_tokenizer()).ok()?) {
             return None;
         }
@@ -228,7 +228,7 @@ fn may_be_alphabetic(c: char) -> bool {
 }
 
 /// Returns the cuts that are safe if the pre-tokenizer may leave both sides in one word.
-fn joined(model: &BPE, words: PreTokenizerState) -> Option<SafeCuts> {
+fn joined(model: &BPE, words: PreTokenizerEffects) -> Option<SafeCuts> {
     // The tokens of a word that is looked up as a whole differ from those of its parts.
     if model.ignore_merges {
         return None;
@@ -282,14 +282,14 @@ fn leaves_no_space(normalizer: &Value) -> bool {
 
 /// The state of a text after some of the pre-tokenizers.
 #[derive(Debug, Clone, Copy)]
-struct PreTokenizerState {
+struct PreTokenizerEffects {
     /// The character that represents a space.
     space: char,
     /// Whether the text is already cut at every place where this module cuts texts and where [`run_end`] cuts.
     is_cut: bool,
 }
 
-impl PreTokenizerState {
+impl PreTokenizerEffects {
     /// Applies `pre_tokenizer`. Returns false if it is not known to treat each side of a cut as it would treat that
     /// side alone.
     fn apply(&mut self, pre_tokenizer: &Value) -> bool {

@@ -12,7 +12,7 @@ use super::tokenizer::{SpecialTokens, Tokenizer};
 use super::tokenizer_files::{self, object};
 use crate::error::FinetuneError;
 use crate::error::{Error, Result};
-use crate::gguf::weights::GgufFile;
+use crate::gguf::weight_reader::GgufFile;
 use candle_zero::files;
 use candle_zero::untrusted_work::{SandboxSubject, within};
 use candle_zero::util::lock;
@@ -27,8 +27,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// The maximum size of a template file in bytes.
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 
-/// The limits on the fuel of a rendering. Fuel pays for steps, and for texts and lists at 64 bytes per unit of fuel. The
-/// second limit is for long conversations.
+/// The limits on the fuel of a rendering. Fuel pays for steps, and for texts and lists at 64 bytes per unit of fuel.
+/// The second limit is for long conversations.
 const FUEL_LIMITS: [u64; 2] = [2_000_000, 64_000_000];
 
 /// The maximum length of a conversation for which the first limit suffices, in messages and in bytes.

@@ -8,7 +8,7 @@
 //! | a GGUF file | the tokenizer in its metadata |
 
 use crate::error::{Error, FinetuneError, Result};
-use crate::gguf::weights::{GgufFile, gguf_files};
+use crate::gguf::weight_reader::{GgufFile, gguf_files};
 use candle_zero::checkpoint::create;
 use candle_zero::files;
 use serde_json::{Map, Value, json};

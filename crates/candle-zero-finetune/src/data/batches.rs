@@ -5,7 +5,7 @@
 //! step's number, so a resumed run needs no other state. Every rank has the same number of batches.
 
 use super::dataset::Dataset;
-use candle_zero::data::BatchShape;
+use candle_zero::data::BatchPartition;
 use candle_zero::util::{mix, permute};
 use std::hash::Hasher as _;
 use std::sync::Arc;
@@ -74,7 +74,7 @@ pub struct Batches {
     members: Vec<u32>,
     /// The start of each row in `members`, and the end of the last row.
     rows: Vec<usize>,
-    shape: BatchShape,
+    shape: BatchPartition,
     order: RowOrder,
     pad: u32,
 }
@@ -87,7 +87,13 @@ impl Batches {
     ///
     /// Panics if the data set has no samples or more than `u32::MAX` groups of them, or if `shape` is invalid: no rows
     /// in a micro batch, no micro batches in a step, or a rank that does not exist.
-    pub fn training(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, seed: u64, pad: u32) -> Self {
+    pub fn training(
+        dataset: Arc<Dataset>,
+        packing: SequencePacking,
+        shape: BatchPartition,
+        seed: u64,
+        pad: u32,
+    ) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Shuffled(seed), pad)
     }
 
@@ -96,7 +102,7 @@ impl Batches {
     /// # Panics
     ///
     /// See [`training`](Self::training).
-    pub fn in_order(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, pad: u32) -> Self {
+    pub fn in_order(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchPartition, pad: u32) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Sequential, pad)
     }
 
@@ -106,11 +112,17 @@ impl Batches {
     /// # Panics
     ///
     /// See [`training`](Self::training).
-    pub fn validation(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, pad: u32) -> Self {
+    pub fn validation(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchPartition, pad: u32) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Once, pad)
     }
 
-    fn new(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, rows_in: RowOrder, pad: u32) -> Self {
+    fn new(
+        dataset: Arc<Dataset>,
+        packing: SequencePacking,
+        shape: BatchPartition,
+        rows_in: RowOrder,
+        pad: u32,
+    ) -> Self {
         let groups = dataset.len() / dataset.group();
         assert!(groups > 0 && groups <= u32::MAX as usize, "{groups} groups of samples");
         assert!(shape.micro > 0 && shape.accumulation > 0 && shape.rank < shape.world, "{shape:?}");
@@ -125,7 +137,7 @@ impl Batches {
     #[must_use]
     pub(crate) fn of_rank(self, rank: usize) -> Self {
         assert!(rank < self.shape.world, "rank {rank} of {}", self.shape.world);
-        Self { shape: BatchShape { rank, ..self.shape }, ..self }
+        Self { shape: BatchPartition { rank, ..self.shape }, ..self }
     }
 
     /// Returns the number of rows that batches of the data set would have.

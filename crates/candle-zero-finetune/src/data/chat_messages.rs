@@ -1,6 +1,6 @@
 //! Converts the messages of a record, in any of the known formats, to the form that chat templates take.
 
-use super::columns::{IMAGE_KEYS, WEIGHT_KEYS};
+use super::column_mapping::{IMAGE_KEYS, WEIGHT_KEYS};
 use super::raw_record::json;
 use crate::chat::conversation::{field, kind};
 use minijinja::value::{Value, ValueKind};
@@ -88,7 +88,7 @@ impl ChatMessages {
                 return Err(format!(
                     "its {found} is {} (its keys: {})",
                     kind(&field(item, found)),
-                    super::columns::names(&keys)
+                    super::column_mapping::names(&keys)
                 ));
             }
         };

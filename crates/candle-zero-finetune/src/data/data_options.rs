@@ -1,6 +1,6 @@
 //! Options for turning records into samples.
 
-use super::columns::Columns;
+use super::column_mapping::ColumnMapping;
 
 /// The task for which a model is trained on the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -19,8 +19,8 @@ pub enum TrainingTask {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Truncation {
-    /// Longer samples are cut at the context length. Raw text is cut into pieces of that length, and only a last piece of
-    /// a single token is left out.
+    /// Longer samples are cut at the context length. Raw text is cut into pieces of that length, and only a last piece
+    /// of a single token is left out.
     #[default]
     Truncate,
     /// Longer samples are left out.
@@ -41,7 +41,7 @@ pub struct DataOptions {
     /// The names of the labels, in the order of their indices. If empty, all labels of the files are used, sorted.
     pub labels: Vec<String>,
     /// The roles of columns whose names differ from the known ones.
-    pub columns: Columns,
+    pub columns: ColumnMapping,
 }
 
 impl DataOptions {
@@ -50,6 +50,13 @@ impl DataOptions {
 
     /// Returns options for samples of at most `ctx` tokens for `task`.
     pub fn new(task: TrainingTask, ctx: usize) -> Self {
-        Self { task, ctx, overlong: Truncation::Truncate, strict: false, labels: vec![], columns: Columns::default() }
+        Self {
+            task,
+            ctx,
+            overlong: Truncation::Truncate,
+            strict: false,
+            labels: vec![],
+            columns: ColumnMapping::default(),
+        }
     }
 }

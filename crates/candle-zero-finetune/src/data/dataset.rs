@@ -1,10 +1,10 @@
 //! The samples of data files, which are tokenized once and then mapped into memory.
 
+use super::class_labels::labels_of;
 use super::data_options::{DataOptions, TrainingTask};
 use super::data_report::DataReport;
-use super::dataset_builder::DatasetBuilder;
-use super::labels::labels_of;
 use super::sample_cache::{SampleCache, SampleRef, private_cache};
+use super::sample_cache_builder::SampleCacheBuilder;
 use super::source::Source;
 use crate::chat::template::Template;
 use crate::chat::tokenizer::Tokenizer;
@@ -81,7 +81,7 @@ impl Dataset {
         let group = if options.task == TrainingTask::Prefer { 2 } else { 1 };
         let mut parts = vec![];
         for (file, source) in sources.iter().enumerate() {
-            let builder = DatasetBuilder { source, tokenizer, template, options: &options };
+            let builder = SampleCacheBuilder { source, tokenizer, template, options: &options };
             let mut progress = |bytes, of| progress(FileReadProgress { file, bytes, of });
             let (cache, report) = builder.open_or_build(folder, &mut progress)?;
             let groups = (cache.samples() / group) as u64;

@@ -9,7 +9,7 @@
 //! with the pages that contain them. Memory is therefore bounded by what a writer puts into a page (usually a megabyte)
 //! and into a row, not by the file or a row group.
 
-use super::columns::Columns;
+use super::column_mapping::ColumnMapping;
 use super::raw_record::{MAX_RECORD_BYTES, RawRecord, RecordContent};
 use super::record_parser::RECORD_FORMATS;
 use crate::error::FinetuneError;
@@ -67,7 +67,7 @@ impl ParquetRows {
     /// # Errors
     /// [`FinetuneError::Parquet`] for a file that is not a Parquet file, or is cut off, damaged, encrypted or in an
     /// unsupported form; [`Error::Io`].
-    pub(super) fn open(path: &Path, known: &Columns) -> Result<Self> {
+    pub(super) fn open(path: &Path, known: &ColumnMapping) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.into(), source };
         let wrong = |problem| Error::from(FinetuneError::Parquet { path: path.into(), problem });
         let mut file = files::open(path).map_err(io)?;
@@ -91,7 +91,7 @@ impl ParquetRows {
         };
         let read: Vec<_> = root.get_fields().iter().filter(is_read).cloned().collect();
         if !read.iter().any(|field| known.is_key(field.name())) {
-            let hint = Columns::hint(&names);
+            let hint = ColumnMapping::hint(&names);
             return Err(wrong(format!(
                 "its columns ({}) match no known format: {RECORD_FORMATS}; {hint}",
                 list(&names)
@@ -354,7 +354,7 @@ fn finite(number: f64) -> Value {
 mod tests {
     use super::*;
     use crate::chat::conversation::field;
-    use crate::data::columns::FORMAT_KEYS;
+    use crate::data::column_mapping::FORMAT_KEYS;
     use proptest::prelude::*;
 
     fn fixture(name: &str) -> PathBuf {
@@ -363,7 +363,7 @@ mod tests {
 
     /// Returns all rows of a file, or why it cannot be read.
     fn rows(path: &Path) -> Result<Vec<(Value, usize)>> {
-        let mut rows = ParquetRows::open(path, &Columns::default())?;
+        let mut rows = ParquetRows::open(path, &ColumnMapping::default())?;
         let mut found = vec![];
         while let Some(record) = rows.next()? {
             let RecordContent::Columns { value, bytes, .. } = record.raw else { panic!("{record:?}") };

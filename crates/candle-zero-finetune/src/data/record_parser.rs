@@ -1,7 +1,7 @@
 //! Parses a record. Its keys determine its format.
 
 use super::chat_messages::{ChatMessages, RecordProblem};
-use super::columns::{Columns, PREFERENCE_KEYS, PREFERRED_KEYS, SECOND_TEXT_KEYS, names};
+use super::column_mapping::{ColumnMapping, PREFERENCE_KEYS, PREFERRED_KEYS, SECOND_TEXT_KEYS, names};
 use super::tracked_record::TrackedRecord;
 use crate::chat::conversation::{Conversation, kind};
 use crate::chat::jinja_compat::python_str;
@@ -65,7 +65,7 @@ pub(super) enum TrainingExample {
 /// A parser of records.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RecordParser<'a> {
-    pub columns: &'a Columns,
+    pub columns: &'a ColumnMapping,
     /// Whether there is a chat template. Instructions then become messages.
     pub has_template: bool,
     /// Whether the model is trained to predict labels.
@@ -195,7 +195,7 @@ impl RecordParser<'_> {
                 names(&keys)
             );
         }
-        format!("its keys ({}) match no known format: {RECORD_FORMATS}; {}", names(&keys), Columns::hint(&keys))
+        format!("its keys ({}) match no known format: {RECORD_FORMATS}; {}", names(&keys), ColumnMapping::hint(&keys))
     }
 
     /// Adds a remark if texts are used without the model's chat template.
@@ -210,12 +210,12 @@ impl RecordParser<'_> {
     }
 
     /// Returns the instruction under `name` and its other fields.
-    fn parse_instruction(&self, fields: &TrackedRecord<'_>, name: &str) -> Result<Instruction, RecordProblem> {
+    fn parse_instruction(&self, fields: &TrackedRecord<'_>, name: &str) -> Result<InstructionPrompt, RecordProblem> {
         let input = match (fields.text("input")?, fields.text("context")?) {
             (Some(_), Some(_)) => return Err("it has input and context; keep one of them".into()),
             (input, context) => input.or(context),
         };
-        Ok(Instruction {
+        Ok(InstructionPrompt {
             instruction: fields.needed(name)?,
             input,
             system: fields.system()?,
@@ -368,7 +368,7 @@ fn completion_of(
 /// Parses OpenAI's preference format: messages and tools within `input`, and two lists of messages.
 fn openai_preference(fields: &TrackedRecord<'_>, answers: [&Value; 2]) -> Result<TrainingExample, RecordProblem> {
     let input = fields.get("input").unwrap_or_default();
-    let columns = Columns::default();
+    let columns = ColumnMapping::default();
     let inner = TrackedRecord::of(&input, &[], &columns);
     let prompt = ChatMessages::of(&inner.get("messages").ok_or("its input has no messages")?)?;
     let from = prompt.list.len();
@@ -422,7 +422,7 @@ fn common_beginning(chosen: &str, rejected: &str) -> Option<usize> {
 
 /// An instruction with its other fields.
 #[derive(Clone)]
-struct Instruction {
+struct InstructionPrompt {
     instruction: String,
     input: Option<String>,
     system: Option<String>,
@@ -432,7 +432,7 @@ struct Instruction {
     has_template: bool,
 }
 
-impl Instruction {
+impl InstructionPrompt {
     /// Adds the answer to the instruction: as messages, or in the wording of Stanford's Alpaca.
     fn answered(self, output: String) -> Result<TrainingExample, RecordProblem> {
         let Self { instruction, input, system, history, tools, variables, has_template } = self;

@@ -1,7 +1,7 @@
 //! Reads data files record by record, in memory bounded by the largest record.
 
-use super::columns::Columns;
-use super::csv_table::CsvTable;
+use super::column_mapping::ColumnMapping;
+use super::csv_reader::CsvRowReader;
 use super::parquet::ParquetRows;
 use super::raw_record::{MAX_RECORD_BYTES, RawRecord, RecordContent, check_size, utf8};
 use crate::error::FinetuneError;
@@ -20,14 +20,14 @@ const MIN_TEXT_RECORD_BYTES: usize = 64 << 10;
 /// The records of a file.
 pub(super) struct RecordReader {
     path: PathBuf,
-    format: FileFormat,
+    format: FormatReader,
 }
 
-enum FileFormat {
+enum FormatReader {
     Lines(LineReader),
     List(JsonListReader),
     Text(LineReader),
-    Table(CsvTable),
+    Table(CsvRowReader),
     Rows(Box<ParquetRows>),
 }
 
@@ -37,12 +37,12 @@ impl RecordReader {
     ///
     /// # Errors
     /// [`FinetuneError::UnknownFormat`]; [`FinetuneError::DataFile`]; [`FinetuneError::Parquet`]; [`Error::Io`].
-    pub(super) fn open(path: &Path, columns: &Columns) -> Result<Self> {
+    pub(super) fn open(path: &Path, columns: &ColumnMapping) -> Result<Self> {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_lowercase();
-        let table = |separator| -> Result<FileFormat> {
-            let table = CsvTable::open(LineReader::open(path)?.reader, separator, columns)
+        let table = |separator| -> Result<FormatReader> {
+            let table = CsvRowReader::open(LineReader::open(path)?.reader, separator, columns)
                 .map_err(|source| io(path, source))?;
-            Ok(FileFormat::Table(table.map_err(|problem| unreadable(path, problem))?))
+            Ok(FormatReader::Table(table.map_err(|problem| unreadable(path, problem))?))
         };
         let format = match extension.as_str() {
             "jsonl" | "ndjson" | "json" => {
@@ -50,16 +50,18 @@ impl RecordReader {
                 let head = lines.head().map_err(|source| io(path, source))?.trim_ascii_start();
                 match head.first() {
                     Some(b'[') if extension == "json" || is_printed(head) => {
-                        FileFormat::List(JsonListReader::of(lines, ListState::Before))
+                        FormatReader::List(JsonListReader::of(lines, ListState::Before))
                     }
-                    Some(b'{') if is_printed(head) => FileFormat::List(JsonListReader::of(lines, ListState::Following)),
-                    _ => FileFormat::Lines(lines),
+                    Some(b'{') if is_printed(head) => {
+                        FormatReader::List(JsonListReader::of(lines, ListState::Following))
+                    }
+                    _ => FormatReader::Lines(lines),
                 }
             }
             "csv" => table(b',')?,
             "tsv" => table(b'\t')?,
-            "txt" | "md" | "text" => FileFormat::Text(LineReader::open(path)?),
-            "parquet" => FileFormat::Rows(Box::new(ParquetRows::open(path, columns)?)),
+            "txt" | "md" | "text" => FormatReader::Text(LineReader::open(path)?),
+            "parquet" => FormatReader::Rows(Box::new(ParquetRows::open(path, columns)?)),
             _ => return Err(FinetuneError::UnknownFormat { path: path.into() }.into()),
         };
         Ok(Self { path: path.into(), format })
@@ -70,14 +72,14 @@ impl RecordReader {
     pub(super) fn next(&mut self) -> Result<Option<RawRecord>> {
         let wrong = |source| io(&self.path, source);
         match &mut self.format {
-            FileFormat::Lines(lines) => loop {
+            FormatReader::Lines(lines) => loop {
                 let line = lines.line + 1;
                 let Some(bytes) = lines.next().map_err(wrong)? else { return Ok(None) };
                 if !bytes.trim_ascii().is_empty() {
                     return Ok(Some(RawRecord { line, raw: RecordContent::Json(bytes) }));
                 }
             },
-            FileFormat::Text(lines) => {
+            FormatReader::Text(lines) => {
                 let line = lines.line + 1;
                 let mut piece = vec![];
                 while piece.len() < MIN_TEXT_RECORD_BYTES {
@@ -90,16 +92,18 @@ impl RecordReader {
                 };
                 Ok((!piece.is_empty()).then(|| RawRecord { line, raw: raw(&piece) }))
             }
-            FileFormat::List(list) => list.next().map_err(wrong),
-            FileFormat::Table(table) => table.next().map_err(wrong)?.map_err(|problem| unreadable(&self.path, problem)),
-            FileFormat::Rows(rows) => rows.next(),
+            FormatReader::List(list) => list.next().map_err(wrong),
+            FormatReader::Table(table) => {
+                table.next().map_err(wrong)?.map_err(|problem| unreadable(&self.path, problem))
+            }
+            FormatReader::Rows(rows) => rows.next(),
         }
     }
 
     /// Returns the position in the file in bytes, if it does not follow from the sizes of the records so far.
     pub(super) fn position(&self) -> Option<u64> {
         match &self.format {
-            FileFormat::Rows(rows) => Some(rows.position()),
+            FormatReader::Rows(rows) => Some(rows.position()),
             _ => None,
         }
     }
@@ -298,7 +302,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         std::fs::write(&path, text).unwrap();
-        let mut records = RecordReader::open(&path, &Columns::default()).unwrap();
+        let mut records = RecordReader::open(&path, &ColumnMapping::default()).unwrap();
         let shown = |raw| match raw {
             RecordContent::Json(bytes) => String::from_utf8(bytes).unwrap().trim().to_string(),
             RecordContent::Columns { value, .. } => value.to_string(),
@@ -353,7 +357,7 @@ mod tests {
         let path = folder.path().join(name);
         std::fs::write(&path, bytes).unwrap();
         let read = || -> Result<()> {
-            let mut records = RecordReader::open(&path, &Columns::default())?;
+            let mut records = RecordReader::open(&path, &ColumnMapping::default())?;
             while records.next()?.is_some() {}
             Ok(())
         };
@@ -436,7 +440,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.csv");
         std::fs::write(&path, b"prompt,completion\ncaf\xE9,b\n").unwrap();
-        let record = RecordReader::open(&path, &Columns::default()).unwrap().next().unwrap().unwrap();
+        let record = RecordReader::open(&path, &ColumnMapping::default()).unwrap().next().unwrap().unwrap();
         holds(
             &record.raw.value().unwrap_err(),
             "(byte 0xE9, which is 'é' in Windows-1252 and Latin-1); save the file as UTF-8",

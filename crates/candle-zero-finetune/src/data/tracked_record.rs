@@ -1,7 +1,7 @@
 //! The keys of a record, marked as they are read.
 
 use super::chat_messages::{picture, weight};
-use super::columns::{Columns, IMAGE_KEYS, QUALITY_KEYS, SCORE_KEYS, VARIABLE_KEYS, WEIGHT_KEYS};
+use super::column_mapping::{ColumnMapping, IMAGE_KEYS, QUALITY_KEYS, SCORE_KEYS, VARIABLE_KEYS, WEIGHT_KEYS};
 use super::raw_record::json;
 use crate::chat::conversation::{field, kind};
 use minijinja::value::{Value, ValueKind};
@@ -12,12 +12,12 @@ pub(super) struct TrackedRecord<'a> {
     record: &'a Value,
     /// The names of columns that exist and were not read from the file.
     unread: &'a [String],
-    columns: &'a Columns,
+    columns: &'a ColumnMapping,
     read: RefCell<Vec<String>>,
 }
 
 impl<'a> TrackedRecord<'a> {
-    pub(super) fn of(record: &'a Value, unread: &'a [String], columns: &'a Columns) -> Self {
+    pub(super) fn of(record: &'a Value, unread: &'a [String], columns: &'a ColumnMapping) -> Self {
         Self { record, unread, columns, read: RefCell::default() }
     }
 

@@ -1,17 +1,17 @@
 //! Values of the metadata keys that begin with the name of the architecture.
 
-use super::weights::GgufFile;
+use super::weight_reader::GgufFile;
 use crate::error::Result;
 use candle_core::quantized::gguf_file::Value;
 use candle_zero::util::counted;
 
 /// The metadata keys of an architecture.
-pub(super) struct ArchitectureKeys<'a> {
+pub(super) struct ArchitectureMetadataReader<'a> {
     pub gguf: &'a GgufFile,
     pub architecture: &'a str,
 }
 
-impl<'a> ArchitectureKeys<'a> {
+impl<'a> ArchitectureMetadataReader<'a> {
     fn get(&self, key: &str) -> Option<&'a Value> {
         self.gguf.header.metadata.get(&format!("{}.{key}", self.architecture))
     }

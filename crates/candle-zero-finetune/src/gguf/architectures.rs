@@ -2,10 +2,10 @@
 //!
 //! A file describes a model by an architecture and a few keys. For properties without a key, llama.cpp assumes values.
 //! A model for which llama.cpp would therefore compute different results is refused ([`GgufArchitecture::problem`], in
-//! `assumptions.rs`).
+//! `export_compatibility.rs`).
 
 use candle_zero::models::{DecoderConfig, RotaryConfig, RotaryScaling};
-use candle_zero::nn::{Activation, ExpertGate, RotaryPairs, RouterOrder};
+use candle_zero::nn::{Activation, ExpertActivation, RotaryPairs, RouterOrder};
 
 /// An architecture of llama.cpp.
 #[derive(Debug, Clone, Copy)]
@@ -19,8 +19,8 @@ pub(super) struct GgufArchitecture {
     pub windows: WindowRule,
     pub positions: PositionRule,
     /// The kinds of rotary scaling that need a tensor with a divisor for each frequency.
-    pub factors: FrequencyFactors,
-    pub scales: ScaleRule,
+    pub factors: RopeFactorSupport,
+    pub scales: MultiplierRule,
     pub tying: Tying,
     /// The biases of queries, keys and values, of attention's output, and of the MLP.
     pub biases: [Presence; 3],
@@ -61,22 +61,22 @@ pub(super) enum PositionRule {
 
 /// The kinds of rotary scaling with divisors for which llama.cpp has tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct FrequencyFactors {
+pub(super) struct RopeFactorSupport {
     pub llama3: bool,
     pub longrope: bool,
 }
 
 /// The factors and caps for which an architecture has keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ScaleRule {
+pub(super) enum MultiplierRule {
     /// There are no keys.
     None,
     /// A factor of attention scores, of embeddings, of residual additions and of logits.
     Granite,
     /// A factor of logits.
     Logits,
-    /// The factor of attention scores follows from the width of a head. In models with `largest` blocks, it follows from
-    /// hidden_size / num_attention_heads instead. Gemma 2 has caps, and Gemma 3 has none.
+    /// The factor of attention scores follows from the width of a head. In models with `largest` blocks, it follows
+    /// from hidden_size / num_attention_heads instead. Gemma 2 has caps, and Gemma 3 has none.
     Gemma { largest: usize, has_caps: bool },
 }
 
@@ -102,7 +102,7 @@ pub(super) struct MixtureRule {
     /// The computation of the weights of the chosen experts. The metadata has no key for this.
     pub order: RouterOrder,
     /// The gated activation of the experts.
-    pub gate: ExpertGate,
+    pub gate: ExpertActivation,
     /// Whether there is a key for the width of an expert. Otherwise, the width is that of a dense block.
     pub has_width: bool,
 }
@@ -111,7 +111,7 @@ const FREE: [Presence; 3] = [Presence::Optional; 3];
 const NO_BIASES: [Presence; 3] = [Presence::Never; 3];
 /// Biases of queries, keys and values, which are optional.
 const QKV_BIASES: [Presence; 3] = [Presence::Optional, Presence::Never, Presence::Never];
-const NO_FACTORS: FrequencyFactors = FrequencyFactors { llama3: false, longrope: false };
+const NO_FACTORS: RopeFactorSupport = RopeFactorSupport { llama3: false, longrope: false };
 
 const LLAMA: GgufArchitecture = GgufArchitecture {
     name: "llama",
@@ -119,8 +119,8 @@ const LLAMA: GgufArchitecture = GgufArchitecture {
     pairs: RotaryPairs::Adjacent,
     windows: WindowRule::None,
     positions: PositionRule::All,
-    factors: FrequencyFactors { llama3: true, longrope: true },
-    scales: ScaleRule::None,
+    factors: RopeFactorSupport { llama3: true, longrope: true },
+    scales: MultiplierRule::None,
     tying: Tying::Optional,
     biases: FREE,
     activation: Activation::Silu,
@@ -149,7 +149,7 @@ const GEMMA2: GgufArchitecture = GgufArchitecture {
     name: "gemma2",
     model_types: &["gemma2"],
     windows: WindowRule::Pattern { period: 2, windowed: 1, is_optional: false },
-    scales: ScaleRule::Gemma { largest: 46, has_caps: true },
+    scales: MultiplierRule::Gemma { largest: 46, has_caps: true },
     tying: Tying::Always,
     activation: Activation::GeluTanh,
     ..QWEN3
@@ -159,7 +159,7 @@ const COMMAND_R: GgufArchitecture = GgufArchitecture {
     name: "command-r",
     model_types: &["cohere"],
     pairs: RotaryPairs::Adjacent,
-    scales: ScaleRule::Logits,
+    scales: MultiplierRule::Logits,
     tying: Tying::Always,
     ..QWEN3
 };
@@ -175,7 +175,7 @@ const CHATGLM: GgufArchitecture = GgufArchitecture {
 /// Returns the rule for a mixture of experts with SiLU in which the weights of the chosen experts are their
 /// probabilities.
 const fn mixture(renormalize: bool, has_width: bool) -> Option<MixtureRule> {
-    Some(MixtureRule { order: RouterOrder::SoftmaxThenTop { renormalize }, gate: ExpertGate::Silu, has_width })
+    Some(MixtureRule { order: RouterOrder::SoftmaxThenTop { renormalize }, gate: ExpertActivation::Silu, has_width })
 }
 
 /// All architectures for which GGUF files are written. llama.cpp has no separate architecture for Mixtral.
@@ -205,7 +205,7 @@ const ARCHITECTURES: [GgufArchitecture; 22] = [
         model_types: &["gemma3_text", "gemma3"],
         windows: WindowRule::Pattern { period: 6, windowed: 5, is_optional: false },
         positions: PositionRule::LocalInWindows,
-        scales: ScaleRule::Gemma { largest: 62, has_caps: false },
+        scales: MultiplierRule::Gemma { largest: 62, has_caps: false },
         tying: Tying::Optional,
         ..GEMMA2
     },
@@ -213,7 +213,7 @@ const ARCHITECTURES: [GgufArchitecture; 22] = [
         name: "phi3",
         model_types: &["phi3"],
         windows: WindowRule::Unused,
-        factors: FrequencyFactors { llama3: false, longrope: true },
+        factors: RopeFactorSupport { llama3: false, longrope: true },
         has_free_head: false,
         ..QWEN3
     },
@@ -240,7 +240,7 @@ const ARCHITECTURES: [GgufArchitecture; 22] = [
         name: "granite",
         model_types: &["granite"],
         factors: NO_FACTORS,
-        scales: ScaleRule::Granite,
+        scales: MultiplierRule::Granite,
         ..LLAMA
     },
     GgufArchitecture {
@@ -294,7 +294,7 @@ const ARCHITECTURES: [GgufArchitecture; 22] = [
         biases: [Presence::Always, Presence::Always, Presence::Never],
         mixture: Some(MixtureRule {
             order: RouterOrder::TopThenSoftmax,
-            gate: ExpertGate::Clamped { alpha: 1.702, limit: 7.0 },
+            gate: ExpertActivation::Clamped { alpha: 1.702, limit: 7.0 },
             has_width: true,
         }),
         ..QWEN3
@@ -312,7 +312,7 @@ pub(super) fn rotary_pairs(name: &str) -> Option<RotaryPairs> {
 /// Returns the number of blocks of the largest Gemma of the architecture `name`, or `None` for other architectures.
 pub(super) fn largest_gemma(name: &str) -> Option<usize> {
     let known = ARCHITECTURES.iter().find(|known| known.name == name)?;
-    if let ScaleRule::Gemma { largest, .. } = known.scales { Some(largest) } else { None }
+    if let MultiplierRule::Gemma { largest, .. } = known.scales { Some(largest) } else { None }
 }
 
 impl GgufArchitecture {
@@ -330,8 +330,8 @@ impl GgufArchitecture {
         })
     }
 
-    /// Returns the settings of the rotary positions that the metadata describes. If blocks with and without a window have
-    /// different settings, the metadata describes those of blocks without a window.
+    /// Returns the settings of the rotary positions that the metadata describes. If blocks with and without a window
+    /// have different settings, the metadata describes those of blocks without a window.
     pub fn rotary<'a>(&self, config: &'a DecoderConfig) -> Option<&'a RotaryConfig> {
         let mut full = config.blocks.iter().filter(|block| block.window.is_none());
         let mut all = config.blocks.iter();

@@ -4,7 +4,7 @@
 use super::architectures::GgufArchitecture;
 use super::tensor_names::{TensorForm, place_of};
 use super::tokenizer_export::keys as tokenizer_keys;
-use super::weights::GgufFile;
+use super::weight_reader::GgufFile;
 use super::writer::{BLOCK, GgmlFormat, GgufTensor, GgufValue, write};
 use crate::BaseModel;
 use crate::error::{Error, FinetuneError, Result};
@@ -22,8 +22,8 @@ use std::path::Path;
 pub enum GgufFormat {
     /// f16.
     F16,
-    /// Blocks of 32 signed 8-bit integers with an f16 scale. Tensors whose row length is not a multiple of 32 elements are
-    /// stored in f16.
+    /// Blocks of 32 signed 8-bit integers with an f16 scale. Tensors whose row length is not a multiple of 32 elements
+    /// are stored in f16.
     Q8_0,
 }
 
@@ -92,7 +92,7 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
                     name,
                     shape,
                     form: place.form,
-                    outputs: OutputsOf { which, tensors },
+                    outputs: OutputStride { which, tensors },
                     plus_one: place.plus_one,
                 }),
             });
@@ -167,13 +167,13 @@ struct ParameterOrigin<'a> {
     name: &'a str,
     shape: &'a [usize],
     form: TensorForm,
-    outputs: OutputsOf,
+    outputs: OutputStride,
     plus_one: bool,
 }
 
 /// The outputs of a parameter that a tensor contains: every `tensors`-th output, beginning with output `which`.
 #[derive(Debug, Clone, Copy)]
-struct OutputsOf {
+struct OutputStride {
     which: usize,
     tensors: usize,
 }
@@ -181,7 +181,7 @@ struct OutputsOf {
 impl<'a> ParameterOrigin<'a> {
     /// Returns the source of a tensor that contains a parameter unchanged.
     fn unchanged(name: &'a str, shape: &'a [usize]) -> Self {
-        Self { name, shape, form: TensorForm::Same, outputs: OutputsOf { which: 0, tensors: 1 }, plus_one: false }
+        Self { name, shape, form: TensorForm::Same, outputs: OutputStride { which: 0, tensors: 1 }, plus_one: false }
     }
 
     /// Passes the bytes of the tensor to `take`, given the parameter.
@@ -238,7 +238,7 @@ impl<'a> ParameterOrigin<'a> {
         [inputs, outputs]: [usize; 2],
         put: &mut dyn FnMut(&[f32]) -> Result<()>,
     ) -> Result<()> {
-        let OutputsOf { which, tensors } = self.outputs;
+        let OutputStride { which, tensors } = self.outputs;
         let of_tensor = (which..outputs).step_by(tensors);
         if inputs == 1 {
             return put(&of_tensor.map(|output| matrix[output]).collect::<Vec<f32>>());

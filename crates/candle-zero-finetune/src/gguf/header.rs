@@ -2,7 +2,7 @@
 //!
 //! Every count and every length is compared with the number of remaining bytes. Only then is memory allocated for it.
 
-use super::formats::TensorFormat;
+use super::tensor_types::TensorFormat;
 use candle_core::quantized::gguf_file::Value;
 use candle_zero::util::{counted, is_or_are};
 use std::collections::HashMap;

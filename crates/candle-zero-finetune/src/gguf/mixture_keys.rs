@@ -1,6 +1,6 @@
 //! The metadata of mixtures of experts in llama.cpp.
 
-use super::architecture_keys::ArchitectureKeys;
+use super::architecture_keys::ArchitectureMetadataReader;
 use super::architectures::{GPT_OSS, MixtureRule};
 use super::writer::GgufValue;
 use crate::error::Result;
@@ -26,7 +26,10 @@ pub(super) fn mixture_in_file(name: &str, experts: Option<usize>) -> Option<(&'s
 }
 
 /// Returns the keys of `config.json` that describe a mixture.
-pub(super) fn config_json((model_type, class): (&str, &str), keys: &ArchitectureKeys<'_>) -> Result<Map<String, Json>> {
+pub(super) fn config_json(
+    (model_type, class): (&str, &str),
+    keys: &ArchitectureMetadataReader<'_>,
+) -> Result<Map<String, Json>> {
     // 1 is the softmax over all experts, and 3 the one over the chosen experts.
     let function = if model_type == "gpt_oss" { 3.0 } else { 1.0 };
     if keys.number("expert_gating_func")?.is_some_and(|found| found != function) {

@@ -5,7 +5,7 @@
 //! Transformers builds that list from the scores of the pieces: for each piece, all pairs of pieces that it consists
 //! of.
 
-use super::tokenizer::{BYTE, NORMAL, SPACE, UNKNOWN, USER_DEFINED};
+use super::tokenizer_import::{BYTE, NORMAL, SPACE, UNKNOWN, USER_DEFINED};
 use serde_json::{Value as Json, json};
 use std::collections::{BTreeMap, HashMap, HashSet};
 

@@ -5,7 +5,7 @@ use candle_zero::nn::RotaryPairs;
 
 /// The place of a parameter in a GGUF file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct TensorPlace {
+pub(super) struct GgufTensorMapping {
     /// The names of the tensors that contain the parameter: one, or two for the experts' gate and up projections.
     pub names: Vec<String>,
     pub form: TensorForm,
@@ -27,15 +27,15 @@ pub(super) enum TensorForm {
     OfExpert(usize),
     /// The parameter has one row, and the tensor is a vector.
     Vector,
-    /// The parameter contains a matrix `[in, out]` (or, without inputs, a vector) for each expert. Its outputs alternate
-    /// between the tensors, which contain matrices `[out, in]`.
+    /// The parameter contains a matrix `[in, out]` (or, without inputs, a vector) for each expert. Its outputs
+    /// alternate between the tensors, which contain matrices `[out, in]`.
     OfAllExperts {
         /// The number of inputs of a matrix, or 1 for a vector.
         inputs: usize,
     },
 }
 
-impl TensorPlace {
+impl GgufTensorMapping {
     /// Returns the shape of each of the tensors that contain a parameter of `shape`.
     pub fn shape_in_file(&self, shape: &[usize], experts: usize) -> Vec<usize> {
         match self.form {
@@ -65,7 +65,7 @@ impl TensorPlace {
 
 /// Returns the place of a parameter in a file of an architecture whose rotary positions rotate `pairs`, or `None` if
 /// llama.cpp has no name for it.
-pub(super) fn place_of(parameter: &str, config: &DecoderConfig, pairs: RotaryPairs) -> Option<TensorPlace> {
+pub(super) fn place_of(parameter: &str, config: &DecoderConfig, pairs: RotaryPairs) -> Option<GgufTensorMapping> {
     let bare = parameter.strip_prefix(config.prefix).unwrap_or(parameter);
     let has_plus_one = matches!(config.norm, NormKind::RmsPlusOne | NormKind::LayerPlusOne);
     let plus_one = has_plus_one && bare.ends_with("norm.weight");
@@ -78,12 +78,12 @@ pub(super) fn place_of(parameter: &str, config: &DecoderConfig, pairs: RotaryPai
         _ => None,
     };
     if let Some(name) = around {
-        return Some(TensorPlace { names: vec![format!("{name}.{ending}")], form: TensorForm::Same, plus_one });
+        return Some(GgufTensorMapping { names: vec![format!("{name}.{ending}")], form: TensorForm::Same, plus_one });
     }
     let (block, module) = bare.strip_prefix("layers.").or_else(|| bare.strip_prefix("h."))?.split_once('.')?;
     let (names, form) = in_block(module, config, pairs)?;
     let names = names.into_iter().map(|name| format!("blk.{block}.{name}")).collect();
-    Some(TensorPlace { names, form, plus_one })
+    Some(GgufTensorMapping { names, form, plus_one })
 }
 
 /// Returns the names and the form of the tensors that contain the parameter `module` of a block, such as

@@ -1,7 +1,7 @@
 //! Builds, from Hugging Face's tokenizer files, the keys that describe a tokenizer in a GGUF file.
 
 use super::sentence_piece_export::{adds_space, is_sentence_piece, scores, set_types};
-use super::tokenizer::{CONTROL, GPT4O, LLAMA3, NORMAL, QWEN2, TEKKEN, UNUSED, USER_DEFINED};
+use super::tokenizer_import::{CONTROL, GPT4O, LLAMA3, NORMAL, QWEN2, TEKKEN, UNUSED, USER_DEFINED};
 use super::writer::GgufValue;
 use crate::chat::template_files::named_templates;
 use crate::chat::tokenizer::Tokenizer;

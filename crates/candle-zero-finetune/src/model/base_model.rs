@@ -1,9 +1,9 @@
 //! The model that fine-tuning starts from: a folder in Hugging Face's format, or a GGUF file.
 
-use super::mxfp4::{Mxfp4Files, check_packed, is_packed, packed_names};
+use super::mxfp4::{Mxfp4WeightReader, check_packed, is_packed, packed_names};
 use crate::chat::tokenizer_files::has_tokenizer;
 use crate::error::{FinetuneError, ParamError, Result};
-use crate::gguf::weights::{GgufFile, gguf_files};
+use crate::gguf::weight_reader::{GgufFile, gguf_files};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
@@ -126,7 +126,8 @@ impl BaseModel {
             OtherParts { files: files.clone(), names }
         });
         let (folder, tokenizer) = (folder.to_owned(), folder.to_owned());
-        let values: Arc<dyn InitialValues> = if packed.is_empty() { files } else { Arc::new(Mxfp4Files::new(files)) };
+        let values: Arc<dyn InitialValues> =
+            if packed.is_empty() { files } else { Arc::new(Mxfp4WeightReader::new(files)) };
         Ok(Self { folder, tokenizer, json, config, values, other_parts })
     }
 

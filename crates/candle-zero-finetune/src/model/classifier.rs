@@ -6,8 +6,8 @@ use super::classifier_config::ClassifierConfig;
 use super::trainable_model::TrainableModel;
 use crate::chat::tokenizer::Tokenizer;
 use crate::error::{FinetuneError, Result};
-use crate::peft::adapted_values::AdaptedValues;
 use crate::peft::adapter::Adapter;
+use crate::peft::adapter_initial_values::AdapterInitialValues;
 use candle_core::{D, DType, Device, Tensor};
 use candle_zero::models::{DecoderConfig, class_names};
 use std::path::Path;
@@ -76,7 +76,7 @@ impl Classifier {
         let tokenizer = Tokenizer::open(base.folder())?;
         base.check_tokens(tokenizer.vocab_size())?;
         let config = base.config().clone().with_lora(Some(adapter.config.clone()));
-        let values = AdaptedValues::of_classifier(&base, &config, Some(adapter))?;
+        let values = AdapterInitialValues::of_classifier(&base, &config, Some(adapter))?;
         let model = config.build(values.var_builder(DType::F32, &Device::Cpu))?;
         Ok(Self { model, config, tokenizer })
     }

@@ -29,7 +29,7 @@ pub(crate) fn factor(scale: u8) -> f32 {
 
 /// Weights in files. Some of the weights may be in MXFP4.
 #[derive(Debug)]
-pub(super) struct Mxfp4Files {
+pub(super) struct Mxfp4WeightReader {
     files: Arc<WeightFiles>,
 }
 
@@ -97,13 +97,13 @@ fn wrong(files: &WeightFiles, tensor: &str, problem: String) -> crate::error::Er
     FinetuneError::PackedExperts { path: files.path().to_owned(), tensor: tensor.into(), problem }.into()
 }
 
-impl Mxfp4Files {
+impl Mxfp4WeightReader {
     pub fn new(files: Arc<WeightFiles>) -> Self {
         Self { files }
     }
 }
 
-impl InitialValues for Mxfp4Files {
+impl InitialValues for Mxfp4WeightReader {
     fn has(&self, name: &str) -> bool {
         self.files.has(name) || is_packed(&self.files, name)
     }

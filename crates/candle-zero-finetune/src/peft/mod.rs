@@ -3,10 +3,10 @@
 //! | file | content |
 //! |---|---|
 //! | `adapter.rs`, `config.rs` | `adapter_model.safetensors` and `adapter_config.json` |
-//! | `adapted_values.rs` | initial values of a model with adapters |
-//! | `qlora.rs` | the weights that are held in 4 bits |
+//! | `adapter_initial_values.rs` | initial values of a model with adapters |
+//! | `qlora_weight_selection.rs` | the weights that are held in 4 bits |
 
-pub(super) mod adapted_values;
 pub(super) mod adapter;
+pub(super) mod adapter_initial_values;
 mod config;
-pub(super) mod qlora;
+pub(super) mod qlora_weight_selection;

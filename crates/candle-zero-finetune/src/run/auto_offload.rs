@@ -2,27 +2,27 @@
 //! work together.
 
 use super::engine_config;
-use super::host_traffic::HostNetwork;
-use super::memory_fit::{MemoryDemand, memory_of_rank};
+use super::memory_fit::{MemoryFitInput, memory_of_rank};
 use super::options::{Objective, TuningMethod};
-use super::pipeline_fit::{PipelineDemand, PipelineShape};
+use super::pipeline_fit::{PipelineFitInput, PipelineShape};
 use super::prepare::{PreparedRun, StartModel};
+use super::traffic_estimate::HostNetwork;
 use crate::data::sample_cache::own_cache;
 use crate::error::Result;
 use crate::model::classifier_config::ClassifierConfig;
-use crate::peft::qlora::{PACKING, quantized_except};
+use crate::peft::qlora_weight_selection::{PACKING, quantized_except};
 use candle_zero::comm::Communicator;
 use candle_zero::comm::agree::ranks_per_host;
 use candle_zero::comm::stats::network_bench::rate_between_hosts;
 use candle_zero::config::island_slots;
 use candle_zero::estimate::Shapes;
-use candle_zero::models::{ActivationPass, Decoder, DecoderClassifier, DecoderConfig};
+use candle_zero::models::{ActivationBytesOptions, Decoder, DecoderClassifier, DecoderConfig};
 use candle_zero::util::fnv1a;
 use serde_json::Value;
 
 /// The ranks of a run.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct RunRanks {
+pub(super) struct RunTopology {
     pub world: usize,
     /// The number of ranks on each host, or `world` if the hosts have different numbers of ranks.
     pub per_host: usize,
@@ -33,7 +33,7 @@ pub(super) struct RunRanks {
 /// The number of bytes of an all-gather that measures the network. The measurement takes about 0.1 s at 1 Gbit/s.
 const MEASURED_BYTES: usize = 4 << 20;
 
-impl RunRanks {
+impl RunTopology {
     /// Returns the ranks of a communicator. Measures the network between hosts if `measures` is set, which must be the
     /// same on all ranks. Collective.
     pub fn of(comm: &dyn Communicator, measures: bool) -> Result<Self> {
@@ -52,7 +52,7 @@ pub(super) fn memory_of_all(comm: &dyn Communicator) -> Result<u64> {
 }
 
 /// The configuration of a run, with everything that was chosen.
-pub(super) struct Placed {
+pub(super) struct ChosenConfig {
     pub config: Value,
     pub pipeline: Option<PipelineShape>,
     /// The choice and its reason, if there was a choice.
@@ -64,15 +64,15 @@ pub(super) struct Placed {
 /// model. Returns `config` unchanged for an encoder, or if the user has provided a configuration.
 ///
 /// # Errors
-/// Errors of [`MemoryDemand::choose`]; a pipeline that is not possible or does not fit.
+/// Errors of [`MemoryFitInput::choose`]; a pipeline that is not possible or does not fit.
 pub(super) fn placed(
     prepared: &PreparedRun,
     config: Value,
     memory: u64,
-    (ranks, stages): (RunRanks, Option<usize>),
-) -> Result<Placed> {
+    (ranks, stages): (RunTopology, Option<usize>),
+) -> Result<ChosenConfig> {
     let options = &prepared.options;
-    let nothing = |config| Ok(Placed { config, pipeline: None, chosen: None });
+    let nothing = |config| Ok(ChosenConfig { config, pipeline: None, chosen: None });
     let sizes = match &prepared.start {
         StartModel::Decoder { config, .. } => config.clone(),
         StartModel::Classifier { .. } if options.ds_config.is_some() => return nothing(config),
@@ -93,7 +93,7 @@ pub(super) fn placed(
     let (dtype, trains_base) = (options.precision.dtype(), options.method == TuningMethod::Full);
     let values = engine_config::run_values(options, sizes.hidden_size, 1, 2);
     let (recompute, world) = (options.recompute, ranks.world);
-    let pipeline = PipelineDemand {
+    let pipeline = PipelineFitInput {
         sizes,
         prepare: &prepare,
         config: &config,
@@ -109,16 +109,16 @@ pub(super) fn placed(
         (Some(_), Some(_)) => {
             // Problems are reported before any rank has built its part.
             let shape = PipelineShape::of(&pipeline.estimate(&config)?)?;
-            return Ok(Placed { config, pipeline: Some(shape), chosen: None });
+            return Ok(ChosenConfig { config, pipeline: Some(shape), chosen: None });
         }
-        (None, Some(_)) => return Ok(Placed { config, pipeline: None, chosen: None }),
+        (None, Some(_)) => return Ok(ChosenConfig { config, pipeline: None, chosen: None }),
         (Some(given), None) => {
             let fit = pipeline.choose(&[given])?.map_err(|least| least.refused(memory))?;
             let mut chosen = fit.explained(memory);
             if network.hosts > 1 {
                 chosen += &network.of_pipeline(pipeline.bytes_between_hosts(network.hosts));
             }
-            return Ok(Placed { config: fit.config, pipeline: Some(fit.shape), chosen: Some(chosen) });
+            return Ok(ChosenConfig { config: fit.config, pipeline: Some(fit.shape), chosen: Some(chosen) });
         }
         (None, None) => {}
     }
@@ -133,7 +133,7 @@ pub(super) fn placed(
     let element = dtype.size_in_bytes();
     let activations = |rows: usize, recompute: bool| {
         let tokens = rows.saturating_mul(texts).saturating_mul(sizes.ctx);
-        sizes.activation_bytes(ActivationPass { tokens, element, recompute, trains_base })
+        sizes.activation_bytes(ActivationBytesOptions { tokens, element, recompute, trains_base })
     };
     // Each output has a separate folder, because an offload folder serves only one job at a time.
     let out = std::path::absolute(&options.out).unwrap_or_else(|_| options.out.clone());
@@ -141,7 +141,7 @@ pub(super) fn placed(
     let local_steps = config.get("local_steps").filter(|section| !section.is_null());
     let may_divide = options.objective == Objective::Generate && options.pipeline.is_none() && local_steps.is_none();
     let divisions = if may_divide { divisions(sizes.blocks.len(), world, network.hosts) } else { Vec::new() };
-    let demand = MemoryDemand {
+    let demand = MemoryFitInput {
         shapes: &shapes,
         config: &config,
         recompute,
@@ -157,7 +157,8 @@ pub(super) fn placed(
     chosen(&demand, &pipeline, &divisions)
 }
 
-/// Returns the number of islands that the ranks of this job form. If the islands meet at a server, the job is one island.
+/// Returns the number of islands that the ranks of this job form. If the islands meet at a server, the job is one
+/// island.
 fn islands_of_job(config: &Value, hosts: usize) -> usize {
     match config.get("local_steps").and_then(Value::as_object) {
         Some(section) if island_slots(config).is_none() => {
@@ -177,8 +178,8 @@ fn divisions(blocks: usize, world: usize, hosts: usize) -> Vec<usize> {
 }
 
 /// Chooses a pipeline if the ranks of a host cannot hold the model, but those of all hosts can with one of these
-/// numbers of ranks along the pipeline. Otherwise, chooses as [`MemoryDemand::choose`] does.
-fn chosen(demand: &MemoryDemand<'_>, pipeline: &PipelineDemand<'_>, divisions: &[usize]) -> Result<Placed> {
+/// numbers of ranks along the pipeline. Otherwise, chooses as [`MemoryFitInput::choose`] does.
+fn chosen(demand: &MemoryFitInput<'_>, pipeline: &PipelineFitInput<'_>, divisions: &[usize]) -> Result<ChosenConfig> {
     if !divisions.is_empty()
         && let Some(on_host) = demand.too_large_for_a_host()?
         // If the model cannot be divided, the other choices remain.
@@ -191,10 +192,10 @@ fn chosen(demand: &MemoryDemand<'_>, pipeline: &PipelineDemand<'_>, divisions: &
             network.of_pipeline(pipeline.bytes_between_hosts(network.hosts)),
             demand.without_pipeline()?
         );
-        return Ok(Placed { config: fit.config, pipeline: Some(fit.shape), chosen: Some(chosen) });
+        return Ok(ChosenConfig { config: fit.config, pipeline: Some(fit.shape), chosen: Some(chosen) });
     }
     let choice = demand.choose()?;
-    Ok(Placed { config: choice.config, pipeline: None, chosen: Some(choice.why) })
+    Ok(ChosenConfig { config: choice.config, pipeline: None, chosen: Some(choice.why) })
 }
 
 #[cfg(test)]
@@ -203,7 +204,7 @@ mod tests {
     use super::*;
     use candle_core::DType;
     use candle_zero::config::RunValues;
-    use candle_zero::models::{DecoderConfig, DecoderSizes, LlamaConfig};
+    use candle_zero::models::{DecoderConfig, IntoDecoderConfig, LlamaConfig};
     use candle_zero::nn::LoraConfig;
     use candle_zero::nn::is_adapter;
     use serde_json::json;
@@ -218,7 +219,7 @@ mod tests {
         let config = json!({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true},
                             "optimizer": {"type": "AdamW"}});
         let (values, memory, world, recompute) = (RunValues::default(), (gib * f64::from(1 << 30)) as u64, 4, None);
-        let pipeline = PipelineDemand {
+        let pipeline = PipelineFitInput {
             sizes: &sizes,
             prepare: &prepare,
             config: &config,
@@ -231,9 +232,9 @@ mod tests {
         };
         let shapes = prepare(Shapes::of("model", |vb| Decoder::new(&sizes, vb)).unwrap());
         let activations = |rows: usize, recompute: bool| {
-            sizes.activation_bytes(ActivationPass { tokens: rows * 1024, element: 2, recompute, trains_base })
+            sizes.activation_bytes(ActivationBytesOptions { tokens: rows * 1024, element: 2, recompute, trains_base })
         };
-        let demand = MemoryDemand {
+        let demand = MemoryFitInput {
             shapes: &shapes,
             config: &config,
             recompute,

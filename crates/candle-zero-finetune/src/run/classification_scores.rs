@@ -11,7 +11,7 @@ pub struct ClassificationScores {
 
 /// The scores of one class. A share is 0 if there are no texts to divide by.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ClassScore {
+pub struct ClassMetrics {
     /// The share of texts predicted as this class that belong to it.
     pub precision: f64,
     /// The share of texts of this class that were predicted as this class.
@@ -68,10 +68,10 @@ impl ClassificationScores {
     }
 
     /// Returns the score of each class.
-    pub fn classes(&self) -> impl Iterator<Item = ClassScore> {
+    pub fn classes(&self) -> impl Iterator<Item = ClassMetrics> {
         self.counts.iter().map(|counts| {
             let [right, found, there] = *counts;
-            ClassScore { precision: share(right, found), recall: share(right, there), f1: f1(counts), texts: there }
+            ClassMetrics { precision: share(right, found), recall: share(right, there), f1: f1(counts), texts: there }
         })
     }
 }
@@ -109,8 +109,8 @@ mod tests {
         let pairs = [(0, 0), (1, 0), (0, 0), (1, 1), (2, 1), (1, 2)];
         let scores = of(4, &pairs);
         assert_eq!((scores.texts(), scores.accuracy()), (6, 0.5));
-        let class = |precision, recall, f1, texts| ClassScore { precision, recall, f1, texts };
-        let found: Vec<ClassScore> = scores.classes().collect();
+        let class = |precision, recall, f1, texts| ClassMetrics { precision, recall, f1, texts };
+        let found: Vec<ClassMetrics> = scores.classes().collect();
         let third = 1.0 / 3.0;
         // Class 3 never occurs and does not count in the mean.
         let wanted = [

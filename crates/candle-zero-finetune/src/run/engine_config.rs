@@ -55,7 +55,7 @@ pub(super) fn ranks_of_all_islands(config: &Value, ranks: usize) -> usize {
 
 /// The parts into which the ranks divide the rows of a micro step: ranks, or pipelines of several ranks.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct DataParts {
+pub(super) struct DataParallelDegree {
     pub count: usize,
     pub are_pipelines: bool,
 }
@@ -65,7 +65,7 @@ pub(super) struct DataParts {
 pub(super) fn filled_in(
     mut config: Value,
     options: &Options,
-    parts: DataParts,
+    parts: DataParallelDegree,
     rows: usize,
     hidden_size: usize,
 ) -> Result<(Value, bool)> {
@@ -93,7 +93,7 @@ fn explicit_value(value: Option<&Value>) -> Option<&Value> {
 const BATCH_KEYS: [&str; 3] = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
 /// Sets the batch. Returns whether a step has `rows` rows because nothing else sets its size.
-fn batch(map: &mut Map<String, Value>, options: &Options, parts: DataParts, rows: usize) -> Result<bool> {
+fn batch(map: &mut Map<String, Value>, options: &Options, parts: DataParallelDegree, rows: usize) -> Result<bool> {
     if BATCH_KEYS.iter().any(|key| explicit_value(map.get(*key)).is_some()) {
         if let (Some(batch), Some(found)) = (options.batch, explicit_value(map.get(BATCH_KEYS[0])))
             && found.as_u64() != Some(batch as u64)

@@ -40,12 +40,12 @@ impl ExpertShares {
 
 /// A detector of dead experts: no token chooses them, although many would if all experts were chosen equally often.
 #[derive(Debug, Default)]
-pub(super) struct ExpertWatch {
-    blocks: Vec<WatchedBlock>,
+pub(super) struct DeadExpertDetector {
+    blocks: Vec<IdleExpertCounts>,
 }
 
 #[derive(Debug)]
-struct WatchedBlock {
+struct IdleExpertCounts {
     block: usize,
     /// For each expert, the number of tokens that would have chosen it since a token last chose it, if all experts had
     /// been chosen equally often. `None` after the expert has been reported.
@@ -55,13 +55,13 @@ struct WatchedBlock {
 /// The number of tokens that an expert has missed when it is reported as dead.
 const DEAD_AFTER: f64 = 100.0;
 
-impl ExpertWatch {
+impl DeadExpertDetector {
     /// Takes the loads of a step, and returns a message for each block in which experts are found dead for the first
     /// time.
     pub fn observe(&mut self, loads: &[ExpertLoad]) -> Vec<String> {
         if self.blocks.is_empty() {
             let watched =
-                |load: &ExpertLoad| WatchedBlock { block: load.block, missed: vec![Some(0.0); load.choices.len()] };
+                |load: &ExpertLoad| IdleExpertCounts { block: load.block, missed: vec![Some(0.0); load.choices.len()] };
             self.blocks = loads.iter().map(watched).collect();
         }
         let mut messages = Vec::new();
@@ -108,7 +108,7 @@ mod tests {
 
     #[test]
     fn an_expert_is_reported_once_after_it_has_missed_many_tokens() {
-        let mut watch = ExpertWatch::default();
+        let mut watch = DeadExpertDetector::default();
         // A balanced router would choose each expert 30 times in each step.
         for step in 0..10 {
             let messages = watch.observe(&[load(1, &[50, 40, 0]), load(3, &[30, 30 + step % 3, 30])]);
@@ -118,7 +118,7 @@ mod tests {
             }
         }
         // An expert that is chosen from time to time is not dead.
-        let mut watch = ExpertWatch::default();
+        let mut watch = DeadExpertDetector::default();
         for step in 0..50 {
             assert!(watch.observe(&[load(0, &[60, u64::from(step % 3 == 0)])]).is_empty());
         }

@@ -2,7 +2,7 @@
 
 use super::model_card::ModelCard;
 use super::prepare::{PreparedRun, StartModel};
-use super::result_folders::ResultFolder;
+use super::result_folders::ResultKind;
 use super::training_engine::TrainingEngine;
 use crate::Adapter;
 use crate::data::sample_cache::own_cache;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 pub(super) fn write(
     engine: &mut TrainingEngine,
     card: &ModelCard<'_>,
-    part: ResultFolder,
+    part: ResultKind,
     to: &Path,
     written: &mut OutputDigests,
 ) -> Result<Option<Error>> {
@@ -154,7 +154,7 @@ fn export(engine: &mut TrainingEngine, path: &Path) -> Result<Result<()>> {
 pub(super) fn finish(
     engine: &mut TrainingEngine,
     card: &ModelCard<'_>,
-    (part, to): (ResultFolder, PathBuf),
+    (part, to): (ResultKind, PathBuf),
     written: &mut OutputDigests,
     is_saved: bool,
 ) -> Result<()> {

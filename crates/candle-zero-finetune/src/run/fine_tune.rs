@@ -10,10 +10,10 @@
 //! The rows of a step depend only on its number, so a run that resumes from a checkpoint does exactly what an
 //! uninterrupted run would have done, bit for bit.
 
-use super::auto_offload::{RunRanks, memory_of_all};
-use super::expert_loads::{ExpertShares, ExpertWatch};
+use super::auto_offload::{RunTopology, memory_of_all};
+use super::expert_loads::{DeadExpertDetector, ExpertShares};
 use super::model_card::RunOutcome;
-use super::objective::Validation;
+use super::objective::ValidationResult;
 use super::options::misused;
 use super::pipeline_fit::PipelineShape;
 use super::plan::{RunPlan, eval_every, remembered_batch};
@@ -44,7 +44,7 @@ mod saving;
 
 /// The state of a run in addition to the engine's.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
-struct RunState {
+struct EarlyStopState {
     /// The best validation: the number of steps and the loss.
     best: Option<(u64, f64)>,
     /// The number of validations since the best one.
@@ -80,7 +80,7 @@ pub struct FineTune {
     shorter: Option<usize>,
     /// The settings, for the record next to the result.
     settings: Value,
-    state: RunState,
+    state: EarlyStopState,
     ended: Option<StopReason>,
     start: FineTuneStart,
     skipped_before: u64,
@@ -91,7 +91,7 @@ pub struct FineTune {
     /// The digests of what this run has written into the folders of its result.
     written: OutputDigests,
     /// The experts that routers may have stopped choosing.
-    experts: ExpertWatch,
+    experts: DeadExpertDetector,
     /// Whether the best model could not be written.
     best_is_lost: bool,
     /// The number of steps after which the islands last exchanged everything.
@@ -111,7 +111,7 @@ impl FineTune {
         let memory = memory_of_all(&*comm)?;
         let remembered = remembered_batch(&prepared, &*comm)?;
         let abort = |error: &Error| comm.abort(&error.to_string());
-        let ranks = RunRanks::of(&*comm, prepared.options.ds_config.is_none())?;
+        let ranks = RunTopology::of(&*comm, prepared.options.ds_config.is_none())?;
         let plan = RunPlan::new(&prepared, memory, ranks, remembered).inspect_err(abort)?;
         // Checkpoints contain the client state of rank 0.
         let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
@@ -152,7 +152,7 @@ impl FineTune {
             shorter,
             identity,
             settings,
-            state: RunState::default(),
+            state: EarlyStopState::default(),
             ended: None,
             start: FineTuneStart::New,
             skipped_before: 0,
@@ -160,7 +160,7 @@ impl FineTune {
             chosen,
             _claims: claims,
             written,
-            experts: ExpertWatch::default(),
+            experts: DeadExpertDetector::default(),
             best_is_lost: false,
             exchanged_at: None,
             failed_save: None,
@@ -232,8 +232,8 @@ impl FineTune {
         Ok(())
     }
 
-    /// Refuses, before the first step, result folders with files that this run may not replace. A run may replace its own
-    /// files only if it continues from a checkpoint, has joined other islands, or was restarted by `zerorun`.
+    /// Refuses, before the first step, result folders with files that this run may not replace. A run may replace its
+    /// own files only if it continues from a checkpoint, has joined other islands, or was restarted by `zerorun`.
     fn check_result(&mut self) -> Result<()> {
         if self.start == FineTuneStart::New && !self.prepared.options.is_restarted() {
             let saving = self.prepared.options.saving.as_ref();
@@ -493,7 +493,7 @@ impl FineTune {
     /// # Panics
     ///
     /// Panics if there is no validation data.
-    pub fn validate(&mut self) -> Result<Validation> {
+    pub fn validate(&mut self) -> Result<ValidationResult> {
         self.synchronize_islands()?;
         let batches = self.validation.as_ref().expect("a run with validation has data for it");
         self.engine.validate(batches, self.prepared.options.objective)
@@ -533,7 +533,7 @@ impl FineTune {
 
     /// Returns the outcome of the run.
     fn outcome(&self) -> RunOutcome {
-        let RunState { best, loss, .. } = self.state;
+        let EarlyStopState { best, loss, .. } = self.state;
         RunOutcome { steps: self.engine.global_steps(), total: self.total, loss, best }
     }
 

@@ -1,9 +1,9 @@
 //! Chooses a stage, an offload and a micro batch size that make a run fit into memory.
 //!
-//! Candidates are ordered by speed: everything in memory; everything in memory, with recomputed blocks; optimizer states
-//! in files; both optimizer states and parameters in files. The first candidate that, according to [`Estimate`], needs at
-//! most a fixed share of the memory is chosen. Smaller micro batches are tried before the next candidate, because they
-//! cost little on a CPU.
+//! Candidates are ordered by speed: everything in memory; everything in memory, with recomputed blocks; optimizer
+//! states in files; both optimizer states and parameters in files. The first candidate that, according to [`Estimate`],
+//! needs at most a fixed share of the memory is chosen. Smaller micro batches are tried before the next candidate,
+//! because they cost little on a CPU.
 
 use crate::error::{FinetuneError, Result};
 use candle_zero::config::{Config, LocalStepsConfig};
@@ -14,7 +14,7 @@ use std::path::Path;
 
 /// A run that must fit into memory.
 #[non_exhaustive]
-pub struct MemoryDemand<'a> {
+pub struct MemoryFitInput<'a> {
     /// The parameters, which of them are trained, and how the others are held.
     pub shapes: &'a Shapes,
     /// The configuration without what is chosen here: `zero_optimization` and `activation_checkpointing`. It contains
@@ -43,7 +43,7 @@ pub struct MemoryDemand<'a> {
     pub folder: &'a Path,
 }
 
-/// The stage, the offload and the micro batch chosen for a [`MemoryDemand`].
+/// The stage, the offload and the micro batch chosen for a [`MemoryFitInput`].
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct MemoryFit {
@@ -71,13 +71,13 @@ pub struct MemoryFit {
 /// overhead.
 pub(super) const USABLE_MEMORY: f64 = 0.8;
 
-/// The number of elements that are prefetched if memory is scarce (the first elements of the next unit), and the size of a
-/// sub-group if the optimizer states are in files.
+/// The number of elements that are prefetched if memory is scarce (the first elements of the next unit), and the size
+/// of a sub-group if the optimizer states are in files.
 const PREFETCHED_ELEMENTS: usize = 10_000_000;
 
 const MICRO_BATCH: &str = "train_micro_batch_size_per_gpu";
 
-impl MemoryDemand<'_> {
+impl MemoryFitInput<'_> {
     /// Returns the fastest choice that fits.
     ///
     /// # Errors
@@ -338,7 +338,7 @@ pub fn memory_of_rank(ranks: usize) -> Option<u64> {
 mod tests {
     use super::*;
     use crate::is_quantized;
-    use candle_zero::models::{ActivationPass, Decoder, DecoderConfig, DecoderSizes, LlamaConfig};
+    use candle_zero::models::{ActivationBytesOptions, Decoder, DecoderConfig, IntoDecoderConfig, LlamaConfig};
     use candle_zero::nn::{LoraConfig, is_adapter};
     use candle_zero::precision::{Nf4Scales, WeightPacking};
 
@@ -381,14 +381,14 @@ mod tests {
         };
         let trains_base = method == Tuning::Full;
         let activations = |rows: usize, recompute: bool| {
-            config.activation_bytes(ActivationPass { tokens: rows * 1024, element: 2, recompute, trains_base })
+            config.activation_bytes(ActivationBytesOptions { tokens: rows * 1024, element: 2, recompute, trains_base })
         };
         let json = json!({"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},
                           "local_steps": local_steps});
         let memory = (gib * GIB as f64) as u64;
         let (activations, folder, config) = (&activations, Path::new("/scratch"), &json);
         let (shapes, recompute, network, pipeline) = (&shapes, None, network, None);
-        let demand = MemoryDemand {
+        let demand = MemoryFitInput {
             shapes,
             config,
             recompute,

@@ -6,7 +6,7 @@
 //! | `prepare.rs`, `result_folders.rs` | model, data and folders, checked before any weight is read |
 //! | `plan.rs`, `engine_config.rs`, `batch_size.rs`, `learning_rate.rs` | engine configuration, batches and steps |
 //! | `memory_fit.rs`, `auto_offload.rs` | the ZeRO stage and the offload that fit into memory |
-//! | `host_traffic.rs` | how many bytes move between hosts, or between islands, with that choice |
+//! | `traffic_estimate.rs` | how many bytes move between hosts, or between islands, with that choice |
 //! | `pipeline_fit.rs` | a run in a pipeline: what it excludes, and the division of the model that fits into memory |
 //! | `fine_tune.rs`, `step_report.rs` | the steps, validations and checkpoints; the report of a step |
 //! | `training_engine.rs` | the engine: of the complete model, or of a pipeline |
@@ -23,7 +23,6 @@ mod engine_config;
 pub(super) mod expert_loads;
 mod export;
 pub(super) mod fine_tune;
-mod host_traffic;
 mod learning_rate;
 pub(super) mod memory_fit;
 mod model_card;
@@ -35,4 +34,5 @@ pub(super) mod prepare;
 mod result_folders;
 mod run_identity;
 pub(super) mod step_report;
+mod traffic_estimate;
 pub(super) mod training_engine;

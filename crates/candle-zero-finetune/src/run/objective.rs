@@ -13,7 +13,7 @@ use candle_zero::nn::{Sequences, without_adapters};
 /// The result of a validation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
-pub struct Validation {
+pub struct ValidationResult {
     /// The mean loss: over target tokens, over preference pairs, or over labelled texts.
     pub loss: f64,
     /// The share of pairs in which the model prefers the chosen answer more strongly than the reference does, or of
@@ -154,18 +154,18 @@ impl Objective {
     }
 
     /// Returns the result of a validation, given the sums over all batches and ranks.
-    pub(super) fn validation(self, sums: &[f64]) -> Validation {
+    pub(super) fn validation(self, sums: &[f64]) -> ValidationResult {
         let mean = |i: usize| sums.get(i).copied().unwrap_or(0.0) / sums.get(1).copied().unwrap_or(0.0).max(1.0);
-        let none = Validation { loss: mean(0), accuracy: None, f1: None, rewards: None };
+        let none = ValidationResult { loss: mean(0), accuracy: None, f1: None, rewards: None };
         match self {
             Self::Generate => none,
             Self::Prefer { .. } => {
                 let rewards = Rewards::of_numbers([2, 3, 4, 5].map(mean));
-                Validation { accuracy: Some(rewards.accuracy), rewards: Some(rewards), ..none }
+                ValidationResult { accuracy: Some(rewards.accuracy), rewards: Some(rewards), ..none }
             }
             Self::Classify => {
                 let scores = ClassificationScores::of_numbers(sums.get(2..).unwrap_or_default());
-                Validation { accuracy: Some(scores.accuracy()), f1: Some(scores.macro_f1()), ..none }
+                ValidationResult { accuracy: Some(scores.accuracy()), f1: Some(scores.macro_f1()), ..none }
             }
         }
     }

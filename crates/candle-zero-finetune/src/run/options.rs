@@ -1,6 +1,6 @@
 //! The options of a fine-tuning run.
 
-use crate::data::columns::Columns;
+use crate::data::column_mapping::ColumnMapping;
 use crate::data::data_options::Truncation;
 use crate::data::source::Source;
 use crate::error::FinetuneError;
@@ -153,8 +153,8 @@ pub enum PipelineStages {
     Number(usize),
 }
 
-/// Settings of local steps, with which islands of ranks train independently and exchange the changes in their weights after
-/// many steps. The given settings complete the section `local_steps` of the DeepSpeed configuration.
+/// Settings of local steps, with which islands of ranks train independently and exchange the changes in their weights
+/// after many steps. The given settings complete the section `local_steps` of the DeepSpeed configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LocalStepsOptions {
     /// The number of steps that an island takes between two exchanges. Default: 100 if one of the other settings is
@@ -194,16 +194,16 @@ pub struct Options {
     /// The objective. Default: to generate the assistant's messages.
     pub objective: Objective,
     /// A DeepSpeed configuration. Its settings take precedence over these options, with two exceptions. A batch, a
-    /// learning rate, a number of ranks along the pipeline, or a number of local steps or islands that contradicts these
-    /// options is an error. The server of [`LocalStepsOptions`] replaces `local_steps.server`. Only this
+    /// learning rate, a number of ranks along the pipeline, or a number of local steps or islands that contradicts
+    /// these options is an error. The server of [`LocalStepsOptions`] replaces `local_steps.server`. Only this
     /// configuration determines stage and offload. Without a configuration, they are chosen from the available memory.
     pub ds_config: Option<PathBuf>,
     /// The number of ranks along a pipeline, which divides the layers of the model among ranks. 1 means no pipeline.
     /// Default: the section `pipeline` of the DeepSpeed configuration; without a configuration, a pipeline is used on
     /// several hosts if the model does not fit into the memory of one host.
     pub pipeline: Option<PipelineStages>,
-    /// Local steps. Default: the section `local_steps` of the DeepSpeed configuration; without a configuration, all ranks
-    /// exchange their gradients in every step.
+    /// Local steps. Default: the section `local_steps` of the DeepSpeed configuration; without a configuration, all
+    /// ranks exchange their gradients in every step.
     pub local_steps: LocalStepsOptions,
     /// The precision of the model. Default: f32.
     pub precision: ModelPrecision,
@@ -239,7 +239,7 @@ pub struct Options {
     /// Whether a file is accepted even if more than a tenth of its records cannot be used. Default: false.
     pub allow_skipped: bool,
     /// The roles of columns whose names differ from the known ones.
-    pub columns: Columns,
+    pub columns: ColumnMapping,
     /// The labels to predict, in the order of their indices. Default: all labels of the data, sorted.
     pub labels: Vec<String>,
     /// The validation data. Default: none.
@@ -296,7 +296,7 @@ impl Options {
             overlong: Truncation::Truncate,
             strict: false,
             allow_skipped: false,
-            columns: Columns::default(),
+            columns: ColumnMapping::default(),
             labels: vec![],
             validation: None,
             eval_every: None,

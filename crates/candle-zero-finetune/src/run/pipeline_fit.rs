@@ -6,7 +6,7 @@ use crate::error::{FinetuneError, Result};
 use candle_core::DType;
 use candle_zero::config::RunValues;
 use candle_zero::estimate::{MeasuredStep, PipelineEstimate, PipelineRankEstimate, Shapes};
-use candle_zero::models::{ActivationPass, DecoderConfig, decoder_pipeline};
+use candle_zero::models::{ActivationBytesOptions, DecoderConfig, decoder_pipeline};
 use candle_zero::util::{binary, counted};
 use serde_json::{Value, json};
 
@@ -102,7 +102,7 @@ fn check_combination(options: &Options, config: &Value) -> Result<()> {
 }
 
 /// A language model to be divided among the ranks of a pipeline.
-pub(super) struct PipelineDemand<'a> {
+pub(super) struct PipelineFitInput<'a> {
     pub sizes: &'a DecoderConfig,
     /// A function that marks which parameters are trained, and how the others are held.
     pub prepare: &'a dyn Fn(Shapes) -> Shapes,
@@ -151,7 +151,7 @@ impl PipelineShape {
     }
 }
 
-impl PipelineDemand<'_> {
+impl PipelineFitInput<'_> {
     /// Returns the fastest division that fits, with one of these numbers of ranks along the pipeline, which are tried
     /// in this order. The inner `Err` contains the division that needs the least memory.
     pub fn choose(&self, stages: &[usize]) -> Result<std::result::Result<PipelineFit, PipelineFit>> {
@@ -218,7 +218,7 @@ impl PipelineDemand<'_> {
                 blocks: self.sizes.blocks[..blocks.min(self.sizes.blocks.len())].to_vec(),
                 ..self.sizes.clone()
             };
-            sizes.activation_bytes(ActivationPass { tokens, element, recompute, trains_base: self.trains_base })
+            sizes.activation_bytes(ActivationBytesOptions { tokens, element, recompute, trains_base: self.trains_base })
         };
         let blocks = rank.layers.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
         let (passing, all) = (of_blocks(0, recompute), of_blocks(blocks, recompute));

@@ -1,8 +1,8 @@
 //! Derives the engine's configuration, batches and steps from the prepared inputs and the number of ranks.
 
-use super::auto_offload::{Placed, RunRanks, placed};
+use super::auto_offload::{ChosenConfig, RunTopology, placed};
 use super::batch_size::{BatchSizing, epochs_for};
-use super::engine_config::{self, DataParts};
+use super::engine_config::{self, DataParallelDegree};
 use super::learning_rate::LearningRates;
 use super::memory_fit::memory_of_rank;
 use super::options::{LrDecay, Objective, Options, TrainingLength};
@@ -15,7 +15,7 @@ use crate::error::FinetuneError;
 use crate::error::Result;
 use candle_zero::comm::Communicator;
 use candle_zero::config::Config;
-use candle_zero::data::BatchShape;
+use candle_zero::data::BatchPartition;
 use candle_zero::json_leaves::json_leaves;
 use candle_zero::nn::{LoraConfig, LoraTargets};
 use candle_zero::util::counted;
@@ -51,24 +51,24 @@ impl RunPlan {
     /// # Errors
     /// A configuration that cannot be used or that contradicts the options; too little memory, if there is no
     /// configuration.
-    pub fn new(prepared: &PreparedRun, memory: u64, ranks: RunRanks, remembered: Option<usize>) -> Result<Self> {
+    pub fn new(prepared: &PreparedRun, memory: u64, ranks: RunTopology, remembered: Option<usize>) -> Result<Self> {
         let options = &prepared.options;
         let order = options.shuffle.then_some(options.seed).map_or(RowOrder::Sequential, RowOrder::Shuffled);
         let mut config = engine_config::read(options)?;
         let stages = requested_stages(options, &mut config, ranks.world)?;
         let all_ranks = engine_config::ranks_of_all_islands(&config, ranks.world);
-        let parts = DataParts { count: all_ranks / stages.unwrap_or(1), are_pipelines: stages.is_some() };
+        let parts = DataParallelDegree { count: all_ranks / stages.unwrap_or(1), are_pipelines: stages.is_some() };
         let unit = parts.count.max(1).saturating_mul(options.micro_batch.max(1));
         let usual = prepared.packing();
         let pace = BatchSizing::new(&prepared.training, usual, order, unit, remembered);
         let (config, takes_pace) = engine_config::filled_in(config, options, parts, pace.rows, prepared.hidden_size())?;
-        let Placed { config, pipeline, chosen } = placed(prepared, config, memory, (ranks, stages))?;
+        let ChosenConfig { config, pipeline, chosen } = placed(prepared, config, memory, (ranks, stages))?;
         let along = pipeline.map_or(1, |pipeline| pipeline.ranks);
         let own_parts = ranks.world / along;
         // The configuration itself counts the ranks of other islands.
         let resolve =
             |warmup, steps| engine_config::resolve(&config, options, own_parts, prepared.hidden_size(), warmup, steps);
-        let shape = BatchShape::new(&resolve(1, 2)?.batch, all_ranks / along, 0);
+        let shape = BatchPartition::new(&resolve(1, 2)?.batch, all_ranks / along, 0);
         let (packing, pad) = (if takes_pace { pace.packing } else { usual }, prepared.pad());
         let data = prepared.training.clone();
         let training = match options.shuffle {
@@ -84,7 +84,7 @@ impl RunPlan {
             LearningRates::new(options.peak_lr(prepared.hidden_size()), options.warmup, total, options.scheduler);
         let config = resolve(rates.warmup(), total)?;
         // A validation does not accumulate gradients. An island that is a separate job validates on all of the data.
-        let shape = BatchShape { accumulation: 1, world: own_parts, ..shape };
+        let shape = BatchPartition { accumulation: 1, world: own_parts, ..shape };
         let validation = prepared.validation.clone();
         let validation = validation.map(|data| Batches::validation(data, usual, shape, pad));
         let shorter = match packing {
@@ -279,7 +279,7 @@ impl PreparedRun {
     pub fn check_for(&self, world: usize, per_host: usize) -> Result<()> {
         let saved = self.saved();
         let remembered = saved.as_ref().and_then(SavedRun::batch);
-        let ranks = RunRanks { world, per_host, network: None };
+        let ranks = RunTopology { world, per_host, network: None };
         let plan = RunPlan::new(self, memory_of_rank(per_host).unwrap_or(u64::MAX), ranks, remembered)?;
         self.options.outputs_with(&plan.config).check()?;
         self.check_room()?;

@@ -5,9 +5,9 @@ use super::run_identity::SavedRun;
 use crate::chat::template::Template;
 use crate::chat::tokenizer::Tokenizer;
 use crate::data::batches::SequencePacking;
+use crate::data::class_labels::labels_of;
 use crate::data::data_options::{DataOptions, TrainingTask};
 use crate::data::dataset::{Dataset, FileReadProgress};
-use crate::data::labels::labels_of;
 use crate::data::sample_cache::default_cache;
 use crate::data::source::Source;
 use crate::error::FinetuneError;
@@ -15,9 +15,9 @@ use crate::error::{Error, Result};
 use crate::model::base_model::BaseModel;
 use crate::model::classifier_base::ClassifierBase;
 use crate::model::classifier_config::ClassifierConfig;
-use crate::peft::adapted_values::AdaptedValues;
 use crate::peft::adapter::{Adapter, is_saved};
-use crate::peft::qlora::{PACKING, quantized_except};
+use crate::peft::adapter_initial_values::AdapterInitialValues;
+use crate::peft::qlora_weight_selection::{PACKING, quantized_except};
 use candle_zero::engine::InitialValues;
 use candle_zero::models::DecoderConfig;
 use candle_zero::nn::is_adapter;
@@ -119,7 +119,7 @@ impl StartModel {
                 config.ctx = ctx;
                 Ok(match config.lora {
                     Some(_) => {
-                        let values = AdaptedValues::new(base, config, adapter)?;
+                        let values = AdapterInitialValues::new(base, config, adapter)?;
                         Arc::new(match options.method {
                             TuningMethod::Qlora(_) => values.quantized(
                                 PACKING,
@@ -151,7 +151,7 @@ impl StartModel {
                     saved.extend(further);
                     adapter = Some(begun.of_classifier(saved.clone()));
                 }
-                let values = AdaptedValues::of_classifier(base, config, adapter)?;
+                let values = AdapterInitialValues::of_classifier(base, config, adapter)?;
                 Ok(Arc::new(match options.method {
                     TuningMethod::Qlora(_) => {
                         values.quantized(PACKING, options.precision.dtype(), quantized_except(&options.keep_layers))

@@ -8,7 +8,7 @@ use crate::model::output_dir::COMPANION_FILES;
 use candle_zero::checkpoint;
 use candle_zero::config::Config;
 use candle_zero::files::{
-    InputKind, OutputDigests, OutputKind, OutputLocks, RunPaths, check_free_space, free_folder, must_stay,
+    InputKind, InputOutputPaths, OutputDigests, OutputKind, OutputLocks, check_free_space, free_folder, must_stay,
 };
 use candle_zero::nn::is_adapter;
 use candle_zero::stop_signal::RESTART;
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 /// A folder of a run's result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ResultFolder {
+pub(super) enum ResultKind {
     /// The model at the end.
     Result,
     /// The model with the best validation result.
@@ -25,7 +25,7 @@ pub(super) enum ResultFolder {
     Stopped,
 }
 
-impl ResultFolder {
+impl ResultKind {
     /// Returns the folder's name in the record of what a run has written.
     pub fn name(self) -> &'static str {
         match self {
@@ -42,7 +42,8 @@ impl Options {
         self.saving.as_ref().is_some_and(|saving| saving.resume)
     }
 
-    /// Returns whether `zerorun` has restarted this job, so that an earlier start may have written a part of the result.
+    /// Returns whether `zerorun` has restarted this job, so that an earlier start may have written a part of the
+    /// result.
     pub(super) fn is_restarted(&self) -> bool {
         let restarts = std::env::var(RESTART).ok().and_then(|restarts| restarts.parse::<u64>().ok());
         self.is_resumed() && restarts.is_some_and(|restarts| restarts > 0)
@@ -66,14 +67,14 @@ impl Options {
     }
 
     /// Iterates over the folders of the result.
-    pub(super) fn parts(&self) -> impl Iterator<Item = (ResultFolder, PathBuf)> {
-        let best = self.validation.is_some().then(|| (ResultFolder::Best, self.best()));
-        [(ResultFolder::Result, self.out.clone())].into_iter().chain(best)
+    pub(super) fn parts(&self) -> impl Iterator<Item = (ResultKind, PathBuf)> {
+        let best = self.validation.is_some().then(|| (ResultKind::Best, self.best()));
+        [(ResultKind::Result, self.out.clone())].into_iter().chain(best)
     }
 
     /// Returns the paths that the run reads and writes according to the options.
-    pub(crate) fn outputs(&self) -> RunPaths {
-        let mut outputs = RunPaths::default().reads("MODEL", &self.model, InputKind::Model);
+    pub(crate) fn outputs(&self) -> InputOutputPaths {
+        let mut outputs = InputOutputPaths::default().reads("MODEL", &self.model, InputKind::Model);
         let held = match &self.validation {
             Some(ValidationData::Files(files)) => files.as_slice(),
             _ => &[],
@@ -89,7 +90,7 @@ impl Options {
             outputs = outputs.reads("--ds_config", file, InputKind::File);
         }
         for (part, folder) in self.parts() {
-            let flag = if part == ResultFolder::Best { "the folder for the best model" } else { "--out" };
+            let flag = if part == ResultKind::Best { "the folder for the best model" } else { "--out" };
             outputs = outputs.writes(flag, folder, OutputKind::Folder);
         }
         if let Some(saving) = &self.saving {
@@ -102,7 +103,7 @@ impl Options {
     }
 
     /// Returns the paths of [`outputs`](Self::outputs) and those that a configuration adds.
-    pub(super) fn outputs_with(&self, config: &Config) -> RunPaths {
+    pub(super) fn outputs_with(&self, config: &Config) -> InputOutputPaths {
         let (zero, monitoring) = (&config.zero, &config.monitoring);
         let optimizer = zero.optimizer_files().and_then(|section| section.to.nvme_path());
         let param = zero.param_files().and_then(|section| section.to.nvme_path());
@@ -141,7 +142,7 @@ impl Options {
     ///
     /// # Errors
     /// [`OutputError::Refused`].
-    pub(super) fn place(&self, part: ResultFolder, folder: &Path, written: &OutputDigests) -> Result<(PathBuf, bool)> {
+    pub(super) fn place(&self, part: ResultKind, folder: &Path, written: &OutputDigests) -> Result<(PathBuf, bool)> {
         let refuse = |problem: String| Err(OutputError::Refused { path: folder.to_owned(), problem }.into());
         let wrong = |source| Error::Io { action: "read", path: folder.to_owned(), source };
         match free_folder(folder).map_err(wrong)? {
@@ -164,7 +165,7 @@ impl Options {
     /// Outputs that conflict with inputs or with each other; outputs that are not writable; another job that writes
     /// there.
     #[doc(hidden)]
-    pub fn claim(&self, more: impl FnOnce(RunPaths) -> RunPaths) -> Result<OutputLocks> {
+    pub fn claim(&self, more: impl FnOnce(InputOutputPaths) -> InputOutputPaths) -> Result<OutputLocks> {
         // The paths are checked before the contents of folders, because a wrong path is the more important error.
         let outputs = more(self.outputs());
         outputs.check()?;

@@ -2,14 +2,14 @@
 //! a run is the same with both.
 
 use super::learning_rate::LearningRates;
-use super::objective::Validation;
+use super::objective::ValidationResult;
 use super::options::{Objective, Options, TuningMethod, misused};
 use super::prepare::{PreparedRun, StartModel};
 use crate::data::batches::{Batches, NO_TARGET};
 use crate::error::{Error, Result};
 use crate::model::trainable_model::TrainableModel;
 use crate::peft::adapter::{Adapter, AdapterTensor};
-use crate::peft::qlora::{PACKING, quantized_except};
+use crate::peft::qlora_weight_selection::{PACKING, quantized_except};
 use candle_core::{DType, Device, Tensor};
 use candle_zero::checkpoint::{LoadOptions, LoadedCheckpoint, SaveOptions, newest_of_islands};
 use candle_zero::comm::{CommReport, Communicator};
@@ -151,7 +151,8 @@ impl TrainingEngine {
         }
     }
 
-    /// Returns the number of this rank's island, counted from 0, and the number of islands, if the ranks take local steps.
+    /// Returns the number of this rank's island, counted from 0, and the number of islands, if the ranks take local
+    /// steps.
     pub fn island(&self) -> Option<(usize, usize)> {
         match self {
             Self::Whole(engine) => engine.island(),
@@ -452,7 +453,7 @@ impl TrainingEngine {
     }
 
     /// Collective: validates the model on all batches, of which every rank has the same number.
-    pub(super) fn validate(&mut self, batches: &Batches, objective: Objective) -> Result<Validation> {
+    pub(super) fn validate(&mut self, batches: &Batches, objective: Objective) -> Result<ValidationResult> {
         let (device, count) = (self.device().clone(), batches.steps_per_epoch());
         let ranks = match self {
             Self::Whole(engine) => {

@@ -1,7 +1,7 @@
 //! Tests of the command line.
 
 use super::*;
-use crate::launch::JobHosts;
+use crate::launch::LaunchMode;
 use crate::launch::hosts::host_filter::HostSelection;
 use crate::launch::hosts::recorded_cases;
 use crate::launch::mpirun::{MpirunFlavor, MpirunOptions};
@@ -100,23 +100,24 @@ fn wrong_hosts_are_named() {
 
 #[test]
 fn hosts_are_read_with_the_fewest_of_them() {
-    let JobHosts::Nodes(node) = typed("--nnodes 2:4 --node_rank 3 --master_addr first x.rs").unwrap().job_hosts else {
+    let LaunchMode::Nodes(node) = typed("--nnodes 2:4 --node_rank 3 --master_addr first x.rs").unwrap().job_hosts
+    else {
         panic!("several hosts")
     };
     assert_eq!((node.nodes, node.min_nodes, node.node, node.master_addr.as_str()), (4, 2, 3, "first"));
-    assert!(matches!(typed("--nnodes 1 x.rs").unwrap().job_hosts, JobHosts::Alone));
-    let JobHosts::Hosts(hosts) = typed("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().job_hosts else {
+    assert!(matches!(typed("--nnodes 1 x.rs").unwrap().job_hosts, LaunchMode::Alone));
+    let LaunchMode::Hosts(hosts) = typed("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().job_hosts else {
         panic!("the hosts in a hostfile")
     };
     assert_eq!((hosts.selection.exclude.as_str(), hosts.selection.num_gpus), ("a:1", Some(2)));
-    let JobHosts::Hosts(hosts) = typed("-H hosts x.rs").unwrap().job_hosts else { panic!("the hosts in a hostfile") };
+    let LaunchMode::Hosts(hosts) = typed("-H hosts x.rs").unwrap().job_hosts else { panic!("the hosts in a hostfile") };
     assert_eq!(hosts.selection, HostSelection::default());
 }
 
 #[test]
 fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_zerorun() {
     let node = |variables: &str, words: &str| match beside(variables, words).unwrap() {
-        LaunchOptions { job_hosts: JobHosts::Nodes(node), master_port, .. } => {
+        LaunchOptions { job_hosts: LaunchMode::Nodes(node), master_port, .. } => {
             (node.node, node.nodes, node.master_addr, master_port)
         }
         options => panic!("{:?}", options.job_hosts),
@@ -135,8 +136,8 @@ fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_ze
         let words = format!("--nnodes {nodes} --master_addr a x.rs");
         assert_eq!(node(mpirun, &words), (1, 2, "a".into(), Some(DEFAULT_PORT)));
     }
-    assert!(matches!(beside(mpirun, "x.rs").unwrap().job_hosts, JobHosts::Alone));
-    assert!(matches!(beside("PMI_RANK=0 PMI_SIZE=1", "--nnodes auto x.rs").unwrap().job_hosts, JobHosts::Alone));
+    assert!(matches!(beside(mpirun, "x.rs").unwrap().job_hosts, LaunchMode::Alone));
+    assert!(matches!(beside("PMI_RANK=0 PMI_SIZE=1", "--nnodes auto x.rs").unwrap().job_hosts, LaunchMode::Alone));
     let cores = std::thread::available_parallelism().unwrap().get();
     assert_eq!(beside("PET_NPROC_PER_NODE=cpu", "x.rs").unwrap().ranks, cores);
 }
@@ -145,7 +146,7 @@ fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_ze
 fn a_hostfile_says_more_than_the_variables() {
     let options =
         beside("PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=b PET_MAX_RESTARTS=2", "-H hosts x.rs").unwrap();
-    let JobHosts::Hosts(hosts) = options.job_hosts else { panic!("the hosts in a hostfile") };
+    let LaunchMode::Hosts(hosts) = options.job_hosts else { panic!("the hosts in a hostfile") };
     assert_eq!((hosts.selection, hosts.master_addr, options.max_restarts), (HostSelection::default(), None, 0));
 }
 
@@ -175,13 +176,13 @@ fn the_backend_is_chosen_on_one_host_alone() {
 #[test]
 fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
     let hosts = |words: &str| match typed(words).unwrap().job_hosts {
-        JobHosts::Hosts(hosts) => hosts.mpirun.map(|MpirunOptions { kind, args }| (kind, args)),
+        LaunchMode::Hosts(hosts) => hosts.mpirun.map(|MpirunOptions { kind, args }| (kind, args)),
         other => panic!("{other:?}"),
     };
     assert_eq!(hosts("-H hosts x.rs"), None);
     assert_eq!(hosts("-H hosts --launcher mpich x.rs"), Some((MpirunFlavor::Mpich, vec![])));
     let quoted = ["zerorun", "-H", "hosts", "--launcher", "OpenMPI", "--launcher_args", "--bind-to none", "x.rs"];
-    let JobHosts::Hosts(hosts) = read(quoted.map(OsString::from)).unwrap().job_hosts else {
+    let LaunchMode::Hosts(hosts) = read(quoted.map(OsString::from)).unwrap().job_hosts else {
         panic!("the hosts in a hostfile")
     };
     let MpirunOptions { kind, args } = hosts.mpirun.unwrap();

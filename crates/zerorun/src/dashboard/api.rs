@@ -1,8 +1,8 @@
 //! The records of runs as JSON, and requests to running programs.
 
-use super::columns::MetricsColumns;
 use super::http::{HttpRefusal, HttpRequest};
-use super::state::DashboardState;
+use super::metrics_columns::MetricsColumns;
+use super::server_state::SharedServerState;
 use crate::error::{Error, RunError};
 use candle_zero::runs::{ListedRun, RecordedRun, RecordedState, RunRequest, RunTail, RunsFolder};
 use candle_zero::util::lock;
@@ -27,7 +27,7 @@ const LIST_AGE: Duration = Duration::from_secs(1);
 const LIST_AGE_FACTOR: u32 = 10;
 
 /// Returns the list of runs, including those of sweeps, and the names of the sweeps.
-pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
+pub(super) fn runs(state: &SharedServerState) -> Result<Value, HttpRefusal> {
     let mut list = lock(&state.list);
     let folder = state.folder.runs();
     if let Some((until, known)) = &list.answer
@@ -53,8 +53,8 @@ pub(super) fn runs(state: &DashboardState) -> Result<Value, HttpRefusal> {
     Ok(answer)
 }
 
-/// Returns the runs in a folder, with `prefix` before their ids. `running` is that of [`RunsList`]. A folder that does not exist yet has no runs: the
-/// first run creates it.
+/// Returns the runs in a folder, with `prefix` before their ids. `running` is that of [`RunsListCache`]. A folder that
+/// does not exist yet has no runs: the first run creates it.
 fn runs_in(
     folder: &RunsFolder,
     prefix: &str,
@@ -90,7 +90,7 @@ pub(super) fn expert_loads(run: &RecordedRun) -> Value {
 }
 
 /// Returns a sweep, or only its version if the page already has that version.
-pub(super) fn sweep(request: &HttpRequest, state: &DashboardState) -> Result<Value, HttpRefusal> {
+pub(super) fn sweep(request: &HttpRequest, state: &SharedServerState) -> Result<Value, HttpRefusal> {
     let name = request.value("name").unwrap_or_default();
     let place = state.sweep_places().into_iter().find(|place| place.name == name);
     let (Some(place), Some(reader)) = (place, &state.sweeps) else {
@@ -109,7 +109,7 @@ pub(super) fn sweep(request: &HttpRequest, state: &DashboardState) -> Result<Val
 }
 
 /// Returns everything about a run except its metrics.
-pub(super) fn run(request: &HttpRequest, state: &DashboardState) -> Result<Value, HttpRefusal> {
+pub(super) fn run(request: &HttpRequest, state: &SharedServerState) -> Result<Value, HttpRefusal> {
     let (id, run) = named(request, state)?;
     let mut tail = RunTail::without_metrics(run.folder()).map_err(|error| failed(&error))?;
     let news = tail.look().map_err(|error| failed(&error))?;
@@ -136,7 +136,7 @@ pub(super) fn run(request: &HttpRequest, state: &DashboardState) -> Result<Value
 
 /// Returns the metrics of a run, with at most the requested number of rows, which is kept between [`MIN_ROWS`] and
 /// [`MAX_ROWS`].
-pub(super) fn metrics(request: &HttpRequest, state: &DashboardState) -> Result<Value, HttpRefusal> {
+pub(super) fn metrics(request: &HttpRequest, state: &SharedServerState) -> Result<Value, HttpRefusal> {
     let most = match request.value("rows").map(str::parse::<usize>) {
         None => DEFAULT_ROWS,
         Some(Ok(rows)) => rows.clamp(MIN_ROWS, MAX_ROWS),
@@ -153,7 +153,7 @@ pub(super) fn metrics(request: &HttpRequest, state: &DashboardState) -> Result<V
 }
 
 /// Passes a request on to a running program.
-pub(super) fn request(request: &HttpRequest, state: &DashboardState) -> Result<Value, HttpRefusal> {
+pub(super) fn request(request: &HttpRequest, state: &SharedServerState) -> Result<Value, HttpRefusal> {
     let what = request.value("what").unwrap_or_default();
     let Some(asked) = RunRequest::ALL.into_iter().find(|request| request.name() == what) else {
         return Err(HttpRefusal::new(400, "what must be save or stop"));
@@ -178,14 +178,14 @@ pub(super) fn request(request: &HttpRequest, state: &DashboardState) -> Result<V
 }
 
 /// Returns the id that a request names, and opens the run with this id.
-fn named<'a>(request: &'a HttpRequest, state: &DashboardState) -> Result<(&'a str, RecordedRun), HttpRefusal> {
+fn named<'a>(request: &'a HttpRequest, state: &SharedServerState) -> Result<(&'a str, RecordedRun), HttpRefusal> {
     let id = request.value("id").unwrap_or_default();
     Ok((id, opened(id, state)?))
 }
 
-/// Opens the run with this id: the name of the run's folder or, if the run belongs to a sweep in a subfolder of the served
-/// folder, the name of the sweep, a slash and the name of the run's folder.
-pub(super) fn opened(id: &str, state: &DashboardState) -> Result<RecordedRun, HttpRefusal> {
+/// Opens the run with this id: the name of the run's folder or, if the run belongs to a sweep in a subfolder of the
+/// served folder, the name of the sweep, a slash and the name of the run's folder.
+pub(super) fn opened(id: &str, state: &SharedServerState) -> Result<RecordedRun, HttpRefusal> {
     let unknown = || HttpRefusal::new(404, format!("there is no run {id}"));
     let folder = state.run_folder(id).ok_or_else(unknown)?;
     RecordedRun::open(folder).map_err(|error| failed(&error))

@@ -18,7 +18,11 @@ pub(super) const ASSETS: [PageAsset; 11] = [
     PageAsset { path: "/series.js", kind: ContentKind::Script, bytes: include_bytes!("assets/series.js") },
     PageAsset { path: "/panels.js", kind: ContentKind::Script, bytes: include_bytes!("assets/panels.js") },
     PageAsset { path: "/sweep.js", kind: ContentKind::Script, bytes: include_bytes!("assets/sweep.js") },
-    PageAsset { path: "/parallel.js", kind: ContentKind::Script, bytes: include_bytes!("assets/parallel.js") },
+    PageAsset {
+        path: "/parallel.js",
+        kind: ContentKind::Script,
+        bytes: include_bytes!("assets/parallel_coordinates.js"),
+    },
     PageAsset { path: "/experts.js", kind: ContentKind::Script, bytes: include_bytes!("assets/experts.js") },
     PageAsset { path: "/dom.js", kind: ContentKind::Script, bytes: include_bytes!("assets/dom.js") },
     PageAsset { path: "/icon.svg", kind: ContentKind::Svg, bytes: include_bytes!("assets/icon.svg") },

@@ -4,9 +4,9 @@
 //! together, and many rows are reduced to a few (`columns`).
 
 use super::api::{expert_loads, opened, shown};
-use super::columns::MetricsColumns;
 use super::http::{ContentKind, HttpRefusal, HttpRequest, encode, json_bytes, parse_query, write_head};
-use super::state::DashboardState;
+use super::metrics_columns::MetricsColumns;
+use super::server_state::SharedServerState;
 use candle_zero::runs::{MetricsLine, MetricsRow, RecordedRun, RunNews, RunTail};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -39,7 +39,7 @@ pub(super) struct WatchedRun {
 
 /// Returns the runs that a request names, as `run=ID@POSITIONS`. After an interruption, the browser sends the id of the
 /// last event, which has newer positions.
-pub(super) fn tails(request: &HttpRequest, state: &DashboardState) -> Result<Vec<WatchedRun>, HttpRefusal> {
+pub(super) fn tails(request: &HttpRequest, state: &SharedServerState) -> Result<Vec<WatchedRun>, HttpRefusal> {
     let last = request.header("last-event-id").and_then(parse_query);
     let named = last.as_ref().filter(|query| !query.is_empty()).unwrap_or(&request.query);
     let runs: Vec<&String> = named.iter().filter(|(name, _)| name == "run").map(|(_, value)| value).collect();
@@ -59,7 +59,11 @@ pub(super) fn tails(request: &HttpRequest, state: &DashboardState) -> Result<Vec
 }
 
 /// Sends events until the client leaves or the server ends.
-pub(super) fn stream(client: &mut TcpStream, mut runs: Vec<WatchedRun>, state: &DashboardState) -> std::io::Result<()> {
+pub(super) fn stream(
+    client: &mut TcpStream,
+    mut runs: Vec<WatchedRun>,
+    state: &SharedServerState,
+) -> std::io::Result<()> {
     write_head(client, 200, ContentKind::EventStream, None)?;
     client.write_all(b"retry: 1000\n\n")?;
     let (mut sent, mut looked) = (Instant::now(), None::<Instant>);

@@ -6,7 +6,7 @@ use super::assets::ASSETS;
 use super::error::DashboardError;
 use super::http::{ContentKind, HttpRefusal, HttpRequest, json_bytes, respond};
 use super::live;
-use super::state::{DashboardState, ServedFolder};
+use super::server_state::{ServedFolder, SharedServerState};
 use super::sweeps::SweepReader;
 use serde_json::{Value, json};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -29,7 +29,7 @@ const LINGER: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub(crate) struct Dashboard {
     address: SocketAddr,
-    state: Arc<DashboardState>,
+    state: Arc<SharedServerState>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -47,7 +47,7 @@ impl Dashboard {
         let rules = AccessRules::new(bind.ip())?;
         let listener = TcpListener::bind(bind).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let state = Arc::new(DashboardState {
+        let state = Arc::new(SharedServerState {
             folder,
             rules,
             sweeps,
@@ -118,9 +118,9 @@ fn yield_to_training() {
 }
 
 /// One of a limited number of places, which is given back when the value is dropped.
-struct CountedPlace<'a>(&'a AtomicUsize);
+struct ConnectionPermit<'a>(&'a AtomicUsize);
 
-impl<'a> CountedPlace<'a> {
+impl<'a> ConnectionPermit<'a> {
     fn take(count: &'a AtomicUsize, most: usize) -> Option<Self> {
         let place = Self(count);
         // If there are too many, the place is given back immediately.
@@ -128,24 +128,24 @@ impl<'a> CountedPlace<'a> {
     }
 }
 
-impl Drop for CountedPlace<'_> {
+impl Drop for ConnectionPermit<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 /// Answers a client on its own thread. If there are too many clients, the request is refused.
-fn answer_apart(client: TcpStream, state: &Arc<DashboardState>) {
+fn answer_apart(client: TcpStream, state: &Arc<SharedServerState>) {
     let shared = Arc::clone(state);
     // If no thread can be started, the connection is closed.
     _ = std::thread::Builder::new().name("dashboard client".into()).spawn(move || {
-        let place = CountedPlace::take(&shared.connections, MAX_CONNECTIONS);
+        let place = ConnectionPermit::take(&shared.connections, MAX_CONNECTIONS);
         // A client that has left needs no answer.
         _ = answer(client, place.is_some(), &shared);
     });
 }
 
-fn answer(mut client: TcpStream, has_place: bool, state: &DashboardState) -> std::io::Result<()> {
+fn answer(mut client: TcpStream, has_place: bool, state: &SharedServerState) -> std::io::Result<()> {
     if !has_place {
         let refusal = HttpRefusal::new(503, format!("there are {MAX_CONNECTIONS} connections; close some pages"));
         client.set_write_timeout(Some(LINGER))?;
@@ -165,7 +165,7 @@ fn answer(mut client: TcpStream, has_place: bool, state: &DashboardState) -> std
 fn route(
     request: &HttpRequest,
     client: &mut TcpStream,
-    state: &DashboardState,
+    state: &SharedServerState,
 ) -> Result<std::io::Result<()>, HttpRefusal> {
     state.rules.check(request)?;
     let has_body = request.method != "HEAD";
@@ -177,7 +177,7 @@ fn route(
         ("GET" | "HEAD", "/api/metrics") => api::metrics(request, state).map(|value| json(&value)),
         ("POST", "/api/request") => api::request(request, state).map(|value| json(&value)),
         ("GET", "/api/live") => {
-            let Some(_place) = CountedPlace::take(&state.live, MAX_LIVE) else {
+            let Some(_place) = ConnectionPermit::take(&state.live, MAX_LIVE) else {
                 return Err(HttpRefusal::new(503, format!("there are {MAX_LIVE} pages with live updates; close some")));
             };
             let tails = live::tails(request, state)?;
@@ -421,10 +421,10 @@ mod tests {
     #[test]
     fn more_connections_than_allowed_are_refused_and_places_are_given_back() {
         let count = AtomicUsize::new(0);
-        let places: Vec<_> = (0..3).map(|_| CountedPlace::take(&count, 2)).collect();
+        let places: Vec<_> = (0..3).map(|_| ConnectionPermit::take(&count, 2)).collect();
         assert_eq!(places.iter().map(Option::is_some).collect::<Vec<_>>(), [true, true, false]);
         drop(places);
-        assert!(CountedPlace::take(&count, 1).is_some() && count.load(Ordering::SeqCst) == 0);
+        assert!(ConnectionPermit::take(&count, 1).is_some() && count.load(Ordering::SeqCst) == 0);
 
         let dir = tempfile::tempdir().unwrap();
         let dashboard = serve(dir.path());

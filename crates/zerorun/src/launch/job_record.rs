@@ -11,7 +11,7 @@
 
 use super::console::eprint;
 use super::failure_report::{EndedRank, StopRequest};
-use super::run_flags::RunFlags;
+use super::run_record_flags::RunRecordFlags;
 use crate::dashboard::ServedFolder;
 use candle_zero::runs::LaunchWriter;
 use candle_zero::util::{host_name, lock};
@@ -35,7 +35,7 @@ const MAX_ANNOUNCED: usize = 256 << 10;
 
 /// The launcher's part of the records of a job's runs.
 #[derive(Debug)]
-pub(super) struct JobRecord {
+pub(super) struct JobRecordWriter {
     /// The file to which rank 0 appends the folders; `None` if nothing is recorded, or if rank 0 is on another host.
     announced: Option<File>,
     state: Mutex<JobRecordState>,
@@ -68,10 +68,10 @@ impl WaitingLine {
     }
 }
 
-impl JobRecord {
+impl JobRecordWriter {
     /// Begins the record of a start of the job, which has been restarted `restart` times. `first` is the number of the
     /// first of the `here` ranks on this host, and `ranks` is the total number of ranks.
-    pub(super) fn begin(run: &RunFlags, restart: u32, first: usize, [here, ranks]: [usize; 2]) -> Self {
+    pub(super) fn begin(run: &RunRecordFlags, restart: u32, first: usize, [here, ranks]: [usize; 2]) -> Self {
         // The file is in memory, so nothing is left if this launcher is killed. If it cannot be created, there is no
         // log.
         let file = || memfd_create("candle-zero-runs", MemfdFlags::CLOEXEC).ok().map(File::from);
@@ -209,12 +209,12 @@ mod tests {
     use super::*;
     use std::io::Write as _;
 
-    fn record() -> JobRecord {
+    fn record() -> JobRecordWriter {
         let file = memfd_create("test", MemfdFlags::CLOEXEC).map(File::from).unwrap();
-        JobRecord { announced: Some(file), state: Mutex::default(), served: Some(ServedFolder::new("elsewhere")) }
+        JobRecordWriter { announced: Some(file), state: Mutex::default(), served: Some(ServedFolder::new("elsewhere")) }
     }
 
-    fn announce(record: &JobRecord, folder: &std::path::Path) {
+    fn announce(record: &JobRecordWriter, folder: &std::path::Path) {
         // A rank opens the file by its path, too.
         let mut file = std::fs::OpenOptions::new().append(true).open(record.path().unwrap()).unwrap();
         file.write_all(format!("{}\n", folder.display()).as_bytes()).unwrap();

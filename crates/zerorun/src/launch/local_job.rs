@@ -1,10 +1,11 @@
-//! The ranks that one launcher starts on this host: their program, their place in the job, and the environment that they share.
+//! The ranks that one launcher starts on this host: their program, their place in the job, and the environment that
+//! they share.
 
 use super::console::eprint;
 use super::hosts::core_list::CoreList;
 use super::hosts::world_info::DEVICES;
 use super::pmi;
-use super::run_flags::RunFlags;
+use super::run_record_flags::RunRecordFlags;
 use crate::error::{Error, LaunchError, Result};
 use candle_zero::comm::rank_env::{DEFAULT_TIMEOUT, TIMEOUT_MS};
 use candle_zero::island_server;
@@ -43,7 +44,7 @@ pub(crate) struct LocalJob {
     /// The port on which rank 0 serves metrics. `None` means the value from the environment.
     pub(crate) prometheus: Option<u16>,
     /// The record of the run. Settings that are not given come from the environment.
-    pub(crate) run: RunFlags,
+    pub(crate) run: RunRecordFlags,
     /// The place of the ranks in a run of islands.
     pub(crate) island: IslandPlace,
     /// The number of restarts so far.

@@ -3,13 +3,13 @@
 //! `zerorun train.rs` takes these steps. `script` finds the package that the file belongs to, or generates one
 //! (`script_package`; its manifest may be at the top of the code, see `frontmatter`). `cargo_build` builds the
 //! executable with cargo. `local_job` defines the job of one host and the environment of its ranks. `ranks` starts the
-//! executable N times, passes on its output (`rank_output`, `stderr_tail`) and signals (`signals`), and stops everything
-//! when a rank fails (`failure_report`). `restarts` decides whether the job starts again. `job_record` adds the output of
-//! the ranks, and how they ended, to the record of the run. Output of `zerorun` itself goes through `console`.
-//! `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which host. `nodes` starts and
-//! connects the launchers of several hosts, or starts all ranks with `mpirun`; `pmi` connects the MPI libraries of the
-//! ranks. `remote_shell` runs commands on other hosts. In the ranks, `comm/rank_env.rs` reads the variables that the
-//! launcher has set.
+//! executable N times, passes on its output (`rank_output`, `stderr_tail`) and signals (`signals`), and stops
+//! everything when a rank fails (`failure_report`). `restarts` decides whether the job starts again. `job_record` adds
+//! the output of the ranks, and how they ended, to the record of the run. Output of `zerorun` itself goes through
+//! `console`. `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which host. `nodes`
+//! starts and connects the launchers of several hosts, or starts all ranks with `mpirun`; `pmi` connects the MPI
+//! libraries of the ranks. `remote_shell` runs commands on other hosts. In the ranks, `comm/rank_env.rs` reads the
+//! variables that the launcher has set.
 
 pub(crate) mod cargo_build;
 pub(crate) mod comm_backend;
@@ -33,9 +33,9 @@ mod rank_output;
 pub(crate) mod ranks;
 pub(crate) mod remote_shell;
 pub(crate) mod restarts;
-pub(crate) mod run_flags;
-pub(crate) mod script;
+pub(crate) mod run_record_flags;
 pub(crate) mod script_package;
+pub(crate) mod script_target;
 pub(crate) mod signals;
 mod stderr_tail;
 
@@ -49,15 +49,15 @@ use core_binding::CoreBinding;
 use hosts::world_info::WorldInfo;
 use local_job::LocalJob;
 use nodes::ssh::JobWideOptions;
-use run_flags::RunFlags;
-use script::ScriptTarget;
+use run_record_flags::RunRecordFlags;
+use script_target::ScriptTarget;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The hosts on which the ranks run.
 #[derive(Debug, Clone)]
-pub(crate) enum JobHosts {
+pub(crate) enum LaunchMode {
     /// On this host.
     Alone,
     /// On the hosts in a hostfile; this launcher starts a launcher on each.
@@ -66,7 +66,7 @@ pub(crate) enum JobHosts {
     Nodes(nodes::NodeOptions),
 }
 
-impl JobHosts {
+impl LaunchMode {
     /// Returns the hosts and slots of a hostfile, if there is one.
     pub(crate) fn world(&self) -> Result<Option<WorldInfo>> {
         match self {
@@ -80,7 +80,7 @@ impl JobHosts {
 #[derive(Debug)]
 pub(crate) struct LaunchOptions {
     pub(crate) ranks: usize,
-    pub(crate) job_hosts: JobHosts,
+    pub(crate) job_hosts: LaunchMode,
     /// The transport between ranks that are all on this host.
     pub(crate) backend: CommBackend,
     /// The core binding, or `None` if ranks run on any core.
@@ -96,7 +96,7 @@ pub(crate) struct LaunchOptions {
     /// The port for metrics. `None` means the value from the environment.
     pub(crate) prometheus: Option<u16>,
     /// The record of the run. Settings that are not given come from the environment.
-    pub(crate) run: RunFlags,
+    pub(crate) run: RunRecordFlags,
     /// The place of the ranks in a run of islands.
     pub(crate) island: local_job::IslandPlace,
     pub(crate) max_restarts: u32,
@@ -129,7 +129,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
     let world = options.job_hosts.world()?;
     // With several hosts in a hostfile, each host's launcher checks its own cores.
     let here = match (&options.job_hosts, &world) {
-        (JobHosts::Hosts(hosts), Some(world)) if hosts.mpirun.is_none() => hosts.only_here(world),
+        (LaunchMode::Hosts(hosts), Some(world)) if hosts.mpirun.is_none() => hosts.only_here(world),
         (_, Some(_)) => None,
         _ => Some(options.ranks),
     };
@@ -137,7 +137,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         (Some(binding), Some(ranks)) => Some(binding.cores(ranks, &candle_zero::util::host_name())?),
         _ => None,
     };
-    let target = script::find(&options.script)?;
+    let target = script_target::find(&options.script)?;
     let program = match target {
         ScriptTarget::Program { path } => {
             if let Some(features) = &options.features {
@@ -163,7 +163,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         let file = std::env::var_os(timeline::FILE).filter(|file| !file.is_empty());
         file.map(Into::into)
     });
-    let several = !matches!(options.job_hosts, JobHosts::Alone);
+    let several = !matches!(options.job_hosts, LaunchMode::Alone);
     if several && recorded.is_some() {
         eprint("zerorun: no timeline is recorded: timelines are available only on a single host");
     }
@@ -219,7 +219,7 @@ pub(crate) struct RunOptions<'a> {
 /// Must be called on the main thread.
 pub(crate) fn run_on(
     mut job: LocalJob,
-    job_hosts: &JobHosts,
+    job_hosts: &LaunchMode,
     world: Option<&WorldInfo>,
     options: &RunOptions<'_>,
 ) -> Result<u8> {
@@ -227,8 +227,8 @@ pub(crate) fn run_on(
     let max_restarts = options.max_restarts;
     let rule = restarts::RestartPolicy { max_restarts, min_ranks: options.min_ranks.unwrap_or(job.world) };
     match (job_hosts, world) {
-        (JobHosts::Nodes(node), _) => nodes::run(job, node, max_restarts),
-        (JobHosts::Hosts(hosts), Some(world)) => match (hosts.only_here(world), &hosts.mpirun) {
+        (LaunchMode::Nodes(node), _) => nodes::run(job, node, max_restarts),
+        (LaunchMode::Hosts(hosts), Some(world)) => match (hosts.only_here(world), &hosts.mpirun) {
             (_, Some(mpirun)) => mpirun::become_mpirun(&job, mpirun, world, hosts.master_addr.as_deref()),
             (Some(ranks), None) => {
                 let job = LocalJob { world: ranks, devices: Some(world.devices(0)), ..job };
@@ -245,8 +245,8 @@ pub(crate) fn run_on(
 
 /// Starts the dashboard that the job's flags request. If something else starts launchers on several hosts, only the
 /// first host serves it.
-fn serve_dashboard(job: &mut LocalJob, job_hosts: &JobHosts) -> Result<Option<Dashboard>> {
-    let is_other_host = matches!(job_hosts, JobHosts::Nodes(nodes::NodeOptions { node: 1.., .. }));
+fn serve_dashboard(job: &mut LocalJob, job_hosts: &LaunchMode) -> Result<Option<Dashboard>> {
+    let is_other_host = matches!(job_hosts, LaunchMode::Nodes(nodes::NodeOptions { node: 1.., .. }));
     let Some(address) = job.run.dashboard.filter(|_| !is_other_host) else { return Ok(None) };
     let served = ServedFolder::new(RunsFolder::find(job.run.folder.clone()).path());
     let dashboard = Dashboard::serve(served.clone(), None, address)?;

@@ -5,7 +5,7 @@
 //! which is what a terminal would show in the end.
 
 use super::console::{self, ConsoleStream, eprint};
-use super::job_record::JobRecord;
+use super::job_record::JobRecordWriter;
 use super::signals::LauncherEvent;
 use super::stderr_tail::StderrTail;
 use crate::error::{LaunchError, Result};
@@ -128,7 +128,7 @@ impl ConsoleScreen {
 
 /// The threads that forward the ranks' output.
 #[derive(Debug)]
-pub(super) struct RankOutput {
+pub(super) struct RankOutputForwarder {
     screen: Arc<ConsoleScreen>,
     /// The number of readers with bytes that are not written yet.
     busy: Arc<AtomicUsize>,
@@ -140,7 +140,7 @@ pub(super) struct RankOutput {
     unwritten: Arc<AtomicBool>,
     /// The name of this host, if there are several hosts, and the number of its first rank.
     place: (Option<String>, usize),
-    record: Arc<JobRecord>,
+    record: Arc<JobRecordWriter>,
 }
 
 /// The results of draining the output.
@@ -154,10 +154,10 @@ pub(super) struct DrainedOutput {
     pub(super) asked: Option<Signal>,
 }
 
-impl RankOutput {
+impl RankOutputForwarder {
     /// Creates the output of one host's ranks, with the host's name if there are other hosts, and the number of its
     /// first rank. Complete lines also go into `record`.
-    pub(super) fn new(place: (Option<String>, usize), record: Arc<JobRecord>) -> Self {
+    pub(super) fn new(place: (Option<String>, usize), record: Arc<JobRecordWriter>) -> Self {
         let (ended_sender, ended) = channel();
         let screen = ConsoleScreen {
             out_is_terminal: io::stdout().is_terminal(),

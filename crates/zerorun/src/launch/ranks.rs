@@ -6,10 +6,10 @@
 use super::console::{ConsoleStream, eprint};
 use super::core_binding;
 use super::failure_report::{self, CulpritRank, EndedRank, RankExitStatus, StopRequest};
-use super::job_record::JobRecord;
+use super::job_record::JobRecordWriter;
 use super::local_job::{LocalJob, MultiHostContext, common_environment};
 use super::nodes::secret::SECRET;
-use super::rank_output::RankOutput;
+use super::rank_output::RankOutputForwarder;
 use super::signals::{self, LauncherEvent, die_with_parent};
 use super::stderr_tail::StderrTail;
 use crate::error::{LaunchError, Result};
@@ -80,8 +80,8 @@ pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<Ru
     let context = job.multi_host.as_ref();
     let place = context.map_or((None, 0), |context| (context.host.clone(), context.first));
     let counts = [job.world, context.map_or(job.world, |context| context.pmi.world())];
-    let record = Arc::new(JobRecord::begin(&job.run, job.restart, place.1, counts));
-    let mut output = RankOutput::new(place, Arc::clone(&record));
+    let record = Arc::new(JobRecordWriter::begin(&job.run, job.restart, place.1, counts));
+    let mut output = RankOutputForwarder::new(place, Arc::clone(&record));
     let common = common_environment(job)?;
     let mut ranks = RankProcesses {
         region,
@@ -176,11 +176,17 @@ struct RankProcesses {
     grace: Duration,
     on_signal: Option<&'static str>,
     multi_host: Option<MultiHostContext>,
-    record: Arc<JobRecord>,
+    record: Arc<JobRecordWriter>,
 }
 
 impl RankProcesses {
-    fn start(&mut self, rank: usize, job: &LocalJob, common: &[(&str, String)], output: &mut RankOutput) -> Result<()> {
+    fn start(
+        &mut self,
+        rank: usize,
+        job: &LocalJob,
+        common: &[(&str, String)],
+        output: &mut RankOutputForwarder,
+    ) -> Result<()> {
         // The region's descriptor stays open across exec.
         let fd = self.region.as_fd().as_raw_fd();
         let mut command = Command::new(&job.program);

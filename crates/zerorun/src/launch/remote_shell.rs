@@ -18,14 +18,14 @@ const LOSS_DETECTION: [&str; 6] =
 
 /// The settings of ssh.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct RemoteShell {
+pub(crate) struct RemoteShellOptions {
     /// The port, or `None` for ssh's default.
     pub(crate) port: Option<u16>,
     /// Whether ssh itself checks that the other host still answers.
     pub(crate) detects_lost_hosts: bool,
 }
 
-impl RemoteShell {
+impl RemoteShellOptions {
     /// Returns the command that runs `words` on a host, with these variables, in `folder`.
     pub(crate) fn command(
         &self,

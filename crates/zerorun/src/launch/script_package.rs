@@ -5,7 +5,7 @@
 //! script, only its own code is therefore compiled.
 
 use super::cargo_build::{CargoBuild, CargoTargetKind, DiagnosticPath};
-use super::script::SingleFileScript;
+use super::script_target::SingleFileScript;
 use crate::error::{Error, LaunchError, Result};
 use candle_zero::CHECKOUT;
 use candle_zero::util::{cache_home, fnv1a};

@@ -4,7 +4,7 @@ use super::byte_progress::ByteProgress;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use candle_zero::checkpoint::{Checkpoint, ConsolidateSettings, Consolidated, ConsolidatedDtype};
 use candle_zero::checkpoint::{absent_or_empty, consolidate, list_checkpoints, split_tag};
-use candle_zero::files::{InputKind, OutputKind, RunPaths};
+use candle_zero::files::{InputKind, InputOutputPaths, OutputKind};
 use clap::{Parser, ValueEnum};
 use std::ffi::OsString;
 use std::fmt::{self, Write as _};
@@ -61,7 +61,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 
 impl ConsolidateArguments {
     fn run(self) -> ExitCode {
-        let outputs = RunPaths::default().reads("DIR", &self.dir, InputKind::Checkpoints);
+        let outputs = InputOutputPaths::default().reads("DIR", &self.dir, InputKind::Checkpoints);
         let outputs = outputs.writes("OUT", &self.out, OutputKind::Folder);
         let placed = split_tag(&self.dir, self.tag.as_deref()).and_then(|found| {
             absent_or_empty(&self.out)?;

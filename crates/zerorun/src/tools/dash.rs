@@ -3,7 +3,7 @@
 use crate::dashboard::{Dashboard, ServedFolder};
 use crate::launch::OPEN_DASHBOARD;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
-use crate::tools::sweep::ShownSweeps;
+use crate::tools::sweep::DashboardSweepReader;
 use candle_zero::runs::RunsFolder;
 use candle_zero::stop_signal::asked_to_stop;
 use clap::Parser;
@@ -71,7 +71,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     if let Err(error) = folder.path().exists().then(|| folder.ids()).transpose() {
         return Ok(refused(&error, EXIT_SETUP));
     }
-    let sweeps = Box::new(ShownSweeps::new(folder.path()));
+    let sweeps = Box::new(DashboardSweepReader::new(folder.path()));
     let address = SocketAddr::new(bind, port);
     let dashboard = match Dashboard::serve(ServedFolder::new(folder.path()), Some(sweeps), address) {
         Ok(dashboard) => dashboard,

@@ -1,10 +1,10 @@
 //! `zerorun data`: shows how fine-tuning reads data files.
 
+use super::dataset_flags::{DatasetFlags, FileProgress};
 use super::resolve_model::{HELP, ResolvedModel};
-use super::sample_flags::{FileProgress, SampleFlags};
 use crate::error::{FinetuneError, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, colours, print, refused};
-use candle_zero::files::{InputKind, OutputKind, RunPaths};
+use candle_zero::files::{InputKind, InputOutputPaths, OutputKind};
 use candle_zero::models::DecoderConfig;
 use candle_zero_finetune::hub::FileSelection;
 use candle_zero_finetune::{
@@ -54,7 +54,7 @@ struct ShowDataArguments {
     task: ShowTaskArg,
 
     #[command(flatten)]
-    samples: SampleFlags,
+    samples: DatasetFlags,
 }
 
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
@@ -113,7 +113,7 @@ impl ShowDataArguments {
         };
         let cache = self.samples.cache.clone().map_or_else(default_cache, Ok)?;
         let sources = self.files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>()?;
-        let outputs = RunPaths::default().reads("MODEL_DIR", &model, InputKind::Model).writes(
+        let outputs = InputOutputPaths::default().reads("MODEL_DIR", &model, InputKind::Model).writes(
             "--cache",
             &cache,
             OutputKind::Shared,

@@ -8,7 +8,9 @@ use candle_zero::files;
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::util::counted;
 use candle_zero_finetune::hub::FileSelection;
-use candle_zero_finetune::{AdaptedValues, Adapter, BaseModel, Conversation, Generator, Sampling, Template, Tokenizer};
+use candle_zero_finetune::{
+    Adapter, AdapterInitialValues, BaseModel, Conversation, Generator, Sampling, Template, Tokenizer,
+};
 use clap::{Parser, ValueEnum};
 use std::ffi::OsString;
 use std::io::{BufRead, IsTerminal, Write};
@@ -206,7 +208,7 @@ fn open(base: &BaseModel, adapter: Option<Adapter>, ctx: usize, dtype: DType) ->
     let config = DecoderConfig { ctx, lora, ..base.config().clone() };
     let vb = match adapter {
         None => base.var_builder(dtype, &Device::Cpu),
-        adapter => AdaptedValues::new(base, &config, adapter)?.var_builder(dtype, &Device::Cpu),
+        adapter => AdapterInitialValues::new(base, &config, adapter)?.var_builder(dtype, &Device::Cpu),
     };
     Ok(Decoder::new(&config, vb)?)
 }

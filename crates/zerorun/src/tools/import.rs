@@ -5,7 +5,7 @@ use crate::error::{CheckpointError, Error};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use candle_zero::checkpoint::deepspeed::DeepSpeedCheckpoint;
 use candle_zero::checkpoint::{import, new_checkpoint_path};
-use candle_zero::files::{InputKind, OutputKind, RunPaths};
+use candle_zero::files::{InputKind, InputOutputPaths, OutputKind};
 use clap::Parser;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -57,7 +57,7 @@ impl ImportArguments {
             }
         };
         let name = self.name.unwrap_or_else(|| format!("global_step{}", from.global_steps()));
-        let outputs = RunPaths::default().reads("DIR", &self.dir, InputKind::Checkpoints);
+        let outputs = InputOutputPaths::default().reads("DIR", &self.dir, InputKind::Checkpoints);
         let outputs = outputs.writes("OUT", &self.out, OutputKind::Checkpoints);
         let _claims =
             match outputs.check().and_then(|()| new_checkpoint_path(&self.out, &name)).and_then(|_| outputs.claim()) {

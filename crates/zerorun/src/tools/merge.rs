@@ -5,7 +5,7 @@ use super::resolve_model::{HELP, ResolvedModel};
 use crate::error::{OutputError, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use candle_zero::checkpoint::ConsolidatedDtype;
-use candle_zero::files::{InputKind, OutputKind, RunPaths};
+use candle_zero::files::{InputKind, InputOutputPaths, OutputKind};
 use candle_zero::util::counted;
 use candle_zero_finetune::hub::FileSelection;
 use candle_zero_finetune::{Adapter, BaseModel, GgufFormat, MergedModel};
@@ -100,7 +100,8 @@ impl MergeArguments {
         }
         let model = ResolvedModel::find(&self.model, FileSelection::All)?.path;
         let kind = if format == MergeFormat::Hf { OutputKind::Folder } else { OutputKind::File };
-        let outputs = RunPaths::default().reads("MODEL", &model, InputKind::Model).writes("--out", &self.out, kind);
+        let outputs =
+            InputOutputPaths::default().reads("MODEL", &model, InputKind::Model).writes("--out", &self.out, kind);
         let outputs = match &self.adapter {
             Some(adapter) => outputs.reads("ADAPTER", adapter, InputKind::Model),
             None => outputs,

@@ -5,8 +5,8 @@
 //! `config_diagnostic` belongs to `check`; `hosts_forecast`, `pipeline_report` and `gpu_capacity` to `estimate`;
 //! `model_size_flags` to `estimate`, `tune` and `bench`; `own_ranks` to `verify` and `bench`; `sample_flags` to `data`
 //! and `finetune`; `config_path`, `run_log`, `script_words` and `trial_setup` to `sweep` and `tune`; `resolve_model` to
-//! `data`, `finetune`, `generate` and `merge`; and `byte_progress` to all tools that show their progress through files. A
-//! script with the same name as a tool is started as `./NAME`.
+//! `data`, `finetune`, `generate` and `merge`; and `byte_progress` to all tools that show their progress through files.
+//! A script with the same name as a tool is started as `./NAME`.
 
 mod bench;
 mod byte_progress;
@@ -14,14 +14,16 @@ mod cache;
 mod check_config;
 mod classify;
 mod config_diagnostic;
-mod config_path;
+mod config_values;
 mod consolidate;
 mod dash;
 mod data;
+mod dataset_flags;
 mod deploy;
 mod environment_report;
 pub(crate) mod error;
 mod estimate;
+mod failure_reason;
 mod finetune;
 mod generate;
 mod gpu_capacity;
@@ -31,15 +33,13 @@ mod inspect;
 mod island_server;
 mod merge;
 mod model_size_flags;
-mod own_ranks;
+mod own_job_launcher;
 mod pipeline_report;
 mod resolve_model;
-mod run_log;
 mod runs;
-mod sample_flags;
 mod schedule;
 mod schema;
-mod script_words;
+mod script_arguments;
 mod sweep;
 mod trial_setup;
 mod tune;

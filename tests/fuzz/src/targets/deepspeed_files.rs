@@ -1,7 +1,7 @@
 //! Checkpoints of DeepSpeed from tests/fixtures, in which one file is replaced.
 
 use crate::scratch;
-use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
+use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedStateKind};
 use candle_zero::checkpoint::import;
 use std::io::{Cursor, Read, Write};
 use std::path::{Path, PathBuf};
@@ -84,7 +84,7 @@ fn entries(archive: &[u8]) -> Vec<(String, Vec<u8>)> {
 /// Reads everything in a checkpoint, and writes it as a checkpoint of candle-zero.
 fn read(folder: &Path) -> bool {
     let Ok(checkpoint) = DeepSpeedCheckpoint::open(folder, Some(TAG)) else { return false };
-    for state in [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq] {
+    for state in [DeepSpeedStateKind::Master, DeepSpeedStateKind::ExpAvg, DeepSpeedStateKind::ExpAvgSq] {
         for (index, parameter) in checkpoint.parameters().iter().enumerate() {
             if let Ok(values) = checkpoint.read(state, index) {
                 assert_eq!(values.len(), parameter.elements(), "{}", parameter.name);

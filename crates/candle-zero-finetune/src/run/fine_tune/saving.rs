@@ -1,11 +1,11 @@
 //! The files that a run writes: its checkpoints, its best weights, and its result.
 
-use super::{FineTune, RunState};
+use super::{EarlyStopState, FineTune};
 use crate::error::{Error, Result};
 use crate::run::export;
 use crate::run::model_card::ModelCard;
 use crate::run::options::{CheckpointOptions, TuningMethod};
-use crate::run::result_folders::ResultFolder;
+use crate::run::result_folders::ResultKind;
 use crate::run::run_identity::{KEY, RunIdentity};
 use candle_zero::checkpoint::SaveOptions;
 use candle_zero::notice;
@@ -20,11 +20,11 @@ impl FineTune {
             self.state.stale += 1;
             return Ok(());
         }
-        self.state = RunState { best: Some((steps, loss)), stale: 0, ..self.state };
+        self.state = EarlyStopState { best: Some((steps, loss)), stale: 0, ..self.state };
         let to = self.prepared.options.best();
         let outcome = self.outcome();
         let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
-        let failed = export::write(&mut self.engine, &card, ResultFolder::Best, &to, &mut self.written)
+        let failed = export::write(&mut self.engine, &card, ResultKind::Best, &to, &mut self.written)
             .inspect_err(|error| self.abort(error))?;
         self.best_is_lost = failed.is_some();
         if let (Some(error), 0) = (failed, self.comm.rank()) {
@@ -84,7 +84,7 @@ impl FineTune {
         let (to, is_saved) = (self.prepared.options.out.clone(), self.failed_save.is_none());
         let outcome = self.outcome();
         let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
-        export::finish(&mut self.engine, &card, (ResultFolder::Result, to), &mut self.written, is_saved)
+        export::finish(&mut self.engine, &card, (ResultKind::Result, to), &mut self.written, is_saved)
             .inspect_err(|error| self.abort(error))?;
         if let Some(error) = self.failed_save.take() {
             if self.comm.rank() == 0 {
@@ -112,7 +112,7 @@ impl FineTune {
         let to = free.unwrap_or(first);
         let outcome = self.outcome();
         let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
-        export::finish(&mut self.engine, &card, (ResultFolder::Stopped, to.clone()), &mut self.written, false)
+        export::finish(&mut self.engine, &card, (ResultKind::Stopped, to.clone()), &mut self.written, false)
             .inspect_err(|error| self.abort(error))?;
         Ok(to)
     }

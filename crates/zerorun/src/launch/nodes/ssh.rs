@@ -1,8 +1,9 @@
 //! `--hostfile`: starts the launcher on each host in the file, by ssh or, on this host, directly.
 //!
-//! Each launcher gets the same working directory, program and arguments, and the variables that DeepSpeed's rules select
-//! ([`exports`]). The directory and the program must therefore be at the same path on all hosts. The secret is passed
-//! through the launcher's standard input, so that no process list shows it. If the user gives none, a new one is created.
+//! Each launcher gets the same working directory, program and arguments, and the variables that DeepSpeed's rules
+//! select ([`exports`]). The directory and the program must therefore be at the same path on all hosts. The secret is
+//! passed through the launcher's standard input, so that no process list shows it. If the user gives none, a new one is
+//! created.
 
 use super::listen_address::BIND_ADDR;
 use super::secret::JobSecret;
@@ -15,7 +16,7 @@ use crate::launch::hosts::world_info::{DEVICES, WorldInfo};
 use crate::launch::hosts::{HostSlots, hostfile};
 use crate::launch::local_job::LocalJob;
 use crate::launch::mpirun::MpirunOptions;
-use crate::launch::remote_shell::{EXIT_UNREACHABLE, RemoteShell, as_text, is_here, not_reached};
+use crate::launch::remote_shell::{EXIT_UNREACHABLE, RemoteShellOptions, as_text, is_here, not_reached};
 use crate::launch::signals::{self, LauncherEvent, die_with_parent};
 use rustix::process::Signal;
 use std::io::Write;
@@ -116,7 +117,7 @@ pub(crate) fn run(
         // The GPUs are those of the slots, whatever the variable's value is on this host.
         let mut exports: Vec<_> = exports.iter().filter(|(name, _)| name != DEVICES).cloned().collect();
         exports.push((DEVICES.into(), world.devices(node)));
-        let shell = RemoteShell { port: hosts.ssh_port, detects_lost_hosts: false };
+        let shell = RemoteShellOptions { port: hosts.ssh_port, detects_lost_hosts: false };
         let command = command(host, local, &words, &exports, &shell);
         launchers.push(HostLauncher { host, local, command, secret: secret.clone(), child: None, ended: None });
     }
@@ -133,9 +134,9 @@ pub(crate) fn run(
     Ok(code)
 }
 
-/// Waits for the launcher of the first host, and returns its exit code, which is the job's. If `again` is true, starts the
-/// launchers of other hosts again after they have failed; otherwise, ends all launchers and returns 1 if another host is
-/// lost.
+/// Waits for the launcher of the first host, and returns its exit code, which is the job's. If `again` is true, starts
+/// the launchers of other hosts again after they have failed; otherwise, ends all launchers and returns 1 if another
+/// host is lost.
 fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent>, again: bool) -> Result<u8> {
     loop {
         match events.recv_timeout(TICK) {
@@ -276,7 +277,7 @@ fn command(
     local: bool,
     words: &[String],
     exports: &[(String, String)],
-    shell: &RemoteShell,
+    shell: &RemoteShellOptions,
 ) -> Command {
     let mut command = if local {
         let mut command = Command::new(&words[0]);

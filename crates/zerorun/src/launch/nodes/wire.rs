@@ -36,7 +36,8 @@ const ANSWER_TIMED_OUT: &str = "it did not answer in time";
 const FOREIGN_MESSAGE: &str = "it sent something that is not a message of this version of zerorun: another program is on \
                           this port";
 
-/// A message. Messages about an attempt contain its number, so that late messages about an earlier attempt are recognized.
+/// A message. Messages about an attempt contain its number, so that late messages about an earlier attempt are
+/// recognized.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum LauncherMessage {
     /// A host asks to take part.
@@ -47,8 +48,8 @@ pub(super) enum LauncherMessage {
     Joined,
     /// The host must start its ranks.
     Start(StartCommand),
-    /// Values that the ranks' MPI libraries have put: those of one host in a message to the first host, and those of all
-    /// hosts in a message from it.
+    /// Values that the ranks' MPI libraries have put: those of one host in a message to the first host, and those of
+    /// all hosts in a message from it.
     Values { attempt: u32, values: PmiValues },
     /// This rank has failed, or is on a host that is lost or has failed.
     Failed { attempt: u32, rank: usize, why: String },
@@ -149,14 +150,14 @@ pub(super) enum ReadDeadline {
 
 /// The seals of the numbered messages in one direction of a connection.
 #[derive(Debug)]
-struct MessageSeal {
+struct MessageSealer {
     /// The key, or `None` if the hosts share no secret.
     key: Option<MacKey>,
     /// The number of the next message.
     number: u64,
 }
 
-impl MessageSeal {
+impl MessageSealer {
     const NONE: Self = Self { key: None, number: 0 };
 
     fn next(&mut self) -> u64 {
@@ -188,7 +189,7 @@ struct SealedReader {
     /// The bytes received but not returned yet. The first `searched` of them contain no line end.
     held: Vec<u8>,
     searched: usize,
-    seal: MessageSeal,
+    seal: MessageSealer,
 }
 
 impl SealedReader {
@@ -254,7 +255,7 @@ fn broken(error: &io::Error) -> String {
 #[derive(Debug)]
 struct SealedWriter {
     stream: Arc<TcpStream>,
-    seal: MessageSeal,
+    seal: MessageSealer,
 }
 
 impl SealedWriter {
@@ -279,14 +280,15 @@ impl LauncherConnection {
     pub(super) fn over(stream: Arc<TcpStream>) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(HEARTBEAT_TIMEOUT))?;
-        let incoming = SealedReader { stream: stream.clone(), held: Vec::new(), searched: 0, seal: MessageSeal::NONE };
-        Ok(Self { incoming, outgoing: SealedWriter { stream, seal: MessageSeal::NONE } })
+        let incoming =
+            SealedReader { stream: stream.clone(), held: Vec::new(), searched: 0, seal: MessageSealer::NONE };
+        Ok(Self { incoming, outgoing: SealedWriter { stream, seal: MessageSealer::NONE } })
     }
 
     /// Seals each line from now on.
     pub(super) fn seal(&mut self, incoming: MacKey, outgoing: MacKey) {
-        self.incoming.seal = MessageSeal { key: Some(incoming), number: 0 };
-        self.outgoing.seal = MessageSeal { key: Some(outgoing), number: 0 };
+        self.incoming.seal = MessageSealer { key: Some(incoming), number: 0 };
+        self.outgoing.seal = MessageSealer { key: Some(outgoing), number: 0 };
     }
 
     /// Sends a message. A failure is noticed when the answer is awaited.
@@ -433,7 +435,7 @@ mod tests {
             (here, raw)
         };
         let lines: Vec<Vec<u8>> = {
-            let mut seal = MessageSeal { key: Some(keys()[0].clone()), number: 0 };
+            let mut seal = MessageSealer { key: Some(keys()[0].clone()), number: 0 };
             (0..3).map(|signal| seal.line(&serde_json::to_vec(&LauncherMessage::Signal(signal)).unwrap())).collect()
         };
         let heard = |bytes: &[u8], messages: usize| {
@@ -445,7 +447,7 @@ mod tests {
         assert!(all.iter().enumerate().all(|(at, said)| *said == Ok(LauncherMessage::Signal(at as i32))), "{all:?}");
         // Repeated, out of order, changed, in the other direction, and without a seal.
         let changed = String::from_utf8(lines[0].clone()).unwrap().replace("Signal\":0", "Signal\":9").into_bytes();
-        let mut other = MessageSeal { key: Some(keys()[1].clone()), number: 0 };
+        let mut other = MessageSealer { key: Some(keys()[1].clone()), number: 0 };
         let other = other.line(&serde_json::to_vec(&LauncherMessage::Signal(0)).unwrap());
         assert_eq!(heard(&[&lines[0][..], &lines[0]].concat(), 2)[1], Err(WRONG_SEAL.into()));
         for wrong in [&lines[1], &changed, &other, &b"{\"Signal\":0}\n".to_vec()] {

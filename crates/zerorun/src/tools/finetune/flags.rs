@@ -2,8 +2,8 @@
 
 use crate::error::Result;
 use crate::island_flags::{ISLANDS, IslandFlags};
+use crate::tools::dataset_flags::DatasetFlags;
 use crate::tools::resolve_model::{HELP, ResolvedModel};
-use crate::tools::sample_flags::SampleFlags;
 use candle_zero::nn::LoraConfig;
 use candle_zero_finetune::{
     CheckpointOptions, LocalStepsOptions, LrDecay, ModelPrecision, Objective, Options, PipelineStages, Source,
@@ -113,7 +113,7 @@ pub(super) struct FinetuneFlags {
     micro_batch: usize,
 
     #[command(flatten)]
-    samples: SampleFlags,
+    samples: DatasetFlags,
 
     /// Continue even if more than a tenth of a file's records cannot be used
     #[arg(long = "allow_skipped", alias = "allow-skipped", conflicts_with = "strict")]

@@ -14,11 +14,11 @@ use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refuse
 use crate::launch::hosts::world_info::WorldInfo;
 use crate::launch::local_job::LocalJob;
 use crate::launch::nodes::NodeOptions;
-use crate::launch::run_flags::RunFlags;
-use crate::launch::{self, JobHosts, RunOptions};
+use crate::launch::run_record_flags::RunRecordFlags;
+use crate::launch::{self, LaunchMode, RunOptions};
 use crate::launcher_variables::{LauncherVariables, of_process};
+use crate::tools::dataset_flags::FileProgress;
 use crate::tools::resolve_model::ResolvedModel;
-use crate::tools::sample_flags::FileProgress;
 use candle_zero::files::OutputKind;
 use candle_zero::runs::{RunSpec, RunsFolder};
 use candle_zero::util::counted;
@@ -80,7 +80,7 @@ struct FinetuneArguments {
     master_port: Option<u16>,
 
     #[command(flatten)]
-    run: RunFlags,
+    run: RunRecordFlags,
 
     #[command(flatten)]
     flags: FinetuneFlags,
@@ -116,7 +116,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let own_ranks = own_ranks.then_some(usize::from(arguments.ranks));
     let job_hosts = match arguments.as_rank {
         // This host's launcher has already read the flags.
-        Some(_) => JobHosts::Alone,
+        Some(_) => LaunchMode::Alone,
         None => match arguments.hosts.job_hosts(own_ranks, &mut arguments.master_port, &LauncherVariables(&of_process))
         {
             Ok(job_hosts) => job_hosts,
@@ -127,7 +127,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 }
 
 impl FinetuneArguments {
-    fn run(&self, words: Vec<OsString>, job_hosts: &JobHosts) -> ExitCode {
+    fn run(&self, words: Vec<OsString>, job_hosts: &LaunchMode) -> ExitCode {
         if let Some(path) = &self.as_rank {
             return match self.flags.options(ResolvedModel::found(&self.flags.model, path)) {
                 Ok(options) => {
@@ -144,15 +144,15 @@ impl FinetuneArguments {
     }
 
     /// Checks everything, downloads the model if needed, and starts the ranks. Returns their exit code.
-    fn launch(&self, words: Vec<OsString>, job_hosts: &JobHosts) -> Result<u8> {
-        let is_alone = matches!(job_hosts, JobHosts::Alone);
+    fn launch(&self, words: Vec<OsString>, job_hosts: &LaunchMode) -> Result<u8> {
+        let is_alone = matches!(job_hosts, LaunchMode::Alone);
         if let Some(processes) = started_as_one_of(|name| std::env::var(name).ok()).filter(|_| is_alone) {
             return Err(LaunchError::ToolInRanks { tool: "finetune", processes }.into());
         }
         let world = job_hosts.world()?;
         let own = usize::from(self.ranks);
         let (ranks, per_host) = match (job_hosts, &world) {
-            (JobHosts::Nodes(node), _) => (node.nodes * own, own),
+            (LaunchMode::Nodes(node), _) => (node.nodes * own, own),
             (_, Some(world)) => {
                 let slots: Vec<usize> = world.hosts().iter().map(|host| host.slots.len()).collect();
                 (slots.iter().sum(), slots.iter().copied().max().unwrap_or(1))
@@ -163,7 +163,7 @@ impl FinetuneArguments {
         let path = model.path.clone();
         let options = self.flags.options(model)?;
         // The first host's ranks write the result.
-        let writes = !matches!(job_hosts, JobHosts::Nodes(NodeOptions { node: 1.., .. }));
+        let writes = !matches!(job_hosts, LaunchMode::Nodes(NodeOptions { node: 1.., .. }));
         let claim = || {
             options.claim(|outputs| {
                 let outputs = match &self.flags.metrics {
@@ -182,7 +182,13 @@ impl FinetuneArguments {
     }
 
     /// Starts the ranks and returns their exit code.
-    fn start(&self, words: Vec<OsString>, model: &Path, job_hosts: &JobHosts, world: Option<WorldInfo>) -> Result<u8> {
+    fn start(
+        &self,
+        words: Vec<OsString>,
+        model: &Path,
+        job_hosts: &LaunchMode,
+        world: Option<WorldInfo>,
+    ) -> Result<u8> {
         let mut as_rank = OsString::from("--as_rank=");
         as_rank.push(model);
         let mut words = without_host_flags(words, &FinetuneArguments::command(), "ranks");

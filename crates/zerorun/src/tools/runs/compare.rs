@@ -1,7 +1,7 @@
 //! `zerorun runs compare`: shows how runs differ.
 
+use super::folder_flag::{FolderFlag, RunsOutput};
 use super::listing::{partly_damaged, steps};
-use super::output::{FolderFlag, RunsOutput};
 use super::table::{at_step, cell, duration, number, setting, table};
 use crate::error::{Result, ToolError};
 use candle_zero::runs::{RecordedRun, RunMetrics};

@@ -1,6 +1,6 @@
 //! `zerorun runs export`: prints the metrics of a run.
 
-use super::output::{FolderFlag, RunsOutput};
+use super::folder_flag::{FolderFlag, RunsOutput};
 use crate::error::{Result, RunError};
 use candle_zero::Error;
 use candle_zero::runs::RunMetrics;

@@ -1,7 +1,7 @@
 //! `zerorun runs list`: prints a table of runs.
 
 use super::filter::{self, RunFilter};
-use super::output::{FolderFlag, RunsOutput};
+use super::folder_flag::{FolderFlag, RunsOutput};
 use super::table::{at_step, cell, duration, table};
 use crate::error::{Result, RunError};
 use candle_zero::Error;

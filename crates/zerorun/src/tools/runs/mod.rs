@@ -3,8 +3,8 @@
 mod compare;
 mod export;
 mod filter;
+mod folder_flag;
 mod listing;
-mod output;
 mod remove;
 mod show;
 pub(super) mod table;
@@ -12,8 +12,8 @@ pub(super) mod table;
 use crate::error::Result;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use clap::{Parser, Subcommand};
+use folder_flag::RunsOutput;
 use listing::ListFlags;
-use output::RunsOutput;
 use std::ffi::OsString;
 use std::process::ExitCode;
 

@@ -1,6 +1,6 @@
 //! `zerorun runs rm`: removes the records of runs.
 
-use super::output::FolderFlag;
+use super::folder_flag::FolderFlag;
 use super::table::plain;
 use crate::error::{Result, ToolError};
 use crate::launch::console::{EXIT_SETUP, eprint, print, refused};

@@ -1,7 +1,7 @@
 //! `zerorun runs show`: describes a run.
 
+use super::folder_flag::{FolderFlag, RunsOutput};
 use super::listing::{partly_damaged, steps};
-use super::output::{FolderFlag, RunsOutput};
 use super::table::{duration, loss, number, plain, setting};
 use crate::error::Result;
 use candle_zero::runs::{RecordedRun, RunMetrics, ValueAtStep, utc};

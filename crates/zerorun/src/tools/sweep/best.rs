@@ -5,7 +5,7 @@
 //! parameters.
 
 use super::report::object;
-use super::trial_command::TrialPlaces;
+use super::trial_command::TrialPaths;
 use super::trial_launch::THREADS;
 use super::trial_starter::TrialStarter;
 use crate::error::{Error, Result};
@@ -39,7 +39,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
             write_whole(&folder.join(&name), &format!("{config:#}\n"))?;
         }
         let places =
-            TrialPlaces { folder: OUT.into(), ds_config: Path::new(HERE).join(&name), record: None, is_branch: at > 0 };
+            TrialPaths { folder: OUT.into(), ds_config: Path::new(HERE).join(&name), record: None, is_branch: at > 0 };
         if part.to < starter.results.steps {
             commands += &format!("{STOP_AT}={} ", part.to);
         }

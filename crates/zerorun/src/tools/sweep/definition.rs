@@ -44,7 +44,7 @@ pub(super) const FREE_KEYS: [&str; 9] =
 
 /// The order in which a sweep receives the results of trials that run at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ResultOrder {
+pub(super) enum ResultDeliveryOrder {
     /// The order in which trials would end if all steps took equally long, so that the same sweep makes the same
     /// decisions.
     Steps,
@@ -54,7 +54,7 @@ pub(super) enum ResultOrder {
 
 /// The hosts on which trials run: only this one, unless a hostfile is given.
 #[derive(Debug, Clone, Default)]
-pub(super) struct HostKeys {
+pub(super) struct SweepHostOptions {
     pub(super) hostfile: Option<PathBuf>,
     /// The filters, in the launcher's syntax; empty if not given.
     pub(super) include: String,
@@ -71,14 +71,14 @@ pub(super) struct SweepDefinition {
     pub(super) command: Vec<String>,
     pub(super) metric: String,
     pub(super) settings: SweepSettings,
-    pub(super) order: ResultOrder,
+    pub(super) order: ResultDeliveryOrder,
     pub(super) ranks: usize,
     pub(super) retries: u32,
     pub(super) threads: Option<usize>,
     pub(super) parallel: Option<usize>,
     /// The memory of a trial in bytes.
     pub(super) memory: Option<u64>,
-    pub(super) hosts: HostKeys,
+    pub(super) hosts: SweepHostOptions,
     pub(super) features: Option<String>,
 }
 
@@ -222,7 +222,7 @@ impl DefinitionKeys<'_> {
         })
     }
 
-    fn hosts(&self) -> Result<HostKeys> {
+    fn hosts(&self) -> Result<SweepHostOptions> {
         let hostfile = self.text("hostfile", "give the path of a file with a line NAME slots=N for each host")?;
         if let (None, Some(key)) =
             (hostfile, ["include", "exclude", "ssh_port"].into_iter().find(|key| self.table.contains_key(*key)))
@@ -233,7 +233,7 @@ impl DefinitionKeys<'_> {
             let found = self.text(key, "give hosts and slots of the hostfile, such as \"HOST@HOST:0,2\"")?;
             Ok::<_, candle_zero::Error>(found.unwrap_or_default().to_owned())
         };
-        Ok(HostKeys {
+        Ok(SweepHostOptions {
             hostfile: hostfile.map(PathBuf::from),
             include: filter("include")?,
             exclude: filter("exclude")?,
@@ -292,13 +292,13 @@ impl SweepDefinition {
             keys.whole("max_failures", 0, 10_000)?.map_or(settings.max_failures, |most| most as usize);
         settings.scheduler = keys.scheduler(scheduler)?;
         settings.check().map_err(|error: SweepError| keys.wrong(error.to_string()))?;
-        let orders = [("steps", ResultOrder::Steps), ("finish", ResultOrder::Finish)];
+        let orders = [("steps", ResultDeliveryOrder::Steps), ("finish", ResultDeliveryOrder::Finish)];
         Ok(Self {
             origin: origin.to_owned(),
             command,
             metric: metric.to_owned(),
             settings,
-            order: keys.word("order", &orders)?.unwrap_or(ResultOrder::Steps),
+            order: keys.word("order", &orders)?.unwrap_or(ResultDeliveryOrder::Steps),
             ranks: keys.whole("ranks", 1, 1024)?.unwrap_or(1) as usize,
             retries: keys.whole("retries", 0, 1_000_000)?.unwrap_or(3) as u32,
             threads: keys.whole("threads", 1, 4096)?.map(|threads| threads as usize),

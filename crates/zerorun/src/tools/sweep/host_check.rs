@@ -6,8 +6,8 @@
 
 use super::error::SweepToolError;
 use super::folder::SweepFolder;
-use super::host_request::{HostAnswer, HostCheck, HostRequest};
-use super::remote_trial::{RemoteHosts, without_answer};
+use super::host_request::{HostAnswer, HostCheckResult, HostRequest};
+use super::remote_trial::{RemoteTrialLauncher, without_answer};
 use super::trials_at_a_time::cores;
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::remote_shell::{as_text, not_reached};
@@ -27,8 +27,8 @@ const PROBE_BYTES: usize = 16;
 const MAX_PROBE_BYTES: u64 = 4096;
 
 /// Describes this host.
-pub(super) fn describe(probe: &Path, program: Option<&Path>) -> HostCheck {
-    HostCheck {
+pub(super) fn describe(probe: &Path, program: Option<&Path>) -> HostCheckResult {
+    HostCheckResult {
         version: VERSION.into(),
         contents: files::read_text(probe, MAX_PROBE_BYTES).map_err(|why| why.to_string()),
         lock: sees_lock(probe),
@@ -50,14 +50,14 @@ fn sees_lock(probe: &Path) -> std::result::Result<(), String> {
 }
 
 /// A file in the folder of the sweep, which is removed when this value is dropped.
-struct HostProbe {
+struct ProbeFile {
     path: PathBuf,
     contents: String,
     /// Holds the lock.
     _file: File,
 }
 
-impl HostProbe {
+impl ProbeFile {
     fn new(folder: &SweepFolder) -> Result<Self> {
         let mut random = [0; PROBE_BYTES];
         let drawn = getrandom::fill(&mut random).map_err(|error| std::io::Error::other(error.to_string()));
@@ -79,7 +79,7 @@ impl HostProbe {
     }
 }
 
-impl Drop for HostProbe {
+impl Drop for ProbeFile {
     fn drop(&mut self) {
         // A file that is left has no effect.
         _ = std::fs::remove_file(&self.path);
@@ -90,14 +90,14 @@ impl Drop for HostProbe {
 /// of the trials, unless it is `zerorun` itself.
 pub(super) fn check(
     hosts: &[&str],
-    remote: &RemoteHosts,
+    remote: &RemoteTrialLauncher,
     folder: &SweepFolder,
     program: Option<&Path>,
-) -> Result<Vec<HostCheck>> {
+) -> Result<Vec<HostCheckResult>> {
     if hosts.is_empty() {
         return Ok(Vec::new());
     }
-    let probe = HostProbe::new(folder)?;
+    let probe = ProbeFile::new(folder)?;
     let request = HostRequest::Check {
         probe: as_text(probe.path.as_os_str())?,
         program: program.map(|program| as_text(program.as_os_str())).transpose()?,
@@ -109,9 +109,9 @@ pub(super) fn check(
     };
     let started: Vec<Result<Child>> = hosts.iter().map(start).collect();
     // The answers of all hosts are awaited before an error is returned.
-    let answers: Vec<Result<HostCheck>> =
+    let answers: Vec<Result<HostCheckResult>> =
         hosts.iter().zip(started).map(|(host, child)| checked(host, child?)).collect();
-    let checks = answers.into_iter().collect::<Result<Vec<HostCheck>>>()?;
+    let checks = answers.into_iter().collect::<Result<Vec<HostCheckResult>>>()?;
     for (host, found) in hosts.iter().zip(&checks) {
         if let Some(problem) = problem(found, &probe, folder, program) {
             return Err(SweepToolError::Host { host: (*host).to_owned(), problem }.into());
@@ -121,7 +121,7 @@ pub(super) fn check(
 }
 
 /// Waits for the answer of a host.
-fn checked(host: &str, child: Child) -> Result<HostCheck> {
+fn checked(host: &str, child: Child) -> Result<HostCheckResult> {
     let output =
         child.wait_with_output().map_err(|source| LaunchError::Setup { what: "waiting for a remote shell", source })?;
     match HostAnswer::in_output(&String::from_utf8_lossy(&output.stdout)) {
@@ -138,7 +138,7 @@ fn checked(host: &str, child: Child) -> Result<HostCheck> {
 }
 
 /// Returns why trials cannot run on a host, if they cannot.
-fn problem(found: &HostCheck, probe: &HostProbe, folder: &SweepFolder, program: Option<&Path>) -> Option<String> {
+fn problem(found: &HostCheckResult, probe: &ProbeFile, folder: &SweepFolder, program: Option<&Path>) -> Option<String> {
     let at = folder.path().display();
     if found.version != VERSION {
         return Some(format!(

@@ -47,7 +47,7 @@ pub(super) struct TrainRequest {
 /// The answer to a request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum HostAnswer {
-    Checked(HostCheck),
+    Checked(HostCheckResult),
     /// Another process still trains the trial.
     Busy,
     /// The part has ended with this value of the metric, as text, because JSON has no numbers that are not finite.
@@ -64,7 +64,7 @@ pub(super) enum HostAnswer {
 
 /// A host as it describes itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct HostCheck {
+pub(super) struct HostCheckResult {
     /// The version of `zerorun`.
     pub(super) version: String,
     /// The contents of the probe, or why it cannot be read.
@@ -81,7 +81,8 @@ pub(super) struct HostCheck {
 impl HostAnswer {
     /// Returns the line that a host prints, after a line break.
     pub(super) fn to_line(&self) -> String {
-        // An enum of text and numbers always has a JSON form. The host's shell may have printed text without a line break.
+        // An enum of text and numbers always has a JSON form. The host's shell may have printed text without a line
+        // break.
         format!("\n{PREFIX}{}", serde_json::to_string(self).unwrap_or_default())
     }
 

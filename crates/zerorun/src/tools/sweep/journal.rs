@@ -15,7 +15,7 @@
 use super::error::SweepToolError;
 use crate::error::{Error, Result};
 use candle_zero::files;
-use candle_zero::sweep::{JobOrder, Sweep, SweepJob, SweepTask};
+use candle_zero::sweep::{JobResultOrder, Sweep, SweepDecision, SweepJob};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -95,7 +95,7 @@ pub(super) struct Journal {
 #[derive(Debug)]
 pub(super) struct ReplayedSweep {
     pub(super) sweep: Sweep,
-    pub(super) order: JobOrder,
+    pub(super) order: JobResultOrder,
     /// The results that the sweep has not received yet, by trial.
     pub(super) results: BTreeMap<usize, JobResult>,
     /// The host on which each trial was last started in the last session, if that session had a hostfile.
@@ -109,7 +109,7 @@ impl ReplayedSweep {
     pub(super) fn new(mut sweep: Sweep) -> Self {
         // The limit on failures may have been changed since the journal was written.
         sweep.set_max_failures(usize::MAX);
-        Self { sweep, order: JobOrder::new(), results: BTreeMap::new(), hosts: BTreeMap::new(), parallel: None }
+        Self { sweep, order: JobResultOrder::new(), results: BTreeMap::new(), hosts: BTreeMap::new(), parallel: None }
     }
 
     /// Replays an event, or returns why it does not fit the earlier ones.
@@ -120,7 +120,7 @@ impl ReplayedSweep {
                 self.hosts.clear();
             }
             JournalEvent::Start(job) => {
-                if self.sweep.ask() != SweepTask::Train(job) {
+                if self.sweep.ask() != SweepDecision::Train(job) {
                     return Err("starts a trial that this sweep would not start");
                 }
                 self.order.begin(&job);
@@ -233,7 +233,7 @@ mod tests {
         journal.add(&JournalEvent::Begin { parallel: 2 }).unwrap();
         loop {
             while order.running().count() < 2
-                && let SweepTask::Train(job) = sweep.ask()
+                && let SweepDecision::Train(job) = sweep.ask()
             {
                 journal.add(&JournalEvent::Start(job)).unwrap();
                 order.begin(&job);

@@ -15,6 +15,7 @@
 //! keep their results.
 
 mod best;
+mod dashboard_view;
 mod definition;
 pub(crate) mod error;
 mod folder;
@@ -22,14 +23,13 @@ mod host_check;
 mod host_request;
 mod journal;
 mod parameter_syntax;
+mod remote_request_handler;
 mod remote_trial;
 mod report;
 mod runner;
-mod shown;
 mod sweep_flags;
 mod trial_command;
 mod trial_hosts;
-mod trial_keeper;
 mod trial_launch;
 mod trial_process;
 mod trial_results;
@@ -40,20 +40,20 @@ use crate::error::{Error, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::launch::exported_variables::exports;
 use crate::launch::hosts::HostSlots;
-use crate::launch::remote_shell::{RemoteShell, as_text, is_here};
-use crate::launch::{self, script};
+use crate::launch::remote_shell::{RemoteShellOptions, as_text, is_here};
+use crate::launch::{self, script_target};
 use candle_zero::files::FolderLock;
 use candle_zero::offload::available_memory;
 use candle_zero::sweep::Sweep;
 use clap::{Args, Parser, Subcommand};
+pub(super) use dashboard_view::DashboardSweepReader;
 use definition::SweepDefinition;
 use folder::{StoredSweep, SweepFolder};
-use host_request::{HostCheck, ON_HOST};
+use host_request::{HostCheckResult, ON_HOST};
 use journal::Journal;
-use remote_trial::RemoteHosts;
+use remote_trial::RemoteTrialLauncher;
 use report::{as_json, summary, trials_table};
 use runner::SweepRunner;
-pub(super) use shown::ShownSweeps;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -61,7 +61,7 @@ use sweep_flags::SweepFlags;
 use trial_command::CommandTemplate;
 use trial_hosts::{HostCapacity, TrialHosts, listed};
 use trial_launch::THREADS;
-use trial_results::TrialResults;
+use trial_results::TrialResultReader;
 use trial_starter::TrialStarter;
 use trials_at_a_time::{cores, memory_of_trial, trials_at_a_time};
 
@@ -98,9 +98,9 @@ A sweep file:
 /// The same command, or `zerorun sweep resume`, continues a sweep that was stopped or killed. docs/tools/sweep.md
 /// describes the searchers and schedulers.
 ///
-/// Exit code: 0 if the best configuration is written; 1 if too many trials have failed, none has a result, the metric is
-/// missing, all hosts are lost, or standard output could not be written; 2 if the sweep or the command line is wrong; 128 + n
-/// if signal n has ended the sweep.
+/// Exit code: 0 if the best configuration is written; 1 if too many trials have failed, none has a result, the metric
+/// is missing, all hosts are lost, or standard output could not be written; 2 if the sweep or the command line is
+/// wrong; 128 + n if signal n has ended the sweep.
 #[derive(Debug, Parser)]
 #[command(name = "sweep", bin_name = "zerorun sweep", after_help = EXAMPLES, args_conflicts_with_subcommands = true,
           override_usage = "zerorun sweep [OPTIONS] [FILE] [-- COMMAND...]\n       zerorun sweep show DIR\n       \
@@ -161,7 +161,7 @@ pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, Command
     if let [_, word, request] = words.as_slice()
         && word == ON_HOST
     {
-        return Ok(trial_keeper::run(&request.to_string_lossy()));
+        return Ok(remote_request_handler::run(&request.to_string_lossy()));
     }
     let typed = SweepArguments::try_parse_from(words).map_err(CommandLineError)?;
     let ready = match &typed.command {
@@ -243,7 +243,7 @@ impl SweepShowFlags {
 /// Builds the script, once for all trials.
 fn build(template: &mut CommandTemplate, definition: &SweepDefinition) -> Result<()> {
     let Some((typed, _)) = template.script() else { return Ok(()) };
-    let target = script::find(typed)?;
+    let target = script_target::find(typed)?;
     let built = launch::build(target, typed, definition.features.as_deref())?;
     template.set_program(built);
     Ok(())
@@ -261,13 +261,13 @@ fn ready(
         .map_err(|source| crate::error::LaunchError::Setup { what: "finding the launcher itself", source })?;
     let slots = listed(&definition, &directory)?;
     let remote = match &slots {
-        Some(_) => RemoteHosts {
-            shell: RemoteShell { port: definition.hosts.ssh_port, detects_lost_hosts: true },
+        Some(_) => RemoteTrialLauncher {
+            shell: RemoteShellOptions { port: definition.hosts.ssh_port, detects_lost_hosts: true },
             launcher: launcher.clone(),
             directory: directory.clone(),
             exports: exports_of_trials()?,
         },
-        None => RemoteHosts::default(),
+        None => RemoteTrialLauncher::default(),
     };
     let found = slots.as_deref().map(|slots| capacities(slots, &remote, &folder, &template)).transpose()?;
     let (journal, state) = Journal::open(&folder.journal(), Sweep::new(definition.settings.clone())?)?;
@@ -290,7 +290,7 @@ fn ready(
         (None, true) => None,
         (None, false) => Some(hosts.threads(parallel, definition.ranks)),
     };
-    let results = TrialResults { folder, metric: definition.metric.clone(), steps: definition.settings.steps };
+    let results = TrialResultReader { folder, metric: definition.metric.clone(), steps: definition.settings.steps };
     let starter = TrialStarter { launcher, template, results, directory, threads, hosts: remote };
     Ok(ReadySweep { runner: SweepRunner::new(definition, starter, (journal, state), (parallel, hosts)), _lock: lock })
 }
@@ -316,7 +316,7 @@ fn exports_of_trials() -> Result<Vec<(String, String)>> {
 /// Returns the capacity of each host of a hostfile. Other hosts are asked for theirs.
 fn capacities(
     slots: &[HostSlots],
-    remote: &RemoteHosts,
+    remote: &RemoteTrialLauncher,
     folder: &SweepFolder,
     template: &CommandTemplate,
 ) -> Result<Vec<HostCapacity>> {
@@ -325,7 +325,7 @@ fn capacities(
     let program = template.script().map(|(path, _)| path);
     let mut found = host_check::check(&others.collect::<Vec<_>>(), remote, folder, program)?.into_iter();
     let own = || HostCapacity { is_here: true, cores: cores(), memory: available_memory() };
-    let other = |check: HostCheck| HostCapacity { is_here: false, cores: check.cores, memory: check.memory };
+    let other = |check: HostCheckResult| HostCapacity { is_here: false, cores: check.cores, memory: check.memory };
     let each = here.into_iter().map(|is_here| match is_here {
         true => own(),
         false => other(found.next().expect("each other host has answered")),

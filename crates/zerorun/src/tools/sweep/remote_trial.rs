@@ -7,7 +7,7 @@ use super::error::SweepToolError;
 use super::host_request::{HostAnswer, HostRequest, ON_HOST, last_line};
 use super::trial_results::{JobEnd, ProcessEnd};
 use crate::error::{Error, LaunchError, Result};
-use crate::launch::remote_shell::{RemoteShell, as_text, not_reached};
+use crate::launch::remote_shell::{RemoteShellOptions, as_text, not_reached};
 use crate::launch::signals::{die_with_parent, name};
 use candle_zero::files;
 use rustix::process::{Pid, Signal, kill_process};
@@ -22,8 +22,8 @@ const MAX_OUTPUT_BYTES: u64 = 16 << 20;
 
 /// The settings for commands on other hosts.
 #[derive(Debug, Default)]
-pub(super) struct RemoteHosts {
-    pub(super) shell: RemoteShell,
+pub(super) struct RemoteTrialLauncher {
+    pub(super) shell: RemoteShellOptions,
     /// The executable of `zerorun`, at the same path on all hosts.
     pub(super) launcher: PathBuf,
     /// The working directory, at the same path on all hosts.
@@ -32,7 +32,7 @@ pub(super) struct RemoteHosts {
     pub(super) exports: Vec<(String, String)>,
 }
 
-impl RemoteHosts {
+impl RemoteTrialLauncher {
     /// Returns whether trials may run on other hosts.
     pub(super) fn are_used(&self) -> bool {
         !self.launcher.as_os_str().is_empty()

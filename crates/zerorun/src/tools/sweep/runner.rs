@@ -1,18 +1,18 @@
 //! Runs a sweep: hands out jobs to processes, several at a time, and collects their results.
 
 use super::best;
-use super::definition::{ResultOrder, SweepDefinition};
+use super::definition::{ResultDeliveryOrder, SweepDefinition};
 use super::error::SweepToolError;
 use super::journal::{Journal, JournalEvent, ReplayedSweep};
 use super::report::{SweepDisplay, summary, trials_table};
 use super::trial_hosts::{TakenPlace, TrialHosts};
-use super::trial_process::{TrialProcess, TrialStart};
+use super::trial_process::{TrialProcess, TrialStartOutcome};
 use super::trial_results::{JobEnd, ProcessEnd};
 use super::trial_starter::TrialStarter;
 use crate::error::Result;
 use crate::launch::console::{eprint, print};
 use crate::launch::signals::{LauncherEvent, listen, suspend_self};
-use candle_zero::sweep::{SweepJob, SweepTask, TrialState};
+use candle_zero::sweep::{SweepDecision, SweepJob, TrialState};
 use candle_zero::util::{counted, list, nearest};
 use rustix::process::Signal;
 use std::process::ExitCode;
@@ -28,10 +28,11 @@ const BUSY_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 struct RunningJob {
     job: SweepJob,
-    process: JobProcess,
+    process: JobProcessState,
     /// The number of times that the job was killed after it had saved its newest checkpoint.
     kills: u32,
-    /// The step of the newest checkpoint when the job was last killed or, before that, when the job began in this session.
+    /// The step of the newest checkpoint when the job was last killed or, before that, when the job began in this
+    /// session.
     saved: u64,
     /// Whether another process (of an earlier session of the sweep, or on a lost host) has kept the job waiting.
     was_busy: bool,
@@ -41,7 +42,7 @@ struct RunningJob {
 
 /// The process of a job.
 #[derive(Debug)]
-enum JobProcess {
+enum JobProcessState {
     /// The process is started as soon as there is a place and no other process trains the trial, but not before this
     /// time.
     Due(Option<Instant>),
@@ -154,7 +155,7 @@ impl SweepRunner {
     /// Asks the sweep for jobs until enough are in progress.
     fn hand_out(&mut self) -> Result<()> {
         while self.jobs.len() < self.parallel
-            && let SweepTask::Train(job) = self.state.sweep.ask()
+            && let SweepDecision::Train(job) = self.state.sweep.ask()
         {
             if let Some(trial) = self.state.sweep.trial(job.trial) {
                 // A checkpoint to branch from is copied now, before its trial continues.
@@ -169,7 +170,7 @@ impl SweepRunner {
     }
 
     fn push(&mut self, job: SweepJob, is_known: bool) {
-        let process = if is_known { JobProcess::Ended } else { JobProcess::Due(None) };
+        let process = if is_known { JobProcessState::Ended } else { JobProcessState::Due(None) };
         let saved = self.starter.results.saved_step(job.trial);
         self.jobs.push(RunningJob { job, process, kills: 0, saved, was_busy: false, host: None });
     }
@@ -177,14 +178,14 @@ impl SweepRunner {
     /// Starts the jobs that are due, on hosts with free places.
     fn start_due(&mut self) -> Result<()> {
         for at in 0..self.jobs.len() {
-            let JobProcess::Due(until) = self.jobs[at].process else { continue };
+            let JobProcessState::Due(until) = self.jobs[at].process else { continue };
             if until.is_none_or(|until| until <= Instant::now()) {
                 self.start_job(at)?;
             }
         }
-        let has = |is: fn(&JobProcess) -> bool| self.jobs.iter().any(|running| is(&running.process));
-        let is_stuck = has(|process| matches!(process, JobProcess::Due(_)))
-            && !has(|process| matches!(process, JobProcess::Started(..)))
+        let has = |is: fn(&JobProcessState) -> bool| self.jobs.iter().any(|running| is(&running.process));
+        let is_stuck = has(|process| matches!(process, JobProcessState::Due(_)))
+            && !has(|process| matches!(process, JobProcessState::Started(..)))
             && self.hosts.are_lost();
         match &self.lost {
             Some((host, why)) if is_stuck => {
@@ -202,9 +203,9 @@ impl SweepRunner {
         // The last host may still have the checkpoint in memory.
         while let Some(place) = self.hosts.take(self.state.hosts.get(&job.trial).map(String::as_str)) {
             match self.starter.start(&trial, &job, self.hosts.other(place), self.hosts.devices(place))? {
-                TrialStart::Started(process) => {
+                TrialStartOutcome::Started(process) => {
                     let running = &mut self.jobs[at];
-                    running.process = JobProcess::Started(process, place);
+                    running.process = JobProcessState::Started(process, place);
                     if let Some(host) = self.hosts.name(place).filter(|host| running.host.as_deref() != Some(*host)) {
                         running.host = Some(host.to_owned());
                         self.state.hosts.insert(job.trial, host.to_owned());
@@ -213,12 +214,12 @@ impl SweepRunner {
                     }
                     return Ok(());
                 }
-                TrialStart::Busy => {
+                TrialStartOutcome::Busy => {
                     self.hosts.free(place);
                     self.wait_for_other(at, None);
                     return Ok(());
                 }
-                TrialStart::Unreachable(why) => {
+                TrialStartOutcome::Unreachable(why) => {
                     self.hosts.free(place);
                     self.lose_host(place, why);
                 }
@@ -230,7 +231,7 @@ impl SweepRunner {
     /// Makes a job wait for a process that still trains its trial.
     fn wait_for_other(&mut self, at: usize, until: Option<Instant>) {
         let running = &mut self.jobs[at];
-        running.process = JobProcess::Due(until);
+        running.process = JobProcessState::Due(until);
         if !std::mem::replace(&mut running.was_busy, true) {
             self.display.line(&format!(
                 "a process of the killed sweep, or one on a lost host, is still saving trial {}; waiting for that \
@@ -255,7 +256,7 @@ impl SweepRunner {
     fn collect(&mut self) -> Result<()> {
         for at in 0..self.jobs.len() {
             let running = &mut self.jobs[at];
-            let JobProcess::Started(process, place) = &mut running.process else { continue };
+            let JobProcessState::Started(process, place) = &mut running.process else { continue };
             let place = *place;
             let Some(ended) = process.end(&self.starter.results, &running.job)? else { continue };
             self.hosts.free(place);
@@ -267,7 +268,7 @@ impl SweepRunner {
                     continue;
                 }
                 ProcessEnd::HostLost(why) => {
-                    running.process = JobProcess::Due(None);
+                    running.process = JobProcessState::Due(None);
                     self.lose_host(place, why);
                     continue;
                 }
@@ -283,14 +284,14 @@ impl SweepRunner {
                             "trial {} was killed by {signal}; it continues after step {saved}",
                             job.trial
                         ));
-                        running.process = JobProcess::Due(None);
+                        running.process = JobProcessState::Due(None);
                         continue;
                     }
                     let times = counted(running.kills, "time");
                     Err(format!("it was killed {times} after step {saved}, the last time by {signal}"))
                 }
                 JobEnd::NoMetric(names) => {
-                    running.process = JobProcess::Ended;
+                    running.process = JobProcessState::Ended;
                     let hint = nearest(metric, names.iter().map(String::as_str));
                     let found = match (names.is_empty(), names.contains(metric)) {
                         (true, _) => "there is no record; the script must train with candle-zero's engine".to_owned(),
@@ -306,7 +307,7 @@ impl SweepRunner {
                     return Err(SweepToolError::NoMetric { metric, trial, first, last, found }.into());
                 }
             };
-            running.process = JobProcess::Ended;
+            running.process = JobProcessState::Ended;
             self.journal.add(&JournalEvent::End { trial: job.trial, to: job.to, result: result.clone() })?;
             self.state.results.insert(job.trial, result);
         }
@@ -316,8 +317,8 @@ impl SweepRunner {
     /// Passes the next result to the sweep, if it is known. Returns whether it was known.
     fn take(&mut self) -> Result<bool> {
         let next = match self.definition.order {
-            ResultOrder::Steps => self.state.order.next(),
-            ResultOrder::Finish => self.state.results.keys().next().copied(),
+            ResultDeliveryOrder::Steps => self.state.order.next(),
+            ResultDeliveryOrder::Finish => self.state.results.keys().next().copied(),
         };
         let Some((trial, result)) = next.and_then(|trial| Some((trial, self.state.results.remove(&trial)?))) else {
             return Ok(false);
@@ -334,7 +335,7 @@ impl SweepRunner {
 
     fn signal(&mut self, signal: Signal) {
         for running in &mut self.jobs {
-            if let JobProcess::Started(process, _) = &mut running.process {
+            if let JobProcessState::Started(process, _) = &mut running.process {
                 process.signal(signal);
             }
         }
@@ -345,13 +346,13 @@ impl SweepRunner {
         self.signal(signal);
         loop {
             for running in &mut self.jobs {
-                if let JobProcess::Started(process, _) = &mut running.process
+                if let JobProcessState::Started(process, _) = &mut running.process
                     && process.has_ended()
                 {
-                    running.process = JobProcess::Ended;
+                    running.process = JobProcessState::Ended;
                 }
             }
-            if !self.jobs.iter().any(|running| matches!(running.process, JobProcess::Started(..))) {
+            if !self.jobs.iter().any(|running| matches!(running.process, JobProcessState::Started(..))) {
                 return;
             }
             match events.recv_timeout(TICK) {

@@ -3,9 +3,9 @@
 
 use super::definition::SweepDefinition;
 use crate::error::{ConfigError, Error, Result};
-use crate::tools::config_path::{get, set};
+use crate::tools::config_values::{get, set};
 use crate::tools::finetune;
-use crate::tools::script_words::{DS_CONFIG, take};
+use crate::tools::script_arguments::{DS_CONFIG, take};
 use candle_zero::config::{Config, ConfigRule, RunValues};
 use candle_zero::sweep::{ParameterDomain, TrialParameters};
 use candle_zero::util::nearest;
@@ -40,7 +40,7 @@ const OWN_FINETUNE_FLAGS: [(&str, &str); 5] = [
 
 /// The files and folders that a trial uses.
 #[derive(Debug, Clone)]
-pub(super) struct TrialPlaces {
+pub(super) struct TrialPaths {
     /// The folder of the trial, for checkpoints and results.
     pub(super) folder: PathBuf,
     /// The configuration of the trial, if it has one.
@@ -266,7 +266,7 @@ impl CommandTemplate {
         }
         let first: TrialParameters =
             flags().map(|(name, domain)| (name.clone(), some_values(domain).next().unwrap_or(Value::Null))).collect();
-        let places = TrialPlaces {
+        let places = TrialPaths {
             folder: "trial".into(),
             ds_config: "ds_config.json".into(),
             record: Some(("runs".into(), "trial".into())),
@@ -316,7 +316,7 @@ impl CommandTemplate {
     }
 
     /// Returns the words after `zerorun` in a trial's command line.
-    pub(super) fn words_of(&self, parameters: &TrialParameters, places: &TrialPlaces) -> Vec<OsString> {
+    pub(super) fn words_of(&self, parameters: &TrialParameters, places: &TrialPaths) -> Vec<OsString> {
         let ranks = self.ranks.to_string();
         let record = places.record.iter().flat_map(|(folder, name)| -> [OsString; 4] {
             ["--runs".into(), folder.into(), "--run".into(), name.into()]
@@ -336,7 +336,7 @@ impl CommandTemplate {
     }
 
     /// Returns the words after the program.
-    fn args_of(&self, parameters: &TrialParameters, places: &TrialPlaces) -> Vec<OsString> {
+    fn args_of(&self, parameters: &TrialParameters, places: &TrialPaths) -> Vec<OsString> {
         let mut own: Vec<OsString> = Vec::new();
         if self.configuration_of(parameters).is_some() {
             own.extend(["--ds_config".into(), places.ds_config.clone().into()]);

@@ -1,11 +1,11 @@
 //! The launchers of trials.
 //!
 //! A trial's launcher has the file `running` in the trial's folder as its standard input, and the file is locked for as
-//! long as any process of the trial is running. If the process that has started the launcher is killed, the kernel sends
-//! SIGTERM to the launcher, and the trial saves a checkpoint and ends. The next start of the sweep waits until these
-//! files are unlocked.
+//! long as any process of the trial is running. If the process that has started the launcher is killed, the kernel
+//! sends SIGTERM to the launcher, and the trial saves a checkpoint and ends. The next start of the sweep waits until
+//! these files are unlocked.
 
-use super::trial_results::TrialResults;
+use super::trial_results::TrialResultReader;
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::hosts::world_info::DEVICES;
 use crate::tools::trial_setup::as_trial;
@@ -22,11 +22,11 @@ use std::process::{Child, Command, Stdio};
 /// The environment variables that set the number of threads of a rank.
 pub(super) const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
 
-/// Starts the launcher of a job on this host. `devices` are the slots that the job uses, if there is a hostfile. Returns
-/// `None` if another process is still training this trial.
+/// Starts the launcher of a job on this host. `devices` are the slots that the job uses, if there is a hostfile.
+/// Returns `None` if another process is still training this trial.
 pub(super) fn launch(
     mut command: Command,
-    results: &TrialResults,
+    results: &TrialResultReader,
     job: &SweepJob,
     threads: Option<usize>,
     devices: Option<&str>,

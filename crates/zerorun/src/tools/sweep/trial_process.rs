@@ -1,7 +1,7 @@
 //! The processes of trials that this sweep has started, on this host and on others.
 
 use super::remote_trial::RemoteTrial;
-use super::trial_results::{ProcessEnd, TrialResults};
+use super::trial_results::{ProcessEnd, TrialResultReader};
 use crate::error::{Error, LaunchError, Result};
 use candle_zero::sweep::SweepJob;
 use rustix::process::{Pid, Signal, kill_process};
@@ -18,7 +18,7 @@ pub(super) enum TrialProcess {
 
 /// The outcome of starting a job.
 #[derive(Debug)]
-pub(super) enum TrialStart {
+pub(super) enum TrialStartOutcome {
     Started(TrialProcess),
     /// Another process is still training the trial.
     Busy,
@@ -28,7 +28,7 @@ pub(super) enum TrialStart {
 
 impl TrialProcess {
     /// Returns how the process has ended, or `None` if it is still running.
-    pub(super) fn end(&mut self, results: &TrialResults, job: &SweepJob) -> Result<Option<ProcessEnd>> {
+    pub(super) fn end(&mut self, results: &TrialResultReader, job: &SweepJob) -> Result<Option<ProcessEnd>> {
         match self {
             Self::Here(child) => {
                 let status = child

@@ -4,7 +4,7 @@ use super::folder::SweepFolder;
 use super::journal::JobResult;
 use crate::error::Result;
 use crate::launch::signals::name;
-use crate::tools::run_log::last_words;
+use crate::tools::failure_reason::last_words;
 use candle_zero::checkpoint::newest_checkpoint;
 use candle_zero::runs::{RecordedRun, RunsFolder};
 use candle_zero::sweep::SweepJob;
@@ -37,14 +37,14 @@ pub(super) enum ProcessEnd {
 
 /// The reader of the results of trials.
 #[derive(Debug, Clone)]
-pub(super) struct TrialResults {
+pub(super) struct TrialResultReader {
     pub(super) folder: SweepFolder,
     pub(super) metric: String,
     /// The number of steps of a complete trial.
     pub(super) steps: u64,
 }
 
-impl TrialResults {
+impl TrialResultReader {
     /// Returns the folder of the checkpoints of a trial.
     pub(super) fn checkpoints(&self, number: usize) -> PathBuf {
         self.folder.trial(number).join("checkpoints")

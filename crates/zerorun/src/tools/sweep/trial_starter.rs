@@ -2,11 +2,11 @@
 
 use super::folder::SweepFolder;
 use super::host_request::{HostRequest, TrainRequest};
-use super::remote_trial::RemoteHosts;
-use super::trial_command::{CommandTemplate, TrialPlaces};
+use super::remote_trial::RemoteTrialLauncher;
+use super::trial_command::{CommandTemplate, TrialPaths};
 use super::trial_launch::launch;
-use super::trial_process::{TrialProcess, TrialStart};
-use super::trial_results::TrialResults;
+use super::trial_process::{TrialProcess, TrialStartOutcome};
+use super::trial_results::TrialResultReader;
 use crate::error::{Error, Result};
 use crate::launch::remote_shell::as_text;
 use crate::tools::trial_setup::write_whole;
@@ -30,20 +30,20 @@ pub(super) struct TrialStarter {
     /// The executable of `zerorun`.
     pub(super) launcher: PathBuf,
     pub(super) template: CommandTemplate,
-    pub(super) results: TrialResults,
+    pub(super) results: TrialResultReader,
     /// The directory in which trials run.
     pub(super) directory: PathBuf,
     /// The number of threads of a rank; `None` if the user's variables set it.
     pub(super) threads: Option<usize>,
     /// The other hosts.
-    pub(super) hosts: RemoteHosts,
+    pub(super) hosts: RemoteTrialLauncher,
 }
 
 impl TrialStarter {
     /// Returns the files and folders of a trial.
-    pub(super) fn places(&self, trial: &SweepTrial) -> TrialPlaces {
+    pub(super) fn places(&self, trial: &SweepTrial) -> TrialPaths {
         let folder = self.results.folder.trial(trial.number);
-        TrialPlaces {
+        TrialPaths {
             ds_config: folder.join("ds_config.json"),
             record: Some((self.results.folder.runs(), SweepFolder::run_name(trial.number))),
             is_branch: trial.branch.is_some(),
@@ -98,7 +98,7 @@ impl TrialStarter {
         job: &SweepJob,
         host: Option<&str>,
         devices: Option<&str>,
-    ) -> Result<TrialStart> {
+    ) -> Result<TrialStartOutcome> {
         let words = self.template.words_of(&trial.parameters, &self.places(trial));
         if let Some(host) = host {
             let words = words.iter().map(|word| as_text(word)).collect::<Result<_>>()?;
@@ -115,15 +115,15 @@ impl TrialStarter {
             };
             let output = self.results.folder.trial(job.trial).join(format!("host-{}.txt", job.to));
             return Ok(match self.hosts.start(host, &HostRequest::Train(request), &output)? {
-                Ok(remote) => TrialStart::Started(TrialProcess::There(remote)),
-                Err(why) => TrialStart::Unreachable(why),
+                Ok(remote) => TrialStartOutcome::Started(TrialProcess::There(remote)),
+                Err(why) => TrialStartOutcome::Unreachable(why),
             });
         }
         let mut command = Command::new(&self.launcher);
         command.args(words).current_dir(&self.directory);
         Ok(match launch(command, &self.results, job, self.threads, devices)? {
-            Some(child) => TrialStart::Started(TrialProcess::Here(child)),
-            None => TrialStart::Busy,
+            Some(child) => TrialStartOutcome::Started(TrialProcess::Here(child)),
+            None => TrialStartOutcome::Busy,
         })
     }
 }

@@ -1,7 +1,7 @@
 //! The number of trials that this machine can train at a time.
 
 use super::definition::SweepDefinition;
-use super::trial_command::{CommandTemplate, TrialPlaces};
+use super::trial_command::{CommandTemplate, TrialPaths};
 use crate::tools::finetune;
 use crate::tools::tune::model_of;
 use candle_zero::config::{Config, RunValues};
@@ -55,7 +55,7 @@ fn estimated(definition: &SweepDefinition, template: &CommandTemplate) -> Option
 /// is small, the one-dimensional parameters count as trained.
 fn of_finetune(template: &CommandTemplate) -> Option<(Shapes, Value)> {
     let places =
-        TrialPlaces { folder: "trial".into(), ds_config: "ds_config.json".into(), record: None, is_branch: false };
+        TrialPaths { folder: "trial".into(), ds_config: "ds_config.json".into(), record: None, is_branch: false };
     let matches = finetune::command().try_get_matches_from(template.words_of(&Vec::new(), &places)).ok()?;
     let model = matches.get_one::<PathBuf>("model")?;
     let files = ["model.safetensors.index.json", "model.safetensors"].map(|name| model.join(name));

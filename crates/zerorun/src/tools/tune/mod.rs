@@ -6,26 +6,27 @@
 //!   results.jsonl                       finished runs; a second search resumes from them
 //! ```
 
+mod results_file;
 mod search_space;
 mod settings;
 mod trial;
 mod trial_outcome;
-mod trial_record;
 
 use super::bench::size;
 use super::model_size_flags::ModelSizeFlags;
 use crate::error::{Error, OptimError, OutputError, Result, ToolError};
 use crate::launch;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
-use crate::launch::script;
-use crate::tools::script_words::take;
+use crate::launch::script_target;
+use crate::tools::script_arguments::take;
 use crate::tools::trial_setup::write_whole;
 use candle_zero::config::{Config, RunValues};
 use candle_zero::estimate::{Estimate, Shapes};
-use candle_zero::files::{InputKind, OutputDigests, OutputKind, OutputLocks, RunPaths, folder_of};
+use candle_zero::files::{InputKind, InputOutputPaths, OutputDigests, OutputKind, OutputLocks, folder_of};
 use candle_zero::offload::available_memory;
 use candle_zero::util::{binary, counted};
 use clap::Parser;
+use results_file::{TrialRow, TuneResultsFile};
 use search_space::{SearchSpace, TuneCandidate};
 use settings::TuneSettings;
 use std::ffi::OsString;
@@ -34,7 +35,6 @@ use std::process::ExitCode;
 use std::time::Duration;
 use trial::TrialRunner;
 use trial_outcome::{RepeatedTrials, TrialOutcome};
-use trial_record::{TrialRecord, TrialRow};
 
 /// Find the fastest configuration of a training script on this machine. Runs the script for a few steps with different
 /// stages, micro batches and offload, then with different bucket sizes, overlap_comm and reduce_scatter, and writes the
@@ -135,7 +135,7 @@ struct TuneSearch {
     settings: TuneSettings,
     space: SearchSpace,
     trial: TrialRunner,
-    record: TrialRecord,
+    record: TuneResultsFile,
     /// The script's model, if it is one of candle-zero's.
     shapes: Option<Shapes>,
     ranks: usize,
@@ -174,17 +174,17 @@ impl TuneSearch {
         let config = Config::load_for(file.1.clone(), ranks, &run)?;
         config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
         settings.check_mappings(&original, &config.to_deepspeed_json())?;
-        let target = script::find(&script)?;
+        let target = script_target::find(&script)?;
         let results = typed.results_dir.unwrap_or_else(|| settings.results_dir.clone());
         let out = typed.out.unwrap_or_else(|| results.join("best.json"));
-        let outputs = RunPaths::default().reads("--ds_config", &file.1, InputKind::File).reads(
+        let outputs = InputOutputPaths::default().reads("--ds_config", &file.1, InputKind::File).reads(
             "SCRIPT",
             &script,
             InputKind::File,
         );
         let outputs = outputs.writes("--results_dir", &results, OutputKind::Shared);
         outputs.check()?;
-        let record = TrialRecord::open(&results)?;
+        let record = TuneResultsFile::open(&results)?;
         if !folder_of(&out).is_dir() {
             let folder = folder_of(&out).display();
             let problem = format!("{folder}, the folder of --out, does not exist; create it, or give another file");
@@ -229,7 +229,7 @@ impl TuneSearch {
         }
         self.repeat_the_fastest()?;
         self.sort();
-        if !print(trial_record::table(&self.rows)) {
+        if !print(results_file::table(&self.rows)) {
             return Ok(ExitCode::FAILURE);
         }
         let Some(best) = self.best() else {

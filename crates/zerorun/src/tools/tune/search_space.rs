@@ -2,7 +2,7 @@
 
 use super::settings::TuneSettings;
 use crate::error::{Result, ToolError};
-use crate::tools::config_path::{get, set};
+use crate::tools::config_values::{get, set};
 use candle_zero::config::{Config, RunValues};
 use candle_zero::util::counted;
 use serde_json::{Map, Value, json};

@@ -2,9 +2,9 @@
 
 use super::trial_outcome::TrialOutcome;
 use crate::error::{Error, LaunchError, Result, ToolError};
-use crate::tools::config_path::get;
-use crate::tools::run_log::last_words;
-use crate::tools::script_words::{DS_CONFIG, take};
+use crate::tools::config_values::get;
+use crate::tools::failure_reason::last_words;
+use crate::tools::script_arguments::{DS_CONFIG, take};
 use crate::tools::trial_setup::{as_trial, write_whole};
 use candle_zero::config::Config;
 use candle_zero::util::fnv1a;
@@ -179,8 +179,8 @@ fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
     }
 }
 
-/// Returns the measurements in the metrics file from step `first` (counted from 1) on. The memory is the maximum over all
-/// steps. A step has `samples` samples.
+/// Returns the measurements in the metrics file from step `first` (counted from 1) on. The memory is the maximum over
+/// all steps. A step has `samples` samples.
 fn measured(path: &Path, first: u64, samples: usize) -> Option<TrialOutcome> {
     let text = std::fs::read_to_string(path).ok()?;
     let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();

@@ -6,22 +6,22 @@
 //! rows.
 
 mod compare;
+mod compared_jobs;
 mod gradients;
 mod train;
-mod verify_rows;
 
-use super::own_ranks::{OwnJobStop, OwnRanks};
+use super::own_job_launcher::{OwnJobLauncher, OwnJobStop};
 use crate::error::{Error, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use candle_zero::files::ScratchFolder;
 use candle_zero::util::counted;
 use clap::Parser;
 use compare::{FirstDifference, RankResults};
+use compared_jobs::{ComparedJob, VerifyDtype};
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use verify_rows::{VerifyDtype, VerifyRow};
 
 /// Train a small GPT at stages 0, 1, 2 and 3, and at stage 3 with offload to host memory and to files, in f32, bf16 and
 /// fp16, with accumulation and clipping. Compares the bits of every loss and every parameter after every step with
@@ -106,12 +106,12 @@ impl VerifyArguments {
         let parent = self.dir.clone().unwrap_or_else(std::env::temp_dir);
         let wrong = |source| Error::Io { action: "create a folder in", path: parent.clone(), source };
         let folder = ScratchFolder::new(&parent, PREFIX).map_err(wrong)?;
-        let mut own_ranks = OwnRanks::new()?;
+        let mut own_ranks = OwnJobLauncher::new()?;
         let (mut told, mut list) = (true, Vec::new());
         let mut first = None;
-        let rows = verify_rows::rows(self.ranks.into(), train::layers()?);
+        let rows = compared_jobs::rows(self.ranks.into(), train::layers()?);
         if !self.json {
-            told &= print(verify_rows::HEAD);
+            told &= print(compared_jobs::HEAD);
         }
         for (number, precision) in VerifyDtype::ALL.into_iter().enumerate() {
             let mut reference = Vec::new();
@@ -122,13 +122,13 @@ impl VerifyArguments {
                     reference = logs.clone();
                 }
                 let difference = match (row, &reference[..]) {
-                    (VerifyRow::Pipeline(_), [one, ..]) => compare::first_difference_of_pipeline(one, &logs),
+                    (ComparedJob::Pipeline(_), [one, ..]) => compare::first_difference_of_pipeline(one, &logs),
                     _ => compare::first_difference(&reference, &logs),
                 };
                 if self.json {
-                    list.push(verify_rows::json(row, precision, &logs, difference.as_ref()));
+                    list.push(compared_jobs::json(row, precision, &logs, difference.as_ref()));
                 } else {
-                    told &= print(verify_rows::line(row, precision, &logs, difference.as_ref()));
+                    told &= print(compared_jobs::line(row, precision, &logs, difference.as_ref()));
                 }
                 if let (Some(difference), None) = (difference, &first) {
                     first = Some((row, precision, difference));
@@ -143,14 +143,14 @@ impl VerifyArguments {
     /// Runs the job of one row.
     fn train(
         &self,
-        row: VerifyRow,
+        row: ComparedJob,
         precision: VerifyDtype,
         folder: &Path,
-        own_ranks: &mut OwnRanks,
+        own_ranks: &mut OwnJobLauncher,
     ) -> Result<Vec<RankResults>, OwnJobStop> {
         let wrong = |source| Error::Io { action: "write", path: folder.to_owned(), source };
         std::fs::create_dir(folder).map_err(wrong)?;
-        let config = verify_rows::config(row, precision, self.ranks.into(), folder).to_string();
+        let config = compared_jobs::config(row, precision, self.ranks.into(), folder).to_string();
         std::fs::write(folder.join(train::CONFIG), config).map_err(wrong)?;
         let (steps, ranks) = (self.steps.to_string(), row.ranks(self.ranks.into()));
         let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();
@@ -164,7 +164,7 @@ impl VerifyArguments {
         json!({"ok": ok, "num_ranks": self.ranks, "steps": self.steps, "rows": rows})
     }
 
-    fn verdict(&self, pipelines: bool, first: Option<&(VerifyRow, VerifyDtype, FirstDifference)>) -> String {
+    fn verdict(&self, pipelines: bool, first: Option<&(ComparedJob, VerifyDtype, FirstDifference)>) -> String {
         let Self { ranks, steps, .. } = self;
         match first {
             None => format!(

@@ -3,7 +3,7 @@
 use super::compare::RankResults;
 use candle_core::{DType, Device};
 use candle_zero::config::Config;
-use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
+use candle_zero::data::{BatchPartition, Loader, SampleOrder, TokenData};
 use candle_zero::engine::PipelineEngine;
 use candle_zero::models::{DecoderBatch, Gpt, GptConfig, decoder_pipeline};
 use candle_zero::{Engine, Error, Result};
@@ -93,7 +93,7 @@ fn in_pipeline(folder: &Path, steps: u32) -> Result<()> {
 
 /// Returns the loader of part `position` of the data, which is divided into `parts` parts.
 fn loader(config: &Config, (position, parts): (usize, usize), device: &Device) -> Result<Loader> {
-    let shape = BatchShape::new(&config.batch, parts, position);
+    let shape = BatchPartition::new(&config.batch, parts, position);
     let order = SampleOrder::Shuffled { seed: config.seed };
     Loader::new(TokenData::embedded(), order, shape, TOKENS_PER_SAMPLE, sizes()?.vocab, device)
 }

@@ -14,12 +14,14 @@ mod results;
 mod svg_chart;
 
 use super::super::model_size_flags::{ModelSizeFlags, SizedPreset};
-use super::super::own_ranks::{OwnJobStop, OwnRanks};
+use super::super::own_job_launcher::{OwnJobLauncher, OwnJobStop};
 use crate::error::{Error, Result, ToolError};
 use crate::launch::console::{EXIT_SETUP, eprint, print, refused};
 use crate::launch::core_binding::CoreBinding;
 use crate::launch::hosts::core_list::CoreList;
-use candle_zero::files::{AtomicFile, OutputKind, OutputLocks, RunPaths, ScratchFolder, folder_of, only_earlier};
+use candle_zero::files::{
+    AtomicFile, InputOutputPaths, OutputKind, OutputLocks, ScratchFolder, folder_of, only_earlier,
+};
 use candle_zero::util::counted;
 use clap::{Args, ValueEnum};
 use plan::{ScalingJob, ScalingKind, ScalingPoint};
@@ -155,7 +157,7 @@ impl ScalingArguments {
         let temporary = std::env::temp_dir();
         let failed = |source| Error::Io { action: "create a folder in", path: temporary.clone(), source };
         let folder = ScratchFolder::new(&temporary, PREFIX).map_err(failed)?;
-        let mut own_ranks = OwnRanks::new()?;
+        let mut own_ranks = OwnJobLauncher::new()?;
         let mut known: BTreeMap<ScalingJob, ScalingSpeed> = BTreeMap::new();
         let mut measured: Vec<(ScalingPoint, ScalingSpeed)> = Vec::new();
         for point in points {
@@ -188,7 +190,7 @@ impl ScalingArguments {
         job: ScalingJob,
         folder: &Path,
         words: &[OsString],
-        (own_ranks, cores): (&mut OwnRanks, Option<CoreList>),
+        (own_ranks, cores): (&mut OwnJobLauncher, Option<CoreList>),
     ) -> Result<ScalingSpeed, OwnJobStop> {
         let failed = |source| Error::Io { action: "write", path: folder.to_owned(), source };
         std::fs::create_dir(folder).map_err(failed)?;
@@ -224,7 +226,7 @@ fn progress_line(ScalingPoint { job, .. }: ScalingPoint, speed: ScalingSpeed) ->
 
 /// Checks that a picture can be written to `path`, and keeps other jobs from writing there.
 fn claim_picture(path: &Path) -> Result<OutputLocks> {
-    let claims = RunPaths::default().writes("--svg", path, OutputKind::File).claim()?;
+    let claims = InputOutputPaths::default().writes("--svg", path, OutputKind::File).claim()?;
     let failed = |action, path: &Path| {
         let path = path.to_owned();
         move |source| Error::Io { action, path, source }

@@ -4,7 +4,7 @@ use super::super::super::model_size_flags::SizedPreset;
 use crate::error::{Error, Result};
 use candle_zero::Engine;
 use candle_zero::candle_nn::VarBuilder;
-use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
+use candle_zero::data::{BatchPartition, Loader, SampleOrder, TokenData};
 use candle_zero::files::replace_unsynced;
 use candle_zero::models::{Architecture, Gpt, LanguageModel, Llama};
 use serde::{Deserialize, Serialize};
@@ -65,7 +65,7 @@ fn train<A: Architecture>(
 ) -> Result<()> {
     let mut engine = Engine::initialize(build, folder.join(CONFIG))?;
     let batch = engine.config().batch;
-    let shape = BatchShape::new(&batch, engine.world_size(), engine.rank());
+    let shape = BatchPartition::new(&batch, engine.world_size(), engine.rank());
     let order = SampleOrder::Shuffled { seed: engine.config().seed };
     let loader = Loader::new(TokenData::embedded(), order, shape, seq_len, vocab, engine.device())?;
     let mut measured = RankMeasurement::default();

@@ -1,0 +1,18 @@
+//! The weights that the model computes with, if the optimizer averages weights (AdamWScheduleFree).
+
+use super::Engine;
+use crate::error::Result;
+use crate::zero::step::active_weights::ActiveWeights;
+
+impl<M> Engine<M> {
+    /// Collective if the optimizer averages weights: makes the model compute with `weights`, unless it already does.
+    pub(super) fn show(&mut self, weights: ActiveWeights) -> Result<()> {
+        if self.shown == weights || !self.core.averages_weights() {
+            return Ok(());
+        }
+        let steps = self.trainer.for_step(self.optimizer_steps, 1.0)?;
+        self.core.show_weights(weights == ActiveWeights::Averaged, &steps)?;
+        self.shown = weights;
+        Ok(())
+    }
+}
