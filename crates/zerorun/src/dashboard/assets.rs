@@ -19,7 +19,7 @@ pub(super) const ASSETS: [PageAsset; 11] = [
     PageAsset { path: "/panels.js", kind: ContentKind::Script, bytes: include_bytes!("assets/panels.js") },
     PageAsset { path: "/sweep.js", kind: ContentKind::Script, bytes: include_bytes!("assets/sweep.js") },
     PageAsset {
-        path: "/parallel.js",
+        path: "/parallel_coordinates.js",
         kind: ContentKind::Script,
         bytes: include_bytes!("assets/parallel_coordinates.js"),
     },

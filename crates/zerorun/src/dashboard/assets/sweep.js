@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { byId, h, number, value } from "./dom.js";
-import { ParallelPlot, exact } from "./parallel.js";
+import { ParallelPlot, exact } from "./parallel_coordinates.js";
 
 const STATES = {
   running: "● running", ended: "◐ ended, waits for the results of others", paused: "‖ paused", complete: "✓ complete",
