@@ -86,10 +86,10 @@ const COLUMN_ROLES: [&str; 15] = [
 /// The roles of data columns whose names differ from the known ones.
 ///
 /// ```
-/// use candle_zero_finetune::Columns;
+/// use candle_zero_finetune::ColumnMapping;
 ///
-/// let columns: Columns = "prompt=question,completion=answer,ignore=label".parse()?;
-/// assert!("prompt".parse::<Columns>().is_err());
+/// let columns: ColumnMapping = "prompt=question,completion=answer,ignore=label".parse()?;
+/// assert!("prompt".parse::<ColumnMapping>().is_err());
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

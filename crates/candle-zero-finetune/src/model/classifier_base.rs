@@ -28,9 +28,9 @@ use std::sync::Arc;
 ///
 /// ```no_run
 /// use candle_zero::Engine;
-/// use candle_zero_finetune::{ClassifierBase, Columns, DataOptions, Source, TrainingTask, labels_of};
+/// use candle_zero_finetune::{ClassifierBase, ColumnMapping, DataOptions, Source, TrainingTask, labels_of};
 ///
-/// let labels = labels_of(&[Source::parse("reviews.csv")?], &Columns::default())?;
+/// let labels = labels_of(&[Source::parse("reviews.csv")?], &ColumnMapping::default())?;
 /// let base = ClassifierBase::open("bert-base-uncased", &labels)?;
 /// let data = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(TrainingTask::Classify, 128) };
 /// let config = r#"{"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 5e-5}}}"#;
