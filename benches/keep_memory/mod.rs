@@ -4,7 +4,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 /// The environment variable, and its value, with which freed memory stays in the process, as in ranks started by
-/// `zerorun` (see `crates/zerorun/src/launch/local_job.rs`).
+/// `zerorun` (see `crates/zerorun/src/launch/local_job_spec.rs`).
 const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 

@@ -22,7 +22,7 @@ pub struct CpuCommunicator {
     // Fields are dropped in this order: a rank leaves the job after its launched collectives are done.
     launcher: CollectiveLauncher,
     /// The groups created so far; the one at position i uses channel i + 1.
-    groups: Mutex<Vec<(Vec<Vec<usize>>, JobGroup)>>,
+    groups: Mutex<Vec<(Vec<Vec<usize>>, GroupCommunicator)>>,
     presence: Arc<JoinedRank>,
     /// This rank's position among `members`.
     rank: usize,
@@ -36,7 +36,7 @@ pub struct CpuCommunicator {
 
 /// This rank's group in a division of the job into groups.
 #[derive(Clone)]
-pub(super) enum JobGroup {
+pub(super) enum GroupCommunicator {
     /// Several ranks.
     Several(Arc<CpuCommunicator>),
     /// Only this rank.
@@ -141,7 +141,7 @@ impl CpuCommunicator {
     }
 
     /// Does the work of [`Communicator::group`].
-    pub(super) fn group_of(&self, groups: &[Vec<usize>]) -> Result<JobGroup> {
+    pub(super) fn group_of(&self, groups: &[Vec<usize>]) -> Result<GroupCommunicator> {
         let rank = self.in_job(self.rank);
         let refused = |why: String| CommError::Groups { rank, why };
         if self.members.is_some() {
@@ -172,8 +172,8 @@ impl CpuCommunicator {
         }
         let own = groups.iter().find(|group| group.contains(&rank)).expect("every rank is in a group");
         let group = match own.len() {
-            1 => JobGroup::Alone(Arc::new(SoloCommunicator::in_job(self.presence.clone()))),
-            _ => JobGroup::Several(Arc::new(Self::of_group(&self.presence, own.clone().into(), channel)?)),
+            1 => GroupCommunicator::Alone(Arc::new(SoloCommunicator::in_job(self.presence.clone()))),
+            _ => GroupCommunicator::Several(Arc::new(Self::of_group(&self.presence, own.clone().into(), channel)?)),
         };
         made.push((groups, group.clone()));
         Ok(group)
@@ -305,8 +305,8 @@ impl Communicator for CpuCommunicator {
 
     fn group(&self, groups: &[Vec<usize>]) -> Result<Arc<dyn Communicator>> {
         Ok(match self.group_of(groups)? {
-            JobGroup::Several(group) => group,
-            JobGroup::Alone(group) => group,
+            GroupCommunicator::Several(group) => group,
+            GroupCommunicator::Alone(group) => group,
         })
     }
 }

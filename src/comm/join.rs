@@ -3,7 +3,7 @@
 //! A process joins the ranks' shared memory once, and stays until it ends: all its engines, concurrent or
 //! successive, issue their collectives through one queue, in the order in which the program runs them.
 
-use super::cpu_communicator::JobGroup;
+use super::cpu_communicator::GroupCommunicator;
 use super::mpi::MpiRank;
 use super::rank_env::RankEnv;
 use super::shm::region::SharedMemoryRegion;
@@ -199,8 +199,8 @@ impl Communicator for CommunicatorHandle {
 
     fn group(&self, groups: &[Vec<usize>]) -> Result<Arc<dyn Communicator>> {
         Ok(match self.0.group_of(groups)? {
-            JobGroup::Several(group) => Arc::new(Self::new(group)),
-            JobGroup::Alone(group) => group,
+            GroupCommunicator::Several(group) => Arc::new(Self::new(group)),
+            GroupCommunicator::Alone(group) => group,
         })
     }
 

@@ -77,9 +77,9 @@ pub(super) enum ProtobufValue<'a> {
 
 /// The fields of a message, in the order in which they were written. The sequence ends early if the message is damaged.
 #[derive(Debug, Clone)]
-pub(super) struct ProtobufFields<'a>(pub &'a [u8]);
+pub(super) struct ProtobufReader<'a>(pub &'a [u8]);
 
-impl<'a> ProtobufFields<'a> {
+impl<'a> ProtobufReader<'a> {
     /// Returns the first value of a field that is a varint.
     pub fn varint(mut self, field: u64) -> Option<u64> {
         self.find_map(|(number, value)| match value {
@@ -110,7 +110,7 @@ impl<'a> ProtobufFields<'a> {
     }
 }
 
-impl<'a> Iterator for ProtobufFields<'a> {
+impl<'a> Iterator for ProtobufReader<'a> {
     type Item = (u64, ProtobufValue<'a>);
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -150,15 +150,15 @@ mod tests {
         let inner = ProtobufMessage::default().varint(1, u64::MAX);
         let whole =
             ProtobufMessage::default().varint(1, 7).message(300, &inner).double(4, 0.5).float(5, 0.5).text(6, "x");
-        let fields: Vec<_> = ProtobufFields(&whole.0).collect();
+        let fields: Vec<_> = ProtobufReader(&whole.0).collect();
         assert_eq!(fields.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [1, 300, 4, 5, 6]);
         assert_eq!(fields[4].1, ProtobufValue::Bytes(b"x"));
-        let found = ProtobufFields(&whole.0).all_bytes(300).next().unwrap();
-        assert_eq!(ProtobufFields(found).varint(1), Some(u64::MAX));
+        let found = ProtobufReader(&whole.0).all_bytes(300).next().unwrap();
+        assert_eq!(ProtobufReader(found).varint(1), Some(u64::MAX));
         for end in 0..whole.0.len() {
-            assert!(ProtobufFields(&whole.0[..end]).count() < fields.len(), "{end}");
+            assert!(ProtobufReader(&whole.0[..end]).count() < fields.len(), "{end}");
         }
-        assert_eq!(ProtobufFields(&[0xff; 30]).count(), 0);
-        assert_eq!(ProtobufFields(&[0x0f, 1]).count(), 0);
+        assert_eq!(ProtobufReader(&[0xff; 30]).count(), 0);
+        assert_eq!(ProtobufReader(&[0x0f, 1]).count(), 0);
     }
 }

@@ -80,13 +80,13 @@ fn value(tag: &str, field: u32, record: &ProtobufMessage) -> ProtobufMessage {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::protobuf::{ProtobufFields, ProtobufValue};
+    use super::super::protobuf::{ProtobufReader, ProtobufValue};
     use super::*;
     use serde_json::json;
 
     /// Returns the message at a path of fields.
     fn at<'a>(message: &'a [u8], path: &[u64]) -> &'a [u8] {
-        path.iter().fold(message, |message, field| ProtobufFields(message).all_bytes(*field).next().unwrap())
+        path.iter().fold(message, |message, field| ProtobufReader(message).all_bytes(*field).next().unwrap())
     }
 
     #[test]
@@ -98,10 +98,10 @@ mod tests {
         assert_eq!(at(&start.0, &[1]), SESSION_START.as_bytes());
         assert_eq!(at(&start.0, &[9, 1, 1]), b"hparams");
         let start = at(&start.0, &[9, 1, 2, 3]);
-        let entries: Vec<String> = ProtobufFields(start)
+        let entries: Vec<String> = ProtobufReader(start)
             .all_bytes(1)
             .map(|entry| {
-                let (_, value) = ProtobufFields(at(entry, &[2])).next().unwrap();
+                let (_, value) = ProtobufReader(at(entry, &[2])).next().unwrap();
                 let value = match value {
                     ProtobufValue::Varint(bool) => format!("bool {bool}"),
                     ProtobufValue::Bytes(text) => format!("text {}", std::str::from_utf8(text).unwrap()),
@@ -113,9 +113,9 @@ mod tests {
         assert_eq!(entries, ["model: text nano", "shuffle: bool 1", "steps: 20", "world_size: 2"]);
         let experiment = at(&experiment.0, &[9, 1, 2, 2]);
         let types: Vec<u64> =
-            ProtobufFields(experiment).all_bytes(4).map(|info| ProtobufFields(info).varint(4).unwrap()).collect();
+            ProtobufReader(experiment).all_bytes(4).map(|info| ProtobufReader(info).varint(4).unwrap()).collect();
         assert_eq!(types, [1, 2, 3, 3]);
-        let metrics: Vec<&[u8]> = ProtobufFields(experiment).all_bytes(5).map(|info| at(info, &[1, 2])).collect();
+        let metrics: Vec<&[u8]> = ProtobufReader(experiment).all_bytes(5).map(|info| at(info, &[1, 2])).collect();
         assert_eq!(metrics, METRICS.map(str::as_bytes));
     }
 
@@ -123,7 +123,7 @@ mod tests {
     fn the_status_says_how_the_run_ended() {
         for (end, status) in [(RunEnding::Finished, 1), (RunEnding::Failed, 2)] {
             let value = ending(end, 1.0).unwrap();
-            assert_eq!(ProtobufFields(at(&value.0, &[9, 1, 2, 4])).varint(1), Some(status));
+            assert_eq!(ProtobufReader(at(&value.0, &[9, 1, 2, 4])).varint(1), Some(status));
         }
         assert!(ending(RunEnding::Stopped, 1.0).is_none());
     }

@@ -3,7 +3,7 @@
 use super::recorded::RecordedRun;
 use super::{
     DEFAULT_FOLDER, EARLIER_LOG, EVENTS, EXPERTS, INFO, LAUNCH, LOG, METRICS, RANKS, RUNS_DIR, RecordedState,
-    RunRequest, SAMPLES, SUMMARY, spec,
+    RunRequest, SAMPLES, SUMMARY, record_plan,
 };
 use crate::error::{Error, Result, RunError};
 use crate::files::{FolderLock, FolderLockOutcome, LOCK, unfinished_files};
@@ -32,13 +32,13 @@ pub struct ListedRun {
 impl RunsFolder {
     /// Returns the folder that is given, or the one that `CANDLE_ZERO_RUNS_DIR` names, or `runs`.
     pub fn find(given: Option<PathBuf>) -> Self {
-        let variable = std::env::var_os(RUNS_DIR).filter(|folder| !folder.is_empty() && !spec::is_off(folder));
+        let variable = std::env::var_os(RUNS_DIR).filter(|folder| !folder.is_empty() && !record_plan::is_off(folder));
         Self { folder: given.or(variable.map(PathBuf::from)).unwrap_or_else(|| DEFAULT_FOLDER.into()) }
     }
 
     /// Returns whether this text, such as `off`, switches recording off when it is given in place of a folder.
     pub fn is_off(folder: &Path) -> bool {
-        spec::is_off(folder.as_os_str())
+        record_plan::is_off(folder.as_os_str())
     }
 
     /// Returns the path of the folder.

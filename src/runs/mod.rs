@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   RunSpec + key + environment -> RecordPlan -> RunWriter (one per run, on rank 0) -> folder
-//!   (spec.rs)                                 (writer.rs)
+//!   (record_plan.rs)                                 (writer.rs)
 //!
 //!   folder -> RunsFolder -> RecordedRun: RunInfo, RunSummary, RecordedState; rows, events, samples
 //!             (folder.rs)   (recorded.rs)
@@ -26,10 +26,10 @@ mod line_appender;
 mod machine;
 mod metrics;
 mod rank_report;
+mod record_plan;
 mod recorded;
 mod redact_secrets;
 mod requests;
-mod spec;
 mod summary;
 mod tail;
 mod writer;
@@ -46,11 +46,11 @@ pub use launch_writer::LaunchWriter;
 pub use machine::RunMachine;
 pub use metrics::{MetricsLine, MetricsRow, RunMetrics, json_number};
 pub(crate) use rank_report::RankReport;
+pub use record_plan::RunSpec;
+pub(crate) use record_plan::{RecordPlan, run_name};
 pub use recorded::{RecordedRun, RecordedState};
 pub(crate) use redact_secrets::settings_without_secrets;
 pub use requests::RunRequest;
-pub use spec::RunSpec;
-pub(crate) use spec::{RecordPlan, run_name};
 pub use summary::{RunSummary, ValueAtStep};
 pub use tail::{RunNews, RunTail};
 pub(crate) use writer::{LoadedFrom, RunStart, RunWriter, check_folder, job, restart};

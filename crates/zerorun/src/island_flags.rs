@@ -1,6 +1,6 @@
 //! The flags of a job that is one of several islands. The command lines for scripts and for `zerorun finetune` share them.
 
-use crate::launch::local_job::IslandPlace;
+use crate::launch::local_job_spec::IslandPlace;
 use candle_zero::config::is_address;
 use clap::Args;
 

@@ -11,7 +11,7 @@
 //! exit      1 exit_code | 2 runtime
 //! ```
 
-use super::super::protobuf::{ProtobufFields, ProtobufMessage};
+use super::super::protobuf::{ProtobufMessage, ProtobufReader};
 use super::super::{MonitorEvent, RunDescription, RunEnding};
 use crate::config::WandbConfig;
 use serde_json::{Value, json};
@@ -160,14 +160,14 @@ pub(super) enum ReadBackRecord {
 impl RecordHead {
     /// Reads a record. `engine_tag` is a tag that is part of all rows of the engine.
     pub fn read(record: &[u8], engine_tag: &str) -> Self {
-        let fields = ProtobufFields(record);
+        let fields = ProtobufReader(record);
         let num = fields.clone().varint(NUM.into()).unwrap_or_default();
         let kind = if let Some(history) = fields.clone().all_bytes(HISTORY.into()).next() {
-            let history = ProtobufFields(history);
-            let step = history.clone().all_bytes(2).next().and_then(|step| ProtobufFields(step).varint(1));
+            let history = ProtobufReader(history);
+            let step = history.clone().all_bytes(2).next().and_then(|step| ProtobufReader(step).varint(1));
             let of_engine = history
                 .all_bytes(1)
-                .any(|item| ProtobufFields(item).all_bytes(2).any(|key| key == engine_tag.as_bytes()));
+                .any(|item| ProtobufReader(item).all_bytes(2).any(|key| key == engine_tag.as_bytes()));
             ReadBackRecord::Row { step: step.unwrap_or_default(), of_engine }
         } else if fields.all_bytes(EXIT.into()).next().is_some() {
             ReadBackRecord::Exit
@@ -189,7 +189,7 @@ mod tests {
 
     /// Returns the message in a field of a record.
     fn part(record: &[u8], field: u32) -> Vec<u8> {
-        ProtobufFields(record).all_bytes(field.into()).next().unwrap().to_vec()
+        ProtobufReader(record).all_bytes(field.into()).next().unwrap().to_vec()
     }
 
     #[test]
@@ -205,15 +205,15 @@ mod tests {
         let mut maker = RecordMaker::default();
         maker.header();
         let record = maker.run(&identity, &config, &run);
-        assert_eq!(ProtobufFields(&record).varint(1), Some(2));
+        assert_eq!(ProtobufReader(&record).varint(1), Some(2));
         let run = part(&record, RUN);
         for (field, expected) in [(1, "abc12345"), (2, "t"), (3, "p"), (6, "g"), (8, "gpt")] {
             assert_eq!(text(&part(&run, field)), expected);
         }
         let start = part(&run, 17);
-        assert_eq!((ProtobufFields(&start).varint(1), ProtobufFields(&start).varint(2)), (Some(1), Some(500_000_000)));
+        assert_eq!((ProtobufReader(&start).varint(1), ProtobufReader(&start).varint(2)), (Some(1), Some(500_000_000)));
         let config = part(&run, 4);
-        let items: Vec<(String, String)> = ProtobufFields(&config)
+        let items: Vec<(String, String)> = ProtobufReader(&config)
             .all_bytes(1)
             .map(|item| (text(&part(item, 1)).into(), text(&part(item, VALUE_JSON)).into()))
             .collect();
@@ -232,7 +232,7 @@ mod tests {
         let rows = maker.row(8, &events, 12.5, 2.0);
         for (record, field) in rows.iter().zip([HISTORY, SUMMARY]) {
             let list = part(record, field);
-            let items: Vec<(String, String)> = ProtobufFields(&list)
+            let items: Vec<(String, String)> = ProtobufReader(&list)
                 .all_bytes(1)
                 .map(|item| (text(&part(item, 2)).into(), text(&part(item, VALUE_JSON)).into()))
                 .collect();
@@ -260,7 +260,7 @@ mod tests {
         let events = [MonitorEvent::new("x", 1.0, 1), MonitorEvent::new("x", 2.0, 1)];
         let [row, _] = RecordMaker::default().row(1, &events, 0.0, 0.0);
         let row = part(&row, HISTORY);
-        let values: Vec<Vec<u8>> = ProtobufFields(&row)
+        let values: Vec<Vec<u8>> = ProtobufReader(&row)
             .all_bytes(1)
             .filter(|item| part(item, 2) == b"x")
             .map(|item| part(item, VALUE_JSON))

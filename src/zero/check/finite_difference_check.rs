@@ -11,7 +11,7 @@
 //! sums need no collectives beyond those of two more forward passes.
 
 use super::gradient_check_state::{GradientCheckState, MeasuredGradients, Perturbation};
-use super::perturbation::{DirectionalGradient, PerturbationDirection};
+use super::perturbation_direction::{DirectionalGradient, PerturbationDirection};
 use crate::error::Result;
 use crate::graph::{Grad, node_of};
 use crate::memory::{MemoryKind, MemoryLedgerEntry, MemoryTier};

@@ -1,6 +1,6 @@
 //! The state of a gradient check, and the results of its forward passes and its backward pass.
 
-use super::perturbation::{DirectionalGradient, PerturbationDirection};
+use super::perturbation_direction::{DirectionalGradient, PerturbationDirection};
 use crate::graph::Grad;
 use crate::memory::MemoryLedgerEntry;
 use crate::param::ParamId;

@@ -41,11 +41,11 @@ impl ExpertShares {
 /// A detector of dead experts: no token chooses them, although many would if all experts were chosen equally often.
 #[derive(Debug, Default)]
 pub(super) struct DeadExpertDetector {
-    blocks: Vec<IdleExpertCounts>,
+    blocks: Vec<TokensSinceRouted>,
 }
 
 #[derive(Debug)]
-struct IdleExpertCounts {
+struct TokensSinceRouted {
     block: usize,
     /// For each expert, the number of tokens that would have chosen it since a token last chose it, if all experts had
     /// been chosen equally often. `None` after the expert has been reported.
@@ -60,8 +60,10 @@ impl DeadExpertDetector {
     /// time.
     pub fn observe(&mut self, loads: &[ExpertLoad]) -> Vec<String> {
         if self.blocks.is_empty() {
-            let watched =
-                |load: &ExpertLoad| IdleExpertCounts { block: load.block, missed: vec![Some(0.0); load.choices.len()] };
+            let watched = |load: &ExpertLoad| TokensSinceRouted {
+                block: load.block,
+                missed: vec![Some(0.0); load.choices.len()],
+            };
             self.blocks = loads.iter().map(watched).collect();
         }
         let mut messages = Vec::new();

@@ -25,7 +25,7 @@ mod frontmatter;
 )]
 pub(crate) mod hosts;
 mod job_record;
-pub(crate) mod local_job;
+pub(crate) mod local_job_spec;
 pub(crate) mod mpirun;
 pub(crate) mod nodes;
 mod pmi;
@@ -47,7 +47,7 @@ use comm_backend::CommBackend;
 use console::{eprint, print};
 use core_binding::CoreBinding;
 use hosts::world_info::WorldInfo;
-use local_job::LocalJob;
+use local_job_spec::LocalJobSpec;
 use nodes::ssh::JobWideOptions;
 use run_record_flags::RunRecordFlags;
 use script_target::ScriptTarget;
@@ -98,7 +98,7 @@ pub(crate) struct LaunchOptions {
     /// The record of the run. Settings that are not given come from the environment.
     pub(crate) run: RunRecordFlags,
     /// The place of the ranks in a run of islands.
-    pub(crate) island: local_job::IslandPlace,
+    pub(crate) island: local_job_spec::IslandPlace,
     pub(crate) max_restarts: u32,
     /// The minimum number of ranks after a restart. It is not greater than `ranks`.
     pub(crate) min_ranks: usize,
@@ -169,7 +169,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
     }
     let recorded = recorded.filter(|_| !several);
     let recorded = recorded.as_deref().map(timeline::JobTimeline::begin).transpose()?;
-    let job = LocalJob {
+    let job = LocalJobSpec {
         program,
         args: options.script_args.clone(),
         world: options.ranks,
@@ -218,7 +218,7 @@ pub(crate) struct RunOptions<'a> {
 ///
 /// Must be called on the main thread.
 pub(crate) fn run_on(
-    mut job: LocalJob,
+    mut job: LocalJobSpec,
     job_hosts: &LaunchMode,
     world: Option<&WorldInfo>,
     options: &RunOptions<'_>,
@@ -231,7 +231,7 @@ pub(crate) fn run_on(
         (LaunchMode::Hosts(hosts), Some(world)) => match (hosts.only_here(world), &hosts.mpirun) {
             (_, Some(mpirun)) => mpirun::become_mpirun(&job, mpirun, world, hosts.master_addr.as_deref()),
             (Some(ranks), None) => {
-                let job = LocalJob { world: ranks, devices: Some(world.devices(0)), ..job };
+                let job = LocalJobSpec { world: ranks, devices: Some(world.devices(0)), ..job };
                 restarts::run(options.backend, job, &restarts::RestartPolicy { min_ranks: ranks, ..rule })
             }
             (None, None) => {
@@ -245,7 +245,7 @@ pub(crate) fn run_on(
 
 /// Starts the dashboard that the job's flags request. If something else starts launchers on several hosts, only the
 /// first host serves it.
-fn serve_dashboard(job: &mut LocalJob, job_hosts: &LaunchMode) -> Result<Option<Dashboard>> {
+fn serve_dashboard(job: &mut LocalJobSpec, job_hosts: &LaunchMode) -> Result<Option<Dashboard>> {
     let is_other_host = matches!(job_hosts, LaunchMode::Nodes(nodes::NodeOptions { node: 1.., .. }));
     let Some(address) = job.run.dashboard.filter(|_| !is_other_host) else { return Ok(None) };
     let served = ServedFolder::new(RunsFolder::find(job.run.folder.clone()).path());

@@ -7,7 +7,7 @@
 use super::exported_variables::exports;
 use super::hosts::error::HostsError;
 use super::hosts::world_info::{DEVICES, WorldInfo};
-use super::local_job::{KEEP_MEMORY, LocalJob};
+use super::local_job_spec::{KEEP_MEMORY, LocalJobSpec};
 use super::nodes::DEFAULT_PORT;
 use crate::error::{Error, LaunchError, Result};
 use candle_zero::comm::rank_env::TIMEOUT_MS;
@@ -71,7 +71,7 @@ impl MpirunFlavor {
 /// # Errors
 /// Fails if there is no `mpirun` of this kind, the hosts' GPUs differ, or a variable or a word cannot be passed on.
 pub(crate) fn become_mpirun(
-    job: &LocalJob,
+    job: &LocalJobSpec,
     mpirun: &MpirunOptions,
     world: &WorldInfo,
     master_addr: Option<&str>,

@@ -7,7 +7,7 @@ use super::console::{ConsoleStream, eprint};
 use super::core_binding;
 use super::failure_report::{self, CulpritRank, EndedRank, RankExitStatus, StopRequest};
 use super::job_record::JobRecordWriter;
-use super::local_job::{LocalJob, MultiHostContext, common_environment};
+use super::local_job_spec::{LocalJobSpec, MultiHostContext, common_environment};
 use super::nodes::secret::SECRET;
 use super::rank_output::RankOutputForwarder;
 use super::signals::{self, LauncherEvent, die_with_parent};
@@ -75,7 +75,7 @@ pub(crate) struct RunFailure {
 }
 
 /// Runs the ranks until they end. Must be called on the main thread.
-pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<RunEnd> {
+pub(crate) fn run(job: &LocalJobSpec, events: &Receiver<LauncherEvent>) -> Result<RunEnd> {
     let region = SharedMemoryRegion::create(job.world)?;
     let context = job.multi_host.as_ref();
     let place = context.map_or((None, 0), |context| (context.host.clone(), context.first));
@@ -183,7 +183,7 @@ impl RankProcesses {
     fn start(
         &mut self,
         rank: usize,
-        job: &LocalJob,
+        job: &LocalJobSpec,
         common: &[(&str, String)],
         output: &mut RankOutputForwarder,
     ) -> Result<()> {

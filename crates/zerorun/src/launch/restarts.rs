@@ -3,7 +3,7 @@
 use super::comm_backend::CommBackend;
 use super::console::eprint;
 use super::failure_report::RankExitStatus;
-use super::local_job::{LocalJob, MultiHostContext};
+use super::local_job_spec::{LocalJobSpec, MultiHostContext};
 use super::ranks::{self, RunEnd, RunFailure};
 use super::signals::{self, LauncherEvent};
 use candle_zero::Result;
@@ -81,7 +81,7 @@ pub(super) fn pause_after(soon: usize) -> Duration {
 
 /// Runs the job, whose ranks communicate over `backend`, restarts it according to the policy, and returns the
 /// launcher's exit code. Must be called on the main thread.
-pub(crate) fn run(backend: CommBackend, mut job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
+pub(crate) fn run(backend: CommBackend, mut job: LocalJobSpec, policy: &RestartPolicy) -> Result<u8> {
     let (_, events) = signals::listen()?;
     let mut failed = Vec::new();
     loop {

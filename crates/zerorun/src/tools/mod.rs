@@ -41,7 +41,7 @@ mod schedule;
 mod schema;
 mod script_arguments;
 mod sweep;
-mod trial_setup;
+mod trial_subprocess;
 mod tune;
 mod verify;
 

@@ -4,7 +4,7 @@ use crate::error::{Error, LaunchError};
 use crate::launch::console::{EXIT_SETUP, eprint, refused};
 use crate::launch::failure_report::RankExitStatus;
 use crate::launch::hosts::core_list::CoreList;
-use crate::launch::local_job::{IslandPlace, LocalJob};
+use crate::launch::local_job_spec::{IslandPlace, LocalJobSpec};
 use crate::launch::ranks::{self, RunEnd};
 use crate::launch::run_record_flags::RunRecordFlags;
 use crate::launch::signals::{self, LauncherEvent};
@@ -72,7 +72,7 @@ impl OwnJobLauncher {
         // number of ranks.
         let restart = self.started;
         self.started = self.started.saturating_add(1);
-        let job = LocalJob {
+        let job = LocalJobSpec {
             program: self.program.clone(),
             args,
             world: ranks,

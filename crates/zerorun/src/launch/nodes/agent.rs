@@ -9,7 +9,7 @@ use super::wire::{
 };
 use crate::error::{HostsError, LaunchError, Result};
 use crate::launch::console::eprint;
-use crate::launch::local_job::{LocalJob, MultiHostContext};
+use crate::launch::local_job_spec::{LocalJobSpec, MultiHostContext};
 use crate::launch::pmi;
 use crate::launch::ranks::{self, RunEnd};
 use crate::launch::signals::{self, LauncherEvent};
@@ -124,7 +124,7 @@ enum LeaveReason {
 ///
 /// # Errors
 /// Fails if the first host cannot be reached or refuses this one, or if a rank cannot be started.
-pub(super) fn run(mut job: LocalJob, options: &JoinOptions) -> Result<u8> {
+pub(super) fn run(mut job: LocalJobSpec, options: &JoinOptions) -> Result<u8> {
     let (sender, events) = signals::listen()?;
     if options.until_stdin_ends {
         let sender = sender.clone();
@@ -152,7 +152,7 @@ pub(super) fn run(mut job: LocalJob, options: &JoinOptions) -> Result<u8> {
 }
 
 fn attend(
-    job: &mut LocalJob,
+    job: &mut LocalJobSpec,
     options: &JoinOptions,
     sender: &Sender<LauncherEvent>,
     events: &Receiver<LauncherEvent>,
@@ -274,7 +274,7 @@ fn wait(inbox: &AgentInbox, events: &Receiver<LauncherEvent>) -> std::result::Re
 
 /// Runs this host's ranks. The report of their own failure is stored in `failed`.
 fn carry_out(
-    job: &mut LocalJob,
+    job: &mut LocalJobSpec,
     options: &JoinOptions,
     start: StartCommand,
     inbox: &AgentInbox,

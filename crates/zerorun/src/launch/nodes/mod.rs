@@ -24,7 +24,7 @@ pub(crate) mod ssh;
 mod wire;
 
 use super::console::eprint;
-use super::local_job::LocalJob;
+use super::local_job_spec::LocalJobSpec;
 use crate::error::{LaunchError, Result};
 use agent::JoinOptions;
 use candle_zero::util::host_name;
@@ -60,7 +60,7 @@ pub(crate) struct NodeOptions {
 /// # Errors
 /// Fails if the secret cannot be used, the port is in use, the address belongs to another host, the first host cannot
 /// be reached or refuses this one, or a rank cannot be started.
-pub(super) fn run(job: LocalJob, node: &NodeOptions, max_restarts: u32) -> Result<u8> {
+pub(super) fn run(job: LocalJobSpec, node: &NodeOptions, max_restarts: u32) -> Result<u8> {
     let patience = job.timeout.unwrap_or(DEFAULT_JOIN_TIMEOUT);
     let port = job.master_port.unwrap_or(DEFAULT_PORT);
     let secret = match node.until_stdin_ends {

@@ -14,7 +14,7 @@ use crate::launch::exported_variables::exports;
 use crate::launch::hosts::host_filter::HostSelection;
 use crate::launch::hosts::world_info::{DEVICES, WorldInfo};
 use crate::launch::hosts::{HostSlots, hostfile};
-use crate::launch::local_job::LocalJob;
+use crate::launch::local_job_spec::LocalJobSpec;
 use crate::launch::mpirun::MpirunOptions;
 use crate::launch::remote_shell::{EXIT_UNREACHABLE, RemoteShellOptions, as_text, is_here, not_reached};
 use crate::launch::signals::{self, LauncherEvent, die_with_parent};
@@ -101,7 +101,7 @@ struct HostLauncher<'a> {
 /// # Errors
 /// Fails if the secret cannot be used, a word or a variable cannot be passed on, or a launcher cannot be started.
 pub(crate) fn run(
-    job: &LocalJob,
+    job: &LocalJobSpec,
     hosts: &MultiHostOptions,
     world: &WorldInfo,
     job_wide: &JobWideOptions<'_>,
@@ -225,7 +225,7 @@ impl HostLauncher<'_> {
 
 /// Returns the words that start a host's launcher.
 fn launcher_command(
-    job: &LocalJob,
+    job: &LocalJobSpec,
     hosts: &MultiHostOptions,
     world: &WorldInfo,
     node: usize,

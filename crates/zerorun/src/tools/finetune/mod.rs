@@ -12,7 +12,7 @@ use crate::error::{LaunchError, Result};
 use crate::host_flags::{HOSTS, HostFlags, without_host_flags};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::launch::hosts::world_info::WorldInfo;
-use crate::launch::local_job::LocalJob;
+use crate::launch::local_job_spec::LocalJobSpec;
 use crate::launch::nodes::NodeOptions;
 use crate::launch::run_record_flags::RunRecordFlags;
 use crate::launch::{self, LaunchMode, RunOptions};
@@ -196,7 +196,7 @@ impl FinetuneArguments {
         words.insert(1, as_rank);
         let program = std::env::current_exe()
             .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
-        let job = LocalJob {
+        let job = LocalJobSpec {
             program,
             args: words,
             world: usize::from(self.ranks),

@@ -11,7 +11,7 @@
 use super::definition::FREE_KEYS;
 use super::error::SweepToolError;
 use crate::error::{Error, Result};
-use crate::tools::trial_setup::write_whole;
+use crate::tools::trial_subprocess::write_whole;
 use candle_zero::files::{self, FolderLock, FolderLockOutcome};
 use serde_json::{Map, Value, json};
 use std::io::ErrorKind;

@@ -14,7 +14,7 @@
 //! `candle_zero::sweep` makes the decisions; the files in this folder read settings, start processes and
 //! keep their results.
 
-mod best;
+mod best_trial_files;
 mod dashboard_view;
 mod definition;
 pub(crate) mod error;

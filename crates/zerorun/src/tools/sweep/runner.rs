@@ -1,6 +1,6 @@
 //! Runs a sweep: hands out jobs to processes, several at a time, and collects their results.
 
-use super::best;
+use super::best_trial_files;
 use super::definition::{ResultDeliveryOrder, SweepDefinition};
 use super::error::SweepToolError;
 use super::journal::{Journal, JournalEvent, ReplayedSweep};
@@ -367,7 +367,7 @@ impl SweepRunner {
     /// Writes and prints the result of a sweep that has ended.
     fn finish(self) -> Result<ExitCode> {
         let (sweep, metric) = (&self.state.sweep, &self.definition.metric);
-        let script = best::write(&self.starter, sweep)?;
+        let script = best_trial_files::write(&self.starter, sweep)?;
         let mut text = trials_table(sweep, &self.state.hosts, metric);
         if let (Some(script), Some(best)) = (&script, sweep.best()) {
             let value = best.value().unwrap_or(f64::NAN);

@@ -8,7 +8,7 @@
 use super::trial_results::TrialResultReader;
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::hosts::world_info::DEVICES;
-use crate::tools::trial_setup::as_trial;
+use crate::tools::trial_subprocess::as_trial;
 use candle_zero::files::lacks_locks;
 use candle_zero::stop_signal::STOP_AT;
 use candle_zero::sweep::SweepJob;

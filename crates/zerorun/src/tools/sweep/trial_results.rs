@@ -120,8 +120,8 @@ impl TrialResultReader {
     }
 
     /// Returns what a trial recorded in the steps of a job.
-    fn recorded(&self, job: &SweepJob) -> Result<RecordedValue> {
-        let mut found = RecordedValue::default();
+    fn recorded(&self, job: &SweepJob) -> Result<TrialRecord> {
+        let mut found = TrialRecord::default();
         for run in self.runs_of(job.trial)? {
             let metrics = run.metrics()?;
             found.steps = found.steps.max(metrics.rows.last().map_or(0, |row| row.step));
@@ -139,7 +139,7 @@ impl TrialResultReader {
 
 /// The record of a trial in the steps of a job.
 #[derive(Debug, Default)]
-struct RecordedValue {
+struct TrialRecord {
     /// The newest value of the metric.
     value: Option<f64>,
     /// The last recorded step of the trial.

@@ -9,7 +9,7 @@ use super::trial_process::{TrialProcess, TrialStartOutcome};
 use super::trial_results::TrialResultReader;
 use crate::error::{Error, Result};
 use crate::launch::remote_shell::as_text;
-use crate::tools::trial_setup::write_whole;
+use crate::tools::trial_subprocess::write_whole;
 use candle_zero::checkpoint::list_checkpoints;
 use candle_zero::files::AtomicFolder;
 use candle_zero::sweep::{SweepJob, SweepTrial};

@@ -19,7 +19,7 @@ use crate::launch;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::launch::script_target;
 use crate::tools::script_arguments::take;
-use crate::tools::trial_setup::write_whole;
+use crate::tools::trial_subprocess::write_whole;
 use candle_zero::config::{Config, RunValues};
 use candle_zero::estimate::{Estimate, Shapes};
 use candle_zero::files::{InputKind, InputOutputPaths, OutputDigests, OutputKind, OutputLocks, folder_of};

@@ -3,7 +3,7 @@
 use super::search_space::TuneCandidate;
 use super::trial_outcome::{RepeatedTrials, TrialOutcome};
 use crate::error::{Error, OutputError, Result, ToolError};
-use crate::tools::trial_setup::write_whole;
+use crate::tools::trial_subprocess::write_whole;
 use candle_zero::util::counted;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;

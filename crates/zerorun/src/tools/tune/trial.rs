@@ -5,7 +5,7 @@ use crate::error::{Error, LaunchError, Result, ToolError};
 use crate::tools::config_values::get;
 use crate::tools::failure_reason::last_words;
 use crate::tools::script_arguments::{DS_CONFIG, take};
-use crate::tools::trial_setup::{as_trial, write_whole};
+use crate::tools::trial_subprocess::{as_trial, write_whole};
 use candle_zero::config::Config;
 use candle_zero::util::fnv1a;
 use rustix::process::Signal;

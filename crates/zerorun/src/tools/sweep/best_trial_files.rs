@@ -10,7 +10,7 @@ use super::trial_launch::THREADS;
 use super::trial_starter::TrialStarter;
 use crate::error::{Error, Result};
 use crate::launch::hosts::export_rules::literal_word;
-use crate::tools::trial_setup::write_whole;
+use crate::tools::trial_subprocess::write_whole;
 use candle_zero::stop_signal::STOP_AT;
 use candle_zero::sweep::{Sweep, SweepTrial};
 use serde_json::{Value, json};

@@ -25,7 +25,7 @@ const TORCH_RESTART: &str = "TORCHELASTIC_RESTART_COUNT";
 
 /// The job to start.
 #[derive(Debug)]
-pub(crate) struct LocalJob {
+pub(crate) struct LocalJobSpec {
     /// The absolute path of the executable.
     pub(crate) program: PathBuf,
     pub(crate) args: Vec<OsString>,
@@ -126,7 +126,7 @@ impl std::fmt::Debug for MultiHostContext {
 }
 
 /// Returns the variables that are the same for all ranks.
-pub(super) fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, String)>> {
+pub(super) fn common_environment(job: &LocalJobSpec) -> Result<Vec<(&'static str, String)>> {
     let local = job.world.to_string();
     let port = match job.master_port {
         Some(port) => port,
