@@ -11,9 +11,10 @@
 //!   load   every rank checks the parts that it needs -> all agree that they are intact -> every rank reads them
 //! ```
 //!
-//! The files contain f32: parameters at the full precision of the master weights, and the optimizer states. A 16-bit
-//! model gets its parameters by rounding them, as after every step, so a run that resumes is bit-identical to one
-//! that never stopped. The entry points are [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`].
+//! The files contain f32: parameters at the full precision of the master weights, and the optimizer states. The
+//! parameters of a 16-bit model are obtained by rounding these f32 values, as after every step, so a run that resumes
+//! is bit-identical to one that never stopped. The entry points are [`crate::Engine::save_checkpoint`] and
+//! [`crate::Engine::load_checkpoint`].
 
 mod buffers;
 mod consolidate;

@@ -31,7 +31,7 @@ impl ConfigWalk<'_> {
             return self.problem(ConfigRule::Auto, &path, entry.node.place, message);
         };
         let node = JsonNode { place: entry.node.place, ..JsonNode::from_value(&value) };
-        match value_conversion::convert(&node, key, section.strict) {
+        match value_conversion::convert(&node, key, section.lenient) {
             Ok(value) => {
                 self.note(&path, format!("\"auto\": {before} {value}{after}"));
                 self.set(&path, value);

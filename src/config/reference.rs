@@ -76,7 +76,7 @@ fn heading(text: &mut String, section: &ConfigSection) {
     // Writing to a String cannot fail.
     let _ = write!(text, "\n## {name}{of}\n");
     let mut facts = Vec::new();
-    if section.strict {
+    if section.lenient {
         facts.push("Lenient.".to_string());
     }
     if !section.checked {

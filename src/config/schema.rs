@@ -182,7 +182,7 @@ fn description(key: &ConfigKey) -> String {
         KeyStatus::Refused(why) => format!("{meaning} Only the default is accepted: {why}."),
         KeyStatus::RefusedAbove1(why) => format!("{meaning} More than 1 is refused: {why}."),
         KeyStatus::Removed(why) | KeyStatus::RemovedUnlessOff(why) => format!("{meaning} Refused: {why}."),
-        KeyStatus::Moved(to) => format!("{meaning} Taken as `{to}`."),
+        KeyStatus::Moved(to) => format!("{meaning} Treated as `{to}`."),
     }
 }
 

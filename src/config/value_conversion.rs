@@ -11,22 +11,22 @@ pub(crate) type ValueMismatch = (ConfigRule, String);
 
 /// Returns the value in its plain form (`5e8` as 500000000), or the reason why it does not fit.
 ///
-/// All sections accept 0 and 1 for a boolean. With `strict`, pydantic's lax forms are also accepted, such as `"3"` for
+/// All sections accept 0 and 1 for a boolean. With `lenient`, pydantic's lax forms are also accepted, such as `"3"` for
 /// an integer, and `"true"` and `"on"` for a boolean.
-pub(crate) fn convert(node: &JsonNode, key: &ConfigKey, strict: bool) -> Result<Value, ValueMismatch> {
+pub(crate) fn convert(node: &JsonNode, key: &ConfigKey, lenient: bool) -> Result<Value, ValueMismatch> {
     if node.value == JsonValue::Null && key.default == "null" {
         return Ok(Value::Null);
     }
-    of_kind(node, key.kind, strict)
+    of_kind(node, key.kind, lenient)
 }
 
-fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value, ValueMismatch> {
+fn of_kind(node: &JsonNode, kind: ConfigValueKind, lenient: bool) -> Result<Value, ValueMismatch> {
     let wrong = || Err((ConfigRule::Type, format!("expected {}, found {}", needed(kind), found(node))));
     match kind {
-        ConfigValueKind::Bool => boolean(node, strict).map_or_else(wrong, |b| Ok(Value::Bool(b))),
+        ConfigValueKind::Bool => boolean(node, lenient).map_or_else(wrong, |b| Ok(Value::Bool(b))),
         ConfigValueKind::Int(min, max) | ConfigValueKind::IntNoBool(min, max) => {
-            let bool_is_one = strict && matches!(kind, ConfigValueKind::Int(..));
-            match integer(node, strict, bool_is_one) {
+            let bool_is_one = lenient && matches!(kind, ConfigValueKind::Int(..));
+            match integer(node, lenient, bool_is_one) {
                 None => match &node.value {
                     JsonValue::Long(digits) => {
                         let bound =
@@ -39,14 +39,14 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value
                 Some(i) => Err((ConfigRule::Range, format!("expected {}, found {i}", int_range(min, max)))),
             }
         }
-        ConfigValueKind::Float(min, max) => match float(node, strict) {
+        ConfigValueKind::Float(min, max) => match float(node, lenient) {
             None => wrong(),
             Some(x) if (min..=max).contains(&x) => Ok(Value::from(x)),
             Some(x) => Err((ConfigRule::Range, format!("expected {}, found {x}", float_range(min, max)))),
         },
         ConfigValueKind::PerGroup(min, max) => match &node.value {
             JsonValue::List(items) => {
-                let of_group = |item| of_kind(item, ConfigValueKind::Float(min, max), strict);
+                let of_group = |item| of_kind(item, ConfigValueKind::Float(min, max), lenient);
                 let mut numbers = items.iter().map(of_group).collect::<Result<Vec<_>, _>>()?;
                 match numbers.len() {
                     0 => Err((
@@ -57,7 +57,7 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value
                     _ => Ok(Value::from(numbers)),
                 }
             }
-            _ => of_kind(node, ConfigValueKind::Float(min, max), strict),
+            _ => of_kind(node, ConfigValueKind::Float(min, max), lenient),
         },
         ConfigValueKind::Str => match &node.value {
             JsonValue::String(s) => Ok(Value::from(s.as_str())),
@@ -86,7 +86,7 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value
         },
         ConfigValueKind::Betas => {
             let JsonValue::List(items) = &node.value else { return wrong() };
-            match items.iter().map(|item| float(item, strict)).collect::<Option<Vec<_>>>().as_deref() {
+            match items.iter().map(|item| float(item, lenient)).collect::<Option<Vec<_>>>().as_deref() {
                 Some(&[a, b]) if [a, b].iter().all(|beta| (0.0..1.0).contains(beta)) => Ok(Value::from(vec![a, b])),
                 Some(&[a, b]) => Err((
                     ConfigRule::Range,
@@ -97,7 +97,7 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value
         }
         ConfigValueKind::AutoOr(inner) => match &node.value {
             JsonValue::String(s) if s == "auto" => Ok(Value::from("auto")),
-            _ => of_kind(node, *inner, strict)
+            _ => of_kind(node, *inner, lenient)
                 .map_err(|(rule, text)| (rule, format!("{text}; \"auto\" is also allowed"))),
         },
         ConfigValueKind::Any => Ok(node.to_value()),
@@ -118,14 +118,14 @@ fn strings(node: &JsonNode) -> Option<Vec<&str>> {
         .collect()
 }
 
-fn boolean(node: &JsonNode, strict: bool) -> Option<bool> {
+fn boolean(node: &JsonNode, lenient: bool) -> Option<bool> {
     const TRUE_WORDS: [&str; 6] = ["1", "on", "t", "true", "y", "yes"];
     const FALSE_WORDS: [&str; 6] = ["0", "off", "f", "false", "n", "no"];
     match &node.value {
         JsonValue::Bool(b) => Some(*b),
         JsonValue::Int(i @ (0 | 1)) => Some(*i == 1),
-        JsonValue::Float(x) if strict && (*x == 0.0 || *x == 1.0) => Some(*x == 1.0),
-        JsonValue::String(s) if strict => {
+        JsonValue::Float(x) if lenient && (*x == 0.0 || *x == 1.0) => Some(*x == 1.0),
+        JsonValue::String(s) if lenient => {
             let among = |words: [&str; 6]| words.iter().any(|word| word.eq_ignore_ascii_case(s));
             if among(TRUE_WORDS) { Some(true) } else { among(FALSE_WORDS).then_some(false) }
         }
@@ -133,24 +133,24 @@ fn boolean(node: &JsonNode, strict: bool) -> Option<bool> {
     }
 }
 
-fn integer(node: &JsonNode, strict: bool, bool_is_one: bool) -> Option<i64> {
+fn integer(node: &JsonNode, lenient: bool, bool_is_one: bool) -> Option<i64> {
     // 2^63, the first float above the range of i64.
     const END_OF_I64: f64 = 9_223_372_036_854_775_808.0;
     match &node.value {
         JsonValue::Int(i) => Some(*i),
         JsonValue::Float(x) if x.fract() == 0.0 && (-END_OF_I64..END_OF_I64).contains(x) => Some(*x as i64),
         JsonValue::Bool(b) if bool_is_one => Some(i64::from(*b)),
-        JsonValue::String(s) if strict => s.trim().parse().ok(),
+        JsonValue::String(s) if lenient => s.trim().parse().ok(),
         _ => None,
     }
 }
 
-fn float(node: &JsonNode, strict: bool) -> Option<f64> {
+fn float(node: &JsonNode, lenient: bool) -> Option<f64> {
     match &node.value {
         JsonValue::Int(i) => Some(*i as f64),
         JsonValue::Long(digits) => digits.parse().ok().filter(|x: &f64| x.is_finite()),
         JsonValue::Float(x) => Some(*x).filter(|x| x.is_finite()),
-        JsonValue::String(s) if strict => s.trim().parse().ok().filter(|x: &f64| x.is_finite()),
+        JsonValue::String(s) if lenient => s.trim().parse().ok().filter(|x: &f64| x.is_finite()),
         _ => None,
     }
 }
@@ -225,19 +225,19 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn read(value: Value, kind: ConfigValueKind, strict: bool) -> Result<Value, String> {
-        of_kind(&JsonNode::from_value(&value), kind, strict).map_err(|(_, text)| text)
+    fn read(value: Value, kind: ConfigValueKind, lenient: bool) -> Result<Value, String> {
+        of_kind(&JsonNode::from_value(&value), kind, lenient).map_err(|(_, text)| text)
     }
 
     const INT: ConfigValueKind = ConfigValueKind::Int(0, 3);
 
     #[test]
     fn whole_floats_are_whole_numbers_everywhere() {
-        for strict in [true, false] {
-            assert_eq!(read(json!(2.0), INT, strict), Ok(json!(2)));
-            assert_eq!(read(json!(5e8), ConfigValueKind::Int(0, i64::MAX), strict), Ok(json!(500_000_000)));
-            assert!(read(json!(1.5), INT, strict).is_err());
-            assert!(read(json!(9.3e18), ConfigValueKind::Int(0, i64::MAX), strict).is_err());
+        for lenient in [true, false] {
+            assert_eq!(read(json!(2.0), INT, lenient), Ok(json!(2)));
+            assert_eq!(read(json!(5e8), ConfigValueKind::Int(0, i64::MAX), lenient), Ok(json!(500_000_000)));
+            assert!(read(json!(1.5), INT, lenient).is_err());
+            assert!(read(json!(9.3e18), ConfigValueKind::Int(0, i64::MAX), lenient).is_err());
         }
     }
 

@@ -102,7 +102,7 @@ impl<'a> ConfigWalk<'a> {
                 format!("\"{text}\" ends with a comma: an unquoted string extends to the end of its line"),
             );
         }
-        match value_conversion::convert(&entry.node, key, section.strict) {
+        match value_conversion::convert(&entry.node, key, section.lenient) {
             Ok(value) => {
                 // A key that would be refused has no effect in a section that is switched off.
                 let is_refused = matches!(key.status, KeyStatus::Refused(_) | KeyStatus::RefusedAbove1(_));
@@ -192,7 +192,7 @@ impl<'a> ConfigWalk<'a> {
     /// Translates a deprecated key.
     fn moved(&mut self, section: &'static ConfigSection, key: &ConfigKey, entry: &JsonEntry, to: &'static str) {
         let path = section.join(key.name);
-        let value = match value_conversion::convert(&entry.node, key, section.strict) {
+        let value = match value_conversion::convert(&entry.node, key, section.lenient) {
             Ok(value) => value,
             Err((rule, message)) => return self.problem(rule, &path, entry.node.place, message),
         };

@@ -1,4 +1,5 @@
-//! Configuration keys that change which messages are printed and how a checkpoint is loaded.
+//! Configuration keys that change which messages are printed, the format of buffers, how a checkpoint is loaded, and
+//! the format of matrix products.
 
 use crate::support::processes::{as_program, stderr};
 use crate::support::tiny::{Shape, Tiny, batch, config, train};

@@ -19,12 +19,12 @@
 //!
 //! `tests/loom` compiles this file, `published_count.rs` and `rank_state.rs` with loom's memory in place of
 //! [`super::region`] and runs them in every order in which their accesses can take effect: two ranks and three pieces,
-//! the third of which uses the slot of the first. If these ranks sleep, threads are interrupted at most four times, or
-//! at most once with three ranks. Ranks that give up or leave are run with one or two pieces: two ranks in every order
-//! or with at most four interruptions, three ranks with at most two. Loom finds no race on slots or texts, no wrong
-//! byte, no thread that sleeps forever, and no failure that is reported incorrectly. It finds the deliberate mistakes
-//! of its tests, such as a publication before the data or without Release. It does not cover time limits, heartbeats or
-//! the kernel's futex.
+//! the third of which uses the slot of the first. If ranks sleep, threads are interrupted at most four times with two
+//! ranks, and at most once with three. Ranks that give up or leave are run with one or two pieces: two ranks in every
+//! order or with at most four interruptions, three ranks with at most two. Loom finds no race on slots or texts, no
+//! wrong byte, no thread that sleeps forever, and no failure that is reported incorrectly. It finds the deliberate
+//! mistakes of its tests, such as a publication before the data or without Release. It does not cover time limits,
+//! heartbeats or the kernel's futex.
 
 use super::published_count::PublishedCount;
 use super::rank_state::{PeerFailure, RankFault};

@@ -80,7 +80,7 @@ pub(crate) struct ConfigSection {
     pub types: &'static [&'static str],
     /// Whether DeepSpeed reads the section with pydantic, which accepts lax number forms; `"auto"` then means the
     /// default.
-    pub strict: bool,
+    pub lenient: bool,
     /// Whether the section's contents are checked. If false, the section cannot change training and is ignored
     /// completely.
     pub checked: bool,
@@ -95,11 +95,11 @@ pub(crate) struct ConfigSection {
 
 impl ConfigSection {
     /// Creates a section whose keys are treated one by one.
-    pub(super) const fn new(path: &'static str, strict: bool, keys: &'static [ConfigKey]) -> Self {
+    pub(super) const fn new(path: &'static str, lenient: bool, keys: &'static [ConfigKey]) -> Self {
         Self {
             path,
             types: &[],
-            strict,
+            lenient,
             checked: true,
             status: KeyStatus::Honoured,
             switch: None,

@@ -17,7 +17,7 @@ const REMOVED_UNLESS_OFF: &str = "not supported, and DeepSpeed 0.19.8 refuses th
                        its `enabled` to false";
 
 const ROOT: &[super::ConfigKey] = keys! {
-    "train_batch_size": INT, "null", H, "Samples per optimizer step over all ranks = micro batch x accumulation x ranks.";
+    "train_batch_size": INT, "null", H, "Samples per optimizer step over all ranks = micro batch x accumulation x ranks (in a pipeline, x pipelines).";
     "train_micro_batch_size_per_gpu": INT, "null", H, "Samples per rank and forward pass.";
     "gradient_accumulation_steps": INT, "null", H, "Micro batches per optimizer step.";
     "optimizer": Object, "null", H, "The optimizer; training needs one.";

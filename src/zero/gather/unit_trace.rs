@@ -58,8 +58,8 @@ impl UnitTrace {
         self.at = 0;
     }
 
-    /// Returns the number of micro steps so far that used other units than the previous micro step, or the same units in
-    /// a different order.
+    /// Returns the number of micro steps so far that used different units from those of the previous micro step, or the
+    /// same units in a different order.
     pub fn changes(&self) -> u64 {
         self.changes
     }

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 /// Returns the file's configuration, or an empty one, with the options' settings of local steps.
 ///
 /// # Errors
-/// A file that cannot be read; settings of local steps that contradict it.
+/// A file that cannot be read; settings for local steps that contradict the file.
 pub(super) fn read(options: &Options) -> Result<Value> {
     let mut config = options.ds_config.as_deref().map_or(Ok(json!({})), read_value)?;
     set_local_steps(&mut config, &options.local_steps)?;

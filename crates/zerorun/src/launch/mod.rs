@@ -2,8 +2,8 @@
 //!
 //! `zerorun train.rs` takes these steps. `script` finds the package that the file belongs to, or generates one
 //! (`script_package`; its manifest may be at the top of the code, see `frontmatter`). `cargo_build` builds the
-//! executable with cargo. `local_job` defines the job of one host and the environment of its ranks. `ranks` starts the
-//! executable N times, passes on its output (`rank_output`, `stderr_tail`) and signals (`signals`), and stops
+//! executable with cargo. `local_job_spec` defines the job of one host and the environment of its ranks. `ranks` starts
+//! the executable N times, passes on its output (`rank_output`, `stderr_tail`) and signals (`signals`), and stops
 //! everything when a rank fails (`failure_report`). `restarts` decides whether the job starts again. `job_record` adds
 //! the output of the ranks, and how they ended, to the record of the run. Output of `zerorun` itself goes through
 //! `console`. `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which host. `nodes`

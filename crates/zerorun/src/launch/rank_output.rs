@@ -155,8 +155,8 @@ pub(super) struct DrainedOutput {
 }
 
 impl RankOutputForwarder {
-    /// Creates the output of one host's ranks, with the host's name if there are other hosts, and the number of its
-    /// first rank. Complete lines also go into `record`.
+    /// Creates a forwarder for the output of one host's ranks. `place` is the host's name, if there are other hosts,
+    /// and the number of its first rank. Complete lines also go into `record`.
     pub(super) fn new(place: (Option<String>, usize), record: Arc<JobRecordWriter>) -> Self {
         let (ended_sender, ended) = channel();
         let screen = ConsoleScreen {

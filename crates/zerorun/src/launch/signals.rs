@@ -1,4 +1,5 @@
-//! The signals that reach the launcher, that it passes on to the ranks, and that the kernel sends when the launcher dies.
+//! The signals that reach the launcher, those that it passes on to the ranks, and the one that the kernel sends to the
+//! ranks when the launcher dies.
 
 use super::console;
 use crate::error::{Error, LaunchError, Result};

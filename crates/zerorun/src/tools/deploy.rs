@@ -69,8 +69,8 @@ struct DeployArguments {
     #[arg(long, value_parser = name)]
     claim: Option<String>,
 
-    /// For k8s: existing Secret whose key `secret` is the secret that the hosts share [default: a new one, included in
-    /// the output]
+    /// For k8s: existing Secret whose key `secret` holds the secret that the hosts share [default: a new one, included
+    /// in the output]
     #[arg(long, value_name = "NAME", value_parser = name)]
     secret: Option<String>,
 

@@ -3,10 +3,10 @@
 //!
 //! Each tool has a file or folder named after it (`check` has `check_config`, and `report` has `environment_report`).
 //! `config_diagnostic` belongs to `check`; `hosts_forecast`, `pipeline_report` and `gpu_capacity` to `estimate`;
-//! `model_size_flags` to `estimate`, `tune` and `bench`; `own_ranks` to `verify` and `bench`; `sample_flags` to `data`
-//! and `finetune`; `config_path`, `run_log`, `script_words` and `trial_setup` to `sweep` and `tune`; `resolve_model` to
-//! `data`, `finetune`, `generate` and `merge`; and `byte_progress` to all tools that show their progress through files.
-//! A script with the same name as a tool is started as `./NAME`.
+//! `model_size_flags` to `estimate`, `tune` and `bench`; `own_job_launcher` to `verify` and `bench`; `dataset_flags` to
+//! `data` and `finetune`; `config_values`, `failure_reason`, `script_arguments` and `trial_subprocess` to `sweep` and
+//! `tune`; `resolve_model` to `data`, `finetune`, `generate` and `merge`; and `byte_progress` to all tools that show
+//! their progress through files. A script with the same name as a tool is started as `./NAME`.
 
 mod bench;
 mod byte_progress;

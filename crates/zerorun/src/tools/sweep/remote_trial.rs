@@ -1,7 +1,7 @@
 //! Other hosts and the trials on them. To this host, each of these trials is a remote shell.
 //!
-//! A remote shell runs `trial_keeper` on the other host, which starts the launcher of the trial, passes on the signals
-//! that arrive through its standard input, and asks the launcher to end when its standard input ends.
+//! A remote shell runs `remote_request_handler` on the other host, which starts the launcher of the trial, passes on
+//! the signals that arrive through its standard input, and asks the launcher to end when its standard input ends.
 
 use super::error::SweepToolError;
 use super::host_request::{HostAnswer, HostRequest, ON_HOST, last_line};
