@@ -57,26 +57,26 @@ struct RunningWork {
     seen: Option<[Duration; 2]>,
 }
 
-/// A thread that is watched.
+/// The slot of a thread that the watchdog checks.
 struct WatchdogSlot {
     id: Pid,
     work: Mutex<Option<RunningWork>>,
 }
 
-type WatchedThreadRef = Arc<WatchdogSlot>;
+type WatchdogSlotRef = Arc<WatchdogSlot>;
 
 /// The slots of all threads that have run work.
-static SLOTS: Mutex<Vec<WatchedThreadRef>> = Mutex::new(vec![]);
+static SLOTS: Mutex<Vec<WatchdogSlotRef>> = Mutex::new(vec![]);
 
 thread_local! {
-    static SLOT: WatchedThreadRef = register();
+    static SLOT: WatchdogSlotRef = register();
     /// 1 while this thread runs sandboxed work, however deeply nested; 0 otherwise.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Registers a slot for this thread.
-fn register() -> WatchedThreadRef {
-    let slot = WatchedThreadRef::new(WatchdogSlot { id: rustix::thread::gettid(), work: Mutex::default() });
+fn register() -> WatchdogSlotRef {
+    let slot = WatchdogSlotRef::new(WatchdogSlot { id: rustix::thread::gettid(), work: Mutex::default() });
     let mut slots = lock(&SLOTS);
     slots.retain(|slot| Arc::strong_count(slot) > 1);
     slots.push(slot.clone());
@@ -92,7 +92,7 @@ fn computed(id: Pid) -> Option<Duration> {
 
 /// Checks all work at intervals, and ends the process if work has run for too long.
 fn watch() {
-    let is_at_work = |slot: &WatchedThreadRef| {
+    let is_at_work = |slot: &WatchdogSlotRef| {
         let mut work = lock(&slot.work);
         let Some(running) = &mut *work else { return false };
         if let Some(now) = computed(slot.id) {
@@ -136,7 +136,7 @@ pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> 
 
 /// A guard for this thread's work, which ends when it is dropped.
 struct SandboxGuard {
-    slot: WatchedThreadRef,
+    slot: WatchdogSlotRef,
 }
 
 impl Drop for SandboxGuard {

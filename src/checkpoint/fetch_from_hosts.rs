@@ -183,7 +183,7 @@ fn new_folder(dir: &Path) -> std::io::Result<(TempDir, File)> {
     Ok((folder, lock))
 }
 
-/// The pieces that a rank sends.
+/// A queue of the pieces that a rank sends.
 struct SendQueue<'a> {
     parts: &'a FileParts,
     queue: std::vec::IntoIter<FilePart>,

@@ -34,7 +34,7 @@ pub struct CpuCommunicator {
     ranks_here: Range<usize>,
 }
 
-/// This rank's group in a division of the job into groups.
+/// The communicator of this rank's group in a division of the job into groups.
 #[derive(Clone)]
 pub(super) enum GroupCommunicator {
     /// Several ranks.

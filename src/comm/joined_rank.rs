@@ -1,7 +1,7 @@
 //! A rank's place in the job: the memory and the links that it shares with the others, its heartbeat, and its end.
 //!
-//! All communicators of a rank, that of the job and those of groups, share its presence. The rank leaves when the last
-//! of them is dropped.
+//! All communicators of a rank, that of the job and those of groups, share its [`JoinedRank`]. The rank leaves when
+//! the last of them is dropped.
 
 use super::abort_signal::AbortSignal;
 use super::links::PointToPointLinks;

@@ -1,4 +1,4 @@
-//! Prints the resolved configuration under DeepSpeed's names.
+//! Converts the resolved configuration to JSON with DeepSpeed's names.
 
 use super::walk::{defaults, set};
 use super::{

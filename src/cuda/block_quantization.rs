@@ -21,7 +21,7 @@ pub(super) struct BlockQuantizer {
     sum: KernelFunction,
 }
 
-/// The elements of several ranks, the same number for each, and the codes that represent them.
+/// The layout of the elements of several ranks, the same number for each, and of the codes that represent them.
 #[derive(Clone, Copy)]
 pub(super) struct RankChunkLayout {
     pub number: usize,

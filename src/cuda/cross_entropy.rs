@@ -15,7 +15,7 @@ const THREADS: u32 = 256;
 /// The number of classes per thread above which a row gets more threads.
 const CLASSES_PER_THREAD: usize = 8;
 
-/// Rows of logits and their targets.
+/// The arguments of the kernels apart from the logits: the targets, and the rows to which the logits belong.
 pub(crate) struct CrossEntropyArguments<'a> {
     pub classes: usize,
     /// The targets of all rows: a class, or `u32::MAX` for an ignored row.

@@ -40,7 +40,7 @@ pub struct BatchPartition {
 }
 
 impl BatchPartition {
-    /// Returns the configured batch shape for one rank.
+    /// Returns the partition of the configured batch for one rank.
     pub fn new(batch: &BatchConfig, world: usize, rank: usize) -> Self {
         let (micro, accumulation) = (batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps);
         Self { micro, accumulation, world, rank }

@@ -9,9 +9,9 @@
 //! ```
 //!
 //! Both changes are along one direction, in which each element of each trained parameter randomly goes up or down
-//! (`zero/check/perturbation_direction.rs`). A part of the graph that is cut off, a wrong backward pass or a dropped term makes
-//! the two changes differ by about the norm of the missing part. Differences that may also be due to rounding or to
-//! kinks of the loss are checked again in the next steps, each time along a different direction
+//! (`zero/check/perturbation_direction.rs`). A part of the graph that is cut off, a wrong backward pass or a dropped
+//! term makes the two changes differ by about the norm of the missing part. Differences that may also be due to
+//! rounding or to kinks of the loss are checked again in the next steps, each time along a different direction
 //! (`gradient_check_report.rs`).
 
 use super::Engine;

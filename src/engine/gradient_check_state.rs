@@ -39,7 +39,7 @@ impl CurrentForward {
     }
 }
 
-/// The gradient check of an engine.
+/// The state of an engine's gradient check.
 #[derive(Debug, Default)]
 pub(super) struct EngineCheckState {
     pub(super) phase: CheckPhase,

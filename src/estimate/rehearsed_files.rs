@@ -20,7 +20,7 @@ pub(super) struct RehearsedExtent {
     pub held: Rc<RefCell<MemoryLedgerEntry>>,
 }
 
-/// The files to which extents are added while sub-groups are laid out.
+/// The builder of a rehearsal's files, to which extents are added while sub-groups are laid out.
 pub(super) struct RehearsedFileBuilder(pub MemoryLedger);
 
 /// Files whose requests are counted.

@@ -71,7 +71,7 @@ impl IslandState {
     }
 }
 
-/// The change of one rank.
+/// The pseudo-gradient of one rank: the change in its weights since the last exchange.
 #[derive(Debug)]
 struct RankPseudoGradient {
     samples: u64,

@@ -17,7 +17,7 @@ const VERSION: u32 = 1;
 /// What to do about a file that is not a record.
 const GIVE_A_RECORD: &str = "give a file that `zerorun island-server --record` wrote";
 
-/// An event of a run.
+/// An event in a run of islands.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase", deny_unknown_fields)]
 pub(super) enum IslandEvent {

@@ -1,11 +1,11 @@
-//! Changes on the wire, and their mean.
+//! Pseudo-gradients, the changes in the weights between two exchanges, on the wire, and their mean.
 
 use crate::config::{IslandWireDtype, LocalStepsConfig};
 use crate::precision::{Flat, FlatMut, FlatRef, IntFormat};
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-/// The format in which changes and their means are sent.
+/// The format in which pseudo-gradients (changes in weights) and their means are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum PseudoGradientFormat {

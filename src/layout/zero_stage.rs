@@ -1,4 +1,4 @@
-//! A stage as a value: the state that is sharded and the state that every rank holds in full.
+//! A ZeRO stage as a value: the state that is sharded and the state that every rank holds in full.
 
 use std::fmt;
 

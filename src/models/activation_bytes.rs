@@ -3,7 +3,7 @@
 use super::{BlockMlp, DecoderConfig, QueryKeyNorms};
 use crate::nn::MAX_LOGITS_BYTES;
 
-/// A forward and a backward pass of a decoder, for which the activations are counted.
+/// The properties of a forward and a backward pass on which the number of activation bytes depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ActivationBytesOptions {
     /// The number of tokens in the micro batch, padding included.
@@ -20,9 +20,9 @@ pub struct ActivationBytesOptions {
 const MIN_LOGITS_ROWS: usize = 64;
 
 impl DecoderConfig {
-    /// Returns the maximum number of activation bytes during an [`ActivationBytesOptions`]: the values that the blocks
-    /// keep for the backward pass, the gradients that pass through one of them, and the loss with its gradients.
-    /// Parameters and their gradients are not included.
+    /// Returns the maximum number of activation bytes during a forward and a backward pass with these options: the
+    /// values that the blocks keep for the backward pass, the gradients that pass through one of them, and the loss
+    /// with its gradients. Parameters and their gradients are not included.
     ///
     /// This applies to the layers of [`crate::nn`] on the CPU, where normalized values are recomputed.
     pub fn activation_bytes(&self, pass: ActivationBytesOptions) -> usize {

@@ -20,7 +20,7 @@ use std::marker::PhantomData;
 /// ([`crate::zero::unit()`]).
 pub type Decoder = LanguageModel<DecoderLayers>;
 
-/// Sizes that describe a decoder.
+/// A conversion of a model's sizes to the configuration of a decoder.
 pub trait IntoDecoderConfig: Clone {
     /// Returns the decoder's configuration.
     ///

@@ -131,8 +131,8 @@ fn projections(
     Ok((projection(vec![all(0), all(1)])?, projection(vec![all(2)])?, Some(units)))
 }
 
-/// The adapters of the experts of a block, with PEFT's names: the adapter of the first adapted parameter wraps the
-/// module, and the adapter of the next parameter wraps the first adapter.
+/// A builder of the adapters of a block's experts, with PEFT's names: the adapter of the first adapted parameter wraps
+/// the module, and the adapter of the next parameter wraps the first adapter.
 struct ExpertAdapterBuilder<'a> {
     lora: Option<&'a LoraConfig>,
     experts: usize,

@@ -131,7 +131,7 @@ pub fn class_names(content: &Value, file: &Path) -> Result<Vec<String>> {
     EncoderConfigReader(JsonObjectReader::new(file, "", content.as_object().unwrap_or(&empty))).labels()
 }
 
-/// The keys of an encoder's `config.json`.
+/// A reader of an encoder's `config.json`.
 struct EncoderConfigReader<'a>(JsonObjectReader<'a>);
 
 impl EncoderConfigReader<'_> {

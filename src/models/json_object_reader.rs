@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use std::fmt::Display;
 use std::path::Path;
 
-/// A JSON object in a file.
+/// A reader of a JSON object in a file.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct JsonObjectReader<'a> {
     file: &'a Path,

@@ -49,7 +49,7 @@ pub(super) struct ModelFamily {
     pub refused: &'static [(&'static str, bool, &'static str)],
 }
 
-/// The number of elements in a head.
+/// The rule for the number of elements in a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum HeadDimRule {
     /// hidden_size / num_attention_heads; there is no key.
@@ -60,7 +60,7 @@ pub(super) enum HeadDimRule {
     KeyOr(usize),
 }
 
-/// The attention types of a family's blocks.
+/// The rule that determines which blocks of a family have a sliding window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlidingWindowRule {
     /// All blocks see all earlier positions.

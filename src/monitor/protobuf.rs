@@ -75,7 +75,8 @@ pub(super) enum ProtobufValue<'a> {
     Fixed(&'a [u8]),
 }
 
-/// The fields of a message, in the order in which they were written. The sequence ends early if the message is damaged.
+/// A reader of the fields of a message, in the order in which they were written. It ends early if the message is
+/// damaged.
 #[derive(Debug, Clone)]
 pub(super) struct ProtobufReader<'a>(pub &'a [u8]);
 

@@ -431,7 +431,12 @@ mod tests {
             prop_assume!(at <= 64 * ALIGN);
             let values: Vec<f32> = (0..from).map(|i| i as f32 + 0.5).collect();
             let all = || -> Vec<TransferPiece> {
-                places.iter().map(|(at, memory)| TransferPiece { arena: arena.clone(), at: *at, memory: memory.clone() }).collect()
+                let piece = |(at, memory): &(u64, Range<usize>)| TransferPiece {
+                    arena: arena.clone(),
+                    at: *at,
+                    memory: memory.clone(),
+                };
+                places.iter().map(piece).collect()
             };
             let flat = Flat::F32(values.clone());
             if dropped {

@@ -36,8 +36,8 @@ pub(crate) struct OffloadStore {
     ledger: MemoryLedger,
 }
 
-/// The content of a file: one kind of state. If the states of several classes of parameters grow at the same time, each
-/// class has its own file.
+/// The key of a file: the kind of state that it contains. If the states of several classes of parameters grow at the
+/// same time, each class has its own file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct StateFileKey {
     pub kind: MemoryKind,
@@ -86,7 +86,7 @@ impl OffloadStore {
         Ok(Some(Arc::new(Self { io, params, optimizer, settings, files, spill, folders, access, ledger })))
     }
 
-    /// Returns the file of `content`, which is created at the first request.
+    /// Returns the file with this key, which is created at the first request.
     pub fn file(&self, content: StateFileKey) -> Result<Arc<FileArena>> {
         let StateFileKey { kind, name, .. } = content;
         let folder = if kind == MemoryKind::Parameters { &self.params } else { &self.optimizer };

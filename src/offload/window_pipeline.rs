@@ -87,7 +87,7 @@ pub(crate) struct StateStream<E> {
     pub writes: bool,
 }
 
-/// The elements of a sub-group that are in memory together.
+/// A window of the plan: elements of a sub-group that are in memory together, and the states to which they belong.
 pub(crate) struct PlannedWindow<E> {
     pub range: Range<usize>,
     pub streams: Vec<StateStream<E>>,

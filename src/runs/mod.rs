@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   RunSpec + key + environment -> RecordPlan -> RunWriter (one per run, on rank 0) -> folder
-//!   (record_plan.rs)                                 (writer.rs)
+//!   (record_plan.rs)                             (writer.rs)
 //!
 //!   folder -> RunsFolder -> RecordedRun: RunInfo, RunSummary, RecordedState; rows, events, samples
 //!             (folder.rs)   (recorded.rs)

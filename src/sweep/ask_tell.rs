@@ -1,4 +1,4 @@
-//! The state of a sweep: which trial is trained next, and the consequences of its results.
+//! A sweep as the calls `ask` and `tell`: which trial is trained next, and the consequences of its results.
 
 use super::error::SweepError;
 use super::pbt::{explored, generation_end, members, quantiles};
@@ -109,7 +109,7 @@ impl Sweep {
         self.trials.iter().filter(usable).min_by(order)
     }
 
-    /// Returns the next task. A job that is returned counts as running until [`tell`](Self::tell) is called for its
+    /// Returns the next decision. A job that is returned counts as running until [`tell`](Self::tell) is called for its
     /// trial.
     ///
     /// A branch is returned before the trial from which it branches is trained further, so that the checkpoint of that

@@ -1,4 +1,4 @@
-//! The recording state of the current thread: spans, consecutive sections, and context for other threads.
+//! The spans and consecutive sections of the current thread, and their context for other threads.
 
 use super::event::{EventCategory, TimelineEvent, TimelineLane};
 use super::now;

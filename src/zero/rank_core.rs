@@ -51,7 +51,7 @@ use {crate::memory::TrackedBuffer, crate::tensor::flat_buffer::FlatBuffer, std::
 /// The partitioned state of one rank.
 pub(crate) struct RankCore {
     pub(super) comm: Arc<dyn Communicator>,
-    /// This rank's position among the stages of a pipeline, if there is one.
+    /// The pipeline of this rank, if there is one.
     pub(super) pipeline: Option<PipelineContext>,
     /// The ranks among which experts are divided, if they are.
     pub(super) experts: Option<ExpertRanks>,
@@ -138,7 +138,7 @@ pub(crate) enum DelayedUpdate {
 /// The parts that a core is made of.
 pub(crate) struct RankCoreParts {
     pub comm: Arc<dyn Communicator>,
-    /// This rank's position among the stages of a pipeline, if there is one.
+    /// The pipeline of this rank, if there is one.
     pub pipeline: Option<PipelineContext>,
     /// The ranks among which experts are divided, if they are.
     pub experts: Option<ExpertRanks>,
@@ -305,7 +305,7 @@ impl RankCore {
         self.pipeline.as_ref().map_or(&*self.comm, |position| &*position.job)
     }
 
-    /// Returns this rank's position in a pipeline, if there is one.
+    /// Returns the pipeline of this rank, if there is one.
     pub fn pipeline(&self) -> Option<&PipelineContext> {
         self.pipeline.as_ref()
     }

@@ -1,9 +1,9 @@
 //! The protocol between ranks, run by loom in every order that the memory model allows, in some tests only up to a
 //! limited number of thread switches.
 //!
-//! `piece_slots.rs`, `mailbox.rs`, `published_count.rs` and `rank_state.rs` in `src/comm/shm` are compiled here unchanged;
-//! `region.rs` and `mailbox_memory.rs` give them memory that loom observes. The tests named `loom_finds_...` plant an
-//! error in that memory and pass when loom finds it.
+//! `piece_slots.rs`, `mailbox.rs`, `published_count.rs` and `rank_state.rs` in `src/comm/shm` are compiled here
+//! unchanged; `region.rs` and `mailbox_memory.rs` give them memory that loom observes. The tests named
+//! `loom_finds_...` plant an error in that memory and pass when loom finds it.
 //!
 //!     cargo test --release --manifest-path tests/loom/Cargo.toml
 

@@ -221,7 +221,7 @@ struct Block {
     text_lens: [Word32; 2],
 }
 
-/// A text in a rank's control block.
+/// The kind of a text in a rank's control block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailureTextKind {
     /// The rank's reason for giving up.

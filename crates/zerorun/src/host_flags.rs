@@ -97,8 +97,8 @@ enum HostLauncherFlag {
 }
 
 impl HostFlags {
-    /// Returns the hosts on which the ranks run. `own_ranks` is the number of ranks on each host, if the user gave it.
-    /// With `--nnodes`, also fills in the port to which the hosts connect.
+    /// Returns how the job is started. `own_ranks` is the number of ranks on each host, if the user gave it. With
+    /// `--nnodes`, also fills in the port to which the hosts connect.
     pub(crate) fn job_hosts(
         &self,
         own_ranks: Option<usize>,

@@ -155,7 +155,7 @@ impl MpiRank {
         HierarchicalCollectives::new(InterHostExchange::new(local, link, hosts, self.wait(timeout)))
     }
 
-    /// Returns the messages between this rank and `peer`, a rank of another host, in a channel.
+    /// Returns the end for messages between this rank and `peer`, a rank of another host, in a channel.
     pub(super) fn messages(&self, channel: usize, peer: usize, timeout: std::time::Duration) -> MpiPointToPoint {
         MpiPointToPoint::new(self.link.clone(), self.wait(timeout), channel, peer)
     }

@@ -15,7 +15,7 @@ const PARTS_IN_FLIGHT: usize = 4;
 /// The spin limits of a link's thread, which only waits, while other threads need the cores.
 const SPIN_LIMITS: SpinLimits = SpinLimits { spins: 20, yields: 20 };
 
-/// The messages between this rank and a rank of another host, in one direction.
+/// Sends messages to, or receives messages from, a rank of another host.
 pub(in crate::comm) struct MpiPointToPoint {
     link: Arc<MpiLink>,
     wait: MessageWait,

@@ -16,7 +16,7 @@ use candle_core::DType;
 #[derive(Debug, Clone)]
 pub(crate) struct UniformHosts(HostTopology);
 
-/// Consecutive messages between hosts for one sum or gather. Headers are exchanged before them.
+/// An estimate of consecutive messages between hosts for one sum or gather. Headers are exchanged before them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct InterHostTransferEstimate {
     /// The number of bytes received by the host that receives the most.

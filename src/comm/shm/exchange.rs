@@ -35,7 +35,7 @@ const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
 /// The maximum time counted for one turn of a wait (a nap and a check). See [`PeerWaitTimer`].
 const MAX_COUNTED_TURN: Duration = Duration::from_secs(1);
 
-/// The thread that runs a collective.
+/// The kind of thread that runs a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::comm) enum CollectiveThreadKind {
     /// The comm thread of the rank.

@@ -59,7 +59,7 @@ impl MailboxEnd {
     }
 }
 
-/// The messages of one mailbox.
+/// Sends or receives messages through one end of a mailbox.
 pub(in crate::comm) struct MailboxPointToPoint {
     region: Arc<SharedMemoryRegion>,
     end: MailboxEnd,
@@ -72,7 +72,7 @@ pub(in crate::comm) struct MailboxPointToPoint {
 }
 
 impl MailboxPointToPoint {
-    /// Returns the messages of `end` between this rank and a peer, both as the region counts them. The region's rank 0
+    /// Creates the end for messages between this rank and a peer, both as the region counts them. The region's rank 0
     /// is rank `first` of the job.
     pub(in crate::comm) fn new(
         region: Arc<SharedMemoryRegion>,

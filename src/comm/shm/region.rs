@@ -71,7 +71,7 @@ const HEADERS: usize = 64; // two, of 64 bytes
 const SEAT: usize = 256;
 const _: () = assert!(CHANNELS * SEAT <= PAGE);
 
-/// A failure text in a rank's control block.
+/// The kind of a failure text in a rank's control block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::comm) enum FailureTextKind {
     /// The rank's reason for giving up.

@@ -57,7 +57,7 @@ pub(super) struct AttentionCall<'a> {
 }
 
 impl<'a> AttentionCall<'a> {
-    /// Checks the sizes and prepares the launches.
+    /// Checks the sizes and chooses those of blocks and tiles.
     ///
     /// # Panics
     /// Panics if rows are not within their views.

@@ -194,15 +194,15 @@ fn results_and_gradients_are_those_of_the_host_in_f16() {
 #[test]
 fn blocks_and_tiles_are_those_that_the_kernels_were_made_for() {
     fn check<E: AttentionElement>(device: &CudaDevice) {
-        let mut figures = device.alloc_zeros::<u32>(6 * tile_launch::WIDTHS.len()).unwrap();
+        let mut figures = device.alloc_zeros::<u32>(6 * tile_sizes::WIDTHS.len()).unwrap();
         let name = format!("attention_launches_{}", E::SUFFIX);
         let function = E::KERNELS.function(device, &name).unwrap();
         let mut arguments = function.builder();
         arguments.arg(&mut figures);
         // SAFETY: the kernel writes 6 numbers for each width.
-        unsafe { arguments.launch(tile_launch::one_thread()) }.unwrap();
+        unsafe { arguments.launch(tile_sizes::one_thread()) }.unwrap();
         let figures = device.clone_dtoh(&figures).unwrap();
-        for (width, of_kernel) in tile_launch::WIDTHS.into_iter().zip(figures.chunks_exact(6)) {
+        for (width, of_kernel) in tile_sizes::WIDTHS.into_iter().zip(figures.chunks_exact(6)) {
             let AttentionTileSizes { forward, backward } = AttentionTileSizes::of(width, size_of::<E>());
             let ours = [forward, backward].map(|l| [l.own, l.others, l.bytes]).concat();
             assert_eq!(ours.iter().map(|n| *n as u32).collect::<Vec<_>>(), of_kernel, "{} {width}", E::SUFFIX);

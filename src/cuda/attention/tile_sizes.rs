@@ -14,7 +14,7 @@ pub(super) fn width(head: usize) -> Option<usize> {
     WIDTHS.into_iter().find(|width| (1..=*width).contains(&head))
 }
 
-/// A block and its tiles.
+/// The sizes of a block and of its tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BlockAndTileSizes {
     /// The number of rows that belong to the block.
@@ -46,7 +46,7 @@ pub(super) fn warps(count: usize) -> LaunchConfig {
     LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: ((WARPS * WARP) as u32, 1, 1), shared_mem_bytes: 0 }
 }
 
-/// The launches of the forward and backward kernels.
+/// The sizes of the blocks and tiles of the forward and backward kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct AttentionTileSizes {
     pub forward: BlockAndTileSizes,
@@ -54,7 +54,7 @@ pub(super) struct AttentionTileSizes {
 }
 
 impl AttentionTileSizes {
-    /// Returns the launches for a width and for elements of `element` bytes.
+    /// Returns the sizes for a width and for elements of `element` bytes.
     pub fn of(width: usize, element: usize) -> Self {
         let (forward, backward) = match (element, width) {
             (4, 256) => ((2, 16), (2, 8)),

@@ -38,7 +38,7 @@ __device__ void write_launches(uint32_t *to) {
     extern "C" __global__ void attention_along_##f(AttentionSizes s, const E *out, const E *dout, float *along) {             \
         attention_along(s, out, dout, along);                                                                                 \
     }                                                                                                                         \
-    /* Writes the figures that a test compares with the launches. */                                                          \
+    /* Writes the figures that a test compares with AttentionTileSizes. */                                                    \
     extern "C" __global__ void attention_launches_##f(uint32_t *to) {                                                         \
         write_launches<FORWARD(32), BACKWARD(32)>(to);                                                                        \
         write_launches<FORWARD(64), BACKWARD(64)>(to + 6);                                                                    \

@@ -65,7 +65,7 @@ impl SentMessage {
     }
 }
 
-/// The boundaries of this rank's stages.
+/// The messages of this rank's stages to and from other ranks.
 pub(super) struct StageP2p {
     /// The ranks along the pipeline.
     comm: Arc<dyn Communicator>,

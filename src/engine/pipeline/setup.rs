@@ -94,7 +94,7 @@ impl PipelineSetup {
         self.along.rank() == 0
     }
 
-    /// Returns this rank's position. `names` are those of its parameters, in order of registration.
+    /// Returns the context of this rank. `names` are those of its parameters, in order of registration.
     pub(in crate::engine) fn position<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> PipelineContext {
         let mut all_names: Vec<(usize, &String)> =
             self.division.numbers.iter().map(|(name, number)| (*number, name)).collect();

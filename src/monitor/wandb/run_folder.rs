@@ -25,7 +25,7 @@ const MAX_ID: usize = 64;
 /// The time for which a killed process may still hold the lock of its run.
 const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The contents of [`ORIGIN`].
+/// The contents of [`ORIGIN`], by which a job finds the run that it continues.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct ResumeInfo {
     id: String,

@@ -27,7 +27,7 @@ impl ProjectionSizes {
 
 pub(super) const NAME: &str = "experts";
 
-/// The rows of a grouped product.
+/// The grouped products of a projection: its sizes, the layout of its weights, and the rows of each expert.
 pub(super) struct GroupedGemm {
     pub sizes: ProjectionSizes,
     pub layout: WeightLayout,

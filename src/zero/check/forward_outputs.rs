@@ -26,7 +26,7 @@ pub(super) struct ForwardOutputsState {
     pub(super) reached: usize,
 }
 
-/// One output of a forward pass.
+/// A record of one output of a forward pass.
 pub(crate) struct TrackedForwardOutput {
     /// The number of weight updates before this output.
     pub(super) updates: u64,

@@ -46,7 +46,7 @@ impl Perturbation<'_> {
     }
 }
 
-/// The state of a check.
+/// The state of a gradient check on one rank.
 #[derive(Default)]
 pub(crate) struct RankCheckState {
     /// Whether forward passes are observed: their changes are undone, and their outputs report their gradients.

@@ -23,7 +23,7 @@ pub(crate) struct ExpertAllToAll {
     trains: bool,
 }
 
-/// The content of a message, which ranks compare.
+/// The kind of a message, which ranks compare.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ExpertMessageKind {
     /// The chosen experts of each row, and their weights.

@@ -342,7 +342,7 @@ impl SubGroupBuilder {
     }
 }
 
-/// The files of this rank.
+/// The builder of this rank's files.
 pub(crate) struct OffloadFileBuilder {
     offload: Option<Arc<OffloadStore>>,
     /// The pending writes of initial values.

@@ -25,7 +25,7 @@ pub(crate) struct PipelineVote {
     pub requests: RankZeroRequests,
 }
 
-/// This rank's position among the ranks along the pipeline.
+/// The pipeline of this rank: its communicators, and the parameters and buffers of the complete model.
 pub(crate) struct PipelineContext {
     /// The ranks along the pipeline.
     pub comm: Arc<dyn Communicator>,

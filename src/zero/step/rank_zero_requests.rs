@@ -1,6 +1,6 @@
 //! Requests from rank 0 to all ranks in a vote, in the same message as the flag for overflow.
 
-/// The requests of a step. They are the same on all ranks after the vote.
+/// The requests from rank 0 in a step. After the vote, they are the same on all ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct RankZeroRequests {
     /// Whether, after the step, all ranks report their memory and times for the record of the run.

@@ -27,7 +27,7 @@ use candle_core::CudaDevice;
 #[cfg(feature = "cuda")]
 use std::sync::{Arc, Mutex};
 
-/// The data that a copy carries.
+/// The kind of data that a copy carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CopyPayloadKind {
     /// Sums of gradients, copied to this rank's share.

@@ -280,7 +280,7 @@ fn leaves_no_space(normalizer: &Value) -> bool {
     normalizer["pattern"]["String"] == " " && normalizer["content"] == "\u{2581}" || all.iter().any(leaves_no_space)
 }
 
-/// The state of a text after some of the pre-tokenizers.
+/// The effects of the pre-tokenizers so far on a text.
 #[derive(Debug, Clone, Copy)]
 struct PreTokenizerEffects {
     /// The character that represents a space.

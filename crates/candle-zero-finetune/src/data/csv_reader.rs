@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// The column separators that are considered if the file does not declare one.
 const SEPARATORS: [u8; 4] = [b',', b';', b'\t', b'|'];
 
-/// The rows of a table.
+/// A reader of the rows of a table.
 pub(super) struct CsvRowReader {
     input: BufReader<File>,
     parser: Box<csv_core::Reader>,

@@ -5,7 +5,7 @@ use crate::error::Result;
 use candle_core::quantized::gguf_file::Value;
 use candle_zero::util::counted;
 
-/// The metadata keys of an architecture.
+/// A reader of the metadata of an architecture.
 pub(super) struct ArchitectureMetadataReader<'a> {
     pub gguf: &'a GgufFile,
     pub architecture: &'a str,

@@ -3,7 +3,7 @@
 use candle_zero::models::{DecoderConfig, NormKind, NormPlacement, ParameterNaming};
 use candle_zero::nn::RotaryPairs;
 
-/// The place of a parameter in a GGUF file.
+/// The mapping of a parameter to the tensors of a GGUF file that contain it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct GgufTensorMapping {
     /// The names of the tensors that contain the parameter: one, or two for the experts' gate and up projections.
@@ -63,8 +63,8 @@ impl GgufTensorMapping {
     }
 }
 
-/// Returns the place of a parameter in a file of an architecture whose rotary positions rotate `pairs`, or `None` if
-/// llama.cpp has no name for it.
+/// Returns the mapping of a parameter to a file of an architecture whose rotary positions rotate `pairs`, or `None`
+/// if llama.cpp has no name for it.
 pub(super) fn place_of(parameter: &str, config: &DecoderConfig, pairs: RotaryPairs) -> Option<GgufTensorMapping> {
     let bare = parameter.strip_prefix(config.prefix).unwrap_or(parameter);
     let has_plus_one = matches!(config.norm, NormKind::RmsPlusOne | NormKind::LayerPlusOne);

@@ -27,7 +27,7 @@ pub(crate) fn factor(scale: u8) -> f32 {
     2f64.powi(i32::from(scale) - SCALE_OF_1) as f32
 }
 
-/// Weights in files. Some of the weights may be in MXFP4.
+/// A reader of weights in files, some of which may be in MXFP4.
 #[derive(Debug)]
 pub(super) struct Mxfp4WeightReader {
     files: Arc<WeightFiles>,

@@ -34,7 +34,7 @@ pub struct AdapterInitialValues {
 /// A rule that selects, by name and shape, the weights to pack.
 type PackingRule = Box<dyn Fn(&str, &[usize]) -> bool + Send + Sync>;
 
-/// Weights that the model uses after packing and unpacking.
+/// The packing and unpacking that weights undergo before the model uses them, and the rule that selects these weights.
 struct QuantizationRoundTrip {
     packing: WeightPacking,
     dtype: DType,

@@ -20,7 +20,7 @@ use candle_zero::models::{ActivationBytesOptions, Decoder, DecoderClassifier, De
 use candle_zero::util::fnv1a;
 use serde_json::Value;
 
-/// The ranks of a run.
+/// The number of ranks of a run, their distribution over hosts, and the speed of the network between the hosts.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RunTopology {
     pub world: usize,
@@ -34,8 +34,8 @@ pub(super) struct RunTopology {
 const MEASURED_BYTES: usize = 4 << 20;
 
 impl RunTopology {
-    /// Returns the ranks of a communicator. Measures the network between hosts if `measures` is set, which must be the
-    /// same on all ranks. Collective.
+    /// Returns the topology of a communicator's ranks. Measures the network between hosts if `measures` is set, which
+    /// must be the same on all ranks. Collective.
     pub fn of(comm: &dyn Communicator, measures: bool) -> Result<Self> {
         let (world, hosts) = (comm.size(), ranks_per_host(comm)?);
         let per_host = if hosts.iter().all(|ranks| *ranks == hosts[0]) { hosts[0] } else { world };

@@ -9,7 +9,7 @@ pub struct ClassificationScores {
     counts: Vec<[u64; 3]>,
 }
 
-/// The scores of one class. A share is 0 if there are no texts to divide by.
+/// The metrics of one class. A share is 0 if there are no texts to divide by.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClassMetrics {
     /// The share of texts predicted as this class that belong to it.
@@ -67,7 +67,7 @@ impl ClassificationScores {
         if seen.is_empty() { 0.0 } else { seen.iter().sum::<f64>() / seen.len() as f64 }
     }
 
-    /// Returns the score of each class.
+    /// Returns the metrics of each class.
     pub fn classes(&self) -> impl Iterator<Item = ClassMetrics> {
         self.counts.iter().map(|counts| {
             let [right, found, there] = *counts;

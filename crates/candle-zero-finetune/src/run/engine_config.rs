@@ -53,7 +53,8 @@ pub(super) fn ranks_of_all_islands(config: &Value, ranks: usize) -> usize {
     ranks.saturating_mul(island_slots(config).unwrap_or(1))
 }
 
-/// The parts into which the ranks divide the rows of a micro step: ranks, or pipelines of several ranks.
+/// The number of parts into which the ranks divide the rows of a micro step, and whether each part is a pipeline of
+/// several ranks instead of a single rank.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DataParallelDegree {
     pub count: usize,

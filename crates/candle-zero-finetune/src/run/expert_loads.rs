@@ -44,6 +44,7 @@ pub(super) struct DeadExpertDetector {
     blocks: Vec<TokensSinceRouted>,
 }
 
+/// The tokens that the experts of a block have missed.
 #[derive(Debug)]
 struct TokensSinceRouted {
     block: usize,

@@ -42,7 +42,7 @@ use std::time::Instant;
 
 mod saving;
 
-/// The state of a run in addition to the engine's.
+/// The values for early stopping and for reports that a checkpoint contains in addition to the engine's state.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 struct EarlyStopState {
     /// The best validation: the number of steps and the loss.
@@ -211,7 +211,7 @@ impl FineTune {
         Ok(())
     }
 
-    /// Begins at the engine's step. `state` is this run's state in a checkpoint's client state.
+    /// Begins at the engine's step. `state` is the [`EarlyStopState`] in a checkpoint's client state.
     fn begin(&mut self, start: FineTuneStart, state: Value) {
         self.state = serde_json::from_value(state).unwrap_or_default();
         (self.first_step, self.skipped_before) = (self.engine.global_steps(), self.engine.skipped_steps());

@@ -12,7 +12,7 @@ use candle_zero::util::binary;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// A run that must fit into memory.
+/// The input of the choice of a stage, an offload and a micro batch: a run, and the memory that it may use.
 #[non_exhaustive]
 pub struct MemoryFitInput<'a> {
     /// The parameters, which of them are trained, and how the others are held.

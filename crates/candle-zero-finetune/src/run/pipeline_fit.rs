@@ -101,7 +101,7 @@ fn check_combination(options: &Options, config: &Value) -> Result<()> {
     }
 }
 
-/// A language model to be divided among the ranks of a pipeline.
+/// The input of the division of a language model among the ranks of a pipeline: the model, and the available memory.
 pub(super) struct PipelineFitInput<'a> {
     pub sizes: &'a DecoderConfig,
     /// A function that marks which parameters are trained, and how the others are held.

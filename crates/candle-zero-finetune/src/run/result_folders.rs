@@ -14,7 +14,7 @@ use candle_zero::nn::is_adapter;
 use candle_zero::stop_signal::RESTART;
 use std::path::{Path, PathBuf};
 
-/// A folder of a run's result.
+/// The kind of model in a folder of a run's result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ResultKind {
     /// The model at the end.

@@ -1,7 +1,7 @@
 //! Live updates: sends additions to the records of runs as server-sent events.
 //!
 //! However fast a run is, there are at most ten events a second: rows that arrive between two events are sent
-//! together, and many rows are reduced to a few (`columns`).
+//! together, and many rows are reduced to a few (`metrics_columns`).
 
 use super::api::{expert_loads, opened, shown};
 use super::http::{ContentKind, HttpRefusal, HttpRequest, encode, json_bytes, parse_query, write_head};

@@ -117,13 +117,13 @@ fn yield_to_training() {
     }
 }
 
-/// One of a limited number of places, which is given back when the value is dropped.
+/// One of a limited number of permits for connections, which is given back when the value is dropped.
 struct ConnectionPermit<'a>(&'a AtomicUsize);
 
 impl<'a> ConnectionPermit<'a> {
     fn take(count: &'a AtomicUsize, most: usize) -> Option<Self> {
         let place = Self(count);
-        // If there are too many, the place is given back immediately.
+        // If there are too many, the permit is given back immediately.
         (count.fetch_add(1, Ordering::SeqCst) < most).then_some(place)
     }
 }

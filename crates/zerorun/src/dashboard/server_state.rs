@@ -43,7 +43,7 @@ pub(super) struct RunsListCache {
     pub(super) running: BTreeMap<PathBuf, RecordedRun>,
 }
 
-/// The state of a server.
+/// The state that the threads of a server share.
 #[derive(Debug)]
 pub(super) struct SharedServerState {
     pub(super) folder: ServedFolder,

@@ -33,7 +33,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 const MAX_RUNS: usize = 64;
 const MAX_ANNOUNCED: usize = 256 << 10;
 
-/// The launcher's part of the records of a job's runs.
+/// The writer of the launcher's part of the records of a job's runs.
 #[derive(Debug)]
 pub(super) struct JobRecordWriter {
     /// The file to which rank 0 appends the folders; `None` if nothing is recorded, or if rank 0 is on another host.

@@ -23,7 +23,7 @@ use std::time::Duration;
 /// Torchrun's name for [`RESTART`], the number of restarts so far.
 const TORCH_RESTART: &str = "TORCHELASTIC_RESTART_COUNT";
 
-/// The job to start.
+/// The description of the ranks to start on this host.
 #[derive(Debug)]
 pub(crate) struct LocalJobSpec {
     /// The absolute path of the executable.

@@ -1,6 +1,6 @@
 //! Starts a program on N ranks.
 //!
-//! `zerorun train.rs` takes these steps. `script` finds the package that the file belongs to, or generates one
+//! `zerorun train.rs` takes these steps. `script_target` finds the package that the file belongs to, or generates one
 //! (`script_package`; its manifest may be at the top of the code, see `frontmatter`). `cargo_build` builds the
 //! executable with cargo. `local_job_spec` defines the job of one host and the environment of its ranks. `ranks` starts
 //! the executable N times, passes on its output (`rank_output`, `stderr_tail`) and signals (`signals`), and stops
@@ -55,7 +55,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The hosts on which the ranks run.
+/// How a job is started: on which hosts, and by which launchers.
 #[derive(Debug, Clone)]
 pub(crate) enum LaunchMode {
     /// On this host.

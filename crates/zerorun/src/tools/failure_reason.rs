@@ -1,4 +1,4 @@
-//! The log of a run that another process has written.
+//! The reason for the failure of a run, from the log that another process has written.
 
 use std::path::Path;
 

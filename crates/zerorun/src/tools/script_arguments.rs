@@ -1,4 +1,4 @@
-//! The words of a script's command line.
+//! The arguments in a script's command line.
 
 use std::ffi::OsString;
 

@@ -148,7 +148,7 @@ pub(super) enum ReadDeadline {
     Silence(Duration),
 }
 
-/// The seals of the numbered messages in one direction of a connection.
+/// Seals the numbered messages in one direction of a connection, or checks their seals.
 #[derive(Debug)]
 struct MessageSealer {
     /// The key, or `None` if the hosts share no secret.

@@ -62,7 +62,7 @@ pub(super) enum HostAnswer {
     Failed(String),
 }
 
-/// A host as it describes itself.
+/// The result of the check of a host: the host as it describes itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct HostCheckResult {
     /// The version of `zerorun`.

@@ -3,9 +3,10 @@
 //! ```text
 //!   sweep file + flags -> definition (parameter_syntax) -> SweepSettings, CommandTemplate (trial_command)
 //!
-//!   runner: Sweep::ask -> trial_starter, trial_process: start, end -> Sweep::tell      the journal records each of these
+//!   runner: Sweep::ask -> trial_starter, trial_process: start, end -> Sweep::tell    the journal records each of these
 //!     on this host:   trial_launch: zerorun SCRIPT or zerorun finetune -> trial_results
-//!     on other hosts: remote_trial: ssh -> remote_request_handler: trial_launch -> trial_results     messages: host_request
+//!     on other hosts: remote_trial: ssh -> remote_request_handler: trial_launch -> trial_results
+//!                     messages: host_request
 //!   trial_hosts: the hosts of a hostfile, and places on them        host_check: what each host has
 //!   report: the table of trials        best_trial_files: the best configuration as files
 //!   dashboard_view: sweeps as the dashboard shows them

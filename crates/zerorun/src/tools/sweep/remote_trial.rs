@@ -20,7 +20,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 /// The maximum number of bytes of a remote shell's output that are read.
 const MAX_OUTPUT_BYTES: u64 = 16 << 20;
 
-/// The settings for commands on other hosts.
+/// The launcher of trials and other commands on other hosts.
 #[derive(Debug, Default)]
 pub(super) struct RemoteTrialLauncher {
     pub(super) shell: RemoteShellOptions,

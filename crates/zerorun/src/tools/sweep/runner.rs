@@ -40,7 +40,7 @@ struct RunningJob {
     host: Option<String>,
 }
 
-/// The process of a job.
+/// The state of a job's process.
 #[derive(Debug)]
 enum JobProcessState {
     /// The process is started as soon as there is a place and no other process trains the trial, but not before this

@@ -35,7 +35,7 @@ pub(super) struct TrialStarter {
     pub(super) directory: PathBuf,
     /// The number of threads of a rank; `None` if the user's variables set it.
     pub(super) threads: Option<usize>,
-    /// The other hosts.
+    /// The launcher of trials on other hosts.
     pub(super) hosts: RemoteTrialLauncher,
 }
 

@@ -26,7 +26,7 @@ pub(super) struct TrialRow {
 
 /// One line of the file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct TrialRecordLine {
+struct TuneResultLine {
     id: String,
     changes: Map<String, Value>,
     #[serde(flatten)]
@@ -39,7 +39,7 @@ const LINE_PREFIX: &str = "{\"id\":\"";
 /// The file of finished experiments.
 pub(super) struct TuneResultsFile {
     path: PathBuf,
-    lines: Vec<TrialRecordLine>,
+    lines: Vec<TuneResultLine>,
     /// The lock, held until the search ends.
     _lock: File,
 }
@@ -97,7 +97,7 @@ impl TuneResultsFile {
     /// Adds a finished experiment.
     pub(super) fn add(&mut self, id: &str, candidate: &TuneCandidate, outcome: &TrialOutcome) -> Result<()> {
         self.lines.retain(|line| line.id != id);
-        self.lines.push(TrialRecordLine { id: id.into(), changes: candidate.0.clone(), outcome: outcome.clone() });
+        self.lines.push(TuneResultLine { id: id.into(), changes: candidate.0.clone(), outcome: outcome.clone() });
         let mut text = String::new();
         for line in &self.lines {
             let json =
