@@ -431,7 +431,7 @@ mod tests {
             prop_assume!(at <= 64 * ALIGN);
             let values: Vec<f32> = (0..from).map(|i| i as f32 + 0.5).collect();
             let all = || -> Vec<TransferPiece> {
-                let piece = |(at, memory): &(u64, Range<usize>)| TransferPiece {
+                let piece = |(at, memory): &(u64, std::ops::Range<usize>)| TransferPiece {
                     arena: arena.clone(),
                     at: *at,
                     memory: memory.clone(),
