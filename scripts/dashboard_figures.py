@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.parse
 
 sys.dont_write_bytecode = True
 from dashboard_browser import Server
@@ -61,15 +60,13 @@ def measure(flags, work):
             time.sleep(0.1)
         time.sleep(2)
         run = found[0].parent
-        end = lambda file: (run / file).stat().st_size if (run / file).exists() else 0
-        files = ["metrics.jsonl", "events.jsonl", "samples.jsonl", "launch.jsonl", "log.txt"]
         # The page has loaded what is in the files, and asks for what is appended.
-        query = lambda: "run=" + urllib.parse.quote(f"{run.name}@{'.'.join(str(end(file)) for file in files)}")
+        position = lambda: ".".join(map(str, server.get(f"/api/run?id={run.name}")["positions"]))
         windows, received = [], 0
         for index in range(2 * flags.pairs):
             # Windows with and without the client in the order ABBA, so that a drift does not favour either.
             watches = index % 4 in (1, 2)
-            client = subprocess.Popen(["nice", "-n", "19", "curl", "-sN", f"{server.address}/api/live?{query()}", "-o", str(work / "news")]) if watches else None
+            client = subprocess.Popen(["nice", "-n", "19", "curl", "-sN", f"{server.address}/api/live?run={run.name}@{position()}", "-o", str(work / "news")]) if watches else None
             time.sleep(SETTLE)
             used, begin = cpu_seconds(server.process.pid), time.time()
             time.sleep(flags.window)
@@ -80,9 +77,9 @@ def measure(flags, work):
                 received += (work / "news").stat().st_size
                 assert received > 0, "the client received nothing"
     finally:
-        for process in (job, server.process):
-            process.terminate()
-            process.wait()
+        job.terminate()
+        job.wait()
+        server.stop()
     report(flags, windows, run, received)
 
 

@@ -28,7 +28,7 @@ LEARNING_RATES, DECAYS = 16, [0, 0.1, 1, 10]
 
 
 def sweep(folder, scheduler, flags, work, steps):
-    """Runs a sweep, and returns its trials, the best one first, and the seconds that it took."""
+    """Runs a sweep, and returns what `zerorun sweep show --json` prints about it, and the seconds that it took."""
     (work / "ds_config.json").write_text(json.dumps(CONFIG))
     (work / "sweep.toml").write_text(f"""[parameters]
 "optimizer.params.lr" = {{ log_uniform = [1e-4, 1e-1], points = {LEARNING_RATES} }}
