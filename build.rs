@@ -20,8 +20,8 @@ fn main() {
     for variable in ["NVCC", "CUDA_HOME", "CUDA_COMPUTE_CAP"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
-    if let Err(why) = compile_all() {
-        println!("cargo::error={why}");
+    if let Err(error) = compile_all() {
+        println!("cargo::error={error}");
         exit(1);
     }
 }
@@ -45,7 +45,7 @@ fn compile(nvcc: &Path, capability: &str, file: &Path, out: &Path) -> Result<(),
     // A product and a sum are rounded separately, as on the CPU. A kernel that fuses them calls fmaf.
     command.arg("--fmad=false").arg(format!("--gpu-architecture=compute_{capability}"));
     command.arg("--output-directory").arg(out).arg(file);
-    let shown = file.display();
+    let source = file.display();
     let output = command.output().map_err(|error| {
         format!("{}: {error}; the feature cuda needs CUDA's compiler; put nvcc on the PATH or set NVCC", nvcc.display())
     })?;
@@ -55,23 +55,23 @@ fn compile(nvcc: &Path, capability: &str, file: &Path, out: &Path) -> Result<(),
     let text = [output.stdout, output.stderr].concat();
     let lines = String::from_utf8_lossy(&text).replace('\n', "\ncargo::warning=");
     println!("cargo::warning={lines}");
-    Err(format!("{} failed to compile {shown} for compute_{capability}: {}", nvcc.display(), output.status))
+    Err(format!("{} failed to compile {source} for compute_{capability}: {}", nvcc.display(), output.status))
 }
 
 fn nvcc() -> PathBuf {
-    let of_toolkit = || std::env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("bin/nvcc"));
-    let named = std::env::var_os("NVCC").map(PathBuf::from);
-    named.or_else(|| of_toolkit().filter(|nvcc| nvcc.is_file())).unwrap_or_else(|| "nvcc".into())
+    let from_toolkit = || std::env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("bin/nvcc"));
+    let configured = std::env::var_os("NVCC").map(PathBuf::from);
+    configured.or_else(|| from_toolkit().filter(|nvcc| nvcc.is_file())).unwrap_or_else(|| "nvcc".into())
 }
 
 /// Returns the compute capability without its dot.
 fn capability() -> String {
-    let asked = std::env::var("CUDA_COMPUTE_CAP").ok();
+    let configured = std::env::var("CUDA_COMPUTE_CAP").ok();
     let of_gpu = || {
         let query = ["--query-gpu=compute_cap", "--format=csv,noheader"];
         let output = Command::new("nvidia-smi").args(query).output().ok().filter(|output| output.status.success())?;
         Some(String::from_utf8(output.stdout).ok()?.lines().next()?.trim().to_owned())
     };
-    let found = asked.or_else(of_gpu).map(|text| text.replace('.', ""));
-    found.filter(|text| !text.is_empty()).unwrap_or_else(|| MIN_COMPUTE_CAPABILITY.to_owned())
+    let capability = configured.or_else(of_gpu).map(|text| text.replace('.', ""));
+    capability.filter(|text| !text.is_empty()).unwrap_or_else(|| MIN_COMPUTE_CAPABILITY.to_owned())
 }

@@ -58,7 +58,7 @@ fn measure(rounds: usize, folder: &Path) -> Result<()> {
         step(&mut engine, tokens, false)?;
     }
     let (mut plain, mut direct, mut saved) = (vec![], vec![], vec![]);
-    let (mut alone, mut beside) = ([vec![], vec![]], [vec![], vec![]]);
+    let (mut without_save, mut with_save) = ([vec![], vec![]], [vec![], vec![]]);
     let mut bytes = 0;
     for _ in 0..rounds {
         saved.push(seconds(|| engine.save_checkpoint(folder, Some("foreground"), Value::Null).map(drop))?);
@@ -76,8 +76,8 @@ fn measure(rounds: usize, folder: &Path) -> Result<()> {
         for (i, tokens) in lengths.into_iter().enumerate() {
             for _ in 0..2 {
                 step(&mut engine, tokens, false)?;
-                alone[i].push(step(&mut engine, tokens, false)?);
-                beside[i].push(step(&mut engine, tokens, true)?);
+                without_save[i].push(step(&mut engine, tokens, false)?);
+                with_save[i].push(step(&mut engine, tokens, true)?);
                 std::fs::remove_dir_all(folder.join("background")).unwrap();
             }
         }
@@ -92,11 +92,13 @@ fn measure(rounds: usize, folder: &Path) -> Result<()> {
         rate(saved),
         plain.min(direct) / saved * 100.0
     );
-    for ((tokens, alone), saving) in lengths.into_iter().zip(alone.map(median)).zip(beside.map(median)) {
+    for ((tokens, without_save), with_save) in
+        lengths.into_iter().zip(without_save.map(median)).zip(with_save.map(median))
+    {
         println!(
-            "{tokens} tokens: a step takes {alone:.3} s, or {saving:.3} s with a save in the background; the delay is \
-             {:.0} % of a save",
-            (saving - alone) / saved * 100.0
+            "{tokens} tokens: a step takes {without_save:.3} s, or {with_save:.3} s with a save in the background; the \
+             delay is {:.0} % of a save",
+            (with_save - without_save) / saved * 100.0
         );
     }
     Ok(())
@@ -115,11 +117,11 @@ fn plain_loop(path: &Path, bytes: u64, flags: i32) {
     // to leave room for the alignment.
     let block = &memory[memory.as_ptr().align_offset(4096)..][..BLOCK];
     let mut file = OpenOptions::new().write(true).create(true).custom_flags(flags).open(path).unwrap();
-    let mut left = bytes.next_multiple_of(4096);
-    while left > 0 {
-        let now = left.min(BLOCK as u64);
-        file.write_all(&block[..now as usize]).unwrap();
-        left -= now;
+    let mut remaining = bytes.next_multiple_of(4096);
+    while remaining > 0 {
+        let len = remaining.min(BLOCK as u64);
+        file.write_all(&block[..len as usize]).unwrap();
+        remaining -= len;
     }
     file.sync_all().unwrap();
     drop(file);

@@ -69,9 +69,9 @@ fn long(comm: &dyn Communicator, bytes: usize) {
     let mut memory = shared_memory();
     memory[rank * bytes..(rank + 1) * bytes].fill(rank as u8 + 1);
     comm.barrier().wait().unwrap();
-    let theirs = &memory[(1 - rank) * bytes..(2 - rank) * bytes];
-    let mut own = vec![9u8; bytes];
-    let (mut sum, mut part, mut whole) = (touched(len), touched(len), touched(len));
+    let source = &memory[(1 - rank) * bytes..(2 - rank) * bytes];
+    let mut destination = vec![9u8; bytes];
+    let (mut sum, mut scattered, mut gathered) = (touched(len), touched(len), touched(len));
     let mut times = [
         ("copy", vec![]),
         ("reduce-scatter", vec![]),
@@ -84,17 +84,17 @@ fn long(comm: &dyn Communicator, bytes: usize) {
     for _ in 0..ROUNDS {
         let take = |flat: &mut Flat| std::mem::replace(flat, Flat::zeros(DType::F32, 0));
         let seconds = [
-            time(comm, || black_box(&mut own).copy_from_slice(black_box(theirs))),
+            time(comm, || black_box(&mut destination).copy_from_slice(black_box(source))),
             {
-                let input = take(&mut part);
-                let seconds = time(comm, || part = comm.reduce_scatter(input, 0).wait().unwrap());
-                part.extend_zeros(len - part.len());
+                let input = take(&mut scattered);
+                let seconds = time(comm, || scattered = comm.reduce_scatter(input, 0).wait().unwrap());
+                scattered.extend_zeros(len - scattered.len());
                 seconds
             },
             {
-                let mut shard = take(&mut whole);
+                let mut shard = take(&mut gathered);
                 shard.truncate(len / RANKS);
-                time(comm, || whole = comm.all_gather(shard, 0).wait().unwrap())
+                time(comm, || gathered = comm.all_gather(shard, 0).wait().unwrap())
             },
             {
                 let (shard, mut out) = (touched(len / RANKS), None);
@@ -105,15 +105,15 @@ fn long(comm: &dyn Communicator, bytes: usize) {
                 time(comm, || sum = comm.all_reduce(input, 0).wait().unwrap())
             },
             {
-                let (input, wire) = (take(&mut part), WireFormat::Blocks(IntFormat::Int4));
-                let seconds = time(comm, || part = comm.reduce_scatter_as(wire, input, 0).wait().unwrap());
-                part.extend_zeros(len - part.len());
+                let (input, wire) = (take(&mut scattered), WireFormat::Blocks(IntFormat::Int4));
+                let seconds = time(comm, || scattered = comm.reduce_scatter_as(wire, input, 0).wait().unwrap());
+                scattered.extend_zeros(len - scattered.len());
                 seconds
             },
             {
-                let (mut shard, wire) = (take(&mut whole), WireFormat::Blocks(IntFormat::Int8));
+                let (mut shard, wire) = (take(&mut gathered), WireFormat::Blocks(IntFormat::Int8));
                 shard.truncate(len / RANKS);
-                time(comm, || whole = comm.all_gather_as(wire, shard, 0).wait().unwrap())
+                time(comm, || gathered = comm.all_gather_as(wire, shard, 0).wait().unwrap())
             },
         ];
         times.iter_mut().zip(seconds).for_each(|((_, times), seconds)| times.push(seconds));

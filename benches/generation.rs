@@ -42,21 +42,22 @@ impl SimpleBackend for Weights {
     }
 }
 
-/// Runs the model on one token after `before` cached ones: one step of generation.
+/// Runs the model on one token after `cached_tokens` earlier ones: one step of generation.
 #[divan::bench(types = [f32, bf16], args = [16, 512, 1000], sample_size = 1, max_time = 2)]
-fn gpt2_token<T: WithDType>(bencher: Bencher<'_, '_>, before: usize) {
+fn gpt2_token<T: WithDType>(bencher: Bencher<'_, '_>, cached_tokens: usize) {
     let config = GptConfig::preset("gpt2").unwrap();
     let gpt = Gpt::new(&config, VarBuilder::from_backend(Box::new(Weights), T::DTYPE, Device::Cpu)).unwrap();
     let mut session = Session::new();
-    session.reserve(before + 1);
-    let text: Vec<u32> = (0..before as u32).map(|i| i.wrapping_mul(2_654_435_761) % config.vocab as u32).collect();
+    session.reserve(cached_tokens + 1);
+    let text: Vec<u32> =
+        (0..cached_tokens as u32).map(|i| i.wrapping_mul(2_654_435_761) % config.vocab as u32).collect();
     gpt.extend(&mut session, &text).unwrap();
 
     let weights = config.num_parameters() - config.ctx * config.n_embd;
-    let kept = 2 * config.n_layer * (before + 1) * config.n_embd;
-    let bytes = (weights + kept) * T::DTYPE.size_in_bytes();
+    let cached_elements = 2 * config.n_layer * (cached_tokens + 1) * config.n_embd;
+    let bytes = (weights + cached_elements) * T::DTYPE.size_in_bytes();
     let mut one_more = || {
-        session.truncate(before);
+        session.truncate(cached_tokens);
         black_box(gpt.extend(&mut session, &[11]).unwrap());
     };
     // Allocates the buffers that later calls reuse.

@@ -86,7 +86,7 @@ fn measure<const N: usize>(
     inputs: [Tensor; N],
     run: impl Fn(&[Tensor; N]) -> candle_core::Result<Tensor>,
 ) {
-    let inputs = inputs.map(|input| if with_backward { wanting_gradient(&input) } else { input });
+    let inputs = inputs.map(|input| if with_backward { differentiable(&input) } else { input });
     let once = || {
         let y = run(&inputs).unwrap();
         if with_backward {
@@ -101,7 +101,7 @@ fn measure<const N: usize>(
 /// Returns a tensor of the same shape that repeats the first rows of `tensor`. The result is not a variable
 /// itself, because Candle adds the gradient of a variable to zeros, one element at a time in bf16. An engine's
 /// parameters avoid this.
-fn wanting_gradient(tensor: &Tensor) -> Tensor {
+fn differentiable(tensor: &Tensor) -> Tensor {
     let (&width, leading) = tensor.dims().split_last().unwrap();
     let rows = leading.iter().product::<usize>();
     let in_table = rows.min(16);
@@ -165,20 +165,20 @@ fn run_up<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: b
     let inputs = [sizes.hidden::<T>(d), numbers::<T>(&[d, 4 * d]), numbers::<T>(&[4 * d])];
     let bencher = bencher.counter(product(with_backward, [sizes.tokens(), 4 * d, d]));
     measure(bencher, with_backward, inputs, |[x, w, b]| {
-        let then = LinearEpilogue { activation: Some(Activation::GeluTanh), ..LinearEpilogue::default() };
-        linear_then(x, w, Some(b), WeightLayout::InOut, then)
+        let epilogue = LinearEpilogue { activation: Some(Activation::GeluTanh), ..LinearEpilogue::default() };
+        linear_then(x, w, Some(b), WeightLayout::InOut, epilogue)
     });
 }
 
 fn run_down<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {
     let sizes = model.sizes();
     let d = sizes.width;
-    let (x, onto) = (sizes.hidden::<T>(4 * d), sizes.hidden::<T>(d));
-    let inputs = [x, numbers::<T>(&[4 * d, d]), numbers::<T>(&[d]), onto];
+    let (x, residual) = (sizes.hidden::<T>(4 * d), sizes.hidden::<T>(d));
+    let inputs = [x, numbers::<T>(&[4 * d, d]), numbers::<T>(&[d]), residual];
     let bencher = bencher.counter(product(with_backward, [sizes.tokens(), d, 4 * d]));
-    measure(bencher, with_backward, inputs, |[x, w, b, onto]| {
-        let then = LinearEpilogue { residual: Some(onto), ..LinearEpilogue::default() };
-        linear_then(x, w, Some(b), WeightLayout::InOut, then)
+    measure(bencher, with_backward, inputs, |[x, w, b, residual]| {
+        let epilogue = LinearEpilogue { residual: Some(residual), ..LinearEpilogue::default() };
+        linear_then(x, w, Some(b), WeightLayout::InOut, epilogue)
     });
 }
 
@@ -220,7 +220,7 @@ fn frozen_unpack<T: WithDType>(bencher: Bencher<'_, '_>, packing: WeightPacking)
     bencher.bench_local(|| packing.unpack(black_box(&packed), black_box(values.as_mut())));
 }
 
-/// Measures one product of `rows` rows with an unpacked matrix of the size [`FROZEN`].
+/// Measures one product of `rows` rows with an unpacked matrix of size [`FROZEN`].
 #[divan::bench(types = [f32, bf16], args = [1, 16, 128, 512, 2048], sample_size = 1, max_time = 0.25)]
 fn frozen_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
     let [outputs, inputs] = FROZEN;
@@ -260,8 +260,9 @@ fn experts_product_and_backward_frozen<T: WithDType>(bencher: Bencher<'_, '_>, r
 
 fn run_experts<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize, gradients: Gradients) {
     let experts = EXPERTS[0];
-    let of = |expert: usize| if expert.is_multiple_of(2) { rows / 2 } else { rows + rows / 2 };
-    let choices: Vec<u32> = (0..experts).flat_map(|expert| std::iter::repeat_n(expert as u32, of(expert))).collect();
+    let rows_of = |expert: usize| if expert.is_multiple_of(2) { rows / 2 } else { rows + rows / 2 };
+    let choices: Vec<u32> =
+        (0..experts).flat_map(|expert| std::iter::repeat_n(expert as u32, rows_of(expert))).collect();
     let assignment = Arc::new(ExpertAssignment::new(&choices, 1, experts).unwrap());
     run_products::<T>(bencher, rows, gradients, &EXPERTS, |x, weights| {
         let weights = vec![ExpertTensors::Fused(weights.clone())];
@@ -291,7 +292,7 @@ fn run_dense<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize, gradients: Gra
     });
 }
 
-/// Measures a product of all rows of the experts with weights of the shape `weights`.
+/// Measures a product of all rows of the experts with weights of shape `weights`.
 fn run_products<T: WithDType>(
     bencher: Bencher<'_, '_>,
     rows: usize,
@@ -327,16 +328,16 @@ fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_back
 /// Measures the forward and backward passes of attention over one row of 2048 positions and four heads of size 64, with
 /// different masks and with capped scores.
 #[divan::bench(types = [f32, bf16], args = ["all", "capped", "window of 256", "eight sequences"], sample_size = 1, max_time = 0.5)]
-fn attention_that_sees<T: WithDType>(bencher: Bencher<'_, '_>, what: &str) {
-    let attend = match what {
+fn attention_that_sees<T: WithDType>(bencher: Bencher<'_, '_>, mask: &str) {
+    let options = match mask {
         "capped" => AttentionOptions { soft_cap: Some(50.0), ..AttentionOptions::default() },
         "window of 256" => AttentionOptions { window: Some(256), ..AttentionOptions::default() },
         _ => AttentionOptions::default(),
     };
     let packed = Sequences::from_lengths(&[vec![256; 8]], 2048).unwrap();
-    let packed = (what == "eight sequences").then_some(packed);
+    let packed = (mask == "eight sequences").then_some(packed);
     let qkv = [numbers::<T>(&[1, 2048, 3 * 256])];
-    measure(bencher, true, qkv, |[qkv]| fused_attention(qkv, 4, &attend, packed.as_ref()));
+    measure(bencher, true, qkv, |[qkv]| fused_attention(qkv, 4, &options, packed.as_ref()));
 }
 
 fn run_head<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {
@@ -348,7 +349,7 @@ fn run_head<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward:
 }
 
 /// Returns the number of bytes moved if elements are read once and written once.
-fn moved<T: WithDType>(elements: usize) -> BytesCount {
+fn bytes_moved<T: WithDType>(elements: usize) -> BytesCount {
     BytesCount::new(2 * elements * T::DTYPE.size_in_bytes())
 }
 
@@ -356,27 +357,27 @@ fn run_layer_norm<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
     let sizes = model.sizes();
     let d = sizes.width;
     let inputs = [sizes.hidden::<T>(d), numbers::<T>(&[d]), numbers::<T>(&[d])];
-    let bencher = bencher.counter(moved::<T>(sizes.tokens() * d));
+    let bencher = bencher.counter(bytes_moved::<T>(sizes.tokens() * d));
     measure(bencher, false, inputs, |[x, w, b]| layer_norm(x, w, b, 1e-5));
 }
 
 fn run_rms_norm<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
     let sizes = model.sizes();
     let d = sizes.width;
-    let bencher = bencher.counter(moved::<T>(sizes.tokens() * d));
+    let bencher = bencher.counter(bytes_moved::<T>(sizes.tokens() * d));
     measure(bencher, false, [sizes.hidden::<T>(d), numbers::<T>(&[d])], |[x, w]| rms_norm(x, w, 1e-5));
 }
 
 fn run_gelu<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
     let sizes = model.sizes();
-    let bencher = bencher.counter(moved::<T>(sizes.tokens() * 4 * sizes.width));
+    let bencher = bencher.counter(bytes_moved::<T>(sizes.tokens() * 4 * sizes.width));
     measure(bencher, false, [sizes.hidden::<T>(4 * sizes.width)], |[x]| gelu_tanh(x));
 }
 
 fn run_embedding<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
     let sizes = model.sizes();
     let ids = sizes.ids();
-    let bencher = bencher.counter(moved::<T>(sizes.tokens() * sizes.width));
+    let bencher = bencher.counter(bytes_moved::<T>(sizes.tokens() * sizes.width));
     measure(bencher, false, [numbers::<T>(&[sizes.vocab, sizes.width])], |[table]| embedding(&ids, table));
 }
 

@@ -54,8 +54,8 @@ fn optimizer(bencher: Bencher<'_, '_>, threads: usize, config: &OptimizerConfig,
     let mut states: Vec<Flat> = optimizer.state_names().iter().map(|_| filled(DType::F32, 0.01)).collect();
     let grad = filled(grad, 0.01);
     let mut copy = copy.map(|dtype| filled(dtype, 0.5));
-    let narrow = |flat: Option<&Flat>| flat.map_or(0, |flat| flat.dtype().size_in_bytes());
-    let bytes = 8 * (1 + states.len()) + narrow(Some(&grad)) + narrow(copy.as_ref());
+    let element_size = |flat: Option<&Flat>| flat.map_or(0, |flat| flat.dtype().size_in_bytes());
+    let bytes = 8 * (1 + states.len()) + element_size(Some(&grad)) + element_size(copy.as_ref());
     let mut step = 0;
     measure(bencher, threads, bytes, move || {
         step += 1;
@@ -83,9 +83,9 @@ fn triad(bencher: Bencher<'_, '_>, threads: usize) {
     let mut read = filled(DType::F32, 0.01);
     measure(bencher, threads, 28, move || {
         let [a, b, c] = written.each_mut().map(f32s);
-        let part = ELEMENTS / threads;
-        let parts = |v| <[f32]>::par_chunks_mut(v, part);
-        parts(a).zip(parts(b)).zip(parts(c)).zip(parts(f32s(&mut read))).for_each(|(((a, b), c), x)| {
+        let chunk_len = ELEMENTS / threads;
+        let chunks = |v| <[f32]>::par_chunks_mut(v, chunk_len);
+        chunks(a).zip(chunks(b)).zip(chunks(c)).zip(chunks(f32s(&mut read))).for_each(|(((a, b), c), x)| {
             for (((a, b), c), x) in a.iter_mut().zip(b).zip(c).zip(x) {
                 *a += 0.5 * *x;
                 *b += 0.25 * *x;
@@ -172,8 +172,8 @@ fn muon_momentum_f32(bencher: Bencher<'_, '_>, threads: usize) {
     let ctx = StepContext { grad_scale: 0.7, ..StepContext::new(1e-3, 1) };
     measure(bencher, threads, 16, move || {
         let [momentum, direction] = buffers.each_mut().map(f32s);
-        let OptimizerNeeds::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs complete matrices") };
-        wholewise.momentum(&ctx, grad.as_ref(), &mut [momentum], direction);
+        let OptimizerNeeds::Whole(whole_optimizer) = optimizer.needs() else { panic!("Muon needs complete matrices") };
+        whole_optimizer.momentum(&ctx, grad.as_ref(), &mut [momentum], direction);
     });
 }
 
@@ -202,8 +202,10 @@ fn muon_newton_schulz<const STANDARD: bool>(bencher: Bencher<'_, '_>, shape: [us
     let matrix: Vec<f32> = (0..all).map(|i| ((i * 7919 + i / 3 * 31) % 1009) as f32 / 504.5 - 1.0).collect();
     bencher.counter(ItemsCount::new(2 * products * short)).with_inputs(|| matrix.clone()).bench_local_values(
         |mut matrix| {
-            let OptimizerNeeds::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs complete matrices") };
-            wholewise.finish(&mut matrix, &shape);
+            let OptimizerNeeds::Whole(whole_optimizer) = optimizer.needs() else {
+                panic!("Muon needs complete matrices")
+            };
+            whole_optimizer.finish(&mut matrix, &shape);
             matrix
         },
     );

@@ -39,8 +39,8 @@ fn main() {
     let threads = if engine_cost.is_some() { cores } else { (cores / RANKS).max(1) }.to_string();
     keep_memory::start_as_a_rank(&[("RAYON_NUM_THREADS", &threads), ("CANDLE_NUM_THREADS", &threads)]);
     match engine_cost {
-        Some(at) => {
-            let rounds = args.get(at + 1).and_then(|rounds| rounds.parse().ok()).unwrap_or(15);
+        Some(index) => {
+            let rounds = args.get(index + 1).and_then(|rounds| rounds.parse().ok()).unwrap_or(15);
             [false, true].into_iter().for_each(|bf16| compare_with_plain_loop(bf16, rounds));
         }
         None => divan::main(),
@@ -69,25 +69,25 @@ fn batch(gpt: &GptConfig, batch: usize, rank: usize) -> candle_core::Result<(Ten
 fn measure(bencher: Bencher<'_, '_>, preset: &str, stage: u8, bf16: bool) {
     let gpt = GptConfig::preset(preset).unwrap();
     let config = config(stage, MICRO_BATCH, bf16);
-    let (starts, started): (Vec<_>, Vec<_>) = (0..RANKS).map(|_| channel::<()>()).unzip();
-    let started: Vec<_> = started.into_iter().map(Mutex::new).collect();
-    let (done, ended) = channel::<()>();
+    let (start_senders, start_receivers): (Vec<_>, Vec<_>) = (0..RANKS).map(|_| channel::<()>()).unzip();
+    let start_receivers: Vec<_> = start_receivers.into_iter().map(Mutex::new).collect();
+    let (step_sender, step_receiver) = channel::<()>();
     let step_of_all = move || {
-        starts.iter().for_each(|start| start.send(()).unwrap());
-        (0..RANKS).for_each(|_| ended.recv().unwrap());
+        start_senders.iter().for_each(|start| start.send(()).unwrap());
+        (0..RANKS).for_each(|_| step_receiver.recv().unwrap());
     };
     std::thread::scope(|scope| {
-        let (gpt, config, started) = (&gpt, &config, &started);
+        let (gpt, config, start_receivers) = (&gpt, &config, &start_receivers);
         let ranks = scope.spawn(move || {
             threads::run(RANKS, |comm| -> Result<()> {
                 let (rank, builder) = (comm.rank(), Engine::builder().communicator(comm).device(Device::Cpu));
                 let mut engine = builder.initialize(|vb| Gpt::new(gpt, vb), config.clone())?;
                 let (inputs, targets) = batch(gpt, MICRO_BATCH, rank)?;
-                for () in started[rank].lock().unwrap().iter() {
+                for () in start_receivers[rank].lock().unwrap().iter() {
                     let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
                     engine.backward(&loss)?;
                     engine.step()?;
-                    done.send(()).unwrap();
+                    step_sender.send(()).unwrap();
                 }
                 Ok(())
             })
@@ -121,7 +121,7 @@ fn mini_bf16(bencher: Bencher<'_, '_>, stage: u8) {
 }
 
 /// A variable of the plain loop with its optimizer state.
-struct Trained {
+struct TrainedVar {
     var: Var,
     state: RefCell<State>,
 }
@@ -180,12 +180,12 @@ fn compare_with_plain_loop(bf16: bool, rounds: usize) {
     let vars = VarMap::new();
     let dtype = if bf16 { DType::BF16 } else { DType::F32 };
     let plain = Gpt::new(&gpt, VarBuilder::from_varmap(&vars, dtype, &Device::Cpu)).unwrap();
-    let trained = vars.all_vars().into_iter().map(|var| {
+    let trained_vars = vars.all_vars().into_iter().map(|var| {
         let values = || var.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
         let moments = optimizer.state_names().iter().map(|_| vec![0f32; var.elem_count()]).collect();
-        Trained { state: RefCell::new(State { master: bf16.then(values), moments }), var }
+        TrainedVar { state: RefCell::new(State { master: bf16.then(values), moments }), var }
     });
-    let trained: Vec<Trained> = trained.collect();
+    let trained_vars: Vec<TrainedVar> = trained_vars.collect();
     let mut steps = 0;
     let mut plain_step = || {
         let start = Instant::now();
@@ -193,7 +193,7 @@ fn compare_with_plain_loop(bf16: bool, rounds: usize) {
         let loss = plain.loss(&inputs, &targets).unwrap();
         let grads = loss.backward().unwrap();
         let ctx = StepContext::new(base_lr(&optimizer_config), steps);
-        for Trained { var, state } in &trained {
+        for TrainedVar { var, state } in &trained_vars {
             let update = Update { optimizer: optimizer.as_ref(), ctx, state };
             var.inplace_op2(grads.get(var).unwrap(), &update).unwrap();
         }

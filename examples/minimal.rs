@@ -17,7 +17,7 @@ fn main() -> anyhow::Result<()> {
     for step in 0..200 {
         let mut last = 0.0;
         for _ in 0..batch.gradient_accumulation_steps {
-            // The points lie in a square. The model learns the product of their coordinates.
+            // The points are spread over a square. The model learns the product of their coordinates.
             let mut points: Vec<f32> = vec![];
             for _ in 0..batch.train_micro_batch_size_per_gpu {
                 number += engine.world_size();

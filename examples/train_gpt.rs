@@ -180,7 +180,7 @@ struct StepMetrics {
 }
 
 /// The figures that ranks exchange after a step.
-struct OverRanks {
+struct RankAggregates {
     loss: f64,
     rss_peak_bytes: Option<u64>,
 }
@@ -300,7 +300,7 @@ fn main() -> ExitCode {
     };
     match result {
         // A job that the user stops on the dashboard does not count as failed, because it would then be restarted.
-        Ok(Ended::Stopped) if is_by_signal() => ExitCode::FAILURE,
+        Ok(Outcome::Stopped) if is_by_signal() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => {
             // A closed stream does not change the exit code.
@@ -310,14 +310,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns whether a signal, and not the dashboard, has asked this rank to end.
+/// Returns whether a signal, rather than the dashboard, asked this rank to stop.
 fn is_by_signal() -> bool {
     !matches!(asked_to_stop(), Ok(false))
 }
 
 /// The outcome of a run without errors.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Ended {
+enum Outcome {
     Trained,
     /// The run has paused at the step in `CANDLE_ZERO_STOP_AT`, which is saved.
     Paused,
@@ -326,7 +326,7 @@ enum Ended {
 }
 
 /// Prints a line to standard output. A closed pipe, which no one reads, is not an error.
-fn say(text: impl Display) -> anyhow::Result<()> {
+fn print_line(text: impl Display) -> anyhow::Result<()> {
     match writeln!(std::io::stdout(), "{text}") {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
             Err(anyhow::anyhow!("cannot write to standard output: {error}"))
@@ -342,7 +342,7 @@ fn run<A: Architecture<Config: IntoDecoderConfig>>(
     config: &A::Config,
     [vocab, width]: [usize; 2],
     sizes: Value,
-) -> anyhow::Result<Ended> {
+) -> anyhow::Result<Outcome> {
     let ctx = A::ctx(config);
     let seq_len = args.seq_len.unwrap_or(ctx);
     anyhow::ensure!(
@@ -358,7 +358,7 @@ fn run<A: Architecture<Config: IntoDecoderConfig>>(
         !divided || args.sample.is_none_or(|tokens| tokens == 0),
         "--sample is not supported in a pipeline, whose ranks have only parts of the model; leave it out"
     );
-    if let Some(warning) = too_large::<A>(args, config, divided, &run_values) {
+    if let Some(warning) = memory_warning::<A>(args, config, divided, &run_values) {
         // An error means that no one reads stderr.
         _ = writeln!(std::io::stderr(), "warning: {warning}");
     }
@@ -380,8 +380,8 @@ fn run<A: Architecture<Config: IntoDecoderConfig>>(
         true => Trainer::Pipeline(Box::new(builder.initialize_pipeline(decoder_pipeline(config)?, ds_config)?)),
         false => Trainer::Whole(Box::new(builder.initialize(|vb| LanguageModel::<A>::new(config, vb), ds_config)?)),
     };
-    let ended = run_engine(&mut engine, data, args, [vocab, ctx, seq_len], &sizes);
-    ended.inspect_err(|error| {
+    let outcome = run_engine(&mut engine, data, args, [vocab, ctx, seq_len], &sizes);
+    outcome.inspect_err(|error| {
         on_either!(&mut engine, engine => engine.end_run(RunEnding::Failed, Some(&format!("{error:#}"))));
     })
 }
@@ -393,18 +393,19 @@ fn run_engine<A: Architecture>(
     args: &Args,
     [vocab, ctx, seq_len]: [usize; 3],
     sizes: &Value,
-) -> anyhow::Result<Ended> {
+) -> anyhow::Result<Outcome> {
     if let Some(path) = &args.export {
         engine.check_export(path)?;
     }
     let seed = args.seed.unwrap_or(engine.config().seed);
     // If the parameters are in files, all of them would be read once for each token of the sample.
-    let in_files = on_either!(&*engine, engine => engine.memory_report()).row(MemoryKind::Parameters).file.held > 0;
-    let samples = data.is_byte_level() && !in_files && !engine.is_divided();
-    let sample = args.sample.unwrap_or(if samples { 200 } else { 0 });
-    let text = data.is_byte_level();
-    if text && vocab != BYTES && engine.rank() == 0 {
-        say(format!(
+    let memory = on_either!(&*engine, engine => engine.memory_report());
+    let parameters_in_files = memory.row(MemoryKind::Parameters).file.held > 0;
+    let samples_by_default = data.is_byte_level() && !parameters_in_files && !engine.is_divided();
+    let sample = args.sample.unwrap_or(if samples_by_default { 200 } else { 0 });
+    let is_text = data.is_byte_level();
+    if is_text && vocab != BYTES && engine.rank() == 0 {
+        print_line(format!(
             "text is read as bytes, so only {BYTES} different tokens occur; the model has a vocabulary of {vocab}"
         ))?;
     }
@@ -426,27 +427,27 @@ fn run_engine<A: Architecture>(
         && let Some(loaded) = engine.load(dir)?
         && engine.rank() == 0
     {
-        say(format!("continues after step {}: {}", engine.global_steps(), loaded.path.display()))?;
+        print_line(format!("continues after step {}: {}", engine.global_steps(), loaded.path.display()))?;
     }
     if engine.global_samples() > 0 {
         // The run continues from a checkpoint, or with the state of other islands.
         loader.resume(engine.global_samples());
     }
-    let ended = train(engine, &mut loader, args, seq_len, sizes)?;
-    if ended != Ended::Trained {
+    let outcome = train(engine, &mut loader, args, seq_len, sizes)?;
+    if outcome != Outcome::Trained {
         if engine.rank() == 0 {
             let steps = engine.global_steps();
-            let why = match ended {
-                Ended::Paused => "as planned",
+            let why = match outcome {
+                Outcome::Paused => "as planned",
                 _ if is_by_signal() => "by a signal",
                 _ => "on request",
             };
             match steps {
-                0 => say(format!("stopped {why} before the first step was complete: nothing is lost"))?,
-                _ => say(format!("stopped {why}: step {steps} is saved, and --resume continues from there"))?,
+                0 => print_line(format!("stopped {why} before the first step was complete: nothing is lost"))?,
+                _ => print_line(format!("stopped {why}: step {steps} is saved, and --resume continues from there"))?,
             }
         }
-        return Ok(ended);
+        return Ok(outcome);
     }
     if let (Trainer::Whole(engine), true) = (&mut *engine, args.export.is_some() || sample > 0) {
         // With local steps, this gives all islands the same weights.
@@ -458,15 +459,15 @@ fn run_engine<A: Architecture>(
     // Every rank generates, because, at stage 3, a forward pass gathers parameters from all ranks. All ranks draw the
     // same tokens.
     if let (Trainer::Whole(engine), 1..) = (&mut *engine, sample) {
-        let begin = prompt.len();
+        let prompt_len = prompt.len();
         let tokens = generate(engine, prompt, sample, seed)?;
-        let shown = |tokens: &[u32]| if text { as_text(tokens) } else { format!("{tokens:?}") };
-        engine.record_sample(&shown(&tokens[..begin]), &shown(&tokens[begin..]));
+        let format_tokens = |tokens: &[u32]| if is_text { as_text(tokens) } else { format!("{tokens:?}") };
+        engine.record_sample(&format_tokens(&tokens[..prompt_len]), &format_tokens(&tokens[prompt_len..]));
         if engine.rank() == 0 {
-            say(shown(&tokens))?;
+            print_line(format_tokens(&tokens))?;
         }
     }
-    Ok(Ended::Trained)
+    Ok(Outcome::Trained)
 }
 
 /// Returns whether the configuration has a section `pipeline` that divides the model's layers among several ranks.
@@ -480,7 +481,7 @@ fn is_divided(ds_config: &Path) -> anyhow::Result<bool> {
 
 /// Returns a warning, only on rank 0, if the model's training state needs more memory than is available, according to
 /// the estimate. Problems with the configuration are reported elsewhere.
-fn too_large<A: Architecture<Config: IntoDecoderConfig>>(
+fn memory_warning<A: Architecture<Config: IntoDecoderConfig>>(
     args: &Args,
     config: &A::Config,
     divided: bool,
@@ -491,22 +492,22 @@ fn too_large<A: Architecture<Config: IntoDecoderConfig>>(
     let needs = if divided {
         let module = decoder_pipeline(config).ok()?;
         let estimate = PipelineEstimate::new(&module, ds_config, env.world_size, run_values, |shapes| shapes).ok()?;
-        let of_rank =
+        let peak_bytes =
             |memory: &MemoryReport| memory.rows.iter().map(|row| row.host.peak + row.pinned.peak).sum::<usize>();
-        (estimate.ranks.iter().map(|rank| of_rank(&rank.memory)).sum::<usize>() * estimate.pipelines) as f64
+        (estimate.ranks.iter().map(|rank| peak_bytes(&rank.memory)).sum::<usize>() * estimate.pipelines) as f64
     } else {
         let ds_config = Config::load_for(ds_config, env.world_size, run_values).ok()?;
         let shapes = Shapes::of("model", |vb| LanguageModel::<A>::new(config, vb)).ok()?;
         Estimate::new(&shapes, &ds_config).ok()?.host_bytes() as f64 * env.world_size as f64
     };
-    let left = available_memory()? as f64;
+    let available = available_memory()? as f64;
     let gib = |bytes: f64| bytes / f64::from(1 << 30);
-    (needs > left).then(|| {
+    (needs > available).then(|| {
         format!(
             "the training state needs {:.1} GiB of memory, but only {:.1} GiB is available; use a smaller model, \
              more sharding or offload (zerorun estimate)",
             gib(needs),
-            gib(left)
+            gib(available)
         )
     })
 }
@@ -515,8 +516,11 @@ fn too_large<A: Architecture<Config: IntoDecoderConfig>>(
 fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
     let preset = GptConfig::preset(args.model_name())?;
     check_context(args)?;
-    let llamas_own = args.n_kv_head.is_none() && args.n_inner.is_none();
-    anyhow::ensure!(llamas_own, "a GPT-2 has no --n_kv_head and no --n_inner; leave them out, or give --arch llama");
+    let has_no_llama_flags = args.n_kv_head.is_none() && args.n_inner.is_none();
+    anyhow::ensure!(
+        has_no_llama_flags,
+        "a GPT-2 has no --n_kv_head and no --n_inner; leave them out, or give --arch llama"
+    );
     let config = GptConfig {
         n_layer: args.n_layer.unwrap_or(preset.n_layer),
         n_head: args.n_head.unwrap_or(preset.n_head),
@@ -581,14 +585,14 @@ fn train<A: Architecture>(
     args: &Args,
     seq_len: usize,
     sizes: &Value,
-) -> anyhow::Result<Ended> {
-    let first = engine.rank() == 0;
+) -> anyhow::Result<Outcome> {
+    let is_first_rank = engine.rank() == 0;
     let mut metrics = match &args.metrics {
-        Some(path) if first && args.resume => Some(MetricsWriter::resume(path, engine.global_steps())?),
-        Some(path) if first => Some(MetricsWriter::create(path)?),
+        Some(path) if is_first_rank && args.resume => Some(MetricsWriter::resume(path, engine.global_steps())?),
+        Some(path) if is_first_rank => Some(MetricsWriter::create(path)?),
         _ => None,
     };
-    let mut progress = if first { Progress::new(args.steps, None) } else { Progress::silent() };
+    let mut progress = if is_first_rank { Progress::new(args.steps, None) } else { Progress::silent() };
     let batch = engine.config().batch;
     let tokens_per_step = (batch.train_batch_size * seq_len) as f64;
     let start = Instant::now();
@@ -602,18 +606,18 @@ fn train<A: Architecture>(
             }
             progress.finish();
             let is_planned = on_either!(&*engine, engine => engine.is_planned_stop());
-            return Ok(if is_planned { Ended::Paused } else { Ended::Stopped });
+            return Ok(if is_planned { Outcome::Paused } else { Outcome::Stopped });
         }
         let step_start = Instant::now();
         let files_before = engine.offload_report();
         let (lr, loss_scale) = on_either!(&*engine, engine => (engine.lr()[0], engine.loss_scale()));
         let loss = engine.step(loader)?;
-        let over_ranks = gather(engine, loss)?;
+        let aggregates = gather(engine, loss)?;
         let timings = on_either!(&*engine, engine => engine.timings());
         let files = engine.offload_report().since(&files_before);
         let line = StepMetrics {
             step,
-            loss: over_ranks.loss,
+            loss: aggregates.loss,
             lr,
             grad_norm: on_either!(&*engine, engine => engine.global_grad_norm()),
             loss_scale,
@@ -627,7 +631,7 @@ fn train<A: Architecture>(
             disk_read_bytes: files.bytes_read,
             disk_written_bytes: files.bytes_written,
             disk_bytes_per_s: files.bytes_per_s(),
-            rss_peak_bytes: over_ranks.rss_peak_bytes,
+            rss_peak_bytes: aggregates.rss_peak_bytes,
         };
         write(&mut metrics, &line);
         on_either!(&mut *engine, engine => engine.record_metrics(&[("tokens_per_s", line.tokens_per_s)]));
@@ -641,8 +645,8 @@ fn train<A: Architecture>(
     on_either!(&mut *engine, engine => engine.wait_for_checkpoint().and_then(|()| engine.wait_for_upload()))?;
     progress.finish();
     let files = engine.offload_report();
-    if first && files != OffloadReport::default() {
-        say(files)?;
+    if is_first_rank && files != OffloadReport::default() {
+        print_line(files)?;
     }
     let summary = json!({
         "summary": true,
@@ -655,13 +659,11 @@ fn train<A: Architecture>(
         "offload": engine.offload_report(),
     });
     write(&mut metrics, &summary);
-    let (made, skipped) = (args.steps.saturating_sub(first_step), engine.skipped_steps() - skipped_before);
-    if made > 0 && skipped == made {
-        return Err(
-            EngineError::NothingLearned { steps: made, adapts: engine.config().precision.adapts_loss_scale() }.into()
-        );
+    let (steps, skipped) = (args.steps.saturating_sub(first_step), engine.skipped_steps() - skipped_before);
+    if steps > 0 && skipped == steps {
+        return Err(EngineError::NothingLearned { steps, adapts: engine.config().precision.adapts_loss_scale() }.into());
     }
-    Ok(Ended::Trained)
+    Ok(Outcome::Trained)
 }
 
 /// Writes a line of metrics. Training matters more than its log: if a line cannot be written, a message reports
@@ -690,14 +692,14 @@ fn save<A: Architecture>(engine: &mut Trainer<A>, args: &Args, sizes: &Value) ->
 }
 
 /// Returns the mean loss and the largest memory over all ranks. Collective.
-fn gather<A: Architecture>(engine: &Trainer<A>, loss: f64) -> anyhow::Result<OverRanks> {
+fn gather<A: Architecture>(engine: &Trainer<A>, loss: f64) -> anyhow::Result<RankAggregates> {
     let memory = rss_peak_bytes().unwrap_or(0) as f64;
     let ranks = on_either!(engine, engine => engine.gather_f64(&[loss, memory]))?;
     // All ranks of a pipeline have the mean.
     let mean = ranks.iter().map(|rank| rank[0]).sum::<f64>() / ranks.len() as f64;
     let loss = if engine.is_divided() { loss } else { mean };
     let memory = ranks.iter().fold(0.0, |most: f64, rank| most.max(rank[1])) as u64;
-    Ok(OverRanks { loss, rss_peak_bytes: (memory > 0).then_some(memory) })
+    Ok(RankAggregates { loss, rss_peak_bytes: (memory > 0).then_some(memory) })
 }
 
 /// Extends `tokens` by `count` tokens, each sampled from the model's distribution, slightly sharpened. Each

@@ -96,7 +96,7 @@ fn main() -> anyhow::Result<()> {
             engine.save_checkpoint(dir, None, json!(null))?;
         }
     }
-    // All ranks take part: each one runs its own blocks for each token.
+    // All ranks must call `generate`, because each of them runs its own blocks for each token.
     let count = args.sample.unwrap_or(if is_text { 100 } else { 0 });
     if count > 0 {
         let tokens = engine.generate(&[u32::from(b'\n')], count, TEMPERATURE, engine.config().seed)?;

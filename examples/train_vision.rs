@@ -113,10 +113,10 @@ fn run(args: &Args) -> anyhow::Result<()> {
         None => {
             let (side, validation) = (usize::from(args.image), args.validation.unwrap_or(500));
             // The seed for the images differs from the one for the weights: --seed changes the training, not the task.
-            [Images::made(side, args.images, 0), Images::made(side, validation, 1)]
+            [Images::generate(side, args.images, 0), Images::generate(side, validation, 1)]
         }
     };
-    let validation = validation.first(args.validation);
+    let validation = validation.truncated(args.validation);
     let batch = config.batch.train_batch_size;
     let per_epoch = (training.len() / batch) as u64;
     ensure!(
@@ -126,7 +126,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
     );
     ensure!(validation.len() > 0, "--validation is 0; an accuracy needs at least one image");
     let all_steps = per_epoch * args.epochs;
-    let steps = args.steps.map_or(all_steps, |most| most.min(all_steps));
+    let steps = args.steps.map_or(all_steps, |limit| limit.min(all_steps));
 
     builder = builder.run(RunSpec::by_default("train_vision").total_steps(steps));
     builder = builder.seed(seed).run_values(RunValues { total_num_steps: Some(steps), ..RunValues::default() });
@@ -137,16 +137,16 @@ fn run(args: &Args) -> anyhow::Result<()> {
         recompute: args.activation_checkpointing,
     };
     let mut engine = builder.initialize(|vb| ResNet::new(&sizes, vb), args.ds.ds_config.as_path())?;
-    let first = engine.job_rank() == 0;
+    let is_first_rank = engine.job_rank() == 0;
     if let (true, Some(dir)) = (args.resume, &args.save)
         && let Some(loaded) = engine.load_checkpoint(dir, None, &LoadOptions::default())?
-        && first
+        && is_first_rank
     {
         println!("continues after step {}: {}", engine.global_steps(), loaded.path.display());
     }
     let mut metrics = match &args.metrics {
-        Some(path) if first && args.resume => Some(MetricsWriter::append(path)?),
-        Some(path) if first => Some(MetricsWriter::create(path)?),
+        Some(path) if is_first_rank && args.resume => Some(MetricsWriter::append(path)?),
+        Some(path) if is_first_rank => Some(MetricsWriter::create(path)?),
         _ => None,
     };
     let shape = BatchPartition::new(&engine.config().batch, engine.world_size(), engine.rank());
@@ -157,12 +157,12 @@ fn run(args: &Args) -> anyhow::Result<()> {
         let order = shuffled(training.len(), seed, epoch);
         let (mut loss, mut count) = (0.0, 0.0);
         while engine.global_steps() < end {
-            let in_epoch = engine.global_steps() - epoch * per_epoch;
+            let step_in_epoch = engine.global_steps() - epoch * per_epoch;
             for micro in 0..shape.accumulation {
-                let places = (0..shape.micro).map(|j| shape.global_sample(in_epoch, micro, j) as usize);
-                let numbers: Vec<usize> = places.map(|place| order[place]).collect();
+                let positions = (0..shape.micro).map(|j| shape.global_sample(step_in_epoch, micro, j) as usize);
+                let numbers: Vec<usize> = positions.map(|position| order[position]).collect();
                 let (x, y) = training.batch(&numbers, Some((seed, epoch)), engine.dtype(), engine.device())?;
-                let value = engine.forward(|net| smoothed(&net.forward(&x)?, &y, smoothing))?;
+                let value = engine.forward(|net| smoothed_loss(&net.forward(&x)?, &y, smoothing))?;
                 engine.backward(&value)?;
                 engine.step()?;
                 loss += f64::from(value.to_dtype(DType::F32)?.to_scalar::<f32>()?);
@@ -174,7 +174,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         let losses = engine.gather_f64(&[loss / count])?;
         let loss = losses.iter().map(|rank| rank[0]).sum::<f64>() / losses.len() as f64;
         let (step, seconds) = (engine.global_steps(), start.elapsed().as_secs_f64());
-        if first {
+        if is_first_rank {
             println!(
                 "epoch {} step {step}: loss {loss:.4}, validation accuracy {:.1} %, {seconds:.0} s",
                 epoch + 1,
@@ -196,12 +196,12 @@ fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the cross entropy with label smoothing: a fraction `part` of each target is spread over all classes
+/// Returns the cross entropy with label smoothing: a fraction `smoothing` of each target is spread over all classes
 /// (Szegedy et al. 2015, section 7).
-fn smoothed(logits: &Tensor, y: &Tensor, part: f64) -> Result<Tensor> {
+fn smoothed_loss(logits: &Tensor, y: &Tensor, smoothing: f64) -> Result<Tensor> {
     let sharp = cross_entropy(logits, y)?.to_dtype(DType::F32)?;
     let spread = ops::log_softmax(&logits.to_dtype(DType::F32)?, D::Minus1)?.mean_all()?.neg()?;
-    (sharp * (1.0 - part))? + (spread * part)?
+    (sharp * (1.0 - smoothing))? + (spread * smoothing)?
 }
 
 /// Returns the share of `images` whose class the model predicts correctly. Every rank evaluates a part of them.
@@ -209,22 +209,23 @@ fn smoothed(logits: &Tensor, y: &Tensor, part: f64) -> Result<Tensor> {
 fn accuracy(engine: &mut Engine<ResNet>, images: &Images, batch: usize) -> anyhow::Result<f64> {
     engine.sync_buffers()?;
     let (world, rank) = (engine.world_size(), engine.rank());
-    let (each, dtype) = (images.len().div_ceil(world), engine.dtype());
-    let (mut right, mut seen) = (0.0, 0.0);
-    for start in (0..each).step_by(batch) {
+    let (images_per_rank, dtype) = (images.len().div_ceil(world), engine.dtype());
+    let (mut correct, mut counted) = (0.0, 0.0);
+    for start in (0..images_per_rank).step_by(batch) {
         // Every rank has the same number of batches. Images beyond the end are evaluated but not counted.
-        let places: Vec<usize> = (start..each.min(start + batch)).map(|place| place * world + rank).collect();
-        let numbers: Vec<usize> = places.iter().map(|place| place % images.len()).collect();
+        let positions: Vec<usize> =
+            (start..images_per_rank.min(start + batch)).map(|position| position * world + rank).collect();
+        let numbers: Vec<usize> = positions.iter().map(|position| position % images.len()).collect();
         let (x, y) = images.batch(&numbers, None, dtype, engine.device())?;
-        let found = engine.eval(|net| net.forward(&x)?.argmax(D::Minus1))?.to_vec1::<u32>()?;
-        for ((place, found), y) in places.iter().zip(found).zip(y.to_vec1::<u32>()?) {
-            if *place < images.len() {
-                seen += 1.0;
-                right += f64::from(u8::from(found == y));
+        let predicted = engine.eval(|net| net.forward(&x)?.argmax(D::Minus1))?.to_vec1::<u32>()?;
+        for ((position, predicted), y) in positions.iter().zip(predicted).zip(y.to_vec1::<u32>()?) {
+            if *position < images.len() {
+                counted += 1.0;
+                correct += f64::from(u8::from(predicted == y));
             }
         }
     }
-    let ranks = engine.gather_f64(&[right, seen])?;
+    let ranks = engine.gather_f64(&[correct, counted])?;
     let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
     Ok(sum(0) / sum(1))
 }
@@ -296,11 +297,11 @@ impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = self.bn1.forward(&self.conv1.forward(x)?)?.relu()?;
         let y = self.bn2.forward(&self.conv2.forward(&y)?)?;
-        let around = match &self.downsample {
+        let shortcut = match &self.downsample {
             Some((conv, norm)) => norm.forward(&conv.forward(x)?)?,
             None => x.clone(),
         };
-        (y + around)?.relu()
+        (y + shortcut)?.relu()
     }
 }
 
@@ -368,8 +369,8 @@ impl Images {
         self.classes.len()
     }
 
-    fn first(mut self, most: Option<usize>) -> Self {
-        let count = most.map_or(self.len(), |most| most.min(self.len()));
+    fn truncated(mut self, limit: Option<usize>) -> Self {
+        let count = limit.map_or(self.len(), |limit| limit.min(self.len()));
         self.classes.truncate(count);
         self.pixels.truncate(count * 3 * self.side * self.side);
         self
@@ -384,18 +385,18 @@ impl Images {
         };
         let mut images = Self { side: 32, pixels: Vec::new(), classes: Vec::new() };
         for path in names.into_iter().map(|name| dir.join(name)) {
-            let shown = path.display();
-            let bytes = std::fs::read(&path).with_context(|| format!("cannot read {shown} of CIFAR-10"))?;
+            let path_text = path.display();
+            let bytes = std::fs::read(&path).with_context(|| format!("cannot read {path_text} of CIFAR-10"))?;
             let are_records = !bytes.is_empty() && bytes.len().is_multiple_of(RECORD);
             ensure!(
                 are_records,
-                "{shown} has {} bytes; it must have one or more records of {RECORD} bytes each",
+                "{path_text} has {} bytes; it must have one or more records of {RECORD} bytes each",
                 bytes.len()
             );
             for record in bytes.chunks(RECORD) {
                 ensure!(
                     usize::from(record[0]) < CLASSES,
-                    "{shown} has an image of class {}; CIFAR-10 has classes 0 to 9",
+                    "{path_text} has an image of class {}; CIFAR-10 has classes 0 to 9",
                     record[0]
                 );
                 images.classes.push(record[0]);
@@ -407,14 +408,14 @@ impl Images {
 
     /// Generates `count` images by a rule that depends only on `seed`. The numbers of images in the classes differ by
     /// at most one. Mirroring an image does not change its class.
-    fn made(side: usize, count: usize, seed: u64) -> Self {
+    fn generate(side: usize, count: usize, seed: u64) -> Self {
         let mut images = Self { side, pixels: Vec::with_capacity(count * 3 * side * side), classes: Vec::new() };
         for number in 0..count {
             let mut random = Random::of(&[seed, number as u64]);
             let class = number % CLASSES;
             let radius = side as f32 * (0.3 + 0.14 * random.unit());
-            let mut place = || radius + (side as f32 - 2.0 * radius) * random.unit();
-            let (x0, y0) = (place(), place());
+            let mut random_center = || radius + (side as f32 - 2.0 * radius) * random.unit();
+            let (x0, y0) = (random_center(), random_center());
             let mut colour = || [0; 3].map(|_| random.unit());
             let (inside, mut outside) = (colour(), colour());
             // The shape differs strongly from the background in at least one plane, so that it is visible.
@@ -423,8 +424,8 @@ impl Images {
             for plane in 0..3 {
                 for y in 0..side {
                     for x in 0..side {
-                        let at = |v: usize, middle: f32| (v as f32 + 0.5 - middle) / radius;
-                        let is_inside = is_in_shape(class, at(x, x0), at(y, y0));
+                        let relative = |v: usize, center: f32| (v as f32 + 0.5 - center) / radius;
+                        let is_inside = is_in_shape(class, relative(x, x0), relative(y, y0));
                         let value = if is_inside { inside[plane] } else { outside[plane] };
                         let noise = (random.unit() - 0.5) * 0.25;
                         images.pixels.push(((value + noise) * 255.0).clamp(0.0, 255.0) as u8);
@@ -449,21 +450,21 @@ impl Images {
         let side = self.side;
         let mut values = Vec::with_capacity(numbers.len() * 3 * side * side);
         for number in numbers {
-            let (mut mirror, mut moved) = (false, [0, 0]);
+            let (mut mirror, mut shift) = (false, [0, 0]);
             if let Some((seed, epoch)) = augment {
                 let mut random = Random::of(&[seed, epoch, *number as u64]);
-                let most = side / 8;
+                let max_shift = side / 8;
                 mirror = random.below(2) == 1;
-                moved = [0; 2].map(|_| random.below(2 * most + 1) as isize - most as isize);
+                shift = [0; 2].map(|_| random.below(2 * max_shift + 1) as isize - max_shift as isize);
             }
             let image = &self.pixels[number * 3 * side * side..][..3 * side * side];
             for (plane, (mean, deviation)) in image.chunks(side * side).zip(PLANES) {
                 for y in 0..side {
                     for x in 0..side {
                         let x = if mirror { side - 1 - x } else { x };
-                        let [x, y] = [x as isize + moved[0], y as isize + moved[1]];
-                        let is_there = [x, y].iter().all(|v| (0..side as isize).contains(v));
-                        let byte = is_there.then(|| plane[y as usize * side + x as usize]);
+                        let [x, y] = [x as isize + shift[0], y as isize + shift[1]];
+                        let is_in_image = [x, y].iter().all(|v| (0..side as isize).contains(v));
+                        let byte = is_in_image.then(|| plane[y as usize * side + x as usize]);
                         values.push(byte.map_or(0.0, |byte| (f32::from(byte) - mean) / deviation));
                     }
                 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compiles the engine, the only package with code for single processors, for aarch64, treating unused code as an error, and runs the
+# Compiles the engine, the only package with processor-specific code, for aarch64, treating unused code as an error, and runs the
 # unit tests of the kernels under qemu, at the highest SIMD level of qemu's processor.
 #
 #   scripts/check_aarch64.sh [--install] [--all-targets] [FOLDER]
@@ -60,7 +60,7 @@ export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64 -cpu max -L /
 for manifest in Cargo.toml tests/kernels/Cargo.toml; do
     cargo fetch --locked --target "$triple" --manifest-path "$manifest" || skip 'the crates for aarch64 cannot be fetched'
 done
-# Tests whose cases take minutes on an emulated processor try only some of these cases.
+# Tests with cases that take minutes on an emulated processor run only some of these cases.
 export CANDLE_ZERO_TEST_EMULATED=1
 # Only some warnings are errors, because compilers newer than the project's have new warnings.
 RUSTFLAGS='-D unused' cargo check --locked "${targets[@]}" --target "$triple" || exit 1

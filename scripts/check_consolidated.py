@@ -17,12 +17,12 @@ models = sorted(path.parent for path in pathlib.Path(sys.argv[1]).glob("*/logits
 assert models, f"no model in {sys.argv[1]}"
 for folder in models:
     ours = load_file(folder / "logits.safetensors")
-    model, told = AutoModelForCausalLM.from_pretrained(
+    model, loading_info = AutoModelForCausalLM.from_pretrained(
         folder / "model", output_loading_info=True, torch_dtype=torch.float32
     )
-    wrong = {key: names for key, names in told.items() if names and key != "missing_keys"}
+    wrong = {key: names for key, names in loading_info.items() if names and key != "missing_keys"}
     # A tied output projection is not stored in any file.
-    missing = set(told["missing_keys"]) - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+    missing = set(loading_info["missing_keys"]) - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     assert not wrong and not missing, f"{folder}: {wrong} {missing}"
     with torch.no_grad():
         theirs = model.eval()(ours["ids"]).logits

@@ -46,60 +46,60 @@ def is_allowed(licence):
 
     def term(at):
         if words[at] == "(":
-            value, at = either(at + 1)
+            value, at = disjunction(at + 1)
             return value, at + 1
         return words[at] in LICENCES, at + 1
 
-    def both(at):
+    def conjunction(at):
         value, at = term(at)
         while at < len(words) and words[at] == "AND":
             other, at = term(at + 1)
             value = value and other
         return value, at
 
-    def either(at):
-        value, at = both(at)
+    def disjunction(at):
+        value, at = conjunction(at)
         while at < len(words) and words[at] == "OR":
-            other, at = both(at + 1)
+            other, at = conjunction(at + 1)
             value = value or other
         return value, at
 
-    return bool(words) and either(0)[0]
+    return bool(words) and disjunction(0)[0]
 
 
-def used(found):
+def compiled_packages(cargo_metadata):
     """Returns the packages that the three packages compile into users' programs, by id."""
-    packages = {package["id"]: package for package in found["packages"]}
+    packages = {package["id"]: package for package in cargo_metadata["packages"]}
     needs = {
         node["id"]: [dep["pkg"] for dep in node["deps"] if any(kind["kind"] != "dev" for kind in dep["dep_kinds"])]
-        for node in found["resolve"]["nodes"]
+        for node in cargo_metadata["resolve"]["nodes"]
     }
-    reached, open_ = set(), [id_ for id_, package in packages.items() if package["name"] in OWN and package["source"] is None]
-    while open_:
-        id_ = open_.pop()
+    reached, pending = set(), [id_ for id_, package in packages.items() if package["name"] in OWN and package["source"] is None]
+    while pending:
+        id_ = pending.pop()
         if id_ not in reached:
             reached.add(id_)
-            open_ += needs[id_]
+            pending += needs[id_]
     return {id_: packages[id_] for id_ in reached}
 
 
 def main():
-    packages = {id_: package for target in TARGETS for id_, package in used(metadata(target)).items()}
-    found, versions = [], {}
+    packages = {id_: package for target in TARGETS for id_, package in compiled_packages(metadata(target)).items()}
+    problems, versions = [], {}
     for package in packages.values():
         name = f"{package['name']} {package['version']}"
         versions.setdefault(package["name"], set()).add(package["version"])
         if not is_allowed(package["license"] or ""):
-            found.append(f"{name}: licence {package['license']!r} is not allowed (LICENCES in scripts/check_dependencies.py)")
+            problems.append(f"{name}: licence {package['license']!r} is not allowed (LICENCES in scripts/check_dependencies.py)")
         source = package["source"]
         if source is None and package["name"] not in OWN or source and "crates.io" not in source:
-            found.append(f"{name}: comes from {source or package['manifest_path']}, not from crates.io")
-    for name, of in sorted(versions.items()):
-        if len(of) > 1 and name not in TWICE:
-            found.append(f"{name}: occurs in versions {', '.join(sorted(of))}; use one, or give the reason in TWICE")
-    found += [f"{name}: in TWICE, but occurs in one version; remove the entry" for name in TWICE if len(versions.get(name, ())) < 2]
-    print("\n".join(sorted(found)) if found else f"{len(packages)} packages: licences, sources and versions are as allowed")
-    sys.exit(bool(found))
+            problems.append(f"{name}: comes from {source or package['manifest_path']}, not from crates.io")
+    for name, occurring in sorted(versions.items()):
+        if len(occurring) > 1 and name not in TWICE:
+            problems.append(f"{name}: occurs in versions {', '.join(sorted(occurring))}; use one, or give the reason in TWICE")
+    problems += [f"{name}: in TWICE, but occurs in one version; remove the entry" for name in TWICE if len(versions.get(name, ())) < 2]
+    print("\n".join(sorted(problems)) if problems else f"{len(packages)} packages: licences, sources and versions are as allowed")
+    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

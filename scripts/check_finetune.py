@@ -31,19 +31,19 @@ def question(r):
 
 def data(folder):
     r = random.Random(20250101)
-    held = {}
-    while len(held) < 100:
+    held_out = {}
+    while len(held_out) < 100:
         q, a = question(r)
-        held[q] = a
+        held_out[q] = a
     with open(f"{folder}/dialogues.jsonl", "w") as f:
         for _ in range(2500):
             messages = []
             while len(messages) < 14:
                 q, a = question(r)
-                if q not in held:
+                if q not in held_out:
                     messages += [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
             f.write(json.dumps({"messages": messages}) + "\n")
-    for name, lines in (("questions", held.keys()), ("answers", held.values())):
+    for name, lines in (("questions", held_out.keys()), ("answers", held_out.values())):
         with open(f"{folder}/{name}.txt", "w") as f:
             f.writelines(line + "\n" for line in lines)
 
@@ -69,25 +69,25 @@ def logits(model, adapter, merged, ours):
 
     ours = load_file(ours)
 
-    def far(network, kind):
+    def max_distance(network, kind):
         with torch.no_grad():
             rows = (k for k in ours if k.startswith("ids."))
             return max(float((network(input_ids=ours[k].long()).logits - ours[f"{kind}.{k[4:]}"]).abs().max()) for k in rows)
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, adapter).eval()
-    in_f32 = far(adapted, "adapter")
+    in_f32 = max_distance(adapted, "adapter")
     # In f32, logits as large as 46 deviate by 1e-4 from the exact ones, both in torch and in candle-zero. It is therefore enough
     # that they agree with PEFT's logits in f32 or in f64.
-    in_f64 = far(adapted.double(), "adapter")
-    of_merged = far(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64), "adapter")
-    own = AutoTokenizer.from_pretrained(merged)
-    text = own.apply_chat_template([{"role": "user", "content": "What is 7 + 8?"}], tokenize=False, add_generation_prompt=True)
-    assert own(text)["input_ids"] == AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    in_f64 = max_distance(adapted.double(), "adapter")
+    merged_distance = max_distance(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64), "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "What is 7 + 8?"}], tokenize=False, add_generation_prompt=True)
+    assert tokenizer(text)["input_ids"] == AutoTokenizer.from_pretrained(model)(text)["input_ids"]
     change = max(float((ours[k] - ours["base" + k[7:]]).abs().max()) for k in ours if k.startswith("adapter."))
-    print(f"logits differ by at most {in_f64:.1e} from PEFT in f64 ({in_f32:.1e} in f32), {of_merged:.1e} from the merged folder in f64")
+    print(f"logits differ by at most {in_f64:.1e} from PEFT in f64 ({in_f32:.1e} in f32), {merged_distance:.1e} from the merged folder in f64")
     print(f"the adapter changes logits by up to {change:.1f}")
-    if min(in_f32, in_f64) > LOGITS or of_merged > MERGED or change < 1:
+    if min(in_f32, in_f64) > LOGITS or merged_distance > MERGED or change < 1:
         sys.exit(f"the logits differ by more than {LOGITS} (adapter) or {MERGED} (merged folder), or the adapter has no effect")
 
 
@@ -128,11 +128,11 @@ def gguf(merged, files):
         assert field("tokenizer.ggml.merges") == merges, path
         assert "<|im_start|>" in field("tokenizer.chat_template")
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        found, most = set(), 0.0
+        seen, max_error = set(), 0.0
         for name, weight in weights.items():
             theirs = names.get_name(name, try_suffixes=(".weight",))
             assert theirs in tensors, (path, name, theirs)
-            found.add(theirs)
+            seen.add(theirs)
             tensor = tensors[theirs]
             assert [int(n) for n in reversed(tensor.shape)] == list(weight.shape), (path, theirs)
             read = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(weight.shape)
@@ -140,17 +140,17 @@ def gguf(merged, files):
             if kind in heads:
                 rows, columns = weight.shape
                 weight = weight.reshape(heads[kind], 2, rows // heads[kind] // 2, columns).swapaxes(1, 2).reshape(rows, columns)
-            most = max(most, float(np.abs(read - weight).max() / np.abs(weight).max()))
-        assert found == set(tensors), (path, set(tensors) - found)
+            max_error = max(max_error, float(np.abs(read - weight).max() / np.abs(weight).max()))
+        assert seen == set(tensors), (path, set(tensors) - seen)
         types = sorted({tensor.tensor_type.name for tensor in reader.tensors})
         limit = 5e-3 if "Q8_0" in types else 5e-4
-        print(f"{os.path.basename(path)}: {len(found)} tensors of {', '.join(types)}, largest error {most:.1e} of the largest weight")
-        assert most < limit, path
+        print(f"{os.path.basename(path)}: {len(seen)} tensors of {', '.join(types)}, largest error {max_error:.1e} of the largest weight")
+        assert max_error < limit, path
 
 
 if __name__ == "__main__":
-    what, *words = sys.argv[1:]
-    if what == "gguf":
+    command, *words = sys.argv[1:]
+    if command == "gguf":
         gguf(words[0], words[1:])
     else:
-        {"data": data, "judge": judge, "logits": logits}[what](*words)
+        {"data": data, "judge": judge, "logits": logits}[command](*words)

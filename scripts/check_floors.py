@@ -46,26 +46,26 @@ class Table:
 
     def room(self, file):
         """Returns the room with the longest matching pattern, preferring files to folders; None if no room matches."""
-        found = [
+        matches = [
             (not pattern.endswith("/"), len(pattern), name)
             for name, patterns in self.files.items()
             for pattern in patterns
             if re.fullmatch(pattern.replace("*", "[^/]*") + (".*" if pattern.endswith("/") else ""), file)
         ]
-        return max(found, default=(False, 0, None))[2]
+        return max(matches, default=(False, 0, None))[2]
 
 
 def circles_of(arrows):
     """Returns the sets of files that reach each other (Tarjan's strongly connected components of more than one file)."""
-    to = {}
+    targets = {}
     for a, b, *_ in arrows:
-        to.setdefault(a, []).append(b)
+        targets.setdefault(a, []).append(b)
     index, low, stack, found = {}, {}, [], []
 
     def visit(file):
         index[file] = low[file] = len(index)
         stack.append(file)
-        for other in to.get(file, []):
+        for other in targets.get(file, []):
             if other not in index:
                 visit(other)
                 low[file] = min(low[file], low[other])
@@ -79,7 +79,7 @@ def circles_of(arrows):
                 found.append(circle)
 
     sys.setrecursionlimit(10000)
-    for file in sorted(to):
+    for file in sorted(targets):
         if file not in index:
             visit(file)
     return found
@@ -94,18 +94,18 @@ def problems(src, table):
     for a, b, line, _ in sorted(arrows):
         here, there = rooms[a], rooms[b]
         if here and there and here != there and table.floor[there] >= table.floor[here]:
-            way = "upwards" if table.floor[there] > table.floor[here] else "along the floor"
-            found.append(f"{a}:{line}: {here} uses {there} ({b}), {way}")
-    inside = [arrow for arrow in arrows if rooms[arrow[0]] == rooms[arrow[1]] and not arrow[3]]
-    stood = []
-    for circle in circles_of(inside):
+            direction = "upwards" if table.floor[there] > table.floor[here] else "along the floor"
+            found.append(f"{a}:{line}: {here} uses {there} ({b}), {direction}")
+    arrows_in_rooms = [arrow for arrow in arrows if rooms[arrow[0]] == rooms[arrow[1]] and not arrow[3]]
+    matched = []
+    for circle in circles_of(arrows_in_rooms):
         allowed = next((files for files, _ in table.circles if circle <= files), None)
-        stood.append(allowed)
+        matched.append(allowed)
         if allowed is None:
             found.append(f"a cycle of {len(circle)} files:")
-            found += [f"    {a}:{line}: uses {b}" for a, b, line, _ in sorted(inside) if a in circle and b in circle]
+            found += [f"    {a}:{line}: uses {b}" for a, b, line, _ in sorted(arrows_in_rooms) if a in circle and b in circle]
     for files, reason in table.circles:
-        if files not in stood or not reason:
+        if files not in matched or not reason:
             found.append(f"the table's cycle {' '.join(sorted(files))} " + ("no longer exists" if reason else "has no reason"))
     if len(table.circles) > MOST_CIRCLES:
         found.append(f"the table has {len(table.circles)} cycles; at most {MOST_CIRCLES} are allowed")

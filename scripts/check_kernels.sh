@@ -24,15 +24,15 @@ trap 'rm -rf "$work"' EXIT
 
 # Writes a line for each kernel of a file to one file, and the problems to another.
 check() { # file, architecture
-    local name architecture=$2 own
+    local name architecture=$2 output
     name=$(basename "$1" .cu)
-    own=$work/$name.$architecture
-    mkdir "$own"
+    output=$work/$name.$architecture
+    mkdir "$output"
     # The same options as in build.rs.
     "$toolkit/bin/nvcc" --ptx -O3 -std=c++17 --default-stream per-thread --fmad=false --Werror all-warnings \
-        --gpu-architecture="compute_$architecture" --output-directory "$own" "$1" >"$own/wrong" 2>&1 &&
-        "$toolkit/bin/ptxas" -v -arch="sm_$architecture" "$own/$name.ptx" -o "$own/$name.cubin" >"$own/log" 2>&1 ||
-        { cat "$own/log" >>"$own/wrong" 2>/dev/null; echo "FAILED: $1 for $architecture" >>"$own/wrong"; return; }
+        --gpu-architecture="compute_$architecture" --output-directory "$output" "$1" >"$output/wrong" 2>&1 &&
+        "$toolkit/bin/ptxas" -v -arch="sm_$architecture" "$output/$name.ptx" -o "$output/$name.cubin" >"$output/log" 2>&1 ||
+        { cat "$output/log" >>"$output/wrong" 2>/dev/null; echo "FAILED: $1 for $architecture" >>"$output/wrong"; return; }
     # ptxas prints three lines for each kernel.
     awk -v where="$name sm_$architecture" '
         /Compiling entry function/ { split($0, quoted, "\047"); kernel = quoted[2] }
@@ -48,7 +48,7 @@ check() { # file, architecture
             printf "%s: %s: %s, %s, %s\n", where, kernel, substr($0, RSTART, RLENGTH), shared, spilled ? spills : "no spills"
             bad += spilled > 0
         }
-        END { exit bad > 0 }' "$own/log" >"$own/lines" || echo "FAILED: $1 spills for $architecture" >>"$own/wrong"
+        END { exit bad > 0 }' "$output/log" >"$output/lines" || echo "FAILED: $1 spills for $architecture" >>"$output/wrong"
 }
 
 for file in src/cuda/kernels/*.cu; do

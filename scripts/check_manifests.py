@@ -35,22 +35,22 @@ MPIJOB = {
 }
 
 
-def unknown(found, read, at=""):
+def differences(manifest, read, path=""):
     """Yields the differences between a manifest and the model that read it."""
-    if isinstance(found, dict) and isinstance(read, dict):
-        for key, value in found.items():
+    if isinstance(manifest, dict) and isinstance(read, dict):
+        for key, value in manifest.items():
             if key not in read:
-                yield f"{at}.{key} is not a known key"
+                yield f"{path}.{key} is not a known key"
             else:
-                yield from unknown(value, read[key], f"{at}.{key}")
-    elif isinstance(found, list) and isinstance(read, list) and len(found) == len(read):
-        for number, pair in enumerate(zip(found, read)):
-            yield from unknown(*pair, f"{at}[{number}]")
-    elif found != read:
-        yield f"{at} is {found!r}, read as {read!r}"
+                yield from differences(value, read[key], f"{path}.{key}")
+    elif isinstance(manifest, list) and isinstance(read, list) and len(manifest) == len(read):
+        for number, pair in enumerate(zip(manifest, read)):
+            yield from differences(*pair, f"{path}[{number}]")
+    elif manifest != read:
+        yield f"{path} is {manifest!r}, read as {read!r}"
 
 
-def by_schema(document):
+def schema_problems(document):
     """Yields the problems of a built-in Kubernetes object."""
     try:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
@@ -58,25 +58,25 @@ def by_schema(document):
         yield f"{document['kind']}: {'.'.join(str(part) for part in error.path)}: {error.message}"
 
 
-def of_template(template):
+def template_problems(template):
     """Yields the problems of a pod template."""
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod", **template.get("metadata", {})}}
-    yield from by_schema({**pod, **{key: value for key, value in template.items() if key != "metadata"}})
+    yield from schema_problems({**pod, **{key: value for key, value in template.items() if key != "metadata"}})
 
 
-def of_jobset(document):
+def jobset_problems(document):
     try:
         read = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(document)).to_dict()
     except ValueError as error:
         yield f"JobSet: {error}"
         return
-    yield from (f"JobSet: {problem}" for problem in unknown(document, read))
+    yield from (f"JobSet: {problem}" for problem in differences(document, read))
     for job in document["spec"]["replicatedJobs"]:
-        yield from by_schema({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]})
-        yield from of_template(job["template"]["spec"]["template"])
+        yield from schema_problems({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]})
+        yield from template_problems(job["template"]["spec"]["template"])
 
 
-def of_model(value, model):
+def model_problems(value, model):
     """Yields the problems of a part, using a model whose attributes are named differently from its keys."""
     keys = set(model.attribute_map.values())
     yield from (f"{key} is not a key of {model.__name__}" for key in value if key not in keys)
@@ -86,46 +86,46 @@ def of_model(value, model):
         yield f"{model.__name__}: {error}"
 
 
-def of_mpijob(document):
+def mpijob_problems(document):
     spec = document["spec"]
     for key, value in spec.items():
         if key not in MPIJOB or not MPIJOB[key](value):
             yield f"MPIJob: spec.{key}: {value!r}"
-    yield from of_model(spec["runPolicy"], v1.KubeflowOrgV1RunPolicy)
+    yield from model_problems(spec["runPolicy"], v1.KubeflowOrgV1RunPolicy)
     for replicas in spec["mpiReplicaSpecs"].values():
-        yield from of_model(replicas, v1.KubeflowOrgV1ReplicaSpec)
-        yield from of_template(replicas["template"])
+        yield from model_problems(replicas, v1.KubeflowOrgV1ReplicaSpec)
+        yield from template_problems(replicas["template"])
 
 
 def problems(document):
     kind = (document.get("apiVersion"), document.get("kind"))
     if kind == ("jobset.x-k8s.io/v1alpha2", "JobSet"):
-        return list(of_jobset(document))
+        return list(jobset_problems(document))
     if kind == ("kubeflow.org/v2beta1", "MPIJob"):
-        return list(of_mpijob(document))
+        return list(mpijob_problems(document))
     if kind == ("v1", "Secret"):
-        return list(by_schema(document))
+        return list(schema_problems(document))
     return [f"{kind} is not a JobSet, an MPIJob or a Secret"]
 
 
-def printed(zerorun, cluster):
+def deploy_output(zerorun, cluster):
     words = [zerorun, "deploy", cluster, "--nodes", "2", "-n", "4", "--max_restarts", "3", "train", "--prompt", "it's: @NAME@ #"]
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
-def as_a_file(path):
+def filled_template(path):
     """Returns the text of a file of deploy/ with its @PLACEHOLDERS@ filled in."""
-    of = {"SECRET": "", "MAX_RESTARTS": "3", "NODES": "2", "RANKS": "4", "CORES": "4", "MEMORY": "16Gi", "COMMAND": '["zerorun"]', "MPIRUN": '["mpirun"]'}
-    return re.sub(r"@([A-Z_]+)@", lambda word: of.get(word[1], word[1].lower().replace("_", "-")), path.read_text())
+    values = {"SECRET": "", "MAX_RESTARTS": "3", "NODES": "2", "RANKS": "4", "CORES": "4", "MEMORY": "16Gi", "COMMAND": '["zerorun"]', "MPIRUN": '["mpirun"]'}
+    return re.sub(r"@([A-Z_]+)@", lambda word: values.get(word[1], word[1].lower().replace("_", "-")), path.read_text())
 
 
 def plant(document, path, value):
     """Returns a copy of the document with a mistake planted at the path."""
     document = copy.deepcopy(document)
-    at = document
+    parent = document
     for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
+        parent = parent[key]
+    parent[path[-1]] = value
     return document
 
 
@@ -159,7 +159,7 @@ def main(zerorun):
     wrong = 0
     deploy = pathlib.Path(__file__).parent.parent / "crates/zerorun/deploy"
     for cluster, file in [("k8s", "jobset.yaml"), ("mpijob", "mpijob.yaml")]:
-        *secrets, document = yaml.safe_load_all(printed(zerorun, cluster))
+        *secrets, document = yaml.safe_load_all(deploy_output(zerorun, cluster))
         if cluster == "k8s":
             (secret,) = secrets
             for path, value in SECRET_MISTAKES:
@@ -173,7 +173,7 @@ def main(zerorun):
             if not problems(plant(document, path, value)):
                 print(f"{cluster}: {path} = {value!r} was planted and not found")
                 wrong += 1
-        texts = [(f"zerorun deploy {cluster}", document), (f"deploy/{file}", yaml.safe_load(as_a_file(deploy / file)))]
+        texts = [(f"zerorun deploy {cluster}", document), (f"deploy/{file}", yaml.safe_load(filled_template(deploy / file)))]
         for name, manifest in texts:
             found = problems(manifest)
             wrong += len(found)

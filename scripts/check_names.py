@@ -26,14 +26,14 @@ DEFINED = re.compile(r"(?<!\$)\b(?:struct|enum|trait|union|type)\s+([A-Za-z_]\w*
 
 def module_level(text):
     """Returns the text with the contents of all braces removed, except those of modules."""
-    kept, at = list(text), 0
+    characters, at = list(text), 0
     while (brace := text.find("{", at)) >= 0:
         at = brace + 1
         heads = [found for found in MOD.finditer(text, max(0, text.rfind("\n", 0, brace)), at) if found.end() == at]
         if not heads:
             at = end_of_item(text, brace)
-            kept[brace + 1 : at - 1] = " " * max(at - brace - 2, 0)
-    return "".join(kept)
+            characters[brace + 1 : at - 1] = " " * max(at - brace - 2, 0)
+    return "".join(characters)
 
 
 def sources(root):
@@ -49,8 +49,8 @@ def definitions(src):
         folder = file.parent if file.stem in ("mod", "lib", "main") else file.with_suffix("")
         tests.update(folder / name for name in only_tests)
     for file, text in texts.items():
-        places = [file.with_suffix(""), *file.parents]
-        if not any(place in tests or place.name == "tests" for place in places if src in place.parents):
+        ancestors = [file.with_suffix(""), *file.parents]
+        if not any(ancestor in tests or ancestor.name == "tests" for ancestor in ancestors if src in ancestor.parents):
             for name in DEFINED.findall(module_level(text)):
                 yield name, file
 
@@ -61,8 +61,8 @@ def problems(root, allowed=None):
     for src in sources(root):
         for name, file in definitions(src):
             files.setdefault(name, []).append(file.relative_to(root).as_posix())
-    twice = {name: where for name, where in sorted(files.items()) if len(where) > 1}
-    found = [f"{name} is defined {len(where)} times: {', '.join(where)}" for name, where in twice.items() if name not in allowed]
+    twice = {name: paths for name, paths in sorted(files.items()) if len(paths) > 1}
+    found = [f"{name} is defined {len(paths)} times: {', '.join(paths)}" for name, paths in twice.items() if name not in allowed]
     found += [f"{name} need not be allowed: it is not defined more than once" for name in allowed if name not in twice]
     return found + [f"{name} is allowed without a reason" for name, reason in allowed.items() if not reason]
 

@@ -65,7 +65,7 @@ class Passage:
             line += c == "\n"
         return self
 
-    def found(self, phrases):
+    def matches(self, phrases):
         """Yields the line, the words and the better phrase of each occurrence of an entry."""
         text = without_code(self.text.rstrip())
         for entry in phrases:
@@ -91,15 +91,15 @@ def paragraphs(lines, marker=""):
             elif is_read:
                 yield Passage().add(line, number)
             continue
-        opens = re.match(r"(```+|~~~+)(.*)", stripped)
-        if opens:
-            fence, is_read = opens[1], bool(marker) and opens[2].strip() == "text"
+        opening = re.match(r"(```+|~~~+)(.*)", stripped)
+        if opening:
+            fence, is_read = opening[1], bool(marker) and opening[2].strip() == "text"
         is_code = line.startswith("    ") and (not marker or passage.text == marker) and passage.text in ("", marker)
-        if opens or not stripped or is_code or LIST_OR_TABLE.match(line):
+        if opening or not stripped or is_code or LIST_OR_TABLE.match(line):
             if passage.text not in ("", marker):
                 yield passage
                 passage = Passage()
-        if not (opens or is_code):
+        if not (opening or is_code):
             passage.add(line + "\n", number)
     if passage.text not in ("", marker):
         yield passage
@@ -111,13 +111,13 @@ def rust(text):
     for token in TOKEN.finditer(text):
         number = text.count("\n", 0, token.start()) + 1
         if token["line"]:
-            own = re.match(r"//[/!]?", token[0])[0] if not token[0].startswith("////") else "//"
+            prefix = re.match(r"//[/!]?", token[0])[0] if not token[0].startswith("////") else "//"
             is_alone = not text[text.rfind("\n", 0, token.start()) + 1 : token.start()].strip()
-            if comment and (own != marker or number != last + 1 or not is_alone):
+            if comment and (prefix != marker or number != last + 1 or not is_alone):
                 yield from paragraphs(comment, marker + " ")
                 comment = []
-            comment.append((number, token[0][len(own) :].removeprefix(" ")))
-            marker, last = own, number if is_alone else -1
+            comment.append((number, token[0][len(prefix) :].removeprefix(" ")))
+            marker, last = prefix, number if is_alone else -1
         elif token["block"]:
             yield Passage("// ").add(token[0][2:-2], number)
         elif token["text"] or token["raw"]:
@@ -133,7 +133,7 @@ def rust(text):
 def python(text):
     """Yields the comments and docstrings of a Python file."""
     comments = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
-    yield from joined([(t.start[0], t.line[: t.start[1]].strip() == "", t.string.lstrip("#! ")) for t in comments])
+    yield from passages_of([(t.start[0], t.line[: t.start[1]].strip() == "", t.string.lstrip("#! ")) for t in comments])
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
@@ -146,10 +146,10 @@ def shell(text):
     """Yields the comments of a shell script, a YAML file or a Dockerfile."""
     comments = []
     for number, line in enumerate(text.splitlines(), 1):
-        found = re.search(r"(?:^|(?<=\s))#+(?!!|SBATCH)", line)
-        if found and all(line[: found.start()].count(quote) % 2 == 0 for quote in "'\""):
-            comments.append((number, not line[: found.start()].strip(), line[found.end() :]))
-    yield from joined(comments)
+        match = re.search(r"(?:^|(?<=\s))#+(?!!|SBATCH)", line)
+        if match and all(line[: match.start()].count(quote) % 2 == 0 for quote in "'\""):
+            comments.append((number, not line[: match.start()].strip(), line[match.end() :]))
+    yield from passages_of(comments)
 
 
 def c_comments(text):
@@ -159,7 +159,7 @@ def c_comments(text):
             yield Passage().add(token[0].strip("/* \n"), text.count("\n", 0, token.start()) + 1)
 
 
-def joined(comments):
+def passages_of(comments):
     """Yields passages of (number, is alone on its line, text); comments on consecutive lines belong together."""
     passage, last = Passage(), -1
     for number, is_alone, text in comments:
@@ -181,16 +181,16 @@ READERS = {
 
 def findings(text, suffix, phrases):
     """Returns (line, phrase, better phrase) of all findings in a text, by line."""
-    return sorted(found for passage in READERS[suffix](text) for found in passage.found(phrases))
+    return sorted(match for passage in READERS[suffix](text) for match in passage.matches(phrases))
 
 
 def files(words):
     """Returns the files below the given paths, or those of the repository."""
-    wanted = {path for pattern in FILES for path in ROOT.glob(pattern) if path.is_file() and path.suffix in READERS}
+    selected = {path for pattern in FILES for path in ROOT.glob(pattern) if path.is_file() and path.suffix in READERS}
     if words:
-        given = [pathlib.Path(word).resolve() for word in words]
-        wanted = {path for path in wanted if any(path == one or one in path.parents for one in given)}
-    return sorted(wanted)
+        paths = [pathlib.Path(word).resolve() for word in words]
+        selected = {path for path in selected if any(path == parent or parent in path.parents for parent in paths)}
+    return sorted(selected)
 
 
 def main():
@@ -205,7 +205,7 @@ def main():
                 print(f'{name}:{line}: "{phrase}" => {better}')
     if "--counts" in sys.argv:
         print("\n".join(f"{count:6} {folder}" for folder, count in sorted(counts.items())))
-    print(f"{counts.total()} worn phrases in {len(files(words))} files", file=sys.stderr)
+    print(f"{counts.total()} findings in {len(files(words))} files", file=sys.stderr)
     sys.exit(counts.total() > 0)
 
 

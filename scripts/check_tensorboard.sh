@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Reads candle-zero's event files with TensorBoard's reader: every value must equal that in the metrics file of the same run.
-# One run ends normally. Another is killed while it trains, and everything that it has written must be readable too.
+# One run ends normally. Another is killed while it trains, and everything that it wrote must be readable too.
 #
 #   scripts/check_tensorboard.sh VENV
 #
@@ -51,7 +51,7 @@ events.Reload()
 found = [event.value for event in events.Scalars("Train/Samples/train_loss")]
 lines = [line for line in open(sys.argv[2]) if line.endswith("\n")]
 metrics = [struct.unpack("f", struct.pack("f", json.loads(line)["loss"]))[0] for line in lines]
-both = min(len(found), len(metrics))
-assert both > 10 and abs(len(found) - len(metrics)) <= 1 and found[:both] == metrics[:both]
+count = min(len(found), len(metrics))
+assert count > 10 and abs(len(found) - len(metrics)) <= 1 and found[:count] == metrics[:count]
 print(f"a killed run left {len(found)} steps that can be read")
 PYTHON

@@ -57,7 +57,7 @@ def command(folder, steps):
     ]
 
 
-def recorded(folder):
+def recorded_rows(folder):
     """Returns the values of each step in the record of the run, as the launcher exports it."""
     out = subprocess.run(
         [zerorun, "runs", "export", "trackers", "--jsonl", "--runs", str(folder / "runs")], check=True, capture_output=True, text=True)
@@ -159,7 +159,7 @@ def check_wandb(folder, is_killed):
         elif kind == "summary":
             newest.update(values)
     assert steps == sorted(steps)
-    expected = recorded(folder)
+    expected = recorded_rows(folder)
     # A record that is being written when the job is killed may be in one file and not in the other.
     last = max(rows) // BATCH
     assert len(rows) >= last - 1 and last >= len(expected) - 1 and (is_killed or last == len(expected)), (last, len(expected))
@@ -186,13 +186,13 @@ def check_tensorboard(folder, is_killed):
     logs = folder / "tensorboard"
     events = EventAccumulator(str(logs), size_guidance={SCALARS: 0})
     events.Reload()
-    expected = recorded(folder)
+    expected = recorded_rows(folder)
     for tag, name in (("train_loss", "loss"), ("grad_norm", "grad_norm")):
         found = [(event.step, event.value) for event in events.Scalars(PREFIX + tag)]
-        wanted = [(step * BATCH, f32(row[name])) for step, row in sorted(expected.items())]
+        expected_values = [(step * BATCH, f32(row[name])) for step, row in sorted(expected.items())]
         # The record of a killed run lacks the steps of its last second.
-        both = len(wanted) if is_killed else None
-        assert found[:both] == wanted, (tag, found[-3:], wanted[-3:])
+        count = len(expected_values) if is_killed else None
+        assert found[:count] == expected_values, (tag, found[-3:], expected_values[-3:])
 
     content = {
         tag: events.SummaryMetadata(tag).plugin_data.content
@@ -200,12 +200,12 @@ def check_tensorboard(folder, is_killed):
     }
     start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     values = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}
-    wanted = {
+    expected_values = {
         "train_batch_size": 8.0, "train_micro_batch_size_per_gpu": 2.0, "gradient_accumulation_steps": 2.0, "world_size": 2.0,
         "zero_optimization.stage": 2.0, "optimizer.type": "AdamW", "optimizer.params.lr": 3e-3, "optimizer.params.betas": "[0.9,0.95]",
         "total_steps": 1_000_000.0, "model.n_embd": 16.0, "model.n_layer": 1.0,
     }
-    assert wanted.items() <= values.items(), values
+    assert expected_values.items() <= values.items(), values
     assert "a-secret-key" not in str(values)
 
     # The same through the backend of the plugin, from which TensorBoard's page gets its data.
@@ -229,13 +229,13 @@ def check_tensorboard(folder, is_killed):
     metrics = {metric.name.tag: metric.value for metric in session.metric_values}
     last = events.Scalars(PREFIX + "train_loss")[-1].value
     assert metrics[PREFIX + "train_loss"] == last, (metrics, last)
-    ended = api_pb2.STATUS_SUCCESS
-    assert (session.status == ended) != is_killed, session.status
+    success = api_pb2.STATUS_SUCCESS
+    assert (session.status == success) != is_killed, session.status
     return len(values)
 
 
 def main():
-    started = time.monotonic()
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         config(folder)
@@ -244,9 +244,9 @@ def main():
         log = open(folder / "log", "w")
         job = subprocess.Popen(command(folder, 1_000_000), env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         # Building the example may take a while.
-        until = time.monotonic() + 900
+        deadline = time.monotonic() + 900
         while not list((folder / "checkpoints").glob("*10/manifest.json")) and not list((folder / "checkpoints").glob("*15/manifest.json")):
-            assert job.poll() is None and time.monotonic() < until, (folder / "log").read_text()
+            assert job.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.02)
         job.send_signal(signal.SIGKILL)
         job.wait()
@@ -261,7 +261,7 @@ def main():
         assert rows == steps, (rows, steps)
         hyperparameters = check_tensorboard(folder, False)
         print(f"the resumed job: {rows} steps of Weights & Biases, {hyperparameters} hyperparameters of TensorBoard, all equal")
-        print(f"{path.stat().st_size} bytes in {path.name}; {time.monotonic() - started:.1f} s")
+        print(f"{path.stat().st_size} bytes in {path.name}; {time.monotonic() - start:.1f} s")
 
 
 if __name__ == "__main__":

@@ -68,15 +68,15 @@ class Cable:
             run(["ip", "-n", host, "link", "set", "lo", "up"])
             run(["ip", "-n", host, "address", "add", f"10.77.0.{number}/24", "dev", "cable"])
             run(["ip", "-n", host, "link", "set", "cable", "mtu", "65000", "up"])
-        self.reach = work / "reach"
-        self.reach.write_text(
+        self.remote_shell = work / "reach"
+        self.remote_shell.write_text(
             "#!/bin/sh\n"
             '[ "$1" = -x ] && shift\n'
             f"case $1 in 10.77.0.1) host={HOSTS[0]} cores={CORES[0]};; *) host={HOSTS[1]} cores={CORES[1]};; esac\n"
             "shift\n"
             'exec taskset -c $cores ip netns exec $host unshare -u sh -c "hostname $host; $*"\n'
         )
-        self.reach.chmod(0o755)
+        self.remote_shell.chmod(0o755)
         time.sleep(3)
 
     @staticmethod
@@ -99,13 +99,13 @@ class Cable:
     def mpirun(self, library, ranks):
         """Returns the command prefix that starts this number of ranks on each host."""
         words = self.on(0) + [str(ROOT / "target" / "mpi" / library / "bin" / "mpirun")]
-        at, both = f"10.77.0.1:{ranks},10.77.0.2:{ranks}", str(2 * ranks)
+        host_list, rank_count = f"10.77.0.1:{ranks},10.77.0.2:{ranks}", str(2 * ranks)
         if library == "mpich":
-            return words + ["-launcher", "ssh", "-launcher-exec", self.reach, "-hosts", at, "-iface", "cable", "-n", both]
-        words += ["--allow-run-as-root", "--bind-to", "none", "--host", at, "--prefix", ROOT / "target" / "mpi" / library]
-        words += ["--mca", "plm", "ssh", "--mca", "plm_rsh_agent", self.reach, "--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
+            return words + ["-launcher", "ssh", "-launcher-exec", self.remote_shell, "-hosts", host_list, "-iface", "cable", "-n", rank_count]
+        words += ["--allow-run-as-root", "--bind-to", "none", "--host", host_list, "--prefix", ROOT / "target" / "mpi" / library]
+        words += ["--mca", "plm", "ssh", "--mca", "plm_rsh_agent", self.remote_shell, "--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
         words += ["--mca", "btl_tcp_if_include", "10.77.0.0/24", "--prtemca", "oob_tcp_if_include", "10.77.0.0/24"]
-        return words + ["-n", both]
+        return words + ["-n", rank_count]
 
 
 def training(config, metrics, steps):
@@ -130,9 +130,9 @@ def main():
     arguments.add_argument("--ranks", type=int, default=1)
     arguments.add_argument("--steps", type=int, default=12)
     arguments.add_argument("--cable", nargs="+", default=["1e9,1000"])
-    given = arguments.parse_args()
-    env = environment(given.mpi)
-    quiet = {"env": env, "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    flags = arguments.parse_args()
+    env = environment(flags.mpi)
+    options = {"env": env, "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         program = work / "cable"
@@ -140,18 +140,18 @@ def main():
         configs = {}
         for name, stage, more in SETTINGS:
             # hpZ keeps a second copy of the weights in each group of ranks. Here, the group must consist of the ranks of one host.
-            if more.get("zero_hpz_partition_size", given.ranks) != given.ranks:
+            if more.get("zero_hpz_partition_size", flags.ranks) != flags.ranks:
                 continue
             config = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
             config["zero_optimization"].update(more)
             configs[name] = work / f"{len(configs)}.json"
             configs[name].write_text(json.dumps(config))
-        alone = {}
-        for cable in given.cable:
+        one_host_metrics = {}
+        for cable in flags.cable:
             rate, delay = cable.split(",")
             hosts = Cable(program, rate, delay, work)
             try:
-                bench = run([*hosts.mpirun(given.mpi, given.ranks), RELEASE / "zerorun", "bench", "network", "--json"],
+                bench = run([*hosts.mpirun(flags.mpi, flags.ranks), RELEASE / "zerorun", "bench", "network", "--json"],
                             env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
                 bench = json.loads(bench.stdout.splitlines()[-1])
                 speed = {key: bench[key]["into_a_host"] / bench[key]["seconds"] for key in ["plain", "reduce_scatter", "all_gather"]}
@@ -162,26 +162,26 @@ def main():
                       "| setting | on one host | received per rank and step | measured | predicted | difference |\n| --- | --- | --- | --- | --- | --- |",
                       flush=True)
                 for name, config in configs.items():
-                    if name not in alone:
-                        alone[name] = work / f"{config.stem}-alone.jsonl"
+                    if name not in one_host_metrics:
+                        one_host_metrics[name] = work / f"{config.stem}-alone.jsonl"
                         jobs = []
                         for host in range(2):
-                            metrics = alone[name] if host == 0 else work / "other.jsonl"
+                            metrics = one_host_metrics[name] if host == 0 else work / "other.jsonl"
                             metrics.unlink(missing_ok=True)
-                            words = [*hosts.on(host), RELEASE / "zerorun", "-n", str(given.ranks), *training(config, metrics, given.steps)]
+                            words = [*hosts.on(host), RELEASE / "zerorun", "-n", str(flags.ranks), *training(config, metrics, flags.steps)]
                             jobs.append(subprocess.Popen([str(word) for word in words], env=env, stdin=subprocess.DEVNULL,
                                                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
                         if any(job.wait() for job in jobs):
                             sys.exit(f"{name}: a job on one host failed")
                     metrics = work / "both.jsonl"
                     metrics.unlink(missing_ok=True)
-                    run([*hosts.mpirun(given.mpi, given.ranks), *training(config, metrics, given.steps)], **quiet)
+                    run([*hosts.mpirun(flags.mpi, flags.ranks), *training(config, metrics, flags.steps)], **options)
                     measured, between = step_of(metrics)
-                    words = [RELEASE / "zerorun", "estimate", "--model", "mini", "--ds_config", config, "-n", str(2 * given.ranks), "--hosts", "2",
-                             "--network", f"{speed['plain'] / 1e6:.3f}MB/s,{one_way * 1e6:.1f}us,{100 * bench['busy']:.1f}%", "--measured", alone[name], "--json"]
+                    words = [RELEASE / "zerorun", "estimate", "--model", "mini", "--ds_config", config, "-n", str(2 * flags.ranks), "--hosts", "2",
+                             "--network", f"{speed['plain'] / 1e6:.3f}MB/s,{one_way * 1e6:.1f}us,{100 * bench['busy']:.1f}%", "--measured", one_host_metrics[name], "--json"]
                     estimate = json.loads(run(words, capture_output=True, text=True).stdout)["across_hosts"]["forecast"]
-                    one, predicted = step_of(alone[name])[0], estimate["step_s"]
-                    print(f"| {name} | {one * 1e3:.0f} ms | {between / 1e6:.2f} MB | {measured * 1e3:.0f} ms | {predicted * 1e3:.0f} ms "
+                    one_host, predicted = step_of(one_host_metrics[name])[0], estimate["step_s"]
+                    print(f"| {name} | {one_host * 1e3:.0f} ms | {between / 1e6:.2f} MB | {measured * 1e3:.0f} ms | {predicted * 1e3:.0f} ms "
                           f"| {100 * (predicted / measured - 1):+.0f} % |", flush=True)
             finally:
                 hosts.close()

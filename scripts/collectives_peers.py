@@ -23,21 +23,21 @@ rank = int(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 BYTES = 64 << 20
-whole, part = torch.ones(BYTES // 4), torch.ones(BYTES // 8)
+full, shard = torch.ones(BYTES // 4), torch.ones(BYTES // 8)
 def median(run, rounds):
     times = []
     for _ in range(rounds):
         dist.barrier()
         start = time.perf_counter()
         run()
-        own = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX)
-        times.append(own.item())
+        elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        times.append(elapsed.item())
     return sorted(times)[rounds // 2]
 calls = {
-    "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-    "all-gather": lambda: dist.all_gather_into_tensor(whole, part),
-    "all-reduce": lambda: dist.all_reduce(whole),
+    "reduce-scatter": lambda: dist.reduce_scatter_tensor(shard, full),
+    "all-gather": lambda: dist.all_gather_into_tensor(full, shard),
+    "all-reduce": lambda: dist.all_reduce(full),
 }
 for name, run in calls.items():
     try:
@@ -48,7 +48,7 @@ for name, run in calls.items():
         rate = f"{BYTES / seconds / 1e9:.2f} GB/s"
     if rank == 0:
         print(name, rate)
-    whole.fill_(1), part.fill_(1)
+    full.fill_(1), shard.fill_(1)
 short = torch.ones(256)
 seconds = median(lambda: dist.all_reduce(short), 2000)
 if rank == 0:

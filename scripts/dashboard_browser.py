@@ -29,11 +29,11 @@ def check(condition, text):
         raise Failure(text)
 
 
-def until(text, found):
-    """Waits until `found` returns something true, and returns it."""
+def until(text, condition):
+    """Waits until `condition` returns something true, and returns it."""
     end = time.monotonic() + PATIENCE
     while True:
-        result = found()
+        result = condition()
         if result:
             return result
         check(time.monotonic() < end, f"{text}: not after {PATIENCE} s")
@@ -164,7 +164,7 @@ def steps_shown(browser):
 
 
 def check_quiet(browser):
-    """Checks that pages have requested something only from their own servers, and that the browser reports no errors."""
+    """Checks that the pages have requested nothing from other servers, and that the browser reports no errors."""
     browser.read_logs()
     hosts = {re.match(r"https?://[^/]*", url)[0] for url in browser.requested if url.startswith("http")}
     check(hosts and hosts <= browser.opened, f"the page requested something from {hosts - browser.opened}")

@@ -5,9 +5,9 @@
     python3 scripts/dashboard_figures.py [--ranks N] [--pairs N] [--window SECONDS]
 
 A job with N ranks trains a tiny model, so that its steps are short, and `zerorun dash` serves its record. In every second window of
-time, a client receives the live updates, as the page does; in the others, it does not. It stands for a browser on another machine, so
-it has the lowest priority. Compares the numbers of steps in adjacent windows, and counts the processor time that the server uses. Must
-be run on an otherwise idle machine. Prints Markdown.
+time, a client receives the live updates, as the page does; in the others, it does not. It represents a browser on another machine,
+so it has the lowest priority. Compares the numbers of steps in adjacent windows, and counts the processor time that the server
+uses. Must be run on an otherwise idle machine. Prints Markdown.
 """
 import argparse
 import bisect
@@ -27,12 +27,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RELEASE = ROOT / "target" / "release"
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}
 SIZES = ["--model", "nano", "--n_layer", 1, "--n_embd", 8, "--n_head", 1, "--ctx", 8]
-# The seconds of a window that are left out after a change.
+# The number of seconds between a change and the window that is measured.
 SETTLE = 0.5
 
 
 def cpu_seconds(pid):
-    """The processor time that all threads of a process have used."""
+    """Returns the processor time that all threads of a process have used."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -60,7 +60,7 @@ def measure(flags, work):
             time.sleep(0.1)
         time.sleep(2)
         run = found[0].parent
-        # The page has loaded what is in the files, and asks for what is appended.
+        # Like a page that has loaded the contents of the files, the client asks only for what is appended.
         position = lambda: ".".join(map(str, server.get(f"/api/run?id={run.name}")["positions"]))
         windows, received = [], 0
         for index in range(2 * flags.pairs):

@@ -22,12 +22,12 @@ def write_chats(path):
     return path
 
 
-def lines(path, all):
-    path.write_text("".join(json.dumps(line) + "\n" for line in all))
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(line) + "\n" for line in rows))
 
 
 def plant_sweep(folder):
-    """Writes a sweep whose every text tries to become part of the page, and whose journal has a damaged line."""
+    """Writes a sweep in which every text tries to become part of the page, and whose journal has a damaged line."""
     folder.mkdir(parents=True)
     definition = {"command": ["finetune", PLANTED], "metric": PLANTED, "steps": 4, "trials": 3,
                   "parameters": {f"--{PLANTED}": [PLANTED, f"{PLANTED} 2"], "x": {"log_uniform": [1e-6, 1]}}}
@@ -35,7 +35,7 @@ def plant_sweep(folder):
     events = [{"event": "begin", "parallel": 1}]
     for trial, end in ((1, {"value": 0.5}), (2, {"error": PLANTED})):
         events += [{"event": "start", "trial": trial, "from": 0, "to": 4}, {"event": "end", "trial": trial, "to": 4, **end}, {"event": "take", "trial": trial}]
-    lines(folder / "journal.jsonl", [*events, {"event": PLANTED}, {"event": "start", "trial": 3, "from": 0, "to": 4}])
+    write_lines(folder / "journal.jsonl", [*events, {"event": PLANTED}, {"event": "start", "trial": 3, "from": 0, "to": 4}])
 
 
 def is_harmless(browser):
@@ -43,7 +43,7 @@ def is_harmless(browser):
 
 
 def table(browser):
-    """Returns the rows of the table of trials: the number, the state and whether the trial is the best."""
+    """Returns the rows of the table of trials: the number, the state, whether the trial is the best, and the text of the metric."""
     return browser.run("""return [...document.querySelectorAll('#trials tbody tr')].map((row) =>
         [parseInt(row.cells[0].textContent), row.dataset.state, row.cells[0].textContent.includes('best'), row.cells[3].textContent])""")
 
@@ -117,9 +117,9 @@ def test_sweep(zerorun, work, browser):
         print("a sweep: planted texts remain texts, and damage is named")
 
         # The folder of a single sweep.
-        own = Server([zerorun, "dash", str(sweeps / "lr"), "--port", "0"], cwd=work)
-        stack.callback(own.stop)
-        browser.open(own.link)
+        single = Server([zerorun, "dash", str(sweeps / "lr"), "--port", "0"], cwd=work)
+        stack.callback(single.stop)
+        browser.open(single.link)
         until("the only sweep", lambda: browser.text("#sweepname") == "lr" and len(table(browser)) == 6 and browser.text("#title").startswith("trial-"))
         check(browser.run("return document.getElementById('sweeps').hidden"), "there is no choice between sweeps")
         check_quiet(browser)
@@ -132,7 +132,7 @@ def plant_loads(runs):
         folder = runs / f"{name}-20260131-101500"
         folder.mkdir(parents=True)
         (folder / "run.json").write_text(json.dumps({"format": 1, "name": name, "created": 1769883300, "world_size": 1}))
-        lines(folder / "metrics.jsonl", [{"step": step, "time": 1769883300 + step, "loss": 1 / step} for step in (1, 2, 3)])
+        write_lines(folder / "metrics.jsonl", [{"step": step, "time": 1769883300 + step, "loss": 1 / step} for step in (1, 2, 3)])
         (folder / "experts.json").write_text(json.dumps(loads))
 
 
@@ -164,11 +164,11 @@ def test_experts(zerorun, work, browser):
         check(len(blocks) > 1 and {len(block["choices"]) for block in blocks} == {4} and len(sums) == 1 and sums.pop() > 0, f"each token chooses in each block: {blocks}")
         browser.run("document.querySelector('#expertmap svg[tabindex]').focus()")
         browser.type(RIGHT + RIGHT + DOWN)
-        own = blocks[1]["choices"][1]
+        choices = blocks[1]["choices"][1]
         cell = f"Block {blocks[1]['block']}, expert 1: "
         until("the keyboard moves through the cells", lambda: browser.text("#expertmap figcaption").startswith(cell))
         caption = browser.text("#expertmap figcaption")
-        check(f"({own:,} of {sum(blocks[1]['choices']):,})" in caption if own else "unused" in caption, f"the caption has the number {own}: {caption}")
+        check(f"({choices:,} of {sum(blocks[1]['choices']):,})" in caption if choices else "unused" in caption, f"the caption has the number {choices}: {caption}")
         browser.run("document.querySelector('#experts details').open = true")
         cells = "return [...document.querySelectorAll('#experts tbody tr')].map((row) => [...row.cells].slice(2).map((cell) => parseFloat(cell.textContent) || 0))"
         until("the table", lambda: [len(row) for row in browser.run(cells)] == [4] * len(blocks))
@@ -201,15 +201,15 @@ def make_sweep(zerorun, folder):
         "--lr": {"log_uniform": [1e-5, 1e-3]}, "--batch": [4, 8, 16], "--lora": ["r=8,alpha=16", "r=32,alpha=64"], "gradient_clipping": {"uniform": [0.3, 2.0]}}}
     (folder / "sweep.json").write_text(json.dumps({"format": 1, "definition": definition, "directory": "/work", "configuration": None}))
     starts = [{"event": "start", "trial": trial, "from": 0, "to": 160} for trial in range(1, 25)]
-    lines(folder / "journal.jsonl", [{"event": "begin", "parallel": 24}, *starts])
+    write_lines(folder / "journal.jsonl", [{"event": "begin", "parallel": 24}, *starts])
     shown = json.loads(subprocess.run([zerorun, "sweep", "show", folder, "--json"], capture_output=True, check=True).stdout)
     noise, ends = random.Random(3), []
     for trial in shown["trials"][:22]:
-        own = trial["parameters"]
-        loss = 1.31 + 0.11 * (math.log10(own["--lr"]) + 3.7) ** 2 + 0.004 * own["--batch"] + 0.03 * ("r=8" in own["--lora"]) + noise.gauss(0, 0.015)
-        end = {"error": "loss is NaN in step 12"} if own["--lr"] > 8e-4 else {"value": loss}
+        parameters = trial["parameters"]
+        loss = 1.31 + 0.11 * (math.log10(parameters["--lr"]) + 3.7) ** 2 + 0.004 * parameters["--batch"] + 0.03 * ("r=8" in parameters["--lora"]) + noise.gauss(0, 0.015)
+        end = {"error": "loss is NaN in step 12"} if parameters["--lr"] > 8e-4 else {"value": loss}
         ends += [{"event": "end", "trial": trial["trial"], "to": 160, **end}, {"event": "take", "trial": trial["trial"]}]
-    lines(folder / "journal.jsonl", [{"event": "begin", "parallel": 24}, *starts, *ends])
+    write_lines(folder / "journal.jsonl", [{"event": "begin", "parallel": 24}, *starts, *ends])
 
 
 def make_loads(path, step):

@@ -48,7 +48,7 @@ def fetch(path):
         raise Missing(f"{ARCHIVE}/{path} cannot be fetched: {error}") from error
 
 
-def checked(path, sha256):
+def fetch_checked(path, sha256):
     data = fetch(path)
     found = hashlib.sha256(data).hexdigest()
     if found != sha256:
@@ -74,12 +74,12 @@ def sums():
     return {path: sum for sum, path in re.findall(r"^ ([0-9a-f]{64}) +\d+ (\S+)$", section, re.M)}
 
 
-def packages(architecture, known):
+def packages(architecture, index_sums):
     """Returns the suite's packages for an architecture by name; each package is a dict of its fields."""
     path = f"main/binary-{architecture}/Packages.xz"
-    if path not in known:
+    if path not in index_sums:
         raise Missing(f"{SUITE} has no {path}")
-    text = lzma.decompress(checked(f"dists/{SUITE}/{path}", known[path])).decode()
+    text = lzma.decompress(fetch_checked(f"dists/{SUITE}/{path}", index_sums[path])).decode()
     found = {}
     for paragraph in text.split("\n\n"):
         fields = dict(re.findall(r"^(Package|Version|Depends|Filename|SHA256): (.*)$", paragraph, re.M))
@@ -90,16 +90,16 @@ def packages(architecture, known):
 
 def closure(names, index):
     """Returns the named packages and all packages that they load; if there are alternatives, the first is used."""
-    wanted, left = {}, list(names)
-    while left:
-        name = left.pop()
-        if name in wanted or name in NOT_LOADED:
+    selected, pending = {}, list(names)
+    while pending:
+        name = pending.pop()
+        if name in selected or name in NOT_LOADED:
             continue
         if name not in index:
             raise Missing(f"{SUITE} has no package {name}")
-        wanted[name] = index[name]
-        left += [re.split(r"[ |:(]", depends.strip())[0] for depends in index[name].get("Depends", "").split(",") if depends]
-    return list(wanted.values())
+        selected[name] = index[name]
+        pending += [re.split(r"[ |:(]", depends.strip())[0] for depends in index[name].get("Depends", "").split(",") if depends]
+    return list(selected.values())
 
 
 def unpack(folder):
@@ -107,17 +107,17 @@ def unpack(folder):
         raise Missing(f"Debian's rustc is unpacked only for x86_64, but this machine is {os.uname().machine}")
     if not shutil.which("dpkg-deb"):
         raise Missing("dpkg-deb was not found on this machine")
-    known = sums()
-    wanted = closure(["rustc"], packages("amd64", known))
-    wanted += [packages("arm64", known)["libstd-rust-dev"]]
+    index_sums = sums()
+    selected = closure(["rustc"], packages("amd64", index_sums))
+    selected += [packages("arm64", index_sums)["libstd-rust-dev"]]
     # The folder is moved into place only when it is complete.
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as parts:
         root = Path(parts, "root")
-        for package in wanted:
+        for package in selected:
             print(f"{package['Package']} {package['Version']}", file=sys.stderr, flush=True)
             deb = Path(parts, "deb")
-            deb.write_bytes(checked(package["Filename"], package["SHA256"]))
+            deb.write_bytes(fetch_checked(package["Filename"], package["SHA256"]))
             subprocess.run(["dpkg-deb", "-x", deb, root], check=True)
         wrapper = root / "rustc"
         wrapper.write_text(WRAPPER.format(suite=SUITE, root=folder.resolve()))

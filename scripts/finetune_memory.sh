@@ -77,13 +77,13 @@ mixture() { # shape, limit in kB
     ls -l "$folder.out"
 }
 
-for what in "${@:-1b}"; do
-    case $what in
+for name in "${@:-1b}"; do
+    case $name in
         1b) one_b ;;
         7b) seven_b ;;
         olmoe) mixture olmoe-1b-7b $((2000000000 / 1024)) ;;
         qwen3) mixture qwen3-30b-a3b $((4000000000 / 1024)) ;;
-        *) echo "usage: give 1b, 7b, olmoe or qwen3, not $what"; exit 2 ;;
+        *) echo "usage: give 1b, 7b, olmoe or qwen3, not $name"; exit 2 ;;
     esac
 done
 echo "results are in $work"

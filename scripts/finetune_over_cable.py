@@ -38,32 +38,32 @@ def main():
     arguments.add_argument("--cable", nargs="+", default=["100e9,20", "1e9,300"])
     arguments.add_argument("--setting", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     arguments.add_argument("--work", type=Path)
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     env = environment("mpich")
     env["LD_LIBRARY_PATH"] = str(ROOT / "target" / "mpi" / "mpich" / "lib")
     with tempfile.TemporaryDirectory() as folder:
-        work = given.work or Path(folder)
+        work = options.work or Path(folder)
         program = Path(folder) / "cable"
         run(["cc", "-O2", "-pthread", "-o", program, ROOT / "scripts" / "cable.c"])
-        model = Path(given.model) if Path(given.model).is_dir() else work / given.model
+        model = Path(options.model) if Path(options.model).is_dir() else work / options.model
         fixtures = ROOT / "tests" / "fixtures" / "finetune"
         if not model.exists():
-            run([sys.executable, ROOT / "scripts" / "make_model.py", given.model, model, fixtures / "models" / "llama"])
+            run([sys.executable, ROOT / "scripts" / "make_model.py", options.model, model, fixtures / "models" / "llama"])
         print("| setting | cable | time of a step | received per host and step |\n| --- | --- | --- | --- |", flush=True)
-        for name in given.setting:
+        for name in options.setting:
             flags, config = SETTINGS[name]
-            for cable in given.cable:
+            for cable in options.cable:
                 rate, delay = cable.split(",")
                 hosts = Cable(program, rate, delay, Path(folder))
                 try:
-                    seconds, between = train(hosts, env, given, work, model, fixtures, flags, config)
+                    seconds, between = train(hosts, env, options, work, model, fixtures, flags, config)
                 finally:
                     hosts.close()
                 print(f"| {name} | {float(rate) / 1e9:g} Gbit/s, {float(delay) / 1e3:g} ms | {seconds:.2f} s | {between / 1e6:.1f} MB |",
                       flush=True)
 
 
-def train(hosts, env, given, work, model, fixtures, flags, config):
+def train(hosts, env, options, work, model, fixtures, flags, config):
     """Trains on both hosts, and returns the figures."""
     ranks = 1 if "--pipeline" in flags else 2
     config = {**config, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": MICRO_BATCHES // ranks}
@@ -79,7 +79,7 @@ def train(hosts, env, given, work, model, fixtures, flags, config):
     for host in range(2):
         words = [*hosts.on(host), RELEASE / "zerorun", "finetune", model, "--nnodes", "2", "--node_rank", host, "-n", "1",
                  "--master_addr", "10.77.0.1", "--master_port", "29500", "--data", fixtures / "smollm2" / "chats.jsonl",
-                 "--dtype", "bf16", "--ctx", given.ctx, "--batch", MICRO_BATCHES, "--steps", given.steps, *flags,
+                 "--dtype", "bf16", "--ctx", options.ctx, "--batch", MICRO_BATCHES, "--steps", options.steps, *flags,
                  "--ds_config", work / "config.json", "--out", work / "out", "--metrics", metrics, "--cache", work / "cache"]
         jobs.append(subprocess.Popen([str(word) for word in words], env=env, stdin=subprocess.DEVNULL,
                                      stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))

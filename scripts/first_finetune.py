@@ -56,8 +56,8 @@ def facts(kind, seed, samples):
     while len(names) < samples:
         names.add(invented(rng))
     rng.shuffle(order := sorted(names))
-    of = lambda i: list(KINDS.values())[i % len(KINDS)] if kind == "mixed" else KINDS[kind]
-    return [of(i)(rng, name) for i, name in enumerate(order)]
+    fact_of = lambda i: list(KINDS.values())[i % len(KINDS)] if kind == "mixed" else KINDS[kind]
+    return [fact_of(i)(rng, name) for i, name in enumerate(order)]
 
 
 def run(command, **options):
@@ -76,10 +76,10 @@ def check(arguments, kind, seed, folder):
     pairs = facts(kind, seed, arguments.samples)
     chat = lambda q, a: {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat(*pair)) + "\n" for pair in pairs))
-    begun = time.time()
+    start = time.time()
     command = [arguments.zerorun, "finetune", arguments.model, "--data", folder / "chats.jsonl", "--val", "5%"]
-    said, _ = run([*command, "--out", folder / "adapter", "--cache", folder / "cache", *arguments.flags])
-    seconds = time.time() - begun
+    output, _ = run([*command, "--out", folder / "adapter", "--cache", folder / "cache", *arguments.flags])
+    seconds = time.time() - start
     ask = [arguments.zerorun, "generate", arguments.model, "--adapter", folder / "adapter", "--max_tokens", 40]
     # Only the answers are on standard output; the speed is reported on standard error.
     answers, _ = run(ask, input="".join(question + "\n" for question, _ in pairs))
@@ -88,7 +88,7 @@ def check(arguments, kind, seed, folder):
     right = [is_right(given, answer) for given, (_, answer) in zip(answers, pairs)]
     # The run chooses which samples to hold out; at most the remaining number can be right.
     trained = arguments.samples - round(arguments.samples * 0.05)
-    plan = next((line for line in said.splitlines() if " steps" in line), "")
+    plan = next((line for line in output.splitlines() if " steps" in line), "")
     print(f"{kind}, seed {seed}: {sum(right)} of {trained} questions trained on, {seconds:.0f} s; {plan}", flush=True)
     wrong = [f"  {q} {given!r}, not {a!r}" for ok, given, (q, a) in zip(right, answers, pairs) if not ok]
     print("\n".join(wrong[: arguments.show]))
@@ -104,19 +104,19 @@ def main():
     parser.add_argument("--samples", type=int, default=80)
     parser.add_argument("--show", type=int, default=3, help="number of wrong answers to print")
     parser.add_argument("--folder", type=Path, help="folder in which files are kept [default: a temporary folder]")
-    own = sys.argv[1:]
-    at = own.index("--") if "--" in own else len(own)
-    arguments = parser.parse_args(own[:at])
-    arguments.flags = own[at + 1 :]
-    parts = []
+    words = sys.argv[1:]
+    separator = words.index("--") if "--" in words else len(words)
+    arguments = parser.parse_args(words[:separator])
+    arguments.flags = words[separator + 1 :]
+    shares = []
     with tempfile.TemporaryDirectory() as scratch:
         for kind in arguments.kinds:
             for seed in arguments.seeds:
                 folder = (arguments.folder or Path(scratch)) / f"{kind}-{seed}"
                 folder.mkdir(parents=True)
-                parts.append(check(arguments, kind, seed, folder))
-    print(f"at least {min(parts):.1%} right, on average {sum(parts) / len(parts):.1%}")
-    if min(parts) < 0.9:
+                shares.append(check(arguments, kind, seed, folder))
+    print(f"at least {min(shares):.1%} right, on average {sum(shares) / len(shares):.1%}")
+    if min(shares) < 0.9:
         sys.exit("a data set has fewer than 90 % correct answers")
 
 

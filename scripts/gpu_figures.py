@@ -45,7 +45,7 @@ OFFLOADS = {
 
 
 # For each row with offload, the same row without offload: if the latter fits in GPU memory, the former must fit too.
-LESS = {"stage 2, states on the host": "stage 2", "stage 3, all on the host": "stage 3"}
+WITHOUT_OFFLOAD = {"stage 2, states on the host": "stage 2", "stage 3, all on the host": "stage 3"}
 
 
 def smi(what):
@@ -53,10 +53,10 @@ def smi(what):
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if devices is not None:
-        seen = list(itertools.takewhile(lambda device: device and device[0] != "-", map(str.strip, devices.split(","))))
-        if not seen:
+        visible = list(itertools.takewhile(lambda device: device and device[0] != "-", map(str.strip, devices.split(","))))
+        if not visible:
             return []
-        command += ["-i", ",".join(seen)]
+        command += ["-i", ",".join(visible)]
     try:
         run = subprocess.run(command, capture_output=True, text=True)
     except OSError:
@@ -115,14 +115,14 @@ def main():
             layers, width, parameters = MODELS[model]
             context = 128 if model == "nano" else 512
             first, fitting = None, set()
-            for way, zero in OFFLOADS.items():
+            for setting, zero in OFFLOADS.items():
                 rows, why = train(options, model, zero, context, folder)
                 if rows is None:
-                    allowed = why == "it does not fit" and LESS.get(way) not in fitting
+                    allowed = why == "it does not fit" and WITHOUT_OFFLOAD.get(setting) not in fitting
                     failed |= not allowed
-                    print(f"{'-   ' if allowed else 'FAIL'}  {model}, {way}: {why}", flush=True)
+                    print(f"{'-   ' if allowed else 'FAIL'}  {model}, {setting}: {why}", flush=True)
                     continue
-                fitting.add(way)
+                fitting.add(setting)
                 losses = [row["loss"] for row in rows]
                 speed = statistics.median([row["tokens_per_s"] for row in rows[3:]] or [0.0])
                 work = 6 * parameters + 12 * layers * width * context / 2
@@ -131,7 +131,7 @@ def main():
                 good = is_good(losses, first)
                 failed |= not good
                 figures = f"{speed:.0f} tokens/s, MFU {mfu}, losses {losses[:1] + losses[-1:]}"
-                print(f"{'PASS' if good else 'FAIL'}  {model}, {way}: {figures}", flush=True)
+                print(f"{'PASS' if good else 'FAIL'}  {model}, {setting}: {figures}", flush=True)
             if not fitting:
                 failed = True
                 print(f"FAIL  {model}: no configuration could be trained", flush=True)

@@ -25,11 +25,11 @@ import tempfile
 from gpu_figures import MODELS, smi
 
 # The required share of the time of gradient transfers that overlaps with the backward pass.
-FLOOR = 0.5
+REQUIRED_SHARE = 0.5
 GRADIENTS = ("reduce_scatter", "all_reduce", "to the host")
 # Smaller transfers carry no elements. Ranks use them to exchange norms and overflow flags, and to compare the calls that they
 # launch.
-LEAST_BYTES = 4096
+MIN_BYTES = 4096
 FIRST_STEPS = 3
 WAYS = {
     "stage 2": {"stage": 2},
@@ -51,16 +51,16 @@ def union(spans):
 
 def minus(spans, others):
     """Returns the parts of `spans` that are not covered by `others`; both are unions."""
-    left = []
+    remaining = []
     for start, end in spans:
         for other_start, other_end in others:
             if other_end > start and other_start < end:
                 if other_start > start:
-                    left.append([start, other_start])
+                    remaining.append([start, other_start])
                 start = max(start, other_end)
         if start < end:
-            left.append([start, end])
-    return left
+            remaining.append([start, end])
+    return remaining
 
 
 def common(span, spans):
@@ -74,28 +74,28 @@ def transfers(path):
     ranks = sorted({pid for pid, _ in lanes})
     sums, steps = {}, 0
     for rank in ranks:
-        own = [(e["ts"], e["ts"] + e["dur"], e) for e in events if e["ph"] == "X" and e["pid"] == rank]
+        rank_events = [(e["ts"], e["ts"] + e["dur"], e) for e in events if e["ph"] == "X" and e["pid"] == rank]
         lane = lambda e: lanes[(rank, e["tid"])]
-        engine = [(start, end, e) for start, end, e in own if e["cat"] == "engine"]
+        engine = [(start, end, e) for start, end, e in rank_events if e["cat"] == "engine"]
         ends = sorted(end for _, end, e in engine if e["name"] == "step" and lane(e) == "training")
         if len(ends) <= FIRST_STEPS:
             continue
         since = ends[FIRST_STEPS - 1]
         steps += len(ends) - FIRST_STEPS
         backward = {
-            where: union((start, end) for start, end, e in engine if e["name"] == "backward" and lane(e) == where)
-            for where in ("GPU", "training")
+            lane_name: union((start, end) for start, end, e in engine if e["name"] == "backward" and lane(e) == lane_name)
+            for lane_name in ("GPU", "training")
         }
-        waits = union((start, end) for start, end, e in own if e["cat"] == "wait" and lane(e) == "training")
-        beside = backward["GPU"] or minus(backward["training"], waits)
-        for start, end, e in own:
-            if e["cat"] not in ("collective", "copy") or start < since or e["args"].get("bytes", 0) < LEAST_BYTES:
+        waits = union((start, end) for start, end, e in rank_events if e["cat"] == "wait" and lane(e) == "training")
+        backward_spans = backward["GPU"] or minus(backward["training"], waits)
+        for start, end, e in rank_events:
+            if e["cat"] not in ("collective", "copy") or start < since or e["args"].get("bytes", 0) < MIN_BYTES:
                 continue
             kind = next((kind for kind in GRADIENTS if e["name"].startswith(kind)), e["name"].split(" ")[0])
             kind = "to the GPU" if e["name"].startswith("to the GPU") else kind
-            took, inside = sums.get(kind, (0.0, 0.0))
-            sums[kind] = (took + end - start, inside + common((start, end), beside))
-    return {kind: (took / 1e3 / steps, inside / took if took else 0.0) for kind, (took, inside) in sums.items()}
+            duration, overlap = sums.get(kind, (0.0, 0.0))
+            sums[kind] = (duration + end - start, overlap + common((start, end), backward_spans))
+    return {kind: (duration / 1e3 / steps, overlap / duration if duration else 0.0) for kind, (duration, overlap) in sums.items()}
 
 
 def expected(zero, ranks):
@@ -104,19 +104,19 @@ def expected(zero, ranks):
     return [kinds for kinds in (collectives, GRADIENTS[2:] if "offload_optimizer" in zero else ()) if kinds]
 
 
-def show(way, path, needed=()):
+def show(setting, path, needed=()):
     """Prints the rows of a trace; returns whether one failed or is missing."""
     found, failed = transfers(path), False
     for kinds in needed:
         if not any(kind in found for kind in kinds):
             failed = True
-            print(f"FAIL  {way}: no {' or '.join(kinds)} in the timeline", flush=True)
+            print(f"FAIL  {setting}: no {' or '.join(kinds)} in the timeline", flush=True)
     if not found:
-        print(f"-     {way}: no transfers", flush=True)
-    for kind, (took, part) in sorted(found.items()):
-        verdict = "-   " if kind not in GRADIENTS else "PASS" if part >= FLOOR else "FAIL"
+        print(f"-     {setting}: no transfers", flush=True)
+    for kind, (duration, share) in sorted(found.items()):
+        verdict = "-   " if kind not in GRADIENTS else "PASS" if share >= REQUIRED_SHARE else "FAIL"
         failed |= verdict == "FAIL"
-        print(f"{verdict}  {way}: {kind} {took:.2f} ms per step, {100 * part:.0f} % overlaps with the backward pass", flush=True)
+        print(f"{verdict}  {setting}: {kind} {duration:.2f} ms per step, {100 * share:.0f} % overlaps with the backward pass", flush=True)
     return failed
 
 
@@ -162,14 +162,14 @@ def main():
         sys.exit(show("trace", options.trace))
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        for way, zero in WAYS.items():
+        for setting, zero in WAYS.items():
             trace, why = train(options, zero, folder)
             if trace is None:
-                print(f"FAIL  {way}: {why}", flush=True)
+                print(f"FAIL  {setting}: {why}", flush=True)
                 failed = True
                 continue
             # Without a GPU, no copies are made.
-            failed |= show(way, trace, expected(zero, options.ranks) if options.gpu or "cuda" in options.features else ())
+            failed |= show(setting, trace, expected(zero, options.ranks) if options.gpu or "cuda" in options.features else ())
     sys.exit(failed)
 
 

@@ -189,9 +189,9 @@ def one_text(size, rows=1):
     text = lambda t: varint(len(t)) + t
     schema = bytes([0x2C]) + field(4, 8, text(b"root")) + field(1, 5, i(1)) + b"\0" \
         + field(1, 5, i(6)) + field(2, 5, i(0)) + field(1, 8, text(b"text")) + field(2, 5, i(0)) + b"\0"
-    about = field(1, 5, i(6)) + field(1, 9, bytes([0x15]) + i(0)) + field(1, 9, bytes([0x18]) + text(b"text")) + field(1, 5, i(2)) \
+    column_metadata = field(1, 5, i(6)) + field(1, 9, bytes([0x15]) + i(0)) + field(1, 9, bytes([0x18]) + text(b"text")) + field(1, 5, i(2)) \
         + field(1, 6, i(rows)) + field(1, 6, i(len(page) + len(plain))) + field(1, 6, i(len(chunk))) + field(2, 6, i(4)) + b"\0"
-    column = field(2, 6, i(4)) + field(1, 12, about) + b"\0"
+    column = field(2, 6, i(4)) + field(1, 12, column_metadata) + b"\0"
     group = field(1, 9, bytes([0x1C]) + column) + field(1, 6, i(len(chunk))) + field(1, 6, i(rows)) + b"\0"
     footer = field(1, 5, i(1)) + field(1, 9, schema) + field(1, 6, i(rows)) + field(1, 9, bytes([0x1C]) + group) + b"\0"
     return b"PAR1" + chunk + footer + struct.pack("<I", len(footer)) + b"PAR1"
@@ -300,15 +300,15 @@ def run(command, folder, trouble):
 
 def resident(pid):
     """Returns the largest peak of a process and its descendants, in bytes."""
-    pids, most = [pid], 0
-    for one in pids:
+    pids, largest = [pid], 0
+    for process in pids:
         try:
-            found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{one}/status").read_text())
-            most = max(most, int(found[1]) << 10 if found else 0)
-            pids += [int(p) for p in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
+            found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
+            largest = max(largest, int(found[1]) << 10 if found else 0)
+            pids += [int(p) for p in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
         except OSError:
             pass
-    return most
+    return largest
 
 
 def main():
@@ -320,7 +320,7 @@ def main():
     parser.add_argument("--keep", type=Path, help="folder in which the files of failed cases are kept")
     arguments = parser.parse_args()
     zerorun, failed, slowest, largest, codes = arguments.zerorun.resolve(), 0, 0.0, 0, {}
-    begun = time.monotonic()
+    start = time.monotonic()
     for case in range(arguments.count):
         if arguments.only not in (None, case):
             continue
@@ -369,7 +369,7 @@ def main():
                                     ignore=lambda at, names: [n for n in names if (Path(at) / n).is_fifo() or (Path(at) / n).stat(follow_symlinks=False).st_size > 64 << 20])
             elif arguments.only is not None:
                 print(f"{' '.join(command[1:3])}: exit code {code}, {seconds:.1f} s, {peak >> 20} MiB: {printed.strip()[-1000:]}")
-    print(f"{arguments.count} hostile files in {time.monotonic() - begun:.0f} s, {failed} failed; exit codes {dict(sorted(codes.items()))}, slowest {slowest:.1f} s, "
+    print(f"{arguments.count} hostile files in {time.monotonic() - start:.0f} s, {failed} failed; exit codes {dict(sorted(codes.items()))}, slowest {slowest:.1f} s, "
           f"largest {largest >> 20} MiB")
     return 1 if failed else 0
 

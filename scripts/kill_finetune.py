@@ -60,13 +60,13 @@ def losses(file):
 def children(pid):
     """Returns the process ids of all descendants of a process."""
     try:
-        below = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        direct_children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return []
-    return [int(child) for child in below] + [other for child in below for other in children(int(child))]
+    return [int(child) for child in direct_children] + [other for child in direct_children for other in children(int(child))]
 
 
-def marked(mark):
+def live_processes(mark):
     """Returns the process ids of all live processes that were started for a job."""
     found = []
     for entry in pathlib.Path("/proc").iterdir():
@@ -83,7 +83,7 @@ def marked(mark):
 class Campaign:
     def __init__(self, zerorun, seed, root):
         self.zerorun, self.chance, self.root, self.seed = zerorun.resolve(), random.Random(seed), root, seed
-        self.counts, self.alone = collections.Counter(), {}
+        self.counts, self.references = collections.Counter(), {}
         self.shm = set(os.listdir("/dev/shm"))
         chats = (FIXTURES / "smollm2/chats.jsonl").read_text().splitlines(keepends=True)[:24]
         (root / "chats.jsonl").write_text("".join(chats))
@@ -129,21 +129,21 @@ class Campaign:
         return subprocess.Popen([self.zerorun, *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     @staticmethod
-    def left(folder):
+    def outputs(folder):
         """Returns the names of all files that a job leaves, the digests of its results, and its losses."""
         names = sorted(name for name in tree(folder) if not name.startswith(("tmp/.", "log")) and not RECORD.fullmatch(name))
         results = {name: tree(folder / name) for name in ("out", "out-best")}
         return names, results, losses(folder / "m.jsonl")
 
     def reference(self, job):
-        if job not in self.alone:
-            folder = self.root / f"alone{len(self.alone)}"
+        if job not in self.references:
+            folder = self.root / f"alone{len(self.references)}"
             folder.mkdir()
-            begun = time.monotonic()
+            start = time.monotonic()
             code = self.start(self.words(job, folder, False), folder, "alone").wait(timeout=300)
             assert code == 0, (folder / "log").read_text()[-2000:]
-            self.alone[job] = (self.left(folder), time.monotonic() - begun)
-        return self.alone[job]
+            self.references[job] = (self.outputs(folder), time.monotonic() - start)
+        return self.references[job]
 
     def kill(self, process, folder, seconds):
         """Kills at a random moment; returns what was killed, or None."""
@@ -154,32 +154,32 @@ class Campaign:
             # When a file appears in or disappears from the outputs, or soon after.
             time.sleep(chance.uniform(0, seconds * 0.8))
             names = lambda: {name for part in (folder, folder / "ck") if part.is_dir() for name in os.listdir(part)}
-            before, until = names(), time.monotonic() + 0.5
-            while time.monotonic() < until and names() == before and process.poll() is None:
+            before, deadline = names(), time.monotonic() + 0.5
+            while time.monotonic() < deadline and names() == before and process.poll() is None:
                 pass
             time.sleep(chance.choice((0, 0, 0.0005, 0.001, 0.002, 0.005)))
         if process.poll() is not None:
             return None
-        ranks, whom = children(process.pid), chance.random()
-        if whom < 0.55 and ranks:
-            what, pids = "a rank", [chance.choice(ranks)]
-        elif whom < 0.9:
-            what, pids = "zerorun", [process.pid]
+        ranks, draw = children(process.pid), chance.random()
+        if draw < 0.55 and ranks:
+            target, pids = "a rank", [chance.choice(ranks)]
+        elif draw < 0.9:
+            target, pids = "zerorun", [process.pid]
         else:
-            what, pids = "all processes", [*ranks, process.pid]
+            target, pids = "all processes", [*ranks, process.pid]
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 return None
         self.counts["kills"] += 1
-        self.counts[f"kills of {what}"] += 1
-        return what
+        self.counts[f"kills of {target}"] += 1
+        return target
 
-    def tell(self, what, job, kills, folder, more=""):
-        self.counts[what] += 1
+    def report_problem(self, problem, job, kills, folder, more=""):
+        self.counts[problem] += 1
         log = (folder / "log").read_text(errors="replace").split("=== start")[-1][-500:]
-        print(f"WRONG: {what}: {job}, killed {kills} {more}\n{log}", flush=True)
+        print(f"WRONG: {problem}: {job}, killed {kills} {more}\n{log}", flush=True)
 
     def round(self, number):
         """Runs a job to its end, with several kills."""
@@ -187,52 +187,52 @@ class Campaign:
         (names, results, metrics), seconds = self.reference(job)
         folder, mark = self.root / f"j{number}", f"{self.seed}.{os.getpid()}.{number}"
         folder.mkdir()
-        words, kills, wanted = self.words(job, folder, restarts), [], self.chance.choice((1, 2, 3, 4, 5))
+        words, kills, killed_starts = self.words(job, folder, restarts), [], self.chance.choice((1, 2, 3, 4, 5))
         self.counts["jobs"] += 1
         for attempt in range(40):
             process = self.start(words, folder, mark)
             self.counts["starts"] += 1
-            if attempt < wanted:
+            if attempt < killed_starts:
                 for _ in range(self.chance.choice((1, 2, 3)) if restarts else 1):
                     kills.append(self.kill(process, folder, seconds))
             try:
                 code = process.wait(timeout=120)
             except subprocess.TimeoutExpired:
-                self.tell("hangs", job, kills, folder)
+                self.report_problem("hangs", job, kills, folder)
                 process.kill()
                 code = process.wait()
-            until = time.monotonic() + 4
-            while (alive := marked(mark)) and time.monotonic() < until:
+            deadline = time.monotonic() + 4
+            while (alive := live_processes(mark)) and time.monotonic() < deadline:
                 time.sleep(0.02)
             if alive:
-                self.tell("orphans", job, kills, folder, alive)
+                self.report_problem("orphans", job, kills, folder, alive)
                 for pid in alive:
                     os.kill(pid, signal.SIGKILL)
             if code == 0:
                 break
-            if attempt >= wanted:
-                self.tell("refusals", job, kills, folder, f"code {code}")
+            if attempt >= killed_starts:
+                self.report_problem("refusals", job, kills, folder, f"code {code}")
                 return
-        found = self.left(folder)
-        wrong = self.counts.copy()
-        if found[1] != results:
-            self.tell("different results", job, kills, folder, (found[1], results))
-        if found[2] != metrics:
-            self.tell("different metrics", job, kills, folder)
+        outputs = self.outputs(folder)
+        counts_before = self.counts.copy()
+        if outputs[1] != results:
+            self.report_problem("different results", job, kills, folder, (outputs[1], results))
+        if outputs[2] != metrics:
+            self.report_problem("different metrics", job, kills, folder)
         # Checkpoints are named after their step, so both runs have the same names.
-        if found[0] != names:
-            self.tell("leftovers", job, kills, folder, sorted(set(found[0]) ^ set(names)))
+        if outputs[0] != names:
+            self.report_problem("leftovers", job, kills, folder, sorted(set(outputs[0]) ^ set(names)))
         if more := set(os.listdir("/dev/shm")) - self.shm:
-            mine = [name for name in more if "candle" in name or "zero" in name]
-            if mine and not any(marked("alone")):
-                self.tell("leftovers in /dev/shm", job, kills, folder, mine)
-        if self.counts == wrong:
+            leftovers = [name for name in more if "candle" in name or "zero" in name]
+            if leftovers and not any(live_processes("alone")):
+                self.report_problem("leftovers in /dev/shm", job, kills, folder, leftovers)
+        if self.counts == counts_before:
             shutil.rmtree(folder)
 
-    BAD = ("hangs", "orphans", "refusals", "different results", "different metrics", "leftovers", "leftovers in /dev/shm")
+    PROBLEMS = ("hangs", "orphans", "refusals", "different results", "different metrics", "leftovers", "leftovers in /dev/shm")
 
     def figures(self):
-        kinds = ("jobs", "starts", "kills", "kills of a rank", "kills of zerorun", "kills of all processes", *self.BAD)
+        kinds = ("jobs", "starts", "kills", "kills of a rank", "kills of zerorun", "kills of all processes", *self.PROBLEMS)
         return ", ".join(f"{self.counts[key]} {key}" for key in kinds)
 
 
@@ -244,14 +244,14 @@ def main():
     args = parser.parse_args()
     root = pathlib.Path(tempfile.mkdtemp(prefix="kill-finetune-"))
     campaign = Campaign(args.zerorun, args.seed, root)
-    number = told = 0
+    number = reported_kills = 0
     while campaign.counts["kills"] < args.kills:
         campaign.round(number := number + 1)
-        if campaign.counts["kills"] >= told + 50:
-            told = campaign.counts["kills"]
+        if campaign.counts["kills"] >= reported_kills + 50:
+            reported_kills = campaign.counts["kills"]
             print(campaign.figures(), flush=True)
     print(f"seed {args.seed}: {campaign.figures()}")
-    if any(campaign.counts[key] for key in Campaign.BAD):
+    if any(campaign.counts[key] for key in Campaign.PROBLEMS):
         print(f"the folders of failed jobs are in {root}")
         sys.exit(1)
     shutil.rmtree(root)

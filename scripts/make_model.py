@@ -65,14 +65,14 @@ def size(shape):
 
 def shards(c):
     """Returns lists of tensors, each with at most SHARD bytes in total."""
-    found, bytes_ = [[]], 0
+    groups, bytes_ = [[]], 0
     for name, shape in tensors(c):
-        if found[-1] and bytes_ + size(shape) > SHARD:
-            found.append([])
+        if groups[-1] and bytes_ + size(shape) > SHARD:
+            groups.append([])
             bytes_ = 0
-        found[-1].append((name, shape))
+        groups[-1].append((name, shape))
         bytes_ += size(shape)
-    return found
+    return groups
 
 
 def block():
@@ -87,8 +87,8 @@ def block():
 def main():
     if len(sys.argv) != 4:
         sys.exit(__doc__)
-    what, folder, tokenizer = sys.argv[1:]
-    c = SIZES[what] if what in SIZES else json.load(open(what))
+    model, folder, tokenizer = sys.argv[1:]
+    c = SIZES[model] if model in SIZES else json.load(open(model))
     c = {**COMMON, **c}
     os.makedirs(folder)
     for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]:
@@ -99,26 +99,26 @@ def main():
     files = shards(c)
     for number, file in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
-        header, at = {}, 0
+        header, offset = {}, 0
         for tensor, shape in file:
-            header[tensor] = dict(dtype="BF16", shape=shape, data_offsets=[at, at + size(shape)])
+            header[tensor] = dict(dtype="BF16", shape=shape, data_offsets=[offset, offset + size(shape)])
             index[tensor] = name
-            at += size(shape)
-        total += at
+            offset += size(shape)
+        total += offset
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with open(os.path.join(folder, name), "wb") as out:
             out.write(struct.pack("<Q", len(text)) + text)
             for tensor, shape in file:
-                left = size(shape)
+                remaining = size(shape)
                 if len(shape) == 1:
                     out.write(ones * shape[0])
                     continue
                 start = 2 * random.randrange(BLOCK // 2)
-                while left:
-                    piece = min(left, BLOCK)
+                while remaining:
+                    piece = min(remaining, BLOCK)
                     out.write(values[start:start + piece])
-                    left -= piece
+                    remaining -= piece
     if len(files) > 1:
         index = dict(metadata=dict(total_size=total), weight_map=index)
         json.dump(index, open(os.path.join(folder, "model.safetensors.index.json"), "w"))

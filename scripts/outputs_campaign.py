@@ -9,8 +9,9 @@ full disk, on a pipe, or where a second job writes at the same time. Afterwards,
 
   - every file that existed before still exists, unchanged, under the same name or link;
   - no incomplete files are left behind;
-  - a command that succeeds has written its result, and a command that has trained but failed reports where the result is;
-  - of two jobs with the same output, at most one succeeds, and its result is identical to that of a job that runs without the other.
+  - a command that succeeded has written its result, and a command that trained but failed has reported where the result is;
+  - of two jobs with the same output, at most one has succeeded, and its result is identical to that of a job
+    that ran without the other.
 
 Exits with 1 if one of these conditions is violated. Checks that the machine does not support (mounts without root) are skipped and
 reported.
@@ -44,7 +45,7 @@ def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def look(folder):
+def snapshot(folder):
     """Returns the content of a folder: files with their digests, links with their targets, folders, and pipes."""
     found = {}
     for parent, folders, files in os.walk(folder):
@@ -65,13 +66,13 @@ def look(folder):
 class World:
     """A folder with inputs and files of other users."""
 
-    def __init__(self, root, made, chance):
+    def __init__(self, root, inputs, chance):
         self.root, self.chance, self.mounts = root, chance, []
         for name in ("model", "adapter", "ck", "deepspeed"):
-            if (made / name).exists():
-                shutil.copytree(made / name, root / name)
+            if (inputs / name).exists():
+                shutil.copytree(inputs / name, root / name)
         (root / "data").mkdir()
-        shutil.copy(made / "d.jsonl", root / "data/d.jsonl")
+        shutil.copy(inputs / "d.jsonl", root / "data/d.jsonl")
         (root / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
         for name in ("cache", "home", "tmp", "empty"):
             (root / name).mkdir()
@@ -100,8 +101,8 @@ class World:
         (root / "read-only").mkdir()
         (root / "read-only/notes").write_text("mine\n")
 
-    def places(self):
-        """Returns a random place for an output, mostly a forbidden one."""
+    def random_path(self):
+        """Returns a random path for an output, in most cases a forbidden one."""
         root, chance = self.root, self.chance
         names = ["new", "new", "new", "deep/er/new", "empty", "linked-empty", "theirs", "link", "theirs/new", "link/../model",
                  "model", "model/new", "linked-model/model.safetensors", "model/config.json", "data", "data/d.jsonl",
@@ -147,38 +148,38 @@ class Campaign:
         shutil.copy(zerorun, self.zerorun)
         gpt = zerorun.resolve().parent / "train_gpt"
         self.gpt = folder / "train_gpt" if gpt.exists() else None
-        self.skipped, self.counts, self.wrong = collections.Counter(), collections.Counter(), []
+        self.skipped, self.counts, self.problems = collections.Counter(), collections.Counter(), []
         if self.gpt:
             shutil.copy(gpt, self.gpt)
         else:
             self.skipped["train_gpt was not found next to zerorun: --timeline and --export are not tested"] += 1
-        self.made = folder / "made"
+        self.inputs = folder / "made"
         self.prepare()
 
     def prepare(self):
         """Creates the files with which every world begins."""
-        made = self.made
-        made.mkdir()
-        shutil.copytree(FIXTURES / "finetune/models/llama", made / "model")
+        inputs = self.inputs
+        inputs.mkdir()
+        shutil.copytree(FIXTURES / "finetune/models/llama", inputs / "model")
         lines = (FIXTURES / "finetune/smollm2/chats.jsonl").read_text().splitlines(keepends=True)[:12]
-        (made / "d.jsonl").write_text("".join(lines))
+        (inputs / "d.jsonl").write_text("".join(lines))
         done = self.run(["finetune", "model", "--data", "d.jsonl", *self.short, "--steps", "2", "--out", "adapter",
-                         "--save", "ck"], made, root=made)
+                         "--save", "ck"], inputs, root=inputs)
         assert done.returncode == 0, done.stderr
         # Enough steps to make two jobs overlap on machines of any speed.
         job = ["finetune", "model", "--data", "d.jsonl", *self.short, "--out", "timed"]
         seconds = []
         for steps in ("2", "42"):
-            begun = time.monotonic()
-            done = self.run([*job, "--steps", steps], made, root=made)
-            seconds.append(time.monotonic() - begun)
+            start = time.monotonic()
+            done = self.run([*job, "--steps", steps], inputs, root=inputs)
+            seconds.append(time.monotonic() - start)
             assert done.returncode == 0, done.stderr
-            shutil.rmtree(made / "timed")
+            shutil.rmtree(inputs / "timed")
         self.long = str(40 + int(40 * LONG / max(seconds[1] - seconds[0], 0.01)))
-        shutil.rmtree(made / "home", ignore_errors=True)
+        shutil.rmtree(inputs / "home", ignore_errors=True)
         deepspeed = sorted((FIXTURES / "deepspeed").glob("*/*/latest"))
         if deepspeed:
-            shutil.copytree(deepspeed[0].parent, made / "deepspeed")
+            shutil.copytree(deepspeed[0].parent, inputs / "deepspeed")
         else:
             self.skipped["a DeepSpeed checkpoint was not found: import is not tested"] += 1
 
@@ -210,28 +211,28 @@ class Campaign:
     def command(self, world):
         """Returns the kind of a random command, its arguments, and the path of its result (None if it has none)."""
         root, chance = world.root, self.chance
-        place = world.places
+        random_path = world.random_path
         data = [str(root / "data/d.jsonl")]
         kinds = ["finetune"] * 5 + ["merge", "gguf", "consolidate", "data", "cache"]
         kinds += ["import"] if (root / "deepspeed").exists() else []
         kinds += ["gpt", "gpt"] if self.gpt else []
         kind = chance.choice(kinds)
-        out, self.own = place(), set()
+        out, self.own_paths = random_path(), set()
         if kind == "finetune":
             words = ["finetune", str(root / "model"), "--data", *data, *self.short, "--steps", "3", "--out", str(out)]
             words += ["--ds_config", str(root / "ds.json")] if chance.random() < 0.4 else []
             if chance.random() < 0.3:
                 words[words.index("--lora"):words.index("--lora") + 2] = ["--full"]
             if chance.random() < 0.5:
-                save = place()
+                save = random_path()
                 words += ["--save", str(save)] + (["--resume"] if chance.random() < 0.7 else [])
                 if "--resume" in words and os.path.realpath(save) == os.path.realpath(root / "ck"):
                     # The command continues the run of these checkpoints.
-                    self.own = {path for path in (root / "ck").rglob("*")}
+                    self.own_paths = {path for path in (root / "ck").rglob("*")}
             if chance.random() < 0.5:
-                words += ["--metrics", str(place())]
+                words += ["--metrics", str(random_path())]
             if chance.random() < 0.3:
-                words += ["--cache", str(place())]
+                words += ["--cache", str(random_path())]
             if chance.random() < 0.3:
                 words += ["--val", "20%", "--eval_every", "1"]
             return kind, words, out
@@ -244,7 +245,7 @@ class Campaign:
             name = chance.choice([[], ["--as", "mine"]])
             # An imported checkpoint becomes the latest of this library's checkpoints.
             own = ["ck/latest"] if os.path.realpath(out) == os.path.realpath(root / "ck") else []
-            self.own = {root / name for name in own}
+            self.own_paths = {root / name for name in own}
             return kind, ["import", str(root / "deepspeed"), str(out), *name], out
         if kind == "data":
             return kind, ["data", "show", str(root / "model"), *data, "--cache", str(out)], None
@@ -253,61 +254,61 @@ class Campaign:
                           str(root / "result"), "--cache", str(out)], root / "result"
         config = root / "gpt.json"
         config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-                                      **chance.choice([{}, {"csv_monitor": {"enabled": True, "output_path": str(place()),
+                                      **chance.choice([{}, {"csv_monitor": {"enabled": True, "output_path": str(random_path()),
                                                                             "job_name": "j"}}])}))
-        words = ["--timeline", str(place())] if chance.random() < 0.5 else []
+        words = ["--timeline", str(random_path())] if chance.random() < 0.5 else []
         words += [str(self.gpt), "--ds_config", str(config), "--n_layer", "1", "--n_embd", "16", "--n_head", "2", "--seq_len",
                   "16", "--steps", "2", "--sample", "0"]
         words += ["--export", str(out)] if chance.random() < 0.7 else []
-        words += ["--metrics", str(place())] if chance.random() < 0.5 else []
+        words += ["--metrics", str(random_path())] if chance.random() < 0.5 else []
         if chance.random() < 0.5:
             # Checkpoints are not saved in the checkpoint folder of another run, because they would change its file `latest`.
-            save = next(path for path in iter(place, None) if not os.path.realpath(path).startswith(str(root / "ck")))
+            save = next(save for save in iter(random_path, None) if not os.path.realpath(save).startswith(str(root / "ck")))
             words += ["--save", str(save)] + (["--resume"] if chance.random() < 0.5 else [])
         return kind, words, None
 
-    def tell(self, what, words, done):
-        self.wrong.append(what)
-        print(f"WRONG: {what}\n  zerorun {' '.join(map(str, words))}\n  code {done.returncode}: {done.stderr[-600:]}", flush=True)
+    def report_problem(self, problem, words, done):
+        self.problems.append(problem)
+        print(f"WRONG: {problem}\n  zerorun {' '.join(map(str, words))}\n  code {done.returncode}: {done.stderr[-600:]}", flush=True)
 
     def check(self, world, before, words, done, out, kind):
         """Checks the conditions that must hold after any command."""
-        after = look(world.root)
-        for path, was in before.items():
-            if path.is_relative_to(world.root / "home") or path in self.own:
+        after = snapshot(world.root)
+        for path, entry in before.items():
+            if path.is_relative_to(world.root / "home") or path in self.own_paths:
                 continue
             if path not in after:
-                self.tell(f"{path.relative_to(world.root)} was removed", words, done)
-            elif after[path] != was:
-                self.tell(f"{path.relative_to(world.root)} has changed", words, done)
+                self.report_problem(f"{path.relative_to(world.root)} was removed", words, done)
+            elif after[path] != entry:
+                self.report_problem(f"{path.relative_to(world.root)} has changed", words, done)
         unfinished = re.compile(r"^\.(candle-zero-|weights)|\.candle-zero\.lock$|^\.candle-zero")
         for path in after.keys() - before.keys():
             is_kept = path.name == ".candle-zero-outputs.json" and path.parent.name != "home"
             if unfinished.search(path.name) and not is_kept:
-                self.tell(f"{path.relative_to(world.root)} was left behind", words, done)
+                self.report_problem(f"{path.relative_to(world.root)} was left behind", words, done)
             if path.is_relative_to(world.root / "home/.cache/candle-zero") and path.lstat().st_mode & 0o077:
-                self.tell(f"{path.relative_to(world.root)} can be read by others", words, done)
+                self.report_problem(f"{path.relative_to(world.root)} can be read by others", words, done)
         if "panicked" in done.stderr or done.returncode in (-6, 101, 134):
-            self.tell("a panic", words, done)
+            self.report_problem("a panic", words, done)
         if "HANG" in done.stderr:
-            self.tell("the command did not end within a minute", words, done)
+            self.report_problem("the command did not end within a minute", words, done)
         if done.returncode != 0 and not done.stderr.strip():
-            self.tell("the command failed without an error message", words, done)
+            self.report_problem("the command failed without an error message", words, done)
         if done.returncode == 0 and out is not None:
             names = [entry.name for entry in out.iterdir()] if out.is_dir() else []
-            is_there = out.is_file() if kind == "gguf" else any(n.endswith(".safetensors") or n == "latest" for n in names)
-            if not is_there:
-                self.tell("the command succeeded without a result", words, done)
+            has_result = out.is_file() if kind == "gguf" else any(n.endswith(".safetensors") or n == "latest" for n in names)
+            if not has_result:
+                self.report_problem("the command succeeded without a result", words, done)
         if kind == "finetune" and done.returncode != 0 and "step 1/" in done.stderr:
             places = re.findall(r"(?:the result is in|the last step is saved in) (\S+?)[,;]?(?:\s|$)", done.stderr)
             if not any(pathlib.Path(place).exists() for place in places):
-                self.tell("the command trained, but its result was not found", words, done)
+                self.report_problem("the command trained, but its result was not found", words, done)
 
     def alone(self, number):
         """Runs one command in its own world."""
         root = self.folder / f"w{number}"
         root.mkdir()
-        world = World(root, self.made, self.chance)
+        world = World(root, self.inputs, self.chance)
         try:
             kind, words, out = self.command(world)
             user = NOBODY if IS_ROOT and self.chance.random() < 0.5 else None
@@ -315,7 +316,7 @@ class Campaign:
                 for path in [root, *root.rglob("*")]:
                     os.chown(path, user, user, follow_symlinks=False)
             world.restrict(self.skipped)
-            before = look(root)
+            before = snapshot(root)
             done = self.run(words, root, root, user)
             self.counts[kind] += 1
             self.counts["refused" if done.returncode else "done"] += 1
@@ -323,11 +324,11 @@ class Campaign:
             if done.returncode == 0 and kind in ("finetune", "merge", "gguf", "consolidate") and out is not None:
                 # The same command again: existing results must not be replaced.
                 again = [word for word in words if word != "--resume"]
-                before = look(root)
+                before = snapshot(root)
                 done = self.run(again, root, root, user)
                 self.counts["again"] += 1
                 if done.returncode == 0:
-                    self.tell("an existing result was overwritten", again, done)
+                    self.report_problem("an existing result was overwritten", again, done)
                 metrics = pathlib.Path(again[again.index("--metrics") + 1]) if "--metrics" in again else None
                 saved = pathlib.Path(again[again.index("--save") + 1]) if "--save" in again else None
                 own = lambda path: path == metrics or saved is not None and path.is_relative_to(saved)
@@ -339,7 +340,7 @@ class Campaign:
         """Runs two jobs at the same time with one shared output; the result must equal that of an undisturbed job."""
         root = self.folder / f"w{number}"
         root.mkdir()
-        world = World(root, self.made, self.chance)
+        world = World(root, self.inputs, self.chance)
         try:
             seeds = self.chance.sample(range(1000), 2)
             shared = self.chance.choice(["--out", "--metrics", "--save"])
@@ -348,26 +349,26 @@ class Campaign:
                 "--save", save, "--metrics", metrics]
             names = lambda n: [word if flag == shared else f"{word}{n}"
                                for flag, word in (("--out", "o"), ("--save", "s"), ("--metrics", "m.jsonl"))]
-            before = look(root)
+            before = snapshot(root)
             first = self.start(job(seeds[0], *names(1)), root, root)
             time.sleep(self.chance.uniform(0, 0.3))
             second = self.start(job(seeds[1], *names(2)), root, root)
-            ended = [self.end(first), self.end(second)]
+            results = [self.end(first), self.end(second)]
             self.counts["two at once"] += 1
-            for n, done in enumerate(ended):
+            for n, done in enumerate(results):
                 self.check(world, before, job(seeds[n], *names(n + 1)), done, None, "finetune" if done.returncode == 0 else "two")
-            well = [n for n, done in enumerate(ended) if done.returncode == 0]
-            if len(well) != 1:
-                self.tell(f"of two jobs with the same {shared}, {len(well)} succeeded", job(seeds[0], *names(1)), ended[0])
-            for n in well:
-                beside = root / f"o9{n}"
-                alone = self.run(job(seeds[n], beside.name, f"s9{n}", f"m9{n}.jsonl"), root, root)
+            successes = [n for n, done in enumerate(results) if done.returncode == 0]
+            if len(successes) != 1:
+                self.report_problem(f"of two jobs with the same {shared}, {len(successes)} succeeded", job(seeds[0], *names(1)), results[0])
+            for n in successes:
+                reference = root / f"o9{n}"
+                alone = self.run(job(seeds[n], reference.name, f"s9{n}", f"m9{n}.jsonl"), root, root)
                 out = root / names(n + 1)[0]
                 same = alone.returncode == 0 and all(
-                    digest(beside / name) == digest(out / name) for name in os.listdir(beside)
+                    digest(reference / name) == digest(out / name) for name in os.listdir(reference)
                     if name.endswith(".safetensors"))
                 if not same:
-                    self.tell("the result differs from that of an undisturbed job", job(seeds[n], *names(n + 1)), ended[n])
+                    self.report_problem("the result differs from that of an undisturbed job", job(seeds[n], *names(n + 1)), results[n])
         finally:
             world.end()
 
@@ -382,15 +383,15 @@ def main():
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outputs-campaign-"))).resolve()
         folder.chmod(0o755)
         campaign = Campaign(args.zerorun, args.seed, folder)
-        begun, number = time.monotonic(), 0
-        while time.monotonic() - begun < args.seconds:
+        start, number = time.monotonic(), 0
+        while time.monotonic() - start < args.seconds:
             number += 1
             (campaign.together if number % 12 == 0 else campaign.alone)(number)
     for why in campaign.skipped:
         print(f"skipped: {why} (scripts/outputs_campaign.py)")
     figures = ", ".join(f"{count} {name}" for name, count in sorted(campaign.counts.items()))
-    print(f"seed {args.seed}: {number} worlds: {figures}; {len(campaign.wrong)} wrong")
-    sys.exit(bool(campaign.wrong))
+    print(f"seed {args.seed}: {number} worlds: {figures}; {len(campaign.problems)} wrong")
+    sys.exit(bool(campaign.problems))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     scripts/public_api.py            compares the lists with api/PACKAGE.txt; prints the differences and exits with code 1 if there are any
     scripts/public_api.py --write    writes the lists
 
---profile NAME selects a profile of Cargo.toml, whose checks of dependencies are then used; the default is release.
+--profile NAME selects a profile of Cargo.toml, whose checked dependencies are then reused; the default is release.
 
 Items marked #[doc(hidden)] are for the other packages of this repository. They are not listed unless a public re-export names them.
 rustdoc writes JSON only as an unstable option, which RUSTC_BOOTSTRAP allows; the format is that of Rust 1.95 (FORMAT).
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 57
 PACKAGES = ["candle-zero", "candle-zero-finetune"]
-# Those of zerorun, which uses all features of the libraries that do not need a GPU.
+# The features that zerorun enables: all features of the libraries that do not need a GPU.
 FEATURES = "hub,s3"
 # Traits that are derived or automatic. They are listed by name on the line of the type instead of on separate lines.
 MARKERS = {"Copy", "Clone", "Debug", "Default", "Eq", "Hash", "Ord", "PartialEq", "PartialOrd", "Display", "Error", "Serialize"}
@@ -166,7 +166,7 @@ class Api:
                 self.lines.append(f"pub use {at} = {first}")
             return
         self.seen[id_] = at
-        grows = " #[non_exhaustive]" if "non_exhaustive" in json.dumps(item["attrs"]) else ""
+        non_exhaustive = " #[non_exhaustive]" if "non_exhaustive" in json.dumps(item["attrs"]) else ""
         if kind == "module":
             self.lines.append(f"pub mod {at}")
             self.module(item, at)
@@ -175,7 +175,7 @@ class Api:
         elif kind in ("struct", "enum", "union"):
             params, where = generics_of(inner["generics"])
             markers = self.markers(inner["impls"])
-            self.lines.append(f"pub {kind} {at}{params}{where}{grows}{markers}")
+            self.lines.append(f"pub {kind} {at}{params}{where}{non_exhaustive}{markers}")
             self.fields(kind, inner, at)
             self.impls(inner["impls"], at)
         elif kind == "trait":
@@ -259,7 +259,7 @@ class Api:
 
 
 def document(profile):
-    """Lets rustdoc write the JSON of all packages in one command, whose dependencies have the features of the other builds."""
+    """Makes rustdoc write the JSON of all packages in one command, so that dependencies have the features of other builds."""
     command = ["cargo", "doc", "--profile", profile, "-q", "--no-deps", "--features", FEATURES]
     flags = "-Z unstable-options --output-format json --document-hidden-items --cap-lints allow"
     # Only rustdoc gets RUSTC_BOOTSTRAP: otherwise, cargo would check all dependencies again.

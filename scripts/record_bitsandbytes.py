@@ -27,7 +27,7 @@ def pointer(array):
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def made_by_rule(count):
+def generated_values(count):
     """Returns numbers of all magnitudes between 2^-7 and 1, the same as in src/precision/weight_packing/tests.rs."""
     bits = []
     for i in range(count):
@@ -111,21 +111,21 @@ def bf16(values):
 
 def nf4():
     count = 3 * 64 + 10
-    packed, absmax = nf4_quantize(made_by_rule(count))
-    exact = bf16(absmax)
-    return {"count": count, "codes": packed.hex(), "absmax": absmax.tobytes().hex(), "bf16_absmax": exact.tobytes().hex(),
-            "dequantized": {name: nf4_dequantize(packed, exact, count, *how).hex() for name, how in DTYPES.items()}}
+    packed, absmax = nf4_quantize(generated_values(count))
+    rounded_absmax = bf16(absmax)
+    return {"count": count, "codes": packed.hex(), "absmax": absmax.tobytes().hex(), "bf16_absmax": rounded_absmax.tobytes().hex(),
+            "dequantized": {name: nf4_dequantize(packed, rounded_absmax, count, *how).hex() for name, how in DTYPES.items()}}
 
 
 def nested():
     """Double-quantizes the scales in groups of 256, each as bitsandbytes quantizes the scales of a tensor with 256 blocks."""
     count, signed = 16384 + 5 * 64 + 6, dynamic_map(True)
-    packed, absmax = nf4_quantize(made_by_rule(count))
+    packed, absmax = nf4_quantize(generated_values(count))
     all_codes, offsets, second, restored = [], [], [], []
     for start in range(0, len(absmax), 256):
-        part = absmax[start:start + 256]
-        offset = f32(part.astype(np.float64).sum() / len(part))
-        codes, absmax2 = quantize(signed, part - offset, 256)
+        group = absmax[start:start + 256]
+        offset = f32(group.astype(np.float64).sum() / len(group))
+        codes, absmax2 = quantize(signed, group - offset, 256)
         all_codes.append(codes.tobytes())
         offsets.append(offset)
         second.append(absmax2[0])
@@ -142,7 +142,7 @@ def nested():
 def dynamic(signed):
     count, code = 2 * 256 + 100, dynamic_map(signed)
     sizes = np.array([1.0, 0.03, 1e-3, 1e-5], dtype=f32)
-    values = made_by_rule(count) * sizes[np.arange(count) % 4]
+    values = generated_values(count) * sizes[np.arange(count) % 4]
     values = values if signed else np.abs(values)
     codes, absmax = quantize(code, values, 256)
     return {"map": code.tobytes().hex(), "count": count, "codes": codes.tobytes().hex(), "absmax": absmax.tobytes().hex(),

@@ -96,7 +96,7 @@ def grids():
             case("upsample_bilinear2d", [image], bilinear, size=size, align_corners=corners)
 
 
-def places():
+def indexing():
     indexes = [[0, 2, 1], [2, 0, 3]]
     rows = dict(dim=0, indexes=indexes)
     case("scatter_add", [[4, 3], [2, 3]], lambda x, s: x.scatter_add(0, torch.tensor(indexes), s), **rows)
@@ -112,6 +112,6 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     convolutions()
     grids()
-    places()
+    indexing()
     with open(sys.argv[1], "w") as file:
         json.dump(dict(torch=torch.__version__, cases=CASES), file, separators=(",", ":"))

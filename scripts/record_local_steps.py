@@ -23,12 +23,12 @@ def loss_of(weights, step, island):
 
 
 def fragment_of_each(fragments):
-    total, before, of = sum(torch.Size(s).numel() for s in SHAPES), 0, []
+    total, before, fragment_indexes = sum(torch.Size(s).numel() for s in SHAPES), 0, []
     for shape in SHAPES:
         count = torch.Size(shape).numel()
-        of.append(min((2 * before + count) * fragments // (2 * total), fragments - 1))
+        fragment_indexes.append(min((2 * before + count) * fragments // (2 * total), fragments - 1))
         before += count
-    return of
+    return fragment_indexes
 
 
 def run(islands, lr, momentum, nesterov, fragments=1, delay=0, alpha=0.0):
@@ -37,7 +37,7 @@ def run(islands, lr, momentum, nesterov, fragments=1, delay=0, alpha=0.0):
     inner = [torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1) for weights in local]
     outer = [w.clone().requires_grad_() for w in start]
     outer_steps = [torch.optim.SGD([w], lr=lr, momentum=momentum, nesterov=nesterov) for w in outer]
-    of, in_flight, history, losses = fragment_of_each(fragments), {}, [], []
+    fragment_indexes, in_flight, history, losses = fragment_of_each(fragments), {}, [], []
     for step in range(1, STEPS * WINDOWS + 1):
         for island in range(islands):
             inner[island].zero_grad()
@@ -52,7 +52,7 @@ def run(islands, lr, momentum, nesterov, fragments=1, delay=0, alpha=0.0):
         if step in in_flight:
             fragment, change = in_flight.pop(step)
             for p in range(4):
-                if of[p] == fragment:
+                if fragment_indexes[p] == fragment:
                     outer[p].grad = change[p]
                     outer_steps[p].step()
                     for weights in local:

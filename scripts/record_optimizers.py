@@ -29,11 +29,11 @@ def gradient(s, k, i):
 
 
 def tensors(value):
-    made = {}
+    result = {}
     for k, (name, shape) in enumerate(SHAPES.items()):
         count = torch.Size(shape).numel()
-        made[name] = torch.tensor([value(k, i) for i in range(count)], dtype=torch.float32).reshape(shape)
-    return made
+        result[name] = torch.tensor([value(k, i) for i in range(count)], dtype=torch.float32).reshape(shape)
+    return result
 
 
 class Lars(torch.optim.Optimizer):
@@ -57,10 +57,10 @@ class Lars(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 g, decay = p.grad, group["weight_decay"]
-                norm, of_grad = p.norm().item(), g.norm().item()
+                norm, grad_norm = p.norm().item(), g.norm().item()
                 ratio = 1.0
-                if group["trust_ratio"] and norm > 0 and of_grad > 0:
-                    ratio = group["trust_coefficient"] * norm / (of_grad + decay * norm + group["eps"])
+                if group["trust_ratio"] and norm > 0 and grad_norm > 0:
+                    ratio = group["trust_coefficient"] * norm / (grad_norm + decay * norm + group["eps"])
                 buffer = self.state[p].setdefault("buffer", torch.zeros_like(p))
                 buffer.mul_(group["momentum"]).add_(g + decay * p, alpha=group["lr"] * ratio)
                 p.sub_(buffer)
@@ -95,9 +95,9 @@ CASES = [
 
 def record(kind, optimizer, settings, of_vectors):
     params = {name: torch.nn.Parameter(tensor) for name, tensor in tensors(initial).items()}
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     groups = [dict(params=[params["w"], params["t"]]), dict(params=[params["b"]], **of_vectors)]
-    optimizer = optimizer(groups, **given)
+    optimizer = optimizer(groups, **arguments)
     averages = hasattr(optimizer, "train")
     steps = {}
     for step in range(1, STEPS + 1):

@@ -120,12 +120,12 @@ KINDS = {
 }
 message = pa.struct([("role", pa.string())] + [(name, kind[0]) for name, kind in KINDS.items()])
 schema = pa.schema([("messages", pa.list_(message))])
-none = {"role": "user"}
-in_parquet = [[{"role": "user", **{name: kind[1] for name, kind in KINDS.items()}}, none], [none], [], None]
-of_lines = {name: kind[-1] for name, kind in KINDS.items() if kind[-1] is not None}
-in_lines = [[{"role": "user", **of_lines}, none], [none], [], None]
-write("kinds", pa.Table.from_pylist([{"messages": row} for row in in_parquet], schema=schema))
-write_lines("kinds", [{"messages": row} for row in in_lines])
+empty_message = {"role": "user"}
+parquet_rows = [[{"role": "user", **{name: kind[1] for name, kind in KINDS.items()}}, empty_message], [empty_message], [], None]
+line_values = {name: kind[-1] for name, kind in KINDS.items() if kind[-1] is not None}
+line_rows = [[{"role": "user", **line_values}, empty_message], [empty_message], [], None]
+write("kinds", pa.Table.from_pylist([{"messages": row} for row in parquet_rows], schema=schema))
+write_lines("kinds", [{"messages": row} for row in line_rows])
 
 # Files that must be rejected.
 text = pa.table({"text": ["a", "b"], "label": [1, 2]})

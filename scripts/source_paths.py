@@ -128,7 +128,7 @@ class Crate:
             parts = re.split(r"\s*::\s*", found[0])
             self.paths.append((module, parts, text.count("\n", 0, start + found.start()) + 1, False))
 
-    def walk(self, module, parts, tried=()):
+    def walk(self, module, parts, visited=()):
         """Resolves a path: returns the module that it names, or the module of the item that it names, and the rest of the path (empty
         if it names a module). Returns None for a path of another crate."""
         root = module
@@ -143,20 +143,20 @@ class Crate:
             module = module.parent or root
         elif first in module.children:
             module = module.children[first]
-        elif first in module.imported and (module.path, first) not in tried:
-            return self.walk(module, module.imported[first] + rest, (*tried, (module.path, first)))
+        elif first in module.imported and (module.path, first) not in visited:
+            return self.walk(module, module.imported[first] + rest, (*visited, (module.path, first)))
         elif first != "self":
             return None
         while rest and (rest[0] in module.children or rest[0] == "super"):
             module = module.children.get(rest[0]) or module.parent or root
             rest = rest[1:]
-        if not rest or rest[0] in module.defined or (module.path, rest[0]) in tried:
+        if not rest or rest[0] in module.defined or (module.path, rest[0]) in visited:
             return module, rest
-        tried = (*tried, (module.path, rest[0]))
+        visited = (*visited, (module.path, rest[0]))
         if rest[0] in module.imported:
-            return self.walk(module, module.imported[rest[0]] + rest[1:], tried) or (module, rest)
+            return self.walk(module, module.imported[rest[0]] + rest[1:], visited) or (module, rest)
         for glob in module.globs:
-            found = self.walk(module, glob + rest, tried)
+            found = self.walk(module, glob + rest, visited)
             if found and found[1] and found[1][0] in found[0].defined:
                 return found
         return module, rest

@@ -39,9 +39,9 @@ def sweep(folder, scheduler, flags, work, steps):
                scheduler, *flags, "--threads", 1, "--out", folder, "--", RELEASE / "train_gpt", "--ds_config", work / "ds_config.json",
                "--model", "nano", "--ctx", 64, "--sample", 0, "--export", "{trial}/model.safetensors"]
     subprocess.run([str(word) for word in command], check=True, stdout=sys.stderr)
-    took = time.monotonic() - begin
+    seconds = time.monotonic() - begin
     shown = subprocess.run([RELEASE / "zerorun", "sweep", "show", folder, "--json"], check=True, capture_output=True, text=True)
-    return json.loads(shown.stdout), took
+    return json.loads(shown.stdout), seconds
 
 
 def main():
@@ -51,8 +51,8 @@ def main():
     parser.add_argument("--eta", type=int, default=4)
     parser.add_argument("--work", type=Path)
     flags = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=ROOT / "target") as made:
-        work = flags.work or Path(made)
+    with tempfile.TemporaryDirectory(dir=ROOT / "target") as scratch:
+        work = flags.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
         return measure(flags, work.resolve())
 
@@ -63,10 +63,10 @@ def measure(flags, work):
               for name, scheduler, extra in (("asha", "asha", halving), ("all", "none", []))}
     print("| scheduler | steps | share | minutes | best configuration | loss |")
     print("| --- | --- | --- | --- | --- | --- |")
-    every = sweeps["all"][0]["steps_done"]
-    for name, (shown, took) in sweeps.items():
-        best = best_of(shown)
-        print(f"| {name} | {shown['steps_done']:,} | {shown['steps_done'] / every:.1%} | {took / 60:.1f} | "
+    all_steps = sweeps["all"][0]["steps_done"]
+    for name, (state, seconds) in sweeps.items():
+        best = best_of(state)
+        print(f"| {name} | {state['steps_done']:,} | {state['steps_done'] / all_steps:.1%} | {seconds / 60:.1f} | "
               f"lr {best['parameters']['optimizer.params.lr']}, weight decay {best['parameters']['optimizer.params.weight_decay']} | "
               f"{best['results'][-1]['value']} |")
     ranked = sorted((trial["results"][-1]["value"], json.dumps(trial["parameters"])) for trial in sweeps["all"][0]["trials"])
@@ -75,14 +75,14 @@ def measure(flags, work):
     print(f"\nThe winner of ASHA is number {rank} of {len(ranked)}. The best losses: {', '.join(str(value) for value, _ in ranked[:5])}.")
     (work / "alone").exists() or subprocess.run(
         ["sh", str(work / "asha/best/run.sh"), str(work / "alone")], check=True, stdout=sys.stderr, env={**os.environ, "ZERORUN": str(RELEASE / "zerorun")})
-    of_trial = work / "asha/trials" / f"{found['trial']:04}" / "model.safetensors"
-    same = of_trial.read_bytes() == (work / "alone/model.safetensors").read_bytes()
+    trial_weights = work / "asha/trials" / f"{found['trial']:04}" / "model.safetensors"
+    same = trial_weights.read_bytes() == (work / "alone/model.safetensors").read_bytes()
     print(f"Its weights have {'the same bytes as' if same else 'OTHER BYTES THAN'} those of the configuration trained alone.")
     return 0 if same and rank == 1 else 1
 
 
-def best_of(shown):
-    return next(trial for trial in shown["trials"] if trial["trial"] == shown["best"])
+def best_of(state):
+    return next(trial for trial in state["trials"] if trial["trial"] == state["best"])
 
 
 if __name__ == "__main__":

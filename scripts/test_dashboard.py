@@ -68,11 +68,11 @@ def record(folder, name, steps, *, loss, lr, ranks, extra=(), planted="", killed
         (steps // 2, "of a share is the part of the bucket that" + planted), (steps, "gathers its shard from every other rank before the unit runs." + planted))])
     names = ["parameters", "gradients", "master weights", "moments", "persistent", "gathered", "buckets"]
     sizes = [22, 44, 44, 88, 6, 28, 24]
-    lines_of = lambda rank: {kind: {"held": (size << 20) + (rank << 18), "peak": int(size * 1.3) << 20, "file": 0} for kind, size in zip(names, sizes)}
+    memory_of = lambda rank: {kind: {"held": (size << 20) + (rank << 18), "peak": int(size * 1.3) << 20, "file": 0} for kind, size in zip(names, sizes)}
     (folder / "ranks.json").write_text(json.dumps({"step": steps, "time": end, "session": 1, "answers": ["stop", "save"], "ranks": [
         {"rank": rank, "host": f"node-{1 + rank // 4}{planted}", "pid": 4100 + rank, "rss_bytes": (410 + 7 * rank) << 20, "rss_peak_bytes": 540 << 20,
          "forward_ms": 108 + rank, "backward_ms": 221 - rank, "step_ms": 61, "comm_ms": 24 + 4 * (rank % 4), "disk_ms": 0,
-         "memory": lines_of(rank)} for rank in range(ranks)]}))
+         "memory": memory_of(rank)} for rank in range(ranks)]}))
     launch = [{"event": "start", "restart": 0, "ranks": ranks, "here": ranks, "time": begin + 1}]
     for rank in range(ranks):
         dead = rank == killed
@@ -86,16 +86,16 @@ def record(folder, name, steps, *, loss, lr, ranks, extra=(), planted="", killed
 
 
 def planted_records(runs):
-    """Writes records whose every text tries to become part of the page."""
+    """Writes records in which every text tries to become part of the page."""
     curve = lambda bottom: lambda step: bottom + 4 * math.exp(-step / 150)
     record(runs / f"evil {PLANTED.replace('/', '∕')}", PLANTED, 60, loss=curve(1), lr=1e-3, ranks=2, planted=PLANTED)
     record(runs / "first-20260131-101500", "first", 3000, loss=curve(1.5), lr=1e-3, ranks=2)
     record(runs / "second-20260131-111500", "second", 400, loss=curve(1.2), lr=3e-3, ranks=2, offset=3600, extra=[("gradient_clipping", 1.0)])
 
 
-def own_children(pid):
-    below = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in below]
+def child_pids(pid):
+    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children]
 
 
 def test(zerorun, work, browser):
@@ -148,7 +148,7 @@ def test(zerorun, work, browser):
 
         # A killed rank, while the page is open.
         training.drain()
-        ranks = own_children(training.process.pid)
+        ranks = child_pids(training.process.pid)
         reported = [rank["pid"] for rank in dash.get(f"/api/run?id={live}")["ranks"]["ranks"]]
         check(sorted(reported) == sorted(ranks), f"the reports name the processes {ranks}, not {reported}")
         os.kill(reported[1], signal.SIGKILL)
@@ -167,7 +167,7 @@ def test(zerorun, work, browser):
         browser.click("#stop")
         until("the job stops", lambda: again.drain() or again.process.poll() is not None)
         again.drain()
-        check(again.process.returncode == 0 and "stopped on request: step" in "".join(again.output), f"it has ended with {again.process.returncode}")
+        check(again.process.returncode == 0 and "stopped on request: step" in "".join(again.output), f"it ended with {again.process.returncode}")
         check(dash.get(f"/api/run?id={live}")["run"]["state"] == "stopped", "its record says that it was stopped")
         print("a job stops on request, and is not restarted")
 
@@ -212,7 +212,7 @@ def test(zerorun, work, browser):
         check(browser.run("return getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)", "the page is dark if the system is")
         browser.command("Emulation.setEmulatedMedia", features=[])
 
-        # The server ends; the page says so and keeps its data.
+        # The server ends; the page reports this and keeps its data.
         dash.stop()
         until("the page notices the end of the server", lambda: "no connection" in browser.text("#connection"))
         check(series(browser, "Loss"), "the curve stays without a server")

@@ -48,9 +48,9 @@ assert found == {"all_reduce": (0.02, 0.25)}, found
 assert trace([]) == {}
 
 # The kinds of transfers that each configuration must have.
-both = [("reduce_scatter", "all_reduce"), ("to the host",)]
-assert [expected(zero, 2) for zero in WAYS.values()] == [both[:1], both[:1], both]
-assert [expected(zero, 1) for zero in WAYS.values()] == [[], [], both[1:]]
+all_kinds = [("reduce_scatter", "all_reduce"), ("to the host",)]
+assert [expected(zero, 2) for zero in WAYS.values()] == [all_kinds[:1], all_kinds[:1], all_kinds]
+assert [expected(zero, 1) for zero in WAYS.values()] == [[], [], all_kinds[1:]]
 
 assert is_good([3.0, 2.5, 2.0], [3.0, 2.5]) and not is_good([3.0, 2.5, 2.0], [3.0, 2.4])
 assert not is_good([3.0, None, 2.0], [3.0]) and not is_good([2.0, 3.0], [2.0]) and not is_good([], [])
@@ -61,11 +61,11 @@ with tempfile.TemporaryDirectory() as folder:
         file.write('#!/bin/sh\ncase "$*" in *"-i 9"*) echo No devices were found; exit 6;; *"-i 1,3"*) echo b; echo d;; *) echo a;; esac\n')
     os.chmod(file.name, 0o755)
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
-    of = {}
+    names_by_devices = {}
     for devices in (None, "1,3", "9", "1, 3,-1,2", "-1", ""):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
-        of[devices] = smi("name")
-    assert of == {None: ["a"], "1,3": ["b", "d"], "9": [], "1, 3,-1,2": ["b", "d"], "-1": [], "": []}, of
+        names_by_devices[devices] = smi("name")
+    assert names_by_devices == {None: ["a"], "1,3": ["b", "d"], "9": [], "1, 3,-1,2": ["b", "d"], "-1": [], "": []}, names_by_devices
 print("overlap is read from traces, losses are judged, GPUs are counted")

@@ -43,14 +43,14 @@ def names_at(commit):
     return Counter(name for text in texts for name in names_in(text))
 
 
-now = names_now()
+current = names_now()
 if len(sys.argv) == 1:
-    for name, count in sorted(now.items()):
+    for name, count in sorted(current.items()):
         print(count, name)
     sys.exit()
 before = names_at(sys.argv[1])
-lost, new = before - now, now - before
-print(f"{sys.argv[1]}: {before.total()} tests; now: {now.total()}; lost: {lost.total()}; new: {new.total()}")
+lost, new = before - current, current - before
+print(f"{sys.argv[1]}: {before.total()} tests; now: {current.total()}; lost: {lost.total()}; new: {new.total()}")
 for word, names in ("lost", lost), ("new", new):
     for name, count in sorted(names.items()):
         print(f"{word}: {name}" + (f" ({count})" if count > 1 else ""))

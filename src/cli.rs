@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::io::Write as _;
 use std::path::PathBuf;
 
-/// The arguments of a DeepSpeed script, to be flattened into a script's own clap struct. Requires feature `cli`.
+/// The arguments of a DeepSpeed script, to be flattened into a script's own clap struct. Requires the `cli` feature.
 ///
 /// ```
 /// use clap::Parser;
@@ -58,12 +58,12 @@ pub fn ds_config_or_exit() -> PathBuf {
     })
 }
 
-fn find_ds_config(args: impl Iterator<Item = OsString>, typed: Option<String>) -> Result<PathBuf> {
+fn find_ds_config(args: impl Iterator<Item = OsString>, script_command: Option<String>) -> Result<PathBuf> {
     const NAMES: [&str; 3] = ["--ds_config", "--deepspeed_config", "--ds-config"];
     let mut args = args;
     let program = args.next().map(|program| program.to_string_lossy().into_owned());
-    let program = typed.or(program).unwrap_or_else(|| "PROGRAM".into());
-    let wrong =
+    let program = script_command.or(program).unwrap_or_else(|| "PROGRAM".into());
+    let argument_error =
         |problem: &str| Error::from(ConfigError::Argument { problem: problem.into(), program: program.clone() });
     let mut found: Option<PathBuf> = None;
     while let Some(arg) = args.next() {
@@ -78,12 +78,13 @@ fn find_ds_config(args: impl Iterator<Item = OsString>, typed: Option<String>) -
             let Some((_, value)) = text else { continue };
             Some(value.into())
         };
-        let value = value.filter(|value| !value.is_empty()).ok_or_else(|| wrong("--ds_config needs a file"))?;
+        let value =
+            value.filter(|value| !value.is_empty()).ok_or_else(|| argument_error("--ds_config needs a file"))?;
         if found.replace(value.into()).is_some() {
-            return Err(wrong("--ds_config is given twice"));
+            return Err(argument_error("--ds_config is given twice"));
         }
     }
-    found.ok_or_else(|| wrong("the argument --ds_config is missing"))
+    found.ok_or_else(|| argument_error("the argument --ds_config is missing"))
 }
 
 #[cfg(test)]

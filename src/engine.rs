@@ -184,7 +184,7 @@ impl<M> Engine<M> {
     /// In the first step, and in later ones while the result of the gradient check (`gradient_check`) is unclear, `run`
     /// is called at least three times, also with slightly perturbed weights. It must therefore compute its result
     /// from the model and from inputs fixed before the call (a batch, a step number), and must not fetch a new batch.
-    /// Outside variables that it sets keep the values of the last call, which has the true weights.
+    /// Captured variables that it sets keep the values of the last call, which uses the true weights.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between backward and step, unless that backward pass ran inside `no_sync`; the error
@@ -262,9 +262,9 @@ impl<M> Engine<M> {
             // The graph uses tensors whose values an evaluation since the forward pass may have replaced.
             engine.show(ActiveWeights::Trained)?;
             let scaled = engine.scaled(loss)?;
-            let measures = engine.begin_measuring();
+            let is_measuring = engine.begin_measuring();
             engine.cast(|| engine.core.backward(&scaled, true))?;
-            if measures {
+            if is_measuring {
                 engine.end_measuring();
             }
             Ok::<(), Error>(())
@@ -336,12 +336,12 @@ impl<M> Engine<M> {
     }
 
     /// Returns an error if `call` is not allowed at this point of a micro step.
-    fn check_order(&self, call: &'static str, belongs: &[MicroStepPhase]) -> Result<()> {
+    fn check_order(&self, call: &'static str, allowed: &[MicroStepPhase]) -> Result<()> {
         self.not_stopped()?;
-        if belongs.contains(&self.phase) {
+        if allowed.contains(&self.phase) {
             return Ok(());
         }
-        let when = match (self.phase, belongs) {
+        let when = match (self.phase, allowed) {
             (MicroStepPhase::Ready, [MicroStepPhase::Forwarded]) => "before forward",
             (MicroStepPhase::Backwarded | MicroStepPhase::Held, [MicroStepPhase::Forwarded]) => "twice on one loss",
             (MicroStepPhase::Backwarded, _) => "after backward without a step",
@@ -435,21 +435,21 @@ impl<M> Engine<M> {
         if self.job().rank() != 0 || (skipped > REPORTED_SKIPS && !skipped.is_power_of_two()) {
             return;
         }
-        let now = self.scaler.scale();
+        let new_scale = self.scaler.scale();
         let consequence = match &self.scaler {
             LossScaler::None => "the weights stay as they are".to_string(),
             LossScaler::Static { .. } => format!("the loss scale stays at {scale} (fp16.loss_scale)"),
-            LossScaler::Dynamic(_) if now == scale => format!("the loss scale stays at {scale} this time"),
-            LossScaler::Dynamic(_) => format!("the loss scale falls from {scale} to {now}"),
+            LossScaler::Dynamic(_) if new_scale == scale => format!("the loss scale stays at {scale} this time"),
+            LossScaler::Dynamic(_) => format!("the loss scale falls from {scale} to {new_scale}"),
         };
         let number = self.global_steps + 1;
-        let more = if skipped == REPORTED_SKIPS {
+        let note = if skipped == REPORTED_SKIPS {
             "; later ones are reported rarely, but engine.skipped_steps() counts all of them"
         } else {
             ""
         };
         warn(&format!(
-            "step {number} is skipped: a gradient is not finite (skipped so far: {skipped}); {consequence}{more}"
+            "step {number} is skipped: a gradient is not finite (skipped so far: {skipped}); {consequence}{note}"
         ));
     }
 
@@ -480,13 +480,13 @@ impl<M> Engine<M> {
     /// collective.
     pub fn stop_requested(&self) -> Result<bool> {
         // All ranks vote, even if one of them cannot listen for signals.
-        let (own, planned) = (asked_to_stop(), planned_stop());
+        let (signaled, planned) = (asked_to_stop(), planned_stop());
         let is_planned = planned.as_ref().is_ok_and(|planned| planned.is_some_and(|steps| self.global_steps >= steps));
         self.reporter.answers.stop.store(true, Ordering::Relaxed);
-        let vote = *own.as_ref().unwrap_or(&false) || is_planned || self.reporter.stop_in_record;
+        let vote = *signaled.as_ref().unwrap_or(&false) || is_planned || self.reporter.stop_in_record;
         let any = self.any_rank(vote)?;
         self.reporter.stop_requested.fetch_or(any, Ordering::Relaxed);
-        own.map_err(|source| EngineError::Signals { source })?;
+        signaled.map_err(|source| EngineError::Signals { source })?;
         planned.map_err(|found| EngineError::PlannedStop { found })?;
         Ok(any)
     }

@@ -85,37 +85,37 @@ pub fn open(path: impl AsRef<Path>) -> Result<File> {
     Ok(file)
 }
 
-/// Reads the complete file at `path`, which may be at most `most` bytes long.
-pub fn read(path: impl AsRef<Path>, most: u64) -> Result<Vec<u8>> {
+/// Reads the complete file at `path`, which may be at most `max_bytes` bytes long.
+pub fn read(path: impl AsRef<Path>, max_bytes: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    open(path)?.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 <= most {
+    open(path)?.take(max_bytes.saturating_add(1)).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 <= max_bytes {
         true => Ok(bytes),
-        false => Err(Error::new(ErrorKind::FileTooLarge, format!("it is larger than {most} bytes"))),
+        false => Err(Error::new(ErrorKind::FileTooLarge, format!("it is larger than {max_bytes} bytes"))),
     }
 }
 
 /// Reads the complete file as text.
-pub fn read_text(path: impl AsRef<Path>, most: u64) -> Result<String> {
-    String::from_utf8(read(path, most)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
+pub fn read_text(path: impl AsRef<Path>, max_bytes: u64) -> Result<String> {
+    String::from_utf8(read(path, max_bytes)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
 
-/// Checks that `path` does not exist, is an empty file, or is a file that begins with `begins`, which marks an earlier
-/// output of the same kind. `what` names this kind in the error.
+/// Checks that `path` does not exist, is an empty file, or is a file that begins with `prefix`, which marks an earlier
+/// output of the same kind. `kind` names this kind in the error.
 ///
 /// # Errors
 /// A file of another kind, or one that cannot be read.
-pub fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()> {
+pub fn only_earlier(path: &Path, prefix: &[u8], kind: &str) -> Result<()> {
     if path.symlink_metadata().is_err() {
         return Ok(());
     }
     let mut found = Vec::new();
-    open(path)?.take(begins.len() as u64).read_to_end(&mut found)?;
-    match found.is_empty() || found == begins {
+    open(path)?.take(prefix.len() as u64).read_to_end(&mut found)?;
+    match found.is_empty() || found == prefix {
         true => Ok(()),
         false => {
             let text = format!(
-                "a file with that name exists, but is not a {what}, so it is not replaced; give another name, or \
+                "a file with that name exists, but is not a {kind}, so it is not replaced; give another name, or \
                  remove it"
             );
             Err(Error::new(ErrorKind::AlreadyExists, text))
@@ -134,7 +134,7 @@ pub fn private_folder(path: &Path) -> Result<()> {
             tighten(path);
             Ok(())
         }
-        made => made,
+        result => result,
     }
 }
 
@@ -153,14 +153,14 @@ pub fn tighten(path: &Path) {
 /// Returns an error that names the kind of `found`, unless it is a regular file.
 pub(crate) fn only_a_file(found: &Metadata) -> Result<()> {
     let kind = found.file_type();
-    let what = match () {
+    let name = match () {
         () if kind.is_file() => return Ok(()),
         () if kind.is_dir() => return Err(rustix::io::Errno::ISDIR.into()),
         () if kind.is_fifo() => "a pipe",
         () if kind.is_socket() => "a socket",
         () => "a device",
     };
-    Err(Error::new(ErrorKind::InvalidInput, format!("it is {what}, but a file is needed")))
+    Err(Error::new(ErrorKind::InvalidInput, format!("it is {name}, but a file is needed")))
 }
 
 #[cfg(test)]

@@ -2,17 +2,17 @@
 
 use serde_json::Value;
 
-/// Calls `each` with the dotted name and the value of each leaf of a JSON tree: a list, an empty object, or a value
+/// Calls `visit` with the dotted name and the value of each leaf of a JSON tree: a list, an empty object, or a value
 /// that contains no others. The dotted names begin with `name` if it is not empty.
-pub fn json_leaves<'a>(name: &str, tree: &'a Value, each: &mut dyn FnMut(String, &'a Value)) {
+pub fn json_leaves<'a>(name: &str, tree: &'a Value, visit: &mut dyn FnMut(String, &'a Value)) {
     match tree {
         Value::Object(entries) if !entries.is_empty() => {
             for (key, value) in entries {
                 let name = if name.is_empty() { key.clone() } else { format!("{name}.{key}") };
-                json_leaves(&name, value, each);
+                json_leaves(&name, value, visit);
             }
         }
-        leaf => each(name.to_owned(), leaf),
+        leaf => visit(name.to_owned(), leaf),
     }
 }
 
@@ -28,9 +28,9 @@ mod tests {
         for name in ["", "x"] {
             json_leaves(name, &tree, &mut |name, leaf| found.push(format!("{name}={leaf}")));
         }
-        let of_tree = ["a.b=1", "a.c={}", "d=[{\"e\":2}]", "f=null"];
-        let below_x = of_tree.map(|leaf| format!("x.{leaf}"));
-        assert_eq!(found[..4], of_tree);
+        let leaves = ["a.b=1", "a.c={}", "d=[{\"e\":2}]", "f=null"];
+        let below_x = leaves.map(|leaf| format!("x.{leaf}"));
+        assert_eq!(found[..4], leaves);
         assert_eq!(found[4..], below_x);
         json_leaves("x", &json!(3), &mut |name, leaf| assert_eq!((name.as_str(), leaf), ("x", &json!(3))));
     }

@@ -171,8 +171,8 @@ impl MemoryLedger {
     /// Returns the kinds that occupy bytes in `tier`, with their bytes.
     pub fn held_in(&self, tier: MemoryTier) -> Vec<(MemoryKind, usize)> {
         let entries = self.lock();
-        let here = entries.tiers.iter().filter(|((_, t), bytes)| *t == tier && bytes.held > 0);
-        here.map(|((kind, _), bytes)| (*kind, bytes.held)).collect()
+        let entries_in_tier = entries.tiers.iter().filter(|((_, t), bytes)| *t == tier && bytes.held > 0);
+        entries_in_tier.map(|((kind, _), bytes)| (*kind, bytes.held)).collect()
     }
 
     fn change(&self, tier: MemoryTier, kind: MemoryKind, from: usize, to: usize) {
@@ -302,7 +302,7 @@ impl MemoryReport {
         bytes: ModelBytes,
     ) -> Self {
         let placement = stage.placement();
-        let free = |kind| MemoryRow {
+        let plain_row = |kind| MemoryRow {
             kind,
             bytes: ledger.bytes(kind),
             device: ledger.bytes_in(MemoryTier::Device, kind),
@@ -314,10 +314,10 @@ impl MemoryReport {
             padding: 0.0,
         };
         let row = |kind, StateBytes { whole, own, experts }: StateBytes, sharded: bool| {
-            let among = |ranks: usize| if sharded { ranks as f64 } else { 1.0 };
-            let exact = whole as f64 / among(mesh.shards()) + experts as f64 / among(holders);
+            let divisor = |ranks: usize| if sharded { ranks as f64 } else { 1.0 };
+            let exact = whole as f64 / divisor(mesh.shards()) + experts as f64 / divisor(holders);
             let padding = if sharded { own as f64 - exact } else { 0.0 };
-            MemoryRow { formula: Some(exact), padding, ..free(kind) }
+            MemoryRow { formula: Some(exact), padding, ..plain_row(kind) }
         };
         let moments = row(MemoryKind::Moments, bytes.moments, placement.optim.is_sharded());
         let mut rows = vec![
@@ -325,23 +325,23 @@ impl MemoryReport {
             row(MemoryKind::Gradients, bytes.grads, placement.grads.is_sharded()),
             row(MemoryKind::MasterWeights, bytes.master, placement.optim.is_sharded()),
             MemoryRow { formula: moments.formula.map(|sharded| sharded + bytes.factored as f64), ..moments },
-            free(MemoryKind::Persistent),
-            free(MemoryKind::Gathered),
-            free(MemoryKind::SecondCopy),
-            free(MemoryKind::Buckets),
-            free(MemoryKind::Staging),
-            free(MemoryKind::Activations),
-            free(MemoryKind::GradientCheck),
-            free(MemoryKind::Buffers),
+            plain_row(MemoryKind::Persistent),
+            plain_row(MemoryKind::Gathered),
+            plain_row(MemoryKind::SecondCopy),
+            plain_row(MemoryKind::Buckets),
+            plain_row(MemoryKind::Staging),
+            plain_row(MemoryKind::Activations),
+            plain_row(MemoryKind::GradientCheck),
+            plain_row(MemoryKind::Buffers),
         ];
-        let after = |kind, rows: &[MemoryRow]| 1 + rows.iter().position(|row| row.kind == kind).unwrap_or(0);
+        let index_after = |kind, rows: &[MemoryRow]| 1 + rows.iter().position(|row| row.kind == kind).unwrap_or(0);
         if bytes.outer.own > 0 {
             let outer = row(MemoryKind::OuterStates, bytes.outer, placement.optim.is_sharded());
-            rows.insert(after(MemoryKind::Moments, &rows), outer);
+            rows.insert(index_after(MemoryKind::Moments, &rows), outer);
         }
-        let of_stages = [MemoryKind::StageMessages, MemoryKind::StageActivations].map(free);
-        for row in of_stages.into_iter().filter(|row| row.bytes.peak > 0) {
-            rows.insert(after(MemoryKind::Activations, &rows), row);
+        let stage_rows = [MemoryKind::StageMessages, MemoryKind::StageActivations].map(plain_row);
+        for row in stage_rows.into_iter().filter(|row| row.bytes.peak > 0) {
+            rows.insert(index_after(MemoryKind::Activations, &rows), row);
         }
         let (world_size, copies) = (mesh.world_size(), mesh.copies());
         Self { stage: stage.number(), world_size, copies, parameters, frozen, rows }
@@ -392,36 +392,36 @@ impl fmt::Display for MemoryReport {
 #[derive(Debug)]
 pub(crate) struct TrackedBuffer<B = Flat> {
     flat: B,
-    held: MemoryLedgerEntry,
+    entry: MemoryLedgerEntry,
 }
 
 impl<B: ElementBuffer> TrackedBuffer<B> {
     pub fn new(ledger: &MemoryLedger, kind: MemoryKind, flat: B) -> Self {
-        let held = ledger.hold_in(MemoryTier::at::<B>(&flat.place()), kind, flat.capacity_in_bytes());
-        Self { flat, held }
+        let entry = ledger.hold_in(MemoryTier::at::<B>(&flat.place()), kind, flat.capacity_in_bytes());
+        Self { flat, entry }
     }
 
     /// Calls `grow` to change the buffer's size, and records the new size in the ledger.
     ///
     /// # Errors
-    /// The error of `grow`.
+    /// Returns the error of `grow`.
     pub fn resize<E>(&mut self, grow: impl FnOnce(&mut B) -> Result<(), E>) -> Result<(), E> {
-        let grown = grow(&mut self.flat);
-        self.held.resize(self.flat.capacity_in_bytes());
-        grown
+        let result = grow(&mut self.flat);
+        self.entry.resize(self.flat.capacity_in_bytes());
+        result
     }
 
     /// Returns the same buffer in a GPU's memory, or on the host. If the buffer must move, it exists in both for a
     /// short time.
     ///
     /// # Errors
-    /// The allocation or the copy fails.
+    /// Returns an error if the allocation or the copy fails.
     pub fn moved_to(self, ledger: &MemoryLedger, place: &B::Place) -> crate::error::Result<Self> {
         if B::is_device(place) == B::is_device(&self.flat.place()) {
             return Ok(self);
         }
-        let kind = self.held.kind;
-        let moving = self.held;
+        let kind = self.entry.kind;
+        let moving = self.entry;
         let moved = Self::new(ledger, kind, self.flat.moved_to(place)?);
         drop(moving);
         Ok(moved)
@@ -429,12 +429,12 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
 
     /// Converts the buffer with `change`, which must keep its size.
     pub fn try_map<C, E>(self, change: impl FnOnce(B) -> Result<C, E>) -> Result<TrackedBuffer<C>, E> {
-        Ok(TrackedBuffer { flat: change(self.flat)?, held: self.held })
+        Ok(TrackedBuffer { flat: change(self.flat)?, entry: self.entry })
     }
 
     /// Converts the buffer into another type that uses the same memory.
     pub fn map<C>(self, change: impl FnOnce(B) -> C) -> TrackedBuffer<C> {
-        TrackedBuffer { flat: change(self.flat), held: self.held }
+        TrackedBuffer { flat: change(self.flat), entry: self.entry }
     }
 
     /// Removes the buffer from the ledger and returns it.

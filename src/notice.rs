@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 pub enum LogLevel {
     /// Everything.
     Debug,
-    /// Everything (default), because no message has a lower level. Progress messages and notes about a configuration
-    /// have this level.
+    /// Everything, because no message has a lower level (the default). Progress messages and notes about a
+    /// configuration have this level.
     Info,
     /// Only problems that do not end the training.
     Warning,
@@ -30,13 +30,13 @@ pub(crate) fn suppress_below(level: LogLevel) {
     MIN_LEVEL.store(level as u8, Ordering::Relaxed);
 }
 
-fn is_said(level: LogLevel) -> bool {
+fn is_reported(level: LogLevel) -> bool {
     level as u8 >= MIN_LEVEL.load(Ordering::Relaxed)
 }
 
 /// Reports a fact: through `tracing` if a subscriber is set, otherwise on stderr.
 pub fn emit(message: &str) {
-    if !is_said(LogLevel::Info) {
+    if !is_reported(LogLevel::Info) {
         return;
     }
     if tracing::dispatcher::has_been_set() {
@@ -48,7 +48,7 @@ pub fn emit(message: &str) {
 
 /// Reports a problem that does not end the run, in the same way as [`emit`].
 pub(crate) fn warn(message: &str) {
-    if !is_said(LogLevel::Warning) {
+    if !is_reported(LogLevel::Warning) {
         return;
     }
     if tracing::dispatcher::has_been_set() {

@@ -38,29 +38,29 @@ pub fn is_planned_stop(steps: u64) -> bool {
 /// first such signal has no other effect.
 pub fn asked_to_stop() -> io::Result<bool> {
     static STOP_FLAG: Mutex<Option<Arc<AtomicBool>>> = Mutex::new(None);
-    let mut asked = lock(&STOP_FLAG);
-    let flag = match &*asked {
+    let mut stop_flag = lock(&STOP_FLAG);
+    let flag = match &*stop_flag {
         Some(flag) => flag,
-        None => asked.insert(listen()?),
+        None => stop_flag.insert(listen()?),
     };
     Ok(flag.load(Ordering::SeqCst))
 }
 
 fn listen() -> io::Result<Arc<AtomicBool>> {
-    let asked = Arc::new(AtomicBool::new(false));
+    let stop_flag = Arc::new(AtomicBool::new(false));
     // A scheduler sends a signal to the launcher and to the ranks, and the launcher passes it on. Therefore, under a
     // launcher, only the launcher counts signals.
     let is_alone = std::env::var_os(RESTART).is_none();
     // A program started by nohup keeps running when its terminal is closed.
-    let hangs_up = !ignored_signals()(SIGHUP);
-    for signal in [SIGTERM, SIGINT].into_iter().chain(hangs_up.then_some(SIGHUP)) {
+    let handles_sighup = !ignored_signals()(SIGHUP);
+    for signal in [SIGTERM, SIGINT].into_iter().chain(handles_sighup.then_some(SIGHUP)) {
         if is_alone {
             // This handler is registered before the next one, so that the first signal finds the flag unset.
-            flag::register_conditional_default(signal, Arc::clone(&asked))?;
+            flag::register_conditional_default(signal, Arc::clone(&stop_flag))?;
         }
-        flag::register(signal, Arc::clone(&asked))?;
+        flag::register(signal, Arc::clone(&stop_flag))?;
     }
-    Ok(asked)
+    Ok(stop_flag)
 }
 
 /// Returns a predicate for the signals that this process ignores, as listed by the kernel; when the process starts,

@@ -39,12 +39,12 @@ pub struct SandboxSubject(Arc<SubjectRecord>);
 struct SubjectRecord {
     name: String,
     /// The nanoseconds that work took beyond the expected time.
-    slow: AtomicU64,
+    excess: AtomicU64,
 }
 
 impl SandboxSubject {
     pub fn new(name: impl Into<String>) -> Self {
-        Self(Arc::new(SubjectRecord { name: name.into(), slow: AtomicU64::new(0) }))
+        Self(Arc::new(SubjectRecord { name: name.into(), excess: AtomicU64::new(0) }))
     }
 }
 
@@ -52,9 +52,9 @@ impl SandboxSubject {
 struct RunningWork {
     subject: SandboxSubject,
     /// The expected CPU time.
-    usual: Duration,
-    /// The thread's CPU time when this work was first seen, and when it was last seen.
-    seen: Option<[Duration; 2]>,
+    expected: Duration,
+    /// The thread's CPU time when the watchdog first saw this work, and when it last saw it.
+    cpu_times: Option<[Duration; 2]>,
 }
 
 /// The slot of a thread that the watchdog checks.
@@ -85,7 +85,7 @@ fn register() -> WatchdogSlotRef {
 
 /// Returns a thread's CPU time. Wall-clock time would be misleading, because a thread may do nothing for a minute on a
 /// busy machine.
-fn computed(id: Pid) -> Option<Duration> {
+fn cpu_time(id: Pid) -> Option<Duration> {
     let text = std::fs::read_to_string(format!("/proc/self/task/{}/schedstat", id.as_raw_nonzero())).ok()?;
     text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
 }
@@ -95,12 +95,12 @@ fn watch() {
     let is_at_work = |slot: &WatchdogSlotRef| {
         let mut work = lock(&slot.work);
         let Some(running) = &mut *work else { return false };
-        if let Some(now) = computed(slot.id) {
-            let [first, last] = *running.seen.get_or_insert([now, now]);
-            running.seen = Some([first, now]);
-            let slow = now.saturating_sub(last.max(first + running.usual)).as_nanos() as u64;
-            let all = running.subject.0.slow.fetch_add(slow, Ordering::Relaxed).saturating_add(slow);
-            if Duration::from_nanos(all) >= MAX_CPU_TIME {
+        if let Some(now) = cpu_time(slot.id) {
+            let [first, last] = *running.cpu_times.get_or_insert([now, now]);
+            running.cpu_times = Some([first, now]);
+            let excess = now.saturating_sub(last.max(first + running.expected)).as_nanos() as u64;
+            let total = running.subject.0.excess.fetch_add(excess, Ordering::Relaxed).saturating_add(excess);
+            if Duration::from_nanos(total) >= MAX_CPU_TIME {
                 signals::end(&running.subject.0.name, " takes too long");
             }
         }
@@ -122,14 +122,14 @@ pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> 
         // The enclosing work is already bounded.
         return catch_unwind(AssertUnwindSafe(work)).map_err(text_of);
     }
-    let usual = Duration::from_millis(50 + (bytes as u64).saturating_mul(1000) / BYTES_PER_SECOND);
-    let here = 0_u8;
-    let _entered = SLOT.with(|slot| {
-        *lock(&slot.work) = Some(RunningWork { subject: subject.clone(), usual, seen: None });
+    let expected = Duration::from_millis(50 + (bytes as u64).saturating_mul(1000) / BYTES_PER_SECOND);
+    let stack_marker = 0_u8;
+    let _guard = SLOT.with(|slot| {
+        *lock(&slot.work) = Some(RunningWork { subject: subject.clone(), expected, cpu_times: None });
         SandboxGuard { slot: slot.clone() }
     });
     DEPTH.set(1);
-    signals::enter(&subject.0.name, &raw const here);
+    signals::enter(&subject.0.name, &raw const stack_marker);
     memory_limit_allocator::enter(MAX_MEMORY_BYTES);
     catch_unwind(AssertUnwindSafe(work)).map_err(text_of)
 }
@@ -160,10 +160,10 @@ fn text_of(panic: Box<dyn Any + Send>) -> String {
 fn begin() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        let usual = std::panic::take_hook();
+        let previous_hook = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
             if DEPTH.try_with(Cell::get).unwrap_or(0) == 0 {
-                usual(panic);
+                previous_hook(panic);
             }
         }));
         signals::listen();
@@ -182,19 +182,20 @@ pub fn explain_limits() {
         return;
     }
     signals::listen();
-    let usual = std::panic::take_hook();
+    let previous_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let text = panic.payload_as_str().unwrap_or_default();
-        let of = ["thread pool", "failed to spawn thread", "stack", "Cannot allocate memory", "Resource temporarily"];
-        match of.iter().any(|of| text.contains(of)) {
+        let causes =
+            ["thread pool", "failed to spawn thread", "stack", "Cannot allocate memory", "Resource temporarily"];
+        match causes.iter().any(|cause| text.contains(cause)) {
             true => {
                 // For example "assertion `left != right` failed: mmap failed to allocate stack: ...", with the two
                 // values on the lines below.
                 let line = text.lines().next().unwrap_or_default();
-                let what = line.split_once(" failed: ").map_or(line, |(_, what)| what);
-                signals::end("", &format!("{} ({what})", signals::PROCESS_LIMITS_PROBLEM))
+                let reason = line.split_once(" failed: ").map_or(line, |(_, reason)| reason);
+                signals::end("", &format!("{} ({reason})", signals::PROCESS_LIMITS_PROBLEM))
             }
-            false => usual(panic),
+            false => previous_hook(panic),
         }
     }));
 }

@@ -18,9 +18,9 @@ pub(crate) fn unpoisoned<T>(result: LockResult<T>) -> T {
     result.unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Splits `0..len` into consecutive ranges of at most `most` numbers; none if `len` is 0.
-pub(crate) fn pieces(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..len).step_by(most).map(move |start| start..len.min(start + most))
+/// Splits `0..len` into consecutive ranges of at most `max_len` numbers; none if `len` is 0.
+pub(crate) fn pieces(len: usize, max_len: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len).step_by(max_len).map(move |start| start..len.min(start + max_len))
 }
 
 /// Returns the bytes as hexadecimal digits.
@@ -76,14 +76,14 @@ pub fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<Str
     /// The minimum similarity, from 0 to 1, of a name that is suggested.
     const MIN_SIMILARITY: f64 = 0.5;
     const MAX_SUGGESTIONS: usize = 3;
-    let likeness = |other: &'a str| (strsim::normalized_damerau_levenshtein(name, other), other);
-    let mut alike: Vec<_> = all.map(likeness).filter(|(likeness, _)| *likeness >= MIN_SIMILARITY).collect();
-    alike.sort_by(|a, b| b.0.total_cmp(&a.0));
-    let alike: Vec<&str> = alike.into_iter().map(|(_, name)| name).take(MAX_SUGGESTIONS).collect();
-    match alike[..] {
+    let rated = |other: &'a str| (strsim::normalized_damerau_levenshtein(name, other), other);
+    let mut similar: Vec<_> = all.map(rated).filter(|(similarity, _)| *similarity >= MIN_SIMILARITY).collect();
+    similar.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let similar: Vec<&str> = similar.into_iter().map(|(_, name)| name).take(MAX_SUGGESTIONS).collect();
+    match similar[..] {
         [] => None,
         [one] => Some(format!("the nearest is {one}")),
-        _ => Some(format!("the nearest are {}", alike.join(", "))),
+        _ => Some(format!("the nearest are {}", similar.join(", "))),
     }
 }
 
@@ -92,11 +92,11 @@ pub fn host_name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_string()
 }
 
-/// Returns the value of `name` in a file of /proc.
+/// Returns the value of the field `name` in the text of a file of /proc.
 pub fn proc_field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|line| {
-        let (found, value) = line.split_once(':')?;
-        (found.trim() == name).then(|| value.trim())
+        let (key, value) = line.split_once(':')?;
+        (key.trim() == name).then(|| value.trim())
     })
 }
 

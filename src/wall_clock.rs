@@ -6,8 +6,8 @@ const DAY: u64 = 86_400;
 
 /// Returns the current time in seconds since 1970, rounded down to a whole number of milliseconds.
 pub(crate) fn now() -> f64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    since.as_millis() as f64 / 1e3
+    let elapsed = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    elapsed.as_millis() as f64 / 1e3
 }
 
 /// Returns the year, month, day, hour, minute and second of a time in UTC.
@@ -59,8 +59,8 @@ pub fn parse_utc(text: &str) -> Option<f64> {
     let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     let february = if is_leap(year) { 29 } else { 28 };
     let months = [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let in_month = months.get(usize::try_from(month.checked_sub(1)?).ok()?)?;
-    if day < 1 || day > *in_month {
+    let days_in_month = months.get(usize::try_from(month.checked_sub(1)?).ok()?)?;
+    if day < 1 || day > *days_in_month {
         return None;
     }
     let days: u64 = (1970..year).map(|year| if is_leap(year) { 366 } else { 365 }).sum::<u64>()

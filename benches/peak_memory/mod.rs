@@ -9,7 +9,7 @@ use std::hint::black_box;
 const ARRAY: usize = 256 << 20;
 
 /// Returns how many of a slice's `len` elements each thread of the pool processes.
-fn share(len: usize) -> usize {
+fn elements_per_thread(len: usize) -> usize {
     len.div_ceil(rayon::current_num_threads())
 }
 
@@ -17,9 +17,9 @@ fn share(len: usize) -> usize {
 #[divan::bench(sample_size = 1, max_time = 1)]
 fn peak_memory_read(bencher: Bencher<'_, '_>) {
     let from = vec![1f32; ARRAY / 4];
-    let part = share(from.len());
+    let chunk_len = elements_per_thread(from.len());
     bencher.counter(BytesCount::new(ARRAY)).bench_local(|| {
-        from.par_chunks(part).for_each(|from| {
+        from.par_chunks(chunk_len).for_each(|from| {
             black_box(sum(from));
         });
     });
@@ -29,9 +29,9 @@ fn peak_memory_read(bencher: Bencher<'_, '_>) {
 #[divan::bench(sample_size = 1, max_time = 1)]
 fn peak_memory_copy(bencher: Bencher<'_, '_>) {
     let (from, mut to) = (vec![1f32; ARRAY / 4], vec![0f32; ARRAY / 4]);
-    let part = share(from.len());
+    let chunk_len = elements_per_thread(from.len());
     bencher.counter(BytesCount::new(2 * ARRAY)).bench_local(|| {
-        to.par_chunks_mut(part).zip(from.par_chunks(part)).for_each(|(to, from)| to.copy_from_slice(from));
+        to.par_chunks_mut(chunk_len).zip(from.par_chunks(chunk_len)).for_each(|(to, from)| to.copy_from_slice(from));
     });
 }
 
@@ -39,10 +39,10 @@ fn peak_memory_copy(bencher: Bencher<'_, '_>) {
 #[divan::bench(sample_size = 1, max_time = 1)]
 fn peak_memory_triad(bencher: Bencher<'_, '_>) {
     let (mut a, b, c) = (vec![0f32; ARRAY / 4], vec![1f32; ARRAY / 4], vec![2f32; ARRAY / 4]);
-    let part = share(a.len());
+    let chunk_len = elements_per_thread(a.len());
     bencher.counter(BytesCount::new(3 * ARRAY)).bench_local(|| {
-        let parts = a.par_chunks_mut(part).zip(b.par_chunks(part)).zip(c.par_chunks(part));
-        parts.for_each(|((a, b), c)| {
+        let chunks = a.par_chunks_mut(chunk_len).zip(b.par_chunks(chunk_len)).zip(c.par_chunks(chunk_len));
+        chunks.for_each(|((a, b), c)| {
             for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
                 *a = b + 2.0 * c;
             }

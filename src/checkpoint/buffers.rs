@@ -37,11 +37,11 @@ pub(super) fn snapshot(buffers: &[ModelBuffer], dir: &Path) -> Result<Option<Vec
     if buffers.is_empty() {
         return Ok(None);
     }
-    let now = |buffer: &ModelBuffer| {
+    let current = |buffer: &ModelBuffer| {
         let (name, shape, dtype) = (buffer.name.clone(), buffer.tensor.dims().to_vec(), buffer.tensor.dtype());
         Ok(SavedBuffer { name, shape, dtype, bytes: buffer.bytes()? })
     };
-    file_of(&buffers.iter().map(now).collect::<Result<Vec<_>>>()?, dir)
+    file_of(&buffers.iter().map(current).collect::<Result<Vec<_>>>()?, dir)
 }
 
 /// Returns the file's bytes for the buffers in several files, some of which may be empty; `None` if there are no buffers.
@@ -124,39 +124,39 @@ pub(super) fn wanted(
     folder: &Path,
 ) -> Result<Vec<(usize, Vec<u8>)>> {
     let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: folder.join(MANIFEST), problem });
-    let own: BTreeSet<&str> = buffers.iter().map(|b| b.name.as_str()).collect();
-    let theirs: BTreeSet<&str> = saved.iter().map(|b| b.name.as_str()).collect();
-    let lacking = own.difference(&theirs).copied().collect();
-    let is_known = |name: &str| own.contains(name) || elsewhere.is_some_and(|names| names.contains(name));
-    let others = saved.iter().filter(|b| !is_known(&b.name) && !is_needless(&b.name, &b.shape));
-    let others: Vec<&str> = others.map(|b| b.name.as_str()).collect();
-    for (names, what) in [(lacking, "it lacks"), (others, "the model lacks")] {
+    let own_names: BTreeSet<&str> = buffers.iter().map(|b| b.name.as_str()).collect();
+    let saved_names: BTreeSet<&str> = saved.iter().map(|b| b.name.as_str()).collect();
+    let missing = own_names.difference(&saved_names).copied().collect();
+    let is_known = |name: &str| own_names.contains(name) || elsewhere.is_some_and(|names| names.contains(name));
+    let unknown = saved.iter().filter(|b| !is_known(&b.name) && !is_needless(&b.name, &b.shape));
+    let unknown: Vec<&str> = unknown.map(|b| b.name.as_str()).collect();
+    for (names, subject) in [(missing, "it lacks"), (unknown, "the model lacks")] {
         if strict && !names.is_empty() {
             let (noun, names) = (if names.len() == 1 { "buffer" } else { "buffers" }, list(&names));
             return Err(wrong(format!(
-                "{what} the {noun} {names}; build the model that was saved, or load with load_module_strict false"
+                "{subject} the {noun} {names}; build the model that was saved, or load with load_module_strict false"
             )));
         }
     }
-    let mut wanted = Vec::new();
-    for (number, own) in buffers.iter().enumerate() {
-        let Some(found) = saved.iter().find(|saved| saved.name == own.name) else { continue };
-        let (name, dims, dtype) = (&own.name, own.tensor.dims(), own.tensor.dtype());
-        if found.shape != dims {
-            let found = &found.shape;
+    let mut new_values = Vec::new();
+    for (number, buffer) in buffers.iter().enumerate() {
+        let Some(saved_buffer) = saved.iter().find(|saved| saved.name == buffer.name) else { continue };
+        let (name, dims, dtype) = (&buffer.name, buffer.tensor.dims(), buffer.tensor.dtype());
+        if saved_buffer.shape != dims {
+            let found = &saved_buffer.shape;
             return Err(wrong(format!(
                 "buffer {name} has shape {found:?} in the file but {dims:?} in the model; build the model that was \
                  saved"
             )));
         }
-        let bytes = converted(&found.bytes, found.dtype, dtype).ok_or_else(|| {
-            let found = found.dtype;
+        let bytes = converted(&saved_buffer.bytes, saved_buffer.dtype, dtype).ok_or_else(|| {
+            let found = saved_buffer.dtype;
             wrong(format!(
                 "buffer {name} is {found:?} in the file but {dtype:?} in the model, which cannot hold its values; \
                  build the model that was saved"
             ))
         })?;
-        wanted.push((number, bytes));
+        new_values.push((number, bytes));
     }
-    Ok(wanted)
+    Ok(new_values)
 }

@@ -55,7 +55,7 @@ impl Default for ConsolidateSettings {
 impl ConsolidateSettings {
     /// Returns the size in bytes of all parameters and buffers of `checkpoint`, as they are written.
     pub fn bytes(&self, checkpoint: &Checkpoint) -> u64 {
-        saved(checkpoint).into_iter().map(|number| tensor(checkpoint, number).bytes(self.dtype)).sum()
+        saved_tensors(checkpoint).into_iter().map(|number| tensor(checkpoint, number).bytes(self.dtype)).sum()
     }
 
     /// Checks that the settings fit `checkpoint`.
@@ -111,16 +111,16 @@ impl ConsolidatedDtype {
     /// Returns the bytes of `values`, or, as an error, a value that is too large.
     #[doc(hidden)]
     pub fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
-        let lost =
-            |held: fn(f32) -> bool| values.iter().find(|v| v.is_finite() && !held(**v)).map_or(Ok(()), |v| Err(*v));
+        let check =
+            |fits: fn(f32) -> bool| values.iter().find(|v| v.is_finite() && !fits(**v)).map_or(Ok(()), |v| Err(*v));
         Ok(match self {
             Self::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
             Self::Bf16 => {
-                lost(|v| half::bf16::from_f32(v).is_finite())?;
+                check(|v| half::bf16::from_f32(v).is_finite())?;
                 values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect()
             }
             Self::F16 => {
-                lost(|v| half::f16::from_f32(v).is_finite())?;
+                check(|v| half::f16::from_f32(v).is_finite())?;
                 values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect()
             }
         })
@@ -128,7 +128,7 @@ impl ConsolidatedDtype {
 }
 
 /// Writes the parameters of `checkpoint`, and its buffers in their own types, into the folder `out`, which must be
-/// absent or empty. `tell` is called with the number of bytes written so far.
+/// absent or empty. `on_progress` is called with the number of bytes written so far.
 ///
 /// # Errors
 /// Fails with [`CheckpointError::Unusable`] for a folder that is not empty, settings that do not match the checkpoint,
@@ -138,22 +138,22 @@ pub fn consolidate(
     checkpoint: &Checkpoint,
     out: impl AsRef<Path>,
     settings: &ConsolidateSettings,
-    tell: &mut dyn FnMut(u64),
+    on_progress: &mut dyn FnMut(u64),
 ) -> Result<Consolidated> {
     let out = out.as_ref();
     let wrong = |action| move |source| Error::Io { action, path: out.to_owned(), source };
     let out = &absent_or_empty(out)?;
     settings.check(checkpoint)?;
-    let described = settings.describe(checkpoint);
+    let description = settings.describe(checkpoint);
     let folder = AtomicFolder::beside(out).map_err(wrong("create"))?;
     check_free_space(folder.path(), settings.bytes(checkpoint))?;
-    let mut count = WriteProgress { written: 0, tell };
-    let params = saved(checkpoint);
-    let writing = ConsolidateWriter { checkpoint, params, folder: folder.path(), settings, described: &described };
-    let files = writing.all(&mut count)?;
-    let bytes = count.written;
+    let mut progress = WriteProgress { written: 0, on_progress };
+    let params = saved_tensors(checkpoint);
+    let writer = ConsolidateWriter { checkpoint, params, folder: folder.path(), settings, description: &description };
+    let files = writer.write_all(&mut progress)?;
+    let bytes = progress.written;
     folder.finish().map_err(wrong("write"))?;
-    Ok(Consolidated { files, bytes, without_config: described.config.err() })
+    Ok(Consolidated { files, bytes, without_config: description.config.err() })
 }
 
 /// Returns the folder that `out` refers to, if it is absent or empty.
@@ -168,9 +168,9 @@ pub fn absent_or_empty(out: &Path) -> Result<PathBuf> {
 
 /// Returns the indices of the tensors that the checkpoint contains: first those of parameters in the manifest, without
 /// frozen ones that were not saved, then those of buffers.
-fn saved(checkpoint: &Checkpoint) -> Vec<usize> {
+fn saved_tensors(checkpoint: &Checkpoint) -> Vec<usize> {
     let parameters = &checkpoint.manifest().parameters;
-    let saved = (0..parameters.len()).filter(|place| parameters[*place].has(WEIGHTS));
+    let saved = (0..parameters.len()).filter(|index| parameters[*index].has(WEIGHTS));
     saved.chain(parameters.len()..parameters.len() + checkpoint.buffers().len()).collect()
 }
 
@@ -207,7 +207,7 @@ impl ConsolidatedTensor<'_> {
 /// The number of bytes written so far, and the callback that receives it.
 struct WriteProgress<'a> {
     written: u64,
-    tell: &'a mut dyn FnMut(u64),
+    on_progress: &'a mut dyn FnMut(u64),
 }
 
 /// Files under construction.
@@ -217,21 +217,21 @@ struct ConsolidateWriter<'a> {
     params: Vec<usize>,
     folder: &'a Path,
     settings: &'a ConsolidateSettings,
-    described: &'a HuggingFaceDescription,
+    description: &'a HuggingFaceDescription,
 }
 
 impl ConsolidateWriter<'_> {
     /// Writes all files and returns the names of those with parameters.
-    fn all(&self, count: &mut WriteProgress) -> Result<Vec<String>> {
+    fn write_all(&self, progress: &mut WriteProgress) -> Result<Vec<String>> {
         let entries: Vec<TensorEntry> = self.params.iter().map(|param| self.entry(*param)).collect();
         let files = write_model_files(self.folder, &entries, self.settings.max_shard_size, |at, put| {
             self.parameter(self.params[at], |bytes| {
-                count.written += bytes.len() as u64;
-                (count.tell)(count.written);
+                progress.written += bytes.len() as u64;
+                (progress.on_progress)(progress.written);
                 put(bytes)
             })
         })?;
-        if let Ok(config) = &self.described.config {
+        if let Ok(config) = &self.description.config {
             write_json(self.folder, "config.json", config)?;
         }
         Ok(files)
@@ -243,7 +243,7 @@ impl ConsolidateWriter<'_> {
             ConsolidatedTensor::Parameter(p) => (self.settings.dtype.names().0.to_string(), &p.shape),
             ConsolidatedTensor::Buffer(b) => (format!("{:?}", b.dtype), &b.shape),
         };
-        let name = format!("{}{}", self.described.prefix, tensor.name());
+        let name = format!("{}{}", self.description.prefix, tensor.name());
         TensorEntry { name, dtype, shape: shape.clone(), bytes: tensor.bytes(self.settings.dtype) }
     }
 

@@ -20,7 +20,7 @@ use twox_hash::XxHash3_64;
 struct WriteRequest {
     buffer: AlignedBuffer,
     len: usize,
-    at: u64,
+    position: u64,
 }
 
 /// The thread and its channels.
@@ -48,10 +48,10 @@ impl DiskWriter {
                 if done.send(spare).is_err() || failed {
                     return checksums;
                 }
-                let Ok(WriteRequest { mut buffer, len, at }) = to_write.recv() else { return checksums };
+                let Ok(WriteRequest { mut buffer, len, position }) = to_write.recv() else { return checksums };
                 let bytes = &buffer.bytes_mut()[..len];
                 checksums.extend(bytes.chunks(BLOCK).map(XxHash3_64::oneshot));
-                spare = target.write(bytes, at).map(|()| buffer);
+                spare = target.write(bytes, position).map(|()| buffer);
             }
         })?;
         Ok(Self { requests, spares, thread })
@@ -64,9 +64,9 @@ impl DiskWriter {
 
     /// Starts writing the first `len` bytes of `buffer`: full blocks, except that the last block of the file can be
     /// partial.
-    pub fn write(&self, buffer: AlignedBuffer, len: usize, at: u64) {
+    pub fn write(&self, buffer: AlignedBuffer, len: usize, position: u64) {
         // A thread that has failed accepts no requests; its error arrives with the next spare buffer.
-        _ = self.requests.send(WriteRequest { buffer, len, at });
+        _ = self.requests.send(WriteRequest { buffer, len, position });
     }
 
     /// Waits until everything is written, and returns the checksums of all blocks.
@@ -89,17 +89,17 @@ impl WriteTarget {
         Ok(Self { file: OpenOptions::new().write(true).open(path)?, direct: open_direct(path) })
     }
 
-    fn write(&mut self, bytes: &[u8], at: u64) -> IoResult<()> {
+    fn write(&mut self, bytes: &[u8], position: u64) -> IoResult<()> {
         // The partial page at the end goes through the page cache.
-        let (pages, part) = bytes.split_at(bytes.len() - bytes.len() % PAGE);
-        match self.direct.as_ref().map(|direct| direct.write_all_at(pages, at)) {
+        let (pages, partial_page) = bytes.split_at(bytes.len() - bytes.len() % PAGE);
+        match self.direct.as_ref().map(|direct| direct.write_all_at(pages, position)) {
             Some(Err(e)) if e.kind() == ErrorKind::InvalidInput => {
                 self.direct = None;
-                self.file.write_all_at(pages, at)?;
+                self.file.write_all_at(pages, position)?;
             }
             Some(result) => result?,
-            None => self.file.write_all_at(pages, at)?,
+            None => self.file.write_all_at(pages, position)?,
         }
-        self.file.write_all_at(part, at + pages.len() as u64)
+        self.file.write_all_at(partial_page, position + pages.len() as u64)
     }
 }

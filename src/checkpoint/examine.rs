@@ -42,10 +42,10 @@ pub struct CheckpointExamination {
 #[doc(hidden)]
 pub fn split_tag(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<String>)> {
     let dir = dir.canonicalize().map_err(|source| Error::Io { action: "read", path: dir.to_owned(), source })?;
-    let own = dir.file_name().map(|name| name.to_string_lossy().into_owned());
-    match (dir.parent(), own) {
-        (Some(parent), Some(own)) if folder::is_tag(&dir) => match tag.filter(|tag| *tag != own) {
-            None => Ok((parent.to_owned(), Some(own))),
+    let name = dir.file_name().map(|name| name.to_string_lossy().into_owned());
+    match (dir.parent(), name) {
+        (Some(parent), Some(name)) if folder::is_tag(&dir) => match tag.filter(|tag| *tag != name) {
+            None => Ok((parent.to_owned(), Some(name))),
             Some(tag) => {
                 let problem = format!("it is itself the folder of a tag, so {tag:?} is not in it; omit the tag");
                 Err(CheckpointError::Unusable { path: dir, problem }.into())
@@ -83,14 +83,14 @@ pub fn has_checkpoints(dir: &Path) -> bool {
 
 /// Returns the islands that may have saved checkpoints in the folder `dir`, each with its folder.
 fn islands_in(dir: &Path) -> impl Iterator<Item = (usize, PathBuf)> {
-    let others = std::fs::read_dir(dir).into_iter().flatten().flatten().filter_map(|entry| {
+    let islands = std::fs::read_dir(dir).into_iter().flatten().flatten().filter_map(|entry| {
         let name = entry.file_name();
         Some((name.to_str()?.strip_prefix("island_")?.parse().ok()?, entry.path()))
     });
-    std::iter::once((0, dir.to_owned())).chain(others)
+    std::iter::once((0, dir.to_owned())).chain(islands)
 }
 
-/// Returns the number of the island that has saved the newest checkpoint in the folder `dir`, that checkpoint, and its
+/// Returns the number of the island that saved the newest checkpoint in the folder `dir`, that checkpoint, and its
 /// manifest. If the newest checkpoints of several islands are equally new, the island with the lowest number is chosen.
 /// Without local steps, the number is 0.
 #[doc(hidden)]
@@ -121,10 +121,10 @@ impl CheckpointListing {
     }
 }
 
-/// Examines checkpoint `tag` in `dir`: its manifest, the lengths and headers of its files, and, if `tell` is given,
-/// every byte. `tell` is called with the number of bytes read so far and the total number of bytes.
+/// Examines checkpoint `tag` in `dir`: its manifest, the lengths and headers of its files, and, if `on_progress` is
+/// given, every byte. `on_progress` is called with the number of bytes read so far and the total number of bytes.
 #[doc(hidden)]
-pub fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> CheckpointExamination {
+pub fn examine(dir: &Path, tag: &str, mut on_progress: Option<&mut dyn FnMut(u64, u64)>) -> CheckpointExamination {
     let unusable =
         |path, error| CheckpointExamination { path, manifest: None, buffers: Vec::new(), problems: vec![error] };
     // If a job died while it was replacing the checkpoint, the folder has another name.
@@ -144,16 +144,16 @@ pub fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>
     });
     let (mut done, total) = (0, manifest.files.iter().map(|file| file.bytes).sum());
     for rank in 0..manifest.world_size {
-        let looked = RankFileReader::open(&path, &manifest, rank).and_then(|mut file| {
-            let Some(tell) = &mut tell else { return Ok(()) };
-            let mut at = done + manifest.files[rank].header_bytes;
+        let result = RankFileReader::open(&path, &manifest, rank).and_then(|mut file| {
+            let Some(on_progress) = &mut on_progress else { return Ok(()) };
+            let mut bytes_read = done + manifest.files[rank].header_bytes;
             (0..file.blocks()).try_for_each(|block| {
-                at += file.check(block)?.len() as u64;
-                tell(at, total);
+                bytes_read += file.check(block)?.len() as u64;
+                on_progress(bytes_read, total);
                 Ok(())
             })
         });
-        problems.extend(looked.err());
+        problems.extend(result.err());
         done += manifest.files[rank].bytes;
     }
     CheckpointExamination { path, manifest: Some(manifest), buffers, problems }

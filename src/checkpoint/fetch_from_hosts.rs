@@ -34,7 +34,7 @@ const ROUND_BYTES: u64 = 256 << 10;
 /// The folder with the data from other hosts. It is removed when the rank that created it drops this value.
 pub(super) struct FetchedFiles {
     path: PathBuf,
-    _made: Option<(TempDir, File)>,
+    _folder_and_lock: Option<(TempDir, File)>,
 }
 
 impl FetchedFiles {
@@ -77,8 +77,8 @@ impl FileParts {
 
     /// Iterates over all parts with their indices.
     fn iter(&self) -> impl Iterator<Item = (usize, FilePart)> + '_ {
-        let of = |file: usize| (0..self.count(file)).map(move |number| FilePart { file, number });
-        (0..self.files.len()).flat_map(of).enumerate()
+        let parts_of = |file: usize| (0..self.count(file)).map(move |number| FilePart { file, number });
+        (0..self.files.len()).flat_map(parts_of).enumerate()
     }
 
     /// Returns the part's byte range in its file.
@@ -115,13 +115,13 @@ pub(super) fn fetch(
         };
         bits[at / 8] |= u8::from(is_needed) << (at % 8);
     }
-    let all = gather(comm, bits)?;
+    let bits_of_ranks = gather(comm, bits)?;
     let is_set = |bits: &[u8], at: usize| bits[at / 8] >> (at % 8) & 1 == 1;
-    let is_needed_by = |at: usize, first: usize| hosts.ranks(first).any(|rank| is_set(&all[rank], at));
+    let is_needed_by = |at: usize, first: usize| hosts.ranks(first).any(|rank| is_set(&bits_of_ranks[rank], at));
     // The first host that has a part sends it; its ranks take turns.
     let mut queues: Vec<Vec<FilePart>> = vec![Vec::new(); comm.size()];
     let mut turns = vec![0; comm.size()];
-    for (at, part) in parts.iter().filter(|(at, _)| all.iter().any(|bits| is_set(bits, *at))) {
+    for (at, part) in parts.iter().filter(|(at, _)| bits_of_ranks.iter().any(|bits| is_set(bits, *at))) {
         let first = located.homes[part.file][0];
         let ranks: Vec<usize> = hosts.ranks(first).collect();
         queues[ranks[turns[first] % ranks.len()]].push(part);
@@ -134,19 +134,20 @@ pub(super) fn fetch(
     let bytes: u64 = queues.iter().flatten().map(|part| parts.bytes(*part)).map(|range| range.end - range.start).sum();
     if comm.rank() == 0 {
         let tag = &located.manifest.tag;
-        let (bytes, lacked) = (counted(bytes, "byte"), if bytes == 1 { "it" } else { "them" });
-        emit(&format!("checkpoint {tag}: sending {bytes} to hosts that lack {lacked}"));
+        let (bytes, pronoun) = (counted(bytes, "byte"), if bytes == 1 { "it" } else { "them" });
+        emit(&format!("checkpoint {tag}: sending {bytes} to hosts that lack {pronoun}"));
     }
-    let made = if hosts.makes_folder() { new_folder(dir).map(Some) } else { Ok(None) };
-    let made = agree(comm, made.map_err(|e| not_written(dir, &e)), failed_elsewhere(dir))?;
-    let name = made.as_ref().and_then(|(folder, _)| folder.path().file_name()).map(|name| name.to_string_lossy());
+    let folder_and_lock = if hosts.makes_folder() { new_folder(dir).map(Some) } else { Ok(None) };
+    let folder_and_lock = agree(comm, folder_and_lock.map_err(|e| not_written(dir, &e)), failed_elsewhere(dir))?;
+    let name = folder_and_lock.as_ref().and_then(|(folder, _)| folder.path().file_name());
+    let name = name.map(|name| name.to_string_lossy());
     let names = texts(comm, &name.unwrap_or_default())?;
-    let fetched = FetchedFiles { path: dir.join(&names[home]), _made: made };
-    let is_wanted = |part: FilePart| is_needed_by(parts.starts[part.file] + part.number, home);
+    let fetched = FetchedFiles { path: dir.join(&names[home]), _folder_and_lock: folder_and_lock };
+    let is_needed_here = |part: FilePart| is_needed_by(parts.starts[part.file] + part.number, home);
     let mut sender = PartReader { located, open: None };
     let mut receiver = PartWriter { folder: fetched.path(), located, parts: &parts, open: BTreeMap::new() };
     let mut streams: Vec<SendQueue<'_>> = queues.into_iter().map(|queue| SendQueue::new(queue, &parts)).collect();
-    let mut failed = None;
+    let mut failure = None;
     loop {
         let round: Vec<_> = streams.iter_mut().map(Iterator::next).collect();
         if round.iter().all(Option::is_none) {
@@ -154,23 +155,23 @@ pub(super) fn fetch(
         }
         // The first byte indicates whether the sender has failed.
         let mut message = vec![0u8; 1 + ROUND_BYTES as usize];
-        if let (Some((part, at)), None) = (&round[comm.rank()], &failed) {
-            let (bytes, rest) = (&mut message[1..][..(at.end - at.start) as usize], at.start);
-            failed = sender.read(*part, rest, bytes).err();
+        if let (Some((part, at)), None) = (&round[comm.rank()], &failure) {
+            let (bytes, start) = (&mut message[1..][..(at.end - at.start) as usize], at.start);
+            failure = sender.read(*part, start, bytes).err();
         }
-        message[0] = u8::from(failed.is_some());
+        message[0] = u8::from(failure.is_some());
         let messages = gather(comm, message)?;
         if messages.iter().any(|message| message[0] != 0) {
             break;
         }
         for (piece, message) in round.iter().zip(&messages).filter(|_| hosts.makes_folder()) {
             let Some((part, at)) = piece else { continue };
-            if failed.is_none() && is_wanted(*part) {
-                failed = receiver.write(*part, at.start, &message[1..][..(at.end - at.start) as usize]).err();
+            if failure.is_none() && is_needed_here(*part) {
+                failure = receiver.write(*part, at.start, &message[1..][..(at.end - at.start) as usize]).err();
             }
         }
     }
-    agree(comm, failed.map_or(Ok(()), Err), failed_elsewhere(&located.path))?;
+    agree(comm, failure.map_or(Ok(()), Err), failed_elsewhere(&located.path))?;
     Ok(Some(fetched))
 }
 

@@ -97,17 +97,17 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
         clear(dir).map_err(|e| not_written(dir, &e))?;
     }
     let lock = std::fs::create_dir(&from).and_then(|()| File::open(&from)).map_err(|e| not_written(dir, &e))?;
-    mark(&from, ask(&lock)).map_err(|e| not_written(&from, &e))?;
+    record_owner(&from, try_lock(&lock)).map_err(|e| not_written(&from, &e))?;
     Ok(lock)
 }
 
 /// Tries to lock a file or folder.
-fn ask(file: &File) -> rustix::io::Result<()> {
+fn try_lock(file: &File) -> rustix::io::Result<()> {
     flock(file, FlockOperation::NonBlockingLockExclusive)
 }
 
 /// Records in `folder` that this process owns it, if locking it failed.
-fn mark(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
+fn record_owner(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
     match (locked, OwnerProcess::this()) {
         (Err(_), Some(owner)) => std::fs::write(folder.join(OWNER_FILE), owner.to_text()),
         _ => Ok(()),
@@ -117,7 +117,7 @@ fn mark(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
 /// Completes or undoes the saves and other writes that dead processes have left in `dir`.
 fn clear(dir: &Path) -> IoResult<()> {
     sweep(dir, WRITING);
-    clear_by(dir, ask)
+    clear_by(dir, try_lock)
 }
 
 /// Removes what dead jobs have left in `dir`, as the next save would. The check of the folder before training calls
@@ -129,17 +129,17 @@ pub(super) fn remove_leftovers(dir: &Path) -> Result<()> {
     clear(dir).map_err(|e| not_written(dir, &e))
 }
 
-/// Clears `dir` of leftovers, with `ask` as the function that tries to lock a path.
-fn clear_by(dir: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> IoResult<()> {
-    let is_locked = |path: &Path| is_locked(path, &ask);
+/// Clears `dir` of leftovers, with `try_lock` as the function that tries to lock a path.
+fn clear_by(dir: &Path, try_lock: impl Fn(&File) -> rustix::io::Result<()>) -> IoResult<()> {
+    let is_locked = |path: &Path| is_locked(path, &try_lock);
     for entry in std::fs::read_dir(dir)?.flatten() {
         let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
-        let is_of = |prefix: &str| name.starts_with(prefix) && !is_locked(&path);
-        if is_of(SAVING_PREFIX) || is_of(FETCHED_PREFIX) {
+        let is_abandoned = |prefix: &str| name.starts_with(prefix) && !is_locked(&path);
+        if is_abandoned(SAVING_PREFIX) || is_abandoned(FETCHED_PREFIX) {
             std::fs::remove_dir_all(path)?;
-        } else if is_of(VISIBILITY_PREFIX) {
+        } else if is_abandoned(VISIBILITY_PREFIX) {
             std::fs::remove_file(path)?;
-        } else if is_of(NEW_LATEST_PREFIX) {
+        } else if is_abandoned(NEW_LATEST_PREFIX) {
             match named_by(dir, &path).filter(|_| dir.join(LATEST).symlink_metadata().is_err()) {
                 Some(_) => std::fs::rename(path, dir.join(LATEST))?,
                 None => std::fs::remove_file(path)?,
@@ -157,8 +157,8 @@ fn clear_by(dir: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> IoResu
 /// Returns an error if `latest` in the folder belongs to another program: a save would replace it.
 pub(super) fn check_latest(dir: &Path) -> Result<()> {
     let path = dir.join(LATEST);
-    let is_other = path.symlink_metadata().is_ok_and(|found| !found.is_file() || found.len() > 0);
-    if !is_other || named_by(dir, &path).is_some() || !tags(dir).is_empty() {
+    let is_foreign = path.symlink_metadata().is_ok_and(|found| !found.is_file() || found.len() > 0);
+    if !is_foreign || named_by(dir, &path).is_some() || !tags(dir).is_empty() {
         return Ok(());
     }
     let problem =
@@ -179,15 +179,15 @@ fn replaced_tag<'a>(dir: &Path, name: &'a str) -> Option<&'a str> {
 fn named_by(dir: &Path, path: &Path) -> Option<String> {
     let tag = read_text(path, MAX_LATEST_BYTES).ok()?;
     let tag = tag.trim_end().to_owned();
-    let is_one = check_tag(dir, &tag).is_ok() && dir.join(&tag).join(MANIFEST).is_file();
-    is_one.then_some(tag)
+    let is_complete = check_tag(dir, &tag).is_ok() && dir.join(&tag).join(MANIFEST).is_file();
+    is_complete.then_some(tag)
 }
 
 /// Returns whether a save holds `path`, or may hold it.
-fn is_locked(path: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> bool {
+fn is_locked(path: &Path, try_lock: impl Fn(&File) -> rustix::io::Result<()>) -> bool {
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
-    let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
-    match opened.map(|file| ask(&file)) {
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path);
+    match file.map(|file| try_lock(&file)) {
         Ok(Ok(())) => false,
         Ok(Err(Errno::WOULDBLOCK)) => true,
         // The file system has no locks.
@@ -222,7 +222,7 @@ fn report_left_in_place(path: &Path) {
 struct OwnerProcess {
     pid: u32,
     /// The start time as the kernel counts it, because process IDs are reused.
-    started: String,
+    start_time: String,
     /// The boot ID of the kernel, and the PID namespace.
     system: String,
 }
@@ -230,27 +230,28 @@ struct OwnerProcess {
 impl OwnerProcess {
     fn this() -> Option<Self> {
         let pid = std::process::id();
-        Some(Self { pid, started: started(pid)?, system: system()? })
+        Some(Self { pid, start_time: start_time(pid)?, system: system()? })
     }
 
     fn to_text(&self) -> String {
-        format!("{} {} {}\n", self.pid, self.started, self.system)
+        format!("{} {} {}\n", self.pid, self.start_time, self.system)
     }
 
     fn of_text(text: &str) -> Option<Self> {
         let mut words = text.split_whitespace().map(str::to_owned);
-        let (pid, started, system) = (words.next()?.parse().ok()?, words.next()?, words.next()?);
-        Some(Self { pid, started, system })
+        let (pid, start_time, system) = (words.next()?.parse().ok()?, words.next()?, words.next()?);
+        Some(Self { pid, start_time, system })
     }
 
     /// Returns whether the process is known to have ended: it ran on this system, and no longer does.
     fn is_dead(&self) -> bool {
-        system().is_some_and(|here| here == self.system) && started(self.pid).is_none_or(|now| now != self.started)
+        system().is_some_and(|here| here == self.system)
+            && start_time(self.pid).is_none_or(|time| time != self.start_time)
     }
 }
 
 /// Returns the start time of a process, in ticks since boot.
-fn started(pid: u32) -> Option<String> {
+fn start_time(pid: u32) -> Option<String> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The program's name is in parentheses and may contain anything.
     stat.rsplit_once(')')?.1.split_whitespace().nth(19).map(str::to_owned)
@@ -315,11 +316,11 @@ impl PreparedCheckpoint {
     /// Renames the checkpoint to its final name. An existing checkpoint of that name is replaced, atomically if the
     /// file system can exchange names.
     pub fn publish(self) -> Result<()> {
-        name(&self.dir, &self.tag, self.latest).map_err(|e| not_written(&self.dir, &e))
+        give_final_name(&self.dir, &self.tag, self.latest).map_err(|e| not_written(&self.dir, &e))
     }
 }
 
-fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
+fn give_final_name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
     let (from, to) = (saving(dir, tag), dir.join(tag));
     if !to.exists() {
         std::fs::rename(&from, &to)?;
@@ -357,8 +358,8 @@ fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
 /// the old checkpoint is found under a separate name.
 fn replace(dir: &Path, tag: &str) -> IoResult<()> {
     let (from, to, replaced) = (saving(dir, tag), dir.join(tag), dir.join(format!("{REPLACED_PREFIX}{tag}")));
-    let hold = File::open(&to)?;
-    _ = flock(&hold, FlockOperation::NonBlockingLockExclusive);
+    let guard = File::open(&to)?;
+    _ = flock(&guard, FlockOperation::NonBlockingLockExclusive);
     if replaced.exists() {
         std::fs::remove_dir_all(&replaced)?;
     }
@@ -368,7 +369,7 @@ fn replace(dir: &Path, tag: &str) -> IoResult<()> {
     std::fs::remove_dir_all(replaced)
 }
 
-/// Removes the files that a failed save has written.
+/// Removes the files that a failed save wrote.
 pub(super) fn give_up(dir: &Path, tag: &str) {
     // The save's own error is reported. The next save removes what remains.
     let _ = std::fs::remove_dir_all(saving(dir, tag));
@@ -381,15 +382,16 @@ pub(super) fn give_up(dir: &Path, tag: &str) {
 pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     let latest = latest(dir)?;
     let read = |tag: String| Some((Manifest::read(&dir.join(&tag).join(MANIFEST)).ok()?, tag));
-    let known: BTreeMap<String, Manifest> = tags(dir).into_iter().filter_map(read).map(|(m, tag)| (tag, m)).collect();
-    let mut line = vec![saved];
-    while let Some(previous) = known.get(line[line.len() - 1]).and_then(|m| m.previous.as_deref()) {
-        if line.contains(&previous) {
+    let manifests: BTreeMap<String, Manifest> =
+        tags(dir).into_iter().filter_map(read).map(|(m, tag)| (tag, m)).collect();
+    let mut lineage = vec![saved];
+    while let Some(previous) = manifests.get(lineage[lineage.len() - 1]).and_then(|m| m.previous.as_deref()) {
+        if lineage.contains(&previous) {
             break;
         }
-        line.push(previous);
+        lineage.push(previous);
     }
-    let is_whole = |tag: &str, manifest: &Manifest| {
+    let is_complete = |tag: &str, manifest: &Manifest| {
         let folder = dir.join(tag);
         let bytes = |file: &FileEntry| folder.join(&file.name).metadata().ok().map(|m| m.len());
         // Files in other hosts' folders are unknown here.
@@ -397,10 +399,10 @@ pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
             manifest.files.iter().partition(|file| bytes(file) == Some(file.bytes));
         !here.is_empty() && elsewhere.iter().all(|file| file.host.is_some() && bytes(file).is_none())
     };
-    let automatic = known.iter().filter(|(tag, m)| m.is_automatic() && **tag == m.tag && is_whole(tag, m));
-    let place = |tag: &str| line.iter().position(|of_line| *of_line == tag).unwrap_or(usize::MAX);
+    let automatic = manifests.iter().filter(|(tag, m)| m.is_automatic() && **tag == m.tag && is_complete(tag, m));
+    let position = |tag: &str| lineage.iter().position(|ancestor| *ancestor == tag).unwrap_or(usize::MAX);
     let mut newest: Vec<(&String, u64)> = automatic.map(|(tag, m)| (tag, m.global_steps)).collect();
-    newest.sort_by_key(|(tag, steps)| (place(tag), Reverse(*steps)));
+    newest.sort_by_key(|(tag, steps)| (position(tag), Reverse(*steps)));
     let is_kept = |tag: &String| tag == saved || Some(tag) == latest.as_ref();
     let old: Vec<&String> = newest.into_iter().skip(keep).map(|(tag, _)| tag).filter(|tag| !is_kept(tag)).collect();
     let remove = || {
@@ -442,8 +444,8 @@ fn almost_latest(dir: &Path) -> Option<String> {
 
 /// Returns the list of checkpoints in a folder, to append to a message.
 fn list_checkpoints(dir: &Path) -> String {
-    let there = tags(dir);
-    if there.is_empty() { String::new() } else { format!("; available: {}", list(&there)) }
+    let available_tags = tags(dir);
+    if available_tags.is_empty() { String::new() } else { format!("; available: {}", list(&available_tags)) }
 }
 
 /// Returns an error if `dir`, which has no `latest`, contains checkpoints: it is unknown which one is meant.
@@ -470,10 +472,10 @@ pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
     if let Some(found) = [path.clone(), dir.join(format!("{REPLACED_PREFIX}{tag}"))].into_iter().find(|p| p.is_dir()) {
         return Ok(found);
     }
-    let there = tags(dir);
-    let problem = match there.is_empty() {
+    let available_tags = tags(dir);
+    let problem = match available_tags.is_empty() {
         true => "there is no such checkpoint and no other in that folder; give another folder".to_string(),
-        false => format!("there is no such checkpoint; available: {}", list(&there)),
+        false => format!("there is no such checkpoint; available: {}", list(&available_tags)),
     };
     Err(CheckpointError::Unusable { path, problem }.into())
 }
@@ -501,8 +503,8 @@ pub(super) fn unfinished(dir: &Path) -> Vec<String> {
 pub(super) fn tags(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let names = entries.filter(|e| e.path().join(MANIFEST).is_file()).map(|e| e.file_name().to_string_lossy().into());
-    let is_one = |name: &String| !name.starts_with('.') && replaced_tag(dir, name).is_none();
-    let mut tags: Vec<String> = names.filter(is_one).collect();
+    let is_checkpoint = |name: &String| !name.starts_with('.') && replaced_tag(dir, name).is_none();
+    let mut tags: Vec<String> = names.filter(is_checkpoint).collect();
     tags.sort();
     tags
 }

@@ -29,16 +29,16 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
             config: gpt_config(model, sizes, n_head).map(|c| gpt_json(&c, dtype)),
         },
         (Some("gpt2"), None) => {
-            unknown("the checkpoint's parameters are not those of a GPT-2, although its client state describes a GPT-2")
+            missing("the checkpoint's parameters are not those of a GPT-2, although its client state describes a GPT-2")
         }
         (Some("llama"), _) => HuggingFaceDescription {
             prefix: "",
             config: llama_config(model, &shapes).map(|config| llama_json(&config, dtype)),
         },
         (Some(other), _) => {
-            unknown(&format!("the checkpoint's client state describes a {other:?}; only gpt2 and llama are supported"))
+            missing(&format!("the checkpoint's client state describes a {other:?}; only gpt2 and llama are supported"))
         }
-        (None, None) => unknown(
+        (None, None) => missing(
             "the checkpoint's parameters are not those of a GPT-2, and its client state has no `model` that gives the \
              architecture and sizes of another supported model",
         ),
@@ -49,7 +49,7 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
     description
 }
 
-fn unknown(why: &str) -> HuggingFaceDescription {
+fn missing(why: &str) -> HuggingFaceDescription {
     HuggingFaceDescription { prefix: "", config: Err(why.to_owned()) }
 }
 
@@ -71,10 +71,10 @@ fn gpt_sizes(shapes: &ShapesByName) -> Option<Gpt2Sizes> {
     let [ctx, _] = *shapes.get("wpe.weight").copied()? else { return None };
     let (triple, inner) = (d.checked_mul(3)?, d.checked_mul(4)?);
     let n_layer = shapes.keys().filter(|name| name.ends_with(".attn.c_attn.weight")).count();
-    let around = [("wte.weight", vec![vocab, d]), ("wpe.weight", vec![ctx, d])];
-    let last = [("ln_f.weight", vec![d]), ("ln_f.bias", vec![d])];
+    let embeddings = [("wte.weight", vec![vocab, d]), ("wpe.weight", vec![ctx, d])];
+    let final_norm = [("ln_f.weight", vec![d]), ("ln_f.bias", vec![d])];
     let mut expected: Vec<(String, Vec<usize>)> =
-        around.into_iter().chain(last).map(|(name, shape)| (name.to_string(), shape)).collect();
+        embeddings.into_iter().chain(final_norm).map(|(name, shape)| (name.to_string(), shape)).collect();
     for layer in 0..n_layer {
         for (name, inputs, outputs) in
             [("attn.c_attn", d, triple), ("attn.c_proj", d, d), ("mlp.c_fc", d, inner), ("mlp.c_proj", inner, d)]
@@ -90,30 +90,30 @@ fn gpt_sizes(shapes: &ShapesByName) -> Option<Gpt2Sizes> {
 }
 
 fn are_exactly(shapes: &ShapesByName, expected: &[(String, Vec<usize>)]) -> bool {
-    let is_there = |(name, shape): &(String, Vec<usize>)| shapes.get(name.as_str()).is_some_and(|found| found == shape);
-    shapes.len() == expected.len() && expected.iter().all(is_there)
+    let has = |(name, shape): &(String, Vec<usize>)| shapes.get(name.as_str()).is_some_and(|found| found == shape);
+    shapes.len() == expected.len() && expected.iter().all(has)
 }
 
 /// Builds the configuration: sizes from the shapes, the rest from the client state's `model`.
 fn gpt_config(model: &Value, sizes: Gpt2Sizes, n_head: Option<usize>) -> Result<GptConfig, String> {
     let Gpt2Sizes { n_layer, n_embd, ctx, vocab } = sizes;
     for (key, found) in [("n_layer", n_layer), ("n_embd", n_embd), ("ctx", ctx), ("vocab", vocab)] {
-        if model[key].as_u64().is_some_and(|said| said != found as u64) {
+        if model[key].as_u64().is_some_and(|recorded| recorded != found as u64) {
             return Err(format!(
                 "the checkpoint's client state contains {key} {}, but its parameters imply {found}",
                 model[key]
             ));
         }
     }
-    let said = model["n_head"].as_u64().and_then(|n| usize::try_from(n).ok());
-    let n_head = match (said, n_head) {
-        (Some(said), Some(given)) if said != given => {
+    let recorded = model["n_head"].as_u64().and_then(|n| usize::try_from(n).ok());
+    let n_head = match (recorded, n_head) {
+        (Some(recorded), Some(given)) if recorded != given => {
             return Err(format!(
-                "the checkpoint's client state contains n_head {said}, but {given} is given; omit n_head"
+                "the checkpoint's client state contains n_head {recorded}, but {given} is given; omit n_head"
             ));
         }
-        (said, given) => {
-            said.or(given).ok_or("the shapes do not determine the number of heads; set it with --n_head")?
+        (recorded, given) => {
+            recorded.or(given).ok_or("the shapes do not determine the number of heads; set it with --n_head")?
         }
     };
     let eps = model["eps"].as_f64().unwrap_or(1e-5);

@@ -13,8 +13,8 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// Writes the content of a DeepSpeed checkpoint as checkpoint `tag` in the folder `dir`, and points `latest` to it.
-/// `tell` is called with the number of bytes written so far and the total number of bytes. Returns the folder of the
-/// checkpoint.
+/// `on_progress` is called with the number of bytes written so far and the total number of bytes. Returns the folder of
+/// the checkpoint.
 ///
 /// Buffers that cannot be read are left out, with a message. The checkpoint consists of the file of one rank; any
 /// number of ranks can load it. A run that loads it resumes where DeepSpeed stopped.
@@ -27,7 +27,7 @@ pub fn import(
     from: &DeepSpeedCheckpoint,
     dir: impl AsRef<Path>,
     tag: &str,
-    mut tell: impl FnMut(u64, u64),
+    mut on_progress: impl FnMut(u64, u64),
 ) -> Result<PathBuf> {
     let dir = dir.as_ref();
     let path = new_checkpoint_path(dir, tag)?;
@@ -40,14 +40,14 @@ pub fn import(
     manifest.buffers = buffers.as_deref().map(buffers::entry);
     let _lock = folder::begin(dir, tag)?;
     let saving = folder::saving(dir, tag);
-    let written = buffers.map_or(Ok(()), |bytes| buffers::write(&saving, &bytes));
-    let written = written.and_then(|()| write(from, &saving, &manifest, &states, &mut tell));
-    let published = written.and_then(|file| {
+    let write_result = buffers.map_or(Ok(()), |bytes| buffers::write(&saving, &bytes));
+    let write_result = write_result.and_then(|()| write(from, &saving, &manifest, &states, &mut on_progress));
+    let result = write_result.and_then(|file| {
         manifest.files = vec![file];
         folder::prepare(dir, &manifest.tag, &manifest.to_text(), true)?.publish()?;
         Ok(path)
     });
-    published.inspect_err(|_| folder::give_up(dir, tag))
+    result.inspect_err(|_| folder::give_up(dir, tag))
 }
 
 /// Returns the folder that [`import`] writes for checkpoint `tag` in `dir`.
@@ -82,7 +82,7 @@ fn write(
     folder: &Path,
     manifest: &Manifest,
     states: &[DeepSpeedStateKind],
-    tell: &mut impl FnMut(u64, u64),
+    on_progress: &mut impl FnMut(u64, u64),
 ) -> Result<super::FileEntry> {
     let io = |source| folder::not_written(folder, &source);
     let layout = manifest.layout();
@@ -96,7 +96,7 @@ fn write(
                 file.make_room(values.len()).map_err(io)?;
                 file.append(FlatRef::F32(&values));
                 done += values.len() as u64 * 4;
-                tell(done, total);
+                on_progress(done, total);
             }
         }
     }

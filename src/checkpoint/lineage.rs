@@ -54,13 +54,13 @@ impl LockedFolders {
         }
         folder::check_latest(dir)?;
         folder::create_all(dir).map_err(|e| folder::not_written(dir, &e))?;
-        let here = dir.canonicalize().map_err(|e| folder::not_written(dir, &e))?;
+        let canonical_dir = dir.canonicalize().map_err(|e| folder::not_written(dir, &e))?;
         // A folder that was removed in the meantime is locked again after it is recreated.
-        if self.0.iter().any(|(known, lock)| *known == here && lock.is_of(&here)) {
+        if self.0.iter().any(|(locked, lock)| *locked == canonical_dir && lock.is_of(&canonical_dir)) {
             return Ok(());
         }
         let wrong = |e: std::io::Error| folder::not_written(&dir.join(LOCK), &e);
-        let lock = match FolderLock::share(&here, LOCK_RELEASE_TIMEOUT).map_err(wrong)? {
+        let lock = match FolderLock::share(&canonical_dir, LOCK_RELEASE_TIMEOUT).map_err(wrong)? {
             Ok(lock) => lock,
             Err(owner) => return Err(Error::from(CheckpointError::Busy { path: dir.to_owned(), owner })),
         };
@@ -70,7 +70,7 @@ impl LockedFolders {
                 dir.display()
             ));
         }
-        self.0.push((here, lock));
+        self.0.push((canonical_dir, lock));
         Ok(())
     }
 }

@@ -69,7 +69,7 @@ pub struct LoadedCheckpoint {
 pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
-    places: RankFileOffsets,
+    offsets: RankFileOffsets,
     /// Rank files by the ranks that wrote them: all of them, or only those that are needed.
     files: BTreeMap<usize, Mutex<RankFileReader>>,
     buffers: Vec<SavedBuffer>,
@@ -99,7 +99,7 @@ impl Checkpoint {
         let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), |entry| buffers::read(&path, entry))?;
         Ok(Some(Self {
             path,
-            places: RankFileOffsets::new(manifest.layout()),
+            offsets: RankFileOffsets::new(manifest.layout()),
             manifest,
             files,
             buffers,
@@ -123,7 +123,7 @@ impl Checkpoint {
         let files = needed.map(|rank| open_file(folder(rank), &manifest, rank)).collect::<Result<_>>()?;
         let buffers = |entry| buffers::read(folder(manifest.files.len()), entry);
         let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), buffers)?;
-        Ok(Self { path, places: RankFileOffsets::new(manifest.layout()), manifest, files, buffers, _fetched: fetched })
+        Ok(Self { path, offsets: RankFileOffsets::new(manifest.layout()), manifest, files, buffers, _fetched: fetched })
     }
 
     /// Returns this checkpoint as the predecessor of the next save.
@@ -161,24 +161,24 @@ impl Checkpoint {
         let has = |state: &String| range.end <= parameters[param].numel() && parameters[param].has(state);
         assert!(states.get(state).is_some_and(has), "the checkpoint has no such state, parameter or element");
         let mut bytes = Vec::with_capacity(range.len() * 4);
-        for piece in self.places.pieces(state, param, range) {
+        for piece in self.offsets.pieces(state, param, range) {
             lock(&self.files[&piece.rank]).read(piece.bytes, |part| bytes.extend_from_slice(part))?;
         }
         Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
     }
 
-    /// Reads every byte of the rank files, and compares each block with its checksum. `tell` is called with the number
-    /// of bytes read so far.
+    /// Reads every byte of the rank files, and compares each block with its checksum. `on_progress` is called with the
+    /// number of bytes read so far.
     ///
     /// # Errors
     /// Fails with a [`CheckpointError::Unusable`] that names the first damaged file and the position in it.
-    pub fn verify(&self, mut tell: impl FnMut(u64)) -> Result<()> {
+    pub fn verify(&self, mut on_progress: impl FnMut(u64)) -> Result<()> {
         let mut done = 0;
         for file in self.files.values() {
             let mut file = lock(file);
             for block in 0..file.blocks() {
                 done += file.check(block)?.len() as u64;
-                tell(done);
+                on_progress(done);
             }
         }
         Ok(())
@@ -204,11 +204,11 @@ fn open_file(folder: &Path, manifest: &Manifest, rank: usize) -> Result<(usize, 
     Ok((rank, Mutex::new(RankFileReader::open(folder, manifest, rank)?)))
 }
 
-/// Returns the blocks of rank files that contain `wanted`.
-fn blocks(places: &RankFileOffsets, wanted: &[NeededElements]) -> BTreeMap<usize, BTreeSet<usize>> {
+/// Returns the blocks of rank files that contain `elements`.
+fn blocks(offsets: &RankFileOffsets, elements: &[NeededElements]) -> BTreeMap<usize, BTreeSet<usize>> {
     let mut blocks: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
-    for NeededElements { state, saved, range, .. } in wanted {
-        for piece in places.pieces(*state, *saved, range.clone()) {
+    for NeededElements { state, saved, range, .. } in elements {
+        for piece in offsets.pieces(*state, *saved, range.clone()) {
             blocks.entry(piece.rank).or_default().extend(RankFileReader::blocks_of(&piece.bytes));
         }
     }
@@ -249,27 +249,28 @@ pub(crate) fn load(
     on_each_host: bool,
 ) -> Result<Option<Checkpoint>, JointOperationFailure> {
     let comm = core.job();
-    let wanted = |path: &Path, manifest: &Manifest| wanted(core, trainer, path, manifest, options);
+    let find_needed = |path: &Path, manifest: &Manifest| needed_elements(core, trainer, path, manifest, options);
     let opened = match on_each_host {
-        true => open_on_hosts(comm, dir, tag, wanted)?,
-        false => open(comm, dir, tag, wanted)?,
+        true => open_on_hosts(comm, dir, tag, find_needed)?,
+        false => open(comm, dir, tag, find_needed)?,
     };
-    let Some((checkpoint, wanted)) = opened else {
+    let Some((checkpoint, elements)) = opened else {
         if comm.rank() == 0 {
             emit(&format!("there is no checkpoint in {}: nothing is loaded", dir.display()));
         }
         return Ok(None);
     };
-    let (own, strict) = (core.buffers().list(), options.load_module_strict);
-    let checked = checkpoint.check(&blocks(&checkpoint.places, &wanted));
+    let (model_buffers, strict) = (core.buffers().list(), options.load_module_strict);
+    let checked = checkpoint.check(&blocks(&checkpoint.offsets, &elements));
     let elsewhere = core.pipeline().map(|position| &position.all_buffers);
-    let buffers = checked.and_then(|()| buffers::wanted(own, elsewhere, &checkpoint.buffers, strict, &checkpoint.path));
+    let buffers =
+        checked.and_then(|()| buffers::wanted(model_buffers, elsewhere, &checkpoint.buffers, strict, &checkpoint.path));
     let buffers = agree(comm, buffers, failed_elsewhere(&checkpoint.path))?;
-    set_all(core, &checkpoint, &wanted)?;
+    set_all(core, &checkpoint, &elements)?;
     buffers.iter().try_for_each(|(number, bytes)| core.buffers().list()[*number].set(bytes))?;
     if options.load_optimizer_states && !options.load_module_only {
         set_counts(core, &checkpoint.manifest);
-        go_on_rounding(core, &checkpoint);
+        resume_rounding(core, &checkpoint);
     }
     Ok(Some(checkpoint))
 }
@@ -279,7 +280,7 @@ fn open(
     comm: &dyn Communicator,
     dir: &Path,
     tag: Option<&str>,
-    wanted: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
+    find_needed: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
 ) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, JointOperationFailure> {
     let opened = agree(comm, Checkpoint::open(dir, tag), failed_elsewhere(dir))?;
     let found = opened.as_ref().map_or_else(String::new, |c| {
@@ -288,8 +289,9 @@ fn open(
     });
     same_on_all_ranks(comm, "checkpoints", &found, dir)?;
     let Some(checkpoint) = opened else { return Ok(None) };
-    let wanted = agree(comm, wanted(&checkpoint.path, &checkpoint.manifest), failed_elsewhere(&checkpoint.path))?;
-    Ok(Some((checkpoint, wanted)))
+    let elements =
+        agree(comm, find_needed(&checkpoint.path, &checkpoint.manifest), failed_elsewhere(&checkpoint.path))?;
+    Ok(Some((checkpoint, elements)))
 }
 
 /// Does the same as [`open`] for a separate folder on each host. Parts that this rank needs and its host lacks are
@@ -298,20 +300,20 @@ fn open_on_hosts(
     comm: &dyn Communicator,
     dir: &Path,
     tag: Option<&str>,
-    wanted: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
+    find_needed: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
 ) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, JointOperationFailure> {
     let Some(located) = locate(comm, dir, tag)? else { return Ok(None) };
     let path = located.path.clone();
-    let wanted = agree(comm, wanted(&path, &located.manifest), failed_elsewhere(&path))?;
-    let needed = blocks(&RankFileOffsets::new(located.manifest.layout()), &wanted);
+    let elements = agree(comm, find_needed(&path, &located.manifest), failed_elsewhere(&path))?;
+    let needed = blocks(&RankFileOffsets::new(located.manifest.layout()), &elements);
     let fetched = fetch(comm, dir, &located, &needed)?;
     let checkpoint = Checkpoint::open_located(located, fetched, needed.into_keys(), comm.rank());
     let checkpoint = agree(comm, checkpoint, failed_elsewhere(&path))?;
-    Ok(Some((checkpoint, wanted)))
+    Ok(Some((checkpoint, elements)))
 }
 
 /// Returns the parts of a checkpoint that this rank needs, if the checkpoint belongs to this model.
-fn wanted(
+fn needed_elements(
     core: &RankCore,
     trainer: &GroupedOptimizer,
     path: &Path,
@@ -321,18 +323,18 @@ fn wanted(
     let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: path.join(MANIFEST), problem });
     let saved: BTreeMap<&str, usize> =
         manifest.parameters.iter().enumerate().map(|(i, p)| (p.name.as_str(), i)).collect();
-    let own: BTreeSet<&str> = match core.pipeline() {
+    let model_names: BTreeSet<&str> = match core.pipeline() {
         // The other stages of the pipeline need the other parameters.
         Some(position) => position.all_names.iter().map(String::as_str).collect(),
         None => core.params().iter().map(|p| p.name.as_str()).collect(),
     };
     if options.load_module_strict {
-        let missing: Vec<&str> = own.iter().copied().filter(|name| !saved.contains_key(name)).collect();
-        let extra: Vec<&str> = saved.keys().copied().filter(|name| !own.contains(name)).collect();
-        for (names, what) in [(missing, "it lacks"), (extra, "the model lacks")] {
+        let missing: Vec<&str> = model_names.iter().copied().filter(|name| !saved.contains_key(name)).collect();
+        let extra: Vec<&str> = saved.keys().copied().filter(|name| !model_names.contains(name)).collect();
+        for (names, subject) in [(missing, "it lacks"), (extra, "the model lacks")] {
             if !names.is_empty() {
                 return Err(wrong(format!(
-                    "{what} {}; build the model that was saved, or load with load_module_strict false",
+                    "{subject} {}; build the model that was saved, or load with load_module_strict false",
                     list(&names)
                 )));
             }
@@ -341,23 +343,23 @@ fn wanted(
     let mut states = vec![WEIGHTS];
     if options.load_optimizer_states && !options.load_module_only {
         states.extend(core.all_state_names(trainer));
-        let (saved, own) = (manifest.set_lr.as_ref().map(Vec::len), trainer.lr().len());
-        if let Some(saved) = saved.filter(|saved| *saved != own) {
+        let (saved, groups) = (manifest.set_lr.as_ref().map(Vec::len), trainer.lr().len());
+        if let Some(saved) = saved.filter(|saved| *saved != groups) {
             return Err(wrong(format!(
-                "it has learning rates set with set_lr for {}, but this engine has {own}; train with the parameter \
+                "it has learning rates set with set_lr for {}, but this engine has {groups}; train with the parameter \
                  groups that were saved, or load with load_optimizer_states false",
                 counted(saved, "parameter group")
             )));
         }
     }
-    let mut wanted = Vec::new();
+    let mut elements = Vec::new();
     for name in states {
-        for (param, own) in core.params().iter().enumerate() {
-            let Some(kind) = ParamStateKind::named(name, core.state_names(own, trainer)) else { continue };
-            let Some(&saved) = saved.get(own.name.as_str()) else { continue };
+        for (param, parameter) in core.params().iter().enumerate() {
+            let Some(kind) = ParamStateKind::named(name, core.state_names(parameter, trainer)) else { continue };
+            let Some(&saved) = saved.get(parameter.name.as_str()) else { continue };
             let found = &manifest.parameters[saved];
-            if found.shape != own.shape.dims() {
-                let (name, found, shape) = (&own.name, &found.shape, own.shape.dims());
+            if found.shape != parameter.shape.dims() {
+                let (name, found, shape) = (&parameter.name, &found.shape, parameter.shape.dims());
                 return Err(wrong(format!(
                     "{name} has shape {found:?} in the checkpoint but {shape:?} in the model; build the model that was \
                      saved"
@@ -366,9 +368,9 @@ fn wanted(
             let saved_states = found.states.as_deref();
             let was_frozen = kind != ParamStateKind::Weights && saved_states.is_some_and(|saved| saved == [WEIGHTS]);
             match saved_states {
-                Some([]) if !own.is_trained() => continue,
-                Some([]) => return Err(wrong(trained_since(&own.name, "was not saved"))),
-                Some(_) if was_frozen => return Err(wrong(trained_since(&own.name, "was frozen"))),
+                Some([]) if !parameter.is_trained() => continue,
+                Some([]) => return Err(wrong(trained_since(&parameter.name, "was not saved"))),
+                Some(_) if was_frozen => return Err(wrong(trained_since(&parameter.name, "was frozen"))),
                 _ => {}
             }
             let state = manifest.states.iter().position(|s| s == name && found.has(s));
@@ -377,9 +379,9 @@ fn wanted(
                 continue;
             }
             let state = state.ok_or_else(|| {
-                let of = if found.states.is_some() { format!(" of {}", own.name) } else { String::new() };
+                let suffix = if found.states.is_some() { format!(" of {}", parameter.name) } else { String::new() };
                 wrong(format!(
-                    "it has the states {}{of}, but this optimizer needs {name}; train with the optimizer that was \
+                    "it has the states {}{suffix}, but this optimizer needs {name}; train with the optimizer that was \
                      saved ({}) and its parameter groups, or load with load_optimizer_states false",
                     list(found.states.as_ref().unwrap_or(&manifest.states)),
                     manifest.optimizer.as_deref().unwrap_or("none")
@@ -389,31 +391,31 @@ fn wanted(
                 found.state_lens.get(name).map_or(found.numel(), |len| usize::try_from(*len).unwrap_or(usize::MAX));
             let own_len = match kind {
                 ParamStateKind::Factored(_) => core.held(kind, param).len(),
-                _ => own.numel,
+                _ => parameter.numel,
             };
             if len != own_len {
                 return Err(wrong(format!(
                     "it has {} of {name} of {}, but this optimizer needs {own_len}; train with the optimizer \
                      that was saved ({}), or load with load_optimizer_states false",
                     counted(len, "element"),
-                    own.name,
+                    parameter.name,
                     manifest.optimizer.as_deref().unwrap_or("none")
                 )));
             }
             // If this rank keeps all elements of a parameter, it reads them from the files, not from other ranks.
-            let is_whole = kind == ParamStateKind::Weights && core.keeps_whole(param);
-            let range = if is_whole { 0..own.numel } else { core.held(kind, param) };
-            wanted.push(NeededElements { state, saved, kind, param, range });
+            let reads_all = kind == ParamStateKind::Weights && core.keeps_whole(param);
+            let range = if reads_all { 0..parameter.numel } else { core.held(kind, param) };
+            elements.push(NeededElements { state, saved, kind, param, range });
         }
     }
-    Ok(wanted)
+    Ok(elements)
 }
 
-fn set_all(core: &RankCore, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> Result<()> {
+fn set_all(core: &RankCore, checkpoint: &Checkpoint, elements: &[NeededElements]) -> Result<()> {
     debug_assert_eq!(checkpoint.manifest.states[0], WEIGHTS);
     // Parameters that were gathered by a forward pass without a backward pass will be outdated.
     core.release_all()?;
-    for NeededElements { state, saved, kind, param, range } in wanted {
+    for NeededElements { state, saved, kind, param, range } in elements {
         let dtype = if *kind == ParamStateKind::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
         let values = |part| checkpoint.read(*state, *saved, part).map(|values| Flat::from_f32(values, dtype));
         if *kind == ParamStateKind::Weights && core.keeps_whole(*param) {
@@ -427,15 +429,15 @@ fn set_all(core: &RankCore, checkpoint: &Checkpoint, wanted: &[NeededElements]) 
 }
 
 /// Returns the problem with a parameter that was not trained when it was saved.
-fn trained_since(name: &str, what: &str) -> String {
+fn trained_since(name: &str, state: &str) -> String {
     format!(
-        "{name} {what} in the checkpoint but is trained here; freeze it (EngineBuilder::trainable, set_trainable), \
+        "{name} {state} in the checkpoint but is trained here; freeze it (EngineBuilder::trainable, set_trainable), \
          load, and then unfreeze it"
     )
 }
 
 /// Continues stochastic rounding with the seed of the saved run.
-fn go_on_rounding(core: &RankCore, checkpoint: &Checkpoint) {
+fn resume_rounding(core: &RankCore, checkpoint: &Checkpoint) {
     let Some(seed) = checkpoint.manifest.rounding_seed else { return };
     core.go_on_rounding(seed);
     if core.rounding_seed().is_none() && core.job().rank() == 0 {

@@ -69,36 +69,37 @@ pub(super) fn locate(
     tag: Option<&str>,
 ) -> Result<Option<LocatedCheckpoint>, JointOperationFailure> {
     let hosts = RanksByFolder::by_neighbours(comm, dir)?;
-    let looks = hosts.makes_folder();
-    let named = match (looks, tag) {
+    let reads_folder = hosts.makes_folder();
+    let named_tag = match (reads_folder, tag) {
         (true, None) => folder::latest(dir),
         (_, tag) => tag.map_or(Ok(None), |tag| folder::check_tag(dir, tag).map(|()| Some(tag.to_owned()))),
     };
-    let named = agree(comm, named, failed_elsewhere(dir))?.unwrap_or_default();
-    let named = texts(comm, if looks { &named } else { "" })?;
-    let mut tags: Vec<&str> = named.iter().map(String::as_str).filter(|tag| !tag.is_empty()).collect();
+    let named_tag = agree(comm, named_tag, failed_elsewhere(dir))?.unwrap_or_default();
+    let named_tags = texts(comm, if reads_folder { &named_tag } else { "" })?;
+    let mut tags: Vec<&str> = named_tags.iter().map(String::as_str).filter(|tag| !tag.is_empty()).collect();
     tags.sort_unstable();
     tags.dedup();
     if tags.is_empty() {
-        let none = if looks { folder::without_latest(dir) } else { Ok(()) };
+        let none = if reads_folder { folder::without_latest(dir) } else { Ok(()) };
         return agree(comm, none, failed_elsewhere(dir)).map(|()| None);
     }
-    let own: Vec<_> = if looks { tags.iter().map(|tag| host_tag_files(dir, tag)).collect() } else { Vec::new() };
-    let all = texts(
+    let host_files: Vec<_> =
+        if reads_folder { tags.iter().map(|tag| host_tag_files(dir, tag)).collect() } else { Vec::new() };
+    let files_of_hosts = texts(
         comm,
-        &serde_json::to_string(&own).unwrap_or_else(|e| unreachable!("strings and numbers are valid JSON: {e}")),
+        &serde_json::to_string(&host_files).unwrap_or_else(|e| unreachable!("strings and numbers are valid JSON: {e}")),
     )?;
     let names = texts(comm, &host_name())?;
-    let mut found: BTreeMap<&str, TagFilesByHost> = BTreeMap::new();
+    let mut by_tag: BTreeMap<&str, TagFilesByHost> = BTreeMap::new();
     for first in hosts.all() {
-        let of_host: Vec<std::result::Result<HostTagFiles, String>> = serde_json::from_str(&all[first])
+        let files_by_tag: Vec<std::result::Result<HostTagFiles, String>> = serde_json::from_str(&files_of_hosts[first])
             .map_err(|e| Error::from(CheckpointError::Unusable { path: dir.to_owned(), problem: e.to_string() }))?;
-        for (tag, of_tag) in tags.iter().zip(of_host) {
-            found.entry(tag).or_default().insert(first, of_tag);
+        for (tag, files) in tags.iter().zip(files_by_tag) {
+            by_tag.entry(tag).or_default().insert(first, files);
         }
     }
-    let are_all_told = hosts.all().all(|first| !named[first].is_empty());
-    let chosen = choose(&found, are_all_told, &|first| host_with_ranks(&hosts, &names, first));
+    let all_hosts_name_tags = hosts.all().all(|first| !named_tags[first].is_empty());
+    let chosen = choose(&by_tag, all_hosts_name_tags, &|first| host_with_ranks(&hosts, &names, first));
     let wrong =
         |path: PathBuf, problem| JointOperationFailure::InStep(CheckpointError::Unusable { path, problem }.into());
     let ChosenTag { tag, checksum, homes, notes } = chosen.map_err(|(tag, problem)| wrong(dir.join(tag), problem))?;
@@ -106,9 +107,9 @@ pub(super) fn locate(
         notes.iter().for_each(|note| warn(&format!("warning: {note}; {tag} is loaded")));
     }
     // A host without the tag also needs the manifest, and all ranks must use the same one.
-    let has_it = |first: &usize| matches!(&found[tag][first], Ok(found) if found.checksum == checksum);
+    let has_manifest = |first: &usize| matches!(&by_tag[tag][first], Ok(files) if files.checksum == checksum);
     let path = folder::existing(dir, tag).unwrap_or_else(|_| dir.join(tag));
-    let sender = hosts.all().find(has_it).unwrap_or_else(|| unreachable!("a host has the manifest"));
+    let sender = hosts.all().find(has_manifest).unwrap_or_else(|| unreachable!("a host has the manifest"));
     let read = if comm.rank() == sender {
         Manifest::read(&path.join(MANIFEST)).map(|m| m.to_text())
     } else {
@@ -126,14 +127,14 @@ fn host_tag_files(dir: &Path, tag: &str) -> std::result::Result<HostTagFiles, St
         Err(_) => return Err(format!("has no {}", dir.join(tag).display())),
     };
     let manifest = Manifest::read(&path.join(MANIFEST)).map_err(|error| format!("reports: {error}"))?;
-    let of_host = manifest.files.iter().map(|file| file.host.clone());
+    let writers = manifest.files.iter().map(|file| file.host.clone());
     // Rank 0 writes the buffers.
-    let of_host = of_host.chain(manifest.files.first().map(|file| file.host.clone()));
+    let writers = writers.chain(manifest.files.first().map(|file| file.host.clone()));
     let is_here = |(name, bytes): (&str, u64)| path.join(name).metadata().is_ok_and(|m| m.len() == bytes);
     Ok(HostTagFiles {
         checksum: format!("{:016x}", XxHash3_64::oneshot(manifest.to_text().as_bytes())),
         steps: manifest.global_steps,
-        files: files(&manifest).map(|(name, _)| name.to_owned()).zip(of_host).collect(),
+        files: files(&manifest).map(|(name, _)| name.to_owned()).zip(writers).collect(),
         is_here: files(&manifest).map(is_here).collect(),
     })
 }
@@ -148,21 +149,19 @@ struct ChosenTag<'a> {
     notes: Vec<String>,
 }
 
-/// Returns the newest complete tag of `found`; as an error, the newest tag and its problem. `are_all_told` indicates
-/// whether every host has named a tag. `name` returns the name of a host.
+/// Returns the newest complete tag of `found`; as an error, the newest tag and its problem. `all_hosts_name_tags`
+/// indicates whether every host has named a tag. `name` returns the name of a host.
 fn choose<'a>(
     found: &BTreeMap<&'a str, TagFilesByHost>,
-    are_all_told: bool,
+    all_hosts_name_tags: bool,
     name: &dyn Fn(usize) -> String,
 ) -> std::result::Result<ChosenTag<'a>, (&'a str, String)> {
     let mut tags: Vec<_> = found.iter().collect();
-    tags.sort_by_key(|(tag, everywhere)| {
-        Reverse((everywhere.values().flatten().map(|found| found.steps).max(), **tag))
-    });
+    tags.sort_by_key(|(tag, by_host)| Reverse((by_host.values().flatten().map(|found| found.steps).max(), **tag)));
     let mut notes = Vec::new();
     let mut first_problem = None;
-    for (tag, everywhere) in tags {
-        let problem = match find_complete(everywhere, name) {
+    for (tag, by_host) in tags {
+        let problem = match find_complete(by_host, name) {
             Ok((checksum, homes)) => return Ok(ChosenTag { tag, checksum, homes, notes }),
             Err(problem) => problem,
         };
@@ -170,12 +169,12 @@ fn choose<'a>(
         first_problem.get_or_insert((*tag, problem));
     }
     let (tag, problem) = first_problem.unwrap_or_else(|| unreachable!("there is a tag"));
-    let before = if are_all_told { "" } else { ", or remove the existing checkpoints to start from scratch" };
+    let hint = if all_hosts_name_tags { "" } else { ", or remove the existing checkpoints to start from scratch" };
     Err((
         tag,
         format!(
             "all hosts together have no complete copy: {problem}; start ranks on the hosts that have its files, or merge the \
-             folders of this tag from all hosts into one, or give another tag{before}"
+             folders of this tag from all hosts into one, or give another tag{hint}"
         ),
     ))
 }
@@ -183,16 +182,16 @@ fn choose<'a>(
 /// Returns the checksum of the manifest for which a tag is complete, and the hosts of each file; as an error, the
 /// missing files.
 fn find_complete(
-    everywhere: &TagFilesByHost,
+    by_host: &TagFilesByHost,
     name: &dyn Fn(usize) -> String,
 ) -> std::result::Result<(String, Vec<Vec<usize>>), String> {
     let mut problem = None;
-    for by in everywhere.values().flatten() {
-        let with = everywhere.iter().filter_map(|(first, found)| Some((*first, found.as_ref().ok()?)));
-        let with: Vec<_> = with.filter(|(_, found)| found.checksum == by.checksum).collect();
-        let homes = |file: usize| with.iter().filter(|(_, f)| f.is_here[file]).map(|(first, _)| *first).collect();
-        let homes: Vec<Vec<usize>> = (0..by.files.len()).map(homes).collect();
-        let missing = by.files.iter().zip(&homes).filter(|(_, homes)| homes.is_empty());
+    for candidate in by_host.values().flatten() {
+        let matching = by_host.iter().filter_map(|(first, found)| Some((*first, found.as_ref().ok()?)));
+        let matching: Vec<_> = matching.filter(|(_, found)| found.checksum == candidate.checksum).collect();
+        let homes = |file: usize| matching.iter().filter(|(_, f)| f.is_here[file]).map(|(first, _)| *first).collect();
+        let homes: Vec<Vec<usize>> = (0..candidate.files.len()).map(homes).collect();
+        let missing = candidate.files.iter().zip(&homes).filter(|(_, homes)| homes.is_empty());
         let missing: Vec<String> = missing
             .map(|((file, host), _)| match host {
                 Some(host) => format!("{file} (written on host {host})"),
@@ -200,14 +199,14 @@ fn find_complete(
             })
             .collect();
         if missing.is_empty() {
-            return Ok((by.checksum.clone(), homes));
+            return Ok((candidate.checksum.clone(), homes));
         }
         problem.get_or_insert(missing);
     }
-    let without = everywhere.iter().filter_map(|(first, found)| Some((*first, found.as_ref().err()?)));
-    let without: Vec<String> = without.map(|(first, why)| format!("{} {why}", name(first))).collect();
+    let lacking = by_host.iter().filter_map(|(first, found)| Some((*first, found.as_ref().err()?)));
+    let lacking: Vec<String> = lacking.map(|(first, why)| format!("{} {why}", name(first))).collect();
     let missing = problem.map(|missing| format!("no host has {}", list(&missing)));
-    let all: Vec<String> = missing.into_iter().chain(without).collect();
+    let all: Vec<String> = missing.into_iter().chain(lacking).collect();
     Err(all.join("; "))
 }
 

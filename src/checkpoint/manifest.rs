@@ -209,7 +209,7 @@ impl FileEntry {
 impl Parameter {
     /// Returns whether the files contain a state of this parameter.
     pub fn has(&self, state: &str) -> bool {
-        self.states.as_ref().is_none_or(|states| states.iter().any(|own| own == state))
+        self.states.as_ref().is_none_or(|states| states.iter().any(|name| name == state))
     }
 
     /// Returns the number of elements. It cannot overflow in a manifest that has been read.
@@ -290,11 +290,12 @@ impl Manifest {
 
     /// Parses and checks a manifest. The error describes the problem.
     pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
-        let damaged = |what: &str| format!("it is damaged: {what}; load another tag");
-        let at = text.rfind(",\n  \"checksum\": ").ok_or_else(|| damaged("it does not end with a checksum"))?;
-        let (body, end) = text.split_at(at);
-        let whole: std::result::Result<Value, _> = serde_json::from_str(&format!("{body}\n}}"));
-        let version = whole.as_ref().ok().and_then(|v| v["version"].as_u64());
+        let damaged = |problem: &str| format!("it is damaged: {problem}; load another tag");
+        let checksum_start =
+            text.rfind(",\n  \"checksum\": ").ok_or_else(|| damaged("it does not end with a checksum"))?;
+        let (body, end) = text.split_at(checksum_start);
+        let json: std::result::Result<Value, _> = serde_json::from_str(&format!("{body}\n}}"));
+        let version = json.as_ref().ok().and_then(|v| v["version"].as_u64());
         if end != ending(body) {
             return Err(damaged("its checksum does not match"));
         }
@@ -305,37 +306,40 @@ impl Manifest {
                  the release that wrote it"
             ));
         }
-        let manifest: Self = whole.and_then(serde_json::from_value).map_err(|e| damaged(&e.to_string()))?;
-        manifest.check().map_err(|what| damaged(&what))?;
+        let manifest: Self = json.and_then(serde_json::from_value).map_err(|e| damaged(&e.to_string()))?;
+        manifest.check().map_err(|problem| damaged(&problem))?;
         Ok(manifest)
     }
 
     /// Checks that the content is plausible: sizes that match, and one file for each rank, all inside the folder.
     fn check(&self) -> std::result::Result<(), String> {
-        let say = |ok: bool, what: String| if ok { Ok(()) } else { Err(what) };
-        say(self.format == FORMAT, format!("its format is {:?}, not {FORMAT:?}", self.format))?;
+        let require = |ok: bool, problem: String| if ok { Ok(()) } else { Err(problem) };
+        require(self.format == FORMAT, format!("its format is {:?}, not {FORMAT:?}", self.format))?;
         let states_are_named = self.states.first().is_some_and(|s| s == WEIGHTS);
-        say(states_are_named, format!("its states are {:?}, but the first must be {WEIGHTS:?}", self.states))?;
+        require(states_are_named, format!("its states are {:?}, but the first must be {WEIGHTS:?}", self.states))?;
         let ranks = self.files.len();
-        say(
+        require(
             self.world_size > 0 && ranks == self.world_size,
             format!("it lists {} for {}", counted(ranks, "file"), counted(self.world_size, "rank")),
         )?;
-        let along = self.pipeline_ranks;
-        say(
-            along > 0 && self.world_size.is_multiple_of(along),
+        let pipeline_ranks = self.pipeline_ranks;
+        require(
+            pipeline_ranks > 0 && self.world_size.is_multiple_of(pipeline_ranks),
             format!(
                 "it has {} along a pipeline but {} in total",
-                counted(along, "rank"),
+                counted(pipeline_ranks, "rank"),
                 counted(self.world_size, "rank")
             ),
         )?;
-        let stray = self.parameters.iter().find(|p| p.pipeline_rank >= along);
-        say(
+        let stray = self.parameters.iter().find(|p| p.pipeline_rank >= pipeline_ranks);
+        require(
             stray.is_none(),
-            format!("it has a parameter at position {} in a pipeline of {along}", stray.map_or(0, |p| p.pipeline_rank)),
+            format!(
+                "it has a parameter at position {} in a pipeline of {pipeline_ranks}",
+                stray.map_or(0, |p| p.pipeline_rank)
+            ),
         )?;
-        let pieces = self.world_size / along;
+        let pieces = self.world_size / pipeline_ranks;
         let is_possible = |[position, size]: &[usize; 2]| position < size && pieces.is_multiple_of(*size);
         let stray = self.parameters.iter().find_map(|p| p.expert.filter(|expert| !is_possible(expert)));
         if let Some([position, size]) = stray {
@@ -345,26 +349,36 @@ impl Manifest {
         let counters = [self.global_steps, self.skipped_steps, self.global_samples, self.optimizer_steps];
         let next = self.last_batch_iteration.checked_add(1).and_then(|n| u64::try_from(n).ok());
         let are_possible = counters.into_iter().chain([next.unwrap_or(u64::MAX)]).all(|n| n < 1 << 53);
-        say(
+        require(
             are_possible && self.skipped_steps <= self.global_steps,
             "its counters of steps and samples are invalid".into(),
         )?;
         let scale = self.scaler.as_ref().map_or(1.0, |scaler| scaler.scale);
-        say(scale.is_finite() && scale > 0.0, format!("its loss scale is {scale}"))?;
+        require(scale.is_finite() && scale > 0.0, format!("its loss scale is {scale}"))?;
         let rates = self.set_lr.iter().flatten();
-        say(rates.into_iter().all(|lr| (0.0..f64::INFINITY).contains(lr)), "its learning rates are invalid".into())?;
+        require(
+            rates.into_iter().all(|lr| (0.0..f64::INFINITY).contains(lr)),
+            "its learning rates are invalid".into(),
+        )?;
         for p in &self.parameters {
-            let own = p.states.as_ref().unwrap_or(&self.states);
-            let are_known = (own.is_empty() || p.has(WEIGHTS)) && own.iter().all(|state| self.states.contains(state));
+            let states = p.states.as_ref().unwrap_or(&self.states);
+            let are_known =
+                (states.is_empty() || p.has(WEIGHTS)) && states.iter().all(|state| self.states.contains(state));
             let are_known = are_known && p.updates_before <= self.optimizer_steps && p.block < 1 << 20;
-            say(are_known, format!("{} has the states {own:?}, but only {:?} are possible", p.name, self.states))?;
+            require(
+                are_known,
+                format!("{} has the states {states:?}, but only {:?} are possible", p.name, self.states),
+            )?;
             // There are at most as many rows, and as many columns, as elements.
-            let most = p.checked_numel().map_or(u64::MAX, |numel| numel as u64);
-            let odd =
-                p.state_lens.iter().find(|(state, len)| **state == WEIGHTS || !own.contains(state) || **len > most);
-            let what =
-                || odd.map_or(String::new(), |(state, len)| format!("{} of state {state}", counted(*len, "element")));
-            say(odd.is_none(), format!("{} has {}", p.name, what()))?;
+            let max_len = p.checked_numel().map_or(u64::MAX, |numel| numel as u64);
+            let invalid = p
+                .state_lens
+                .iter()
+                .find(|(state, len)| **state == WEIGHTS || !states.contains(state) || **len > max_len);
+            let description = || {
+                invalid.map_or(String::new(), |(state, len)| format!("{} of state {state}", counted(*len, "element")))
+            };
+            require(invalid.is_none(), format!("{} has {}", p.name, description()))?;
         }
         let mut sum = 0u64;
         for p in &self.parameters {
@@ -376,18 +390,18 @@ impl Manifest {
         sum.checked_add(self.world_size as u64 * MAX_HEADER_BYTES).ok_or("its files are larger than any disk")?;
         if let Some(BufferFile { name, .. }) = &self.buffers {
             let is_of_the_folder = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
-            say(is_of_the_folder, format!("the file of its buffers is named {name:?}"))?;
+            require(is_of_the_folder, format!("the file of its buffers is named {name:?}"))?;
         }
         let layout = self.layout();
         for (rank, file) in self.files.iter().enumerate() {
             let name = file_name(rank, self.world_size);
-            say(file.name == name, format!("the file of rank {rank} is named {:?}, not {name:?}", file.name))?;
-            let most = self.most_header_bytes(layout.bytes(rank)).min(MAX_HEADER_BYTES);
+            require(file.name == name, format!("the file of rank {rank} is named {:?}, not {name:?}", file.name))?;
+            let max_bytes = self.max_header_bytes(layout.bytes(rank)).min(MAX_HEADER_BYTES);
             let header_is_possible =
-                (8..most).contains(&file.header_bytes) && file.header_bytes.is_multiple_of(PAGE as u64);
-            say(header_is_possible, format!("{name} has a header of {}", counted(file.header_bytes, "byte")))?;
+                (8..max_bytes).contains(&file.header_bytes) && file.header_bytes.is_multiple_of(PAGE as u64);
+            require(header_is_possible, format!("{name} has a header of {}", counted(file.header_bytes, "byte")))?;
             let bytes = file.header_bytes.checked_add(layout.bytes(rank));
-            say(
+            require(
                 bytes == Some(file.bytes),
                 format!(
                     "{name} has {}, but the shapes of its parameters need {}",
@@ -401,7 +415,7 @@ impl Manifest {
 
     /// Returns an upper bound on the size of a header in bytes, for a file with `data` bytes. A header contains names,
     /// some numbers, and the checksums of the file's blocks.
-    fn most_header_bytes(&self, data: u64) -> u64 {
+    fn max_header_bytes(&self, data: u64) -> u64 {
         // A character of a name takes at most six bytes.
         let names: u64 = self.parameters.iter().map(|p| 6 * p.name.len() as u64 + 200).sum();
         let states: u64 = self.states.iter().map(|state| 6 * state.len() as u64 * self.parameters.len() as u64).sum();
@@ -412,11 +426,11 @@ impl Manifest {
     pub(super) fn layout(&self) -> RankFileLayout {
         let has = |state: &String| self.parameters.iter().map(|p| p.has(state)).collect();
         let lens = self.states.iter().enumerate().flat_map(|(number, state)| {
-            let of = move |(param, p): (usize, &Parameter)| {
+            let len_of = move |(param, p): (usize, &Parameter)| {
                 let len = usize::try_from(*p.state_lens.get(state)?).unwrap_or(usize::MAX);
                 Some(((number, param), len))
             };
-            self.parameters.iter().enumerate().filter_map(of)
+            self.parameters.iter().enumerate().filter_map(len_of)
         });
         RankFileLayout {
             world_size: self.world_size,

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   DIR/latest                            the tag of the newest checkpoint
-//!   DIR/TAG/manifest.json                 a description of the content, with a checksum of every file and of itself
+//!   DIR/TAG/manifest.json                 a description of the content; checksums of headers, buffers and itself
 //!   DIR/TAG/rank_00000_of_00002.safetensors
 //!   DIR/TAG/rank_00001_of_00002.safetensors
 //!   DIR/TAG/buffers.safetensors           if the model has buffers, in their own types; from rank 0

@@ -12,19 +12,19 @@ pub(crate) fn failed_elsewhere(path: &Path) -> impl FnOnce(usize) -> Error {
     move |rank| Error::from(CheckpointError::Unusable { path, problem: rank_failed(rank) })
 }
 
-/// Collective: returns an error unless `word` is the same on all ranks; `what` names the kind of word in the plural.
+/// Returns an error unless `word` is the same on all ranks; `kind` names the kind of word in the plural. Collective.
 ///
 /// # Errors
 /// Fails on all ranks if their words differ, or if a collective fails.
 pub(super) fn same_on_all_ranks(
     comm: &dyn Communicator,
-    what: &str,
+    kind: &str,
     word: &str,
     path: &Path,
 ) -> Result<(), JointOperationFailure> {
     let Some(rank) = first_to_differ(comm, word)? else { return Ok(()) };
     let word = without_backtrace(word);
     let problem =
-        format!("rank {rank} and rank 0 name different {what}; this rank names {word}; use the same on all ranks");
+        format!("rank {rank} and rank 0 name different {kind}; this rank names {word}; use the same on all ranks");
     Err(JointOperationFailure::InStep(Error::from(CheckpointError::Unusable { path: path.to_owned(), problem })))
 }

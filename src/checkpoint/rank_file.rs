@@ -30,9 +30,9 @@ pub(super) struct RankFileWriter {
     header: RankFileHeader,
     /// The bytes that have not been written yet.
     buffer: AlignedBuffer,
-    filled: usize,
+    filled_bytes: usize,
     /// The position of the buffer in the file.
-    at: u64,
+    position: u64,
     disk: DiskWriter,
 }
 
@@ -92,35 +92,35 @@ impl RankFileWriter {
             return Err(error.into());
         }
         let disk = DiskWriter::start(&path, WRITE_BUFFER_BYTES)?;
-        let at = header.bytes as u64;
-        Ok(Self { file, header, buffer: AlignedBuffer::new(WRITE_BUFFER_BYTES), filled: 0, at, disk })
+        let position = header.bytes as u64;
+        Ok(Self { file, header, buffer: AlignedBuffer::new(WRITE_BUFFER_BYTES), filled_bytes: 0, position, disk })
     }
 
     /// Writes full blocks if there is no room for `elements` more elements; `elements` must be at most [`PIECE`].
     pub fn make_room(&mut self, elements: usize) -> IoResult<()> {
-        if self.filled + elements * 4 <= self.buffer.len() {
+        if self.filled_bytes + elements * 4 <= self.buffer.len() {
             return Ok(());
         }
         let mut next = self.disk.spare()?;
-        let whole = self.filled - self.filled % BLOCK;
-        let rest = &self.buffer.bytes_mut()[whole..self.filled];
+        let full_blocks = self.filled_bytes - self.filled_bytes % BLOCK;
+        let rest = &self.buffer.bytes_mut()[full_blocks..self.filled_bytes];
         next.bytes_mut()[..rest.len()].copy_from_slice(rest);
-        self.filled = rest.len();
-        self.disk.write(std::mem::replace(&mut self.buffer, next), whole, self.at);
-        self.at += whole as u64;
+        self.filled_bytes = rest.len();
+        self.disk.write(std::mem::replace(&mut self.buffer, next), full_blocks, self.position);
+        self.position += full_blocks as u64;
         Ok(())
     }
 
     /// Appends values, for which there must be room.
     pub fn append(&mut self, values: FlatRef<'_>) {
-        let start = self.filled / 4;
+        let start = self.filled_bytes / 4;
         self.buffer.elements(DType::F32, start..start + values.len()).copy_cast(values);
-        self.filled += values.len() * 4;
+        self.filled_bytes += values.len() * 4;
     }
 
     /// Writes the remaining data and the header, and syncs the file to disk.
     pub fn finish(self) -> IoResult<FileEntry> {
-        self.disk.write(self.buffer, self.filled, self.at);
+        self.disk.write(self.buffer, self.filled_bytes, self.position);
         let text = self.header.text(&self.disk.finish()?);
         let mut header = Vec::with_capacity(self.header.bytes);
         header.extend((self.header.bytes as u64 - 8).to_le_bytes());
@@ -245,9 +245,9 @@ fn checksums_in(header: &[u8], blocks: u64) -> Option<Vec<u64>> {
     let json: Value = serde_json::from_slice(header.get(8..)?).ok()?;
     let metadata = json.get("__metadata__")?;
     let text = metadata.get("block_checksums")?.as_str()?;
-    let is_right = metadata.get("block_bytes")?.as_str()? == BLOCK.to_string() && text.len() as u64 == blocks * 16;
+    let is_valid = metadata.get("block_bytes")?.as_str()? == BLOCK.to_string() && text.len() as u64 == blocks * 16;
     let parse = |hex: &[u8]| u64::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok();
-    if is_right { text.as_bytes().chunks(16).map(parse).collect() } else { None }
+    if is_valid { text.as_bytes().chunks(16).map(parse).collect() } else { None }
 }
 
 #[cfg(test)]

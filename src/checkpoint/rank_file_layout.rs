@@ -62,8 +62,8 @@ impl RankFileLayout {
     pub fn shard(&self, state: usize, param: usize, rank: usize) -> Range<usize> {
         let pieces = self.world_size / self.pipeline_ranks;
         if self.states[state][param] && self.is_in(param, rank) {
-            let own = self.lens.get(&(state, param)).map(|len| ShardCut::anywhere(*len));
-            own.unwrap_or(self.cuts[param]).shard(pieces, rank % pieces)
+            let state_cut = self.lens.get(&(state, param)).map(|len| ShardCut::anywhere(*len));
+            state_cut.unwrap_or(self.cuts[param]).shard(pieces, rank % pieces)
         } else {
             0..0
         }
@@ -143,13 +143,13 @@ mod tests {
             let world_size = pieces * pipeline_ranks;
             let lens = BTreeMap::from([((own_len.0, own_len.1), own_len.2)]);
             let layout = RankFileLayout { world_size, pipeline_ranks, positions, cuts, states: states.clone(), lens: lens.clone() };
-            let places = RankFileOffsets::new(layout.clone());
+            let offsets = RankFileOffsets::new(layout.clone());
             let mut used: Vec<Vec<u8>> = (0..world_size).map(|rank| vec![0; layout.bytes(rank) as usize]).collect();
             for (state, has) in states.iter().enumerate() {
                 for (param, (numel, ..)) in numels.iter().enumerate() {
                     let mut next = 0;
                     let numel = lens.get(&(state, param)).unwrap_or(numel);
-                    for piece in places.pieces(state, param, 0..*numel) {
+                    for piece in offsets.pieces(state, param, 0..*numel) {
                         prop_assert_eq!(piece.elements.start, next);
                         prop_assert_eq!(piece.bytes.end - piece.bytes.start, piece.elements.len() as u64 * 4);
                         next = piece.elements.end;

@@ -42,10 +42,11 @@ impl RanksByFolder {
         let name = |marker: &NamedTempFile| marker.path().file_name().map(|name| name.to_string_lossy().into_owned());
         let names = texts(comm, &marker.as_ref().and_then(name).unwrap_or_default())?;
         let is_seen = |rank: &usize| !names[*rank].is_empty() && dir.join(&names[*rank]).exists();
-        let own = hosts.firsts[hosts.rank];
-        let seen = if marker.is_some() { (0..own).find(is_seen).unwrap_or(own) } else { own };
-        let seen = gather_u64(comm, &[seen as u64])?;
-        let firsts = hosts.firsts.iter().map(|first| seen[*first][0] as usize).collect();
+        let host_first = hosts.firsts[hosts.rank];
+        let folder_first =
+            if marker.is_some() { (0..host_first).find(is_seen).unwrap_or(host_first) } else { host_first };
+        let folder_first = gather_u64(comm, &[folder_first as u64])?;
+        let firsts = hosts.firsts.iter().map(|first| folder_first[*first][0] as usize).collect();
         Ok(Self { firsts, ..hosts })
     }
 

@@ -21,33 +21,33 @@ pub struct TensorEntry {
 /// The receiver of the bytes of a tensor, piece by piece.
 pub(crate) type TensorSink<'a> = &'a mut dyn FnMut(&[u8]) -> Result<()>;
 
-/// Writes the tensors into `folder` and returns the names of their files. A file has at most `most` bytes of tensor
-/// data unless it contains a single larger tensor. `give` writes the bytes of the tensor with a given index into a
-/// sink.
+/// Writes the tensors into `folder` and returns the names of their files. A file has at most `max_bytes` bytes of
+/// tensor data unless it contains a single larger tensor. `write_tensor` writes the bytes of the tensor with a given
+/// index into a sink.
 ///
 /// # Errors
-/// Returns the errors of `give`, and [`Error::Io`] if a file cannot be written.
+/// Returns the errors of `write_tensor`, and [`Error::Io`] if a file cannot be written.
 #[doc(hidden)]
 pub fn write_model_files(
     folder: &Path,
     entries: &[TensorEntry],
-    most: u64,
-    mut give: impl FnMut(usize, TensorSink<'_>) -> Result<()>,
+    max_bytes: u64,
+    mut write_tensor: impl FnMut(usize, TensorSink<'_>) -> Result<()>,
 ) -> Result<Vec<String>> {
     let bytes: Vec<u64> = entries.iter().map(|entry| entry.bytes).collect();
-    let parts = split(&bytes, most);
-    let name = |at: usize| match parts.len() {
+    let parts = split(&bytes, max_bytes);
+    let name = |i: usize| match parts.len() {
         1 => "model.safetensors".to_string(),
-        n => format!("model-{:05}-of-{n:05}.safetensors", at + 1),
+        n => format!("model-{:05}-of-{n:05}.safetensors", i + 1),
     };
     let files: Vec<String> = (0..parts.len()).map(name).collect();
     for (file, part) in files.iter().zip(&parts) {
         create(folder, file, |out| {
-            let wrong = |source| wrong(folder, file, source);
+            let write_error = |source| write_error(folder, file, source);
             let header = header(&entries[part.clone()]);
-            out.write_all(&(header.len() as u64).to_le_bytes()).map_err(wrong)?;
-            out.write_all(&header).map_err(wrong)?;
-            part.clone().try_for_each(|at| give(at, &mut |bytes| out.write_all(bytes).map_err(wrong)))
+            out.write_all(&(header.len() as u64).to_le_bytes()).map_err(write_error)?;
+            out.write_all(&header).map_err(write_error)?;
+            part.clone().try_for_each(|i| write_tensor(i, &mut |bytes| out.write_all(bytes).map_err(write_error)))
         })?;
     }
     if files.len() > 1 {
@@ -65,19 +65,19 @@ pub fn write_model_files(
 /// Writes a JSON file and syncs it to disk.
 #[doc(hidden)]
 pub fn write_json(folder: &Path, name: &str, value: &Value) -> Result<()> {
-    create(folder, name, |file| writeln!(file, "{value:#}").map_err(|source| wrong(folder, name, source)))
+    create(folder, name, |file| writeln!(file, "{value:#}").map_err(|source| write_error(folder, name, source)))
 }
 
 /// Writes a new file and syncs it to disk.
 #[doc(hidden)]
 pub fn create(folder: &Path, name: &str, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
-    let wrong = |source| wrong(folder, name, source);
-    let mut file = BufWriter::new(File::create_new(folder.join(name)).map_err(wrong)?);
+    let write_error = |source| write_error(folder, name, source);
+    let mut file = BufWriter::new(File::create_new(folder.join(name)).map_err(write_error)?);
     fill(&mut file)?;
-    file.into_inner().map_err(|e| wrong(e.into_error()))?.sync_all().map_err(wrong)
+    file.into_inner().map_err(|e| write_error(e.into_error()))?.sync_all().map_err(write_error)
 }
 
-fn wrong(folder: &Path, name: &str, source: std::io::Error) -> Error {
+fn write_error(folder: &Path, name: &str, source: std::io::Error) -> Error {
     Error::Io { action: "write", path: folder.join(name), source }
 }
 
@@ -92,7 +92,7 @@ fn header(entries: &[TensorEntry]) -> Vec<u8> {
         header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]}));
     }
     let mut header = Value::Object(header).to_string().into_bytes();
-    // The format requires data aligned to 8 bytes, and allows spaces after the JSON.
+    // The format requires data aligned to 8 bytes and allows spaces after the JSON.
     header.resize(header.len().next_multiple_of(8), b' ');
     header
 }
@@ -101,11 +101,11 @@ fn header(entries: &[TensorEntry]) -> Vec<u8> {
 fn split(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
     let mut files: Vec<Range<usize>> = Vec::new();
     let mut filled = 0u64;
-    for (at, bytes) in bytes.iter().enumerate() {
+    for (index, bytes) in bytes.iter().enumerate() {
         match files.last_mut().filter(|_| filled.saturating_add(*bytes) <= limit) {
-            Some(file) => (file.end, filled) = (at + 1, filled + bytes),
+            Some(file) => (file.end, filled) = (index + 1, filled + bytes),
             None => {
-                files.push(at..at + 1);
+                files.push(index..index + 1);
                 filled = *bytes;
             }
         }

@@ -54,9 +54,9 @@ pub struct SaveOptions {
     /// Whether to leave out frozen parameters, such as those of the base model under an adapter (DeepSpeed's
     /// `exclude_frozen_parameters`). Loading leaves them unchanged. Default false.
     pub exclude_frozen_parameters: bool,
-    /// The number of checkpoints to keep in the folder, of those saved without a tag: first the newest of this run,
-    /// including the checkpoints that it resumed from, and then those of other runs. All others are removed, except
-    /// checkpoints that the user named and the one that `latest` names. By default, all stay.
+    /// The number of checkpoints saved without a tag to keep in the folder: first the newest of this run, including the
+    /// checkpoints that it resumed from, and then those of other runs. All others are removed, except checkpoints that
+    /// the user named and the one that `latest` names. By default, all are kept.
     pub keep: Option<usize>,
 }
 
@@ -214,9 +214,9 @@ impl SaveJob {
         let writing = match request.options.in_background {
             false => WriteJob::Done(share.write()),
             true => match std::thread::Builder::new().name("checkpoint".into()).spawn({
-                let (share, carried) = (share.clone(), timeline::carry());
+                let (share, timeline_context) = (share.clone(), timeline::carry());
                 move || {
-                    let _here = carried.enter(timeline::TimelineLane::Checkpoint);
+                    let _here = timeline_context.enter(timeline::TimelineLane::Checkpoint);
                     share.write()
                 }
             }) {
@@ -293,8 +293,8 @@ impl SaveJob {
         let published = agree(comm, published, failed_elsewhere(&dir));
         IslandOfJob::agree(published, island, &dir)?;
         let (folder, rank, piece) = (dir.join(&manifest.tag), comm.rank(), core.file_index());
-        let sending = upload_to.map(|url| UploadRequest { url, folder, rank, piece, is_latest: options.save_latest });
-        Ok((LastCheckpoint::new(&dir, &manifest.tag, &manifest), sending))
+        let upload = upload_to.map(|url| UploadRequest { url, folder, rank, piece, is_latest: options.save_latest });
+        Ok((LastCheckpoint::new(&dir, &manifest.tag, &manifest), upload))
     }
 }
 
@@ -327,9 +327,9 @@ struct ShareToSave {
     states: Vec<String>,
     /// The names of all parameters.
     names: Vec<String>,
-    /// This rank's parameters among them, with their optimizer states.
+    /// This rank's parameters among them, by index, with their ids and optimizer states.
     own: BTreeMap<usize, (ParamId, OptimStateNames)>,
-    /// The file of buffers, on rank 0.
+    /// The content of the buffer file, on rank 0.
     buffers: Option<Arc<[u8]>>,
 }
 
@@ -353,30 +353,31 @@ impl ShareToSave {
     fn write(&self) -> Result<WrittenFile> {
         let _span = timeline::span(timeline::EventCategory::Checkpoint, "write share");
         let start = Instant::now();
-        let wrong = |source| folder::not_written(&self.folder, &source);
+        let write_error = |source| folder::not_written(&self.folder, &source);
         let rank = self.core.file_index();
         if let Some(bytes) = &self.buffers {
             buffers::write(&self.folder, bytes)?;
         }
         let names: Vec<&str> = self.names.iter().map(String::as_str).collect();
-        let mut file = RankFileWriter::create(&self.folder, &self.layout, &names, &self.states, rank).map_err(wrong)?;
+        let mut file =
+            RankFileWriter::create(&self.folder, &self.layout, &names, &self.states, rank).map_err(write_error)?;
         for (state, name) in self.states.iter().enumerate() {
             for (number, (param, states)) in &self.own {
                 let (param, Some(kind)) = (*param, ParamStateKind::named(name, *states)) else { continue };
-                let own = self.layout.shard(state, *number, rank);
-                let owned = self.core.held(kind, param);
+                let file_range = self.layout.shard(state, *number, rank);
+                let held_range = self.core.held(kind, param);
                 // States are read in pieces of this rank's share that begin at offsets at which file access can begin.
-                for part in state_access::pieces(&owned) {
-                    let (start, end) = (part.start.max(own.start), part.end.min(own.end));
+                for part in state_access::pieces(&held_range) {
+                    let (start, end) = (part.start.max(file_range.start), part.end.min(file_range.end));
                     if start < end {
                         let saved = start - part.start..end - part.start;
-                        file.make_room(saved.len()).map_err(wrong)?;
+                        file.make_room(saved.len()).map_err(write_error)?;
                         self.core.read_state(kind, param, part, |values| file.append(values.slice(saved)))?;
                     }
                 }
             }
         }
-        Ok((file.finish().map_err(wrong)?, start.elapsed()))
+        Ok((file.finish().map_err(write_error)?, start.elapsed()))
     }
 }
 
@@ -396,7 +397,7 @@ fn of_all_stages(core: &RankCore, own: Vec<Parameter>) -> Result<Vec<Parameter>>
     let mut all = BTreeMap::new();
     for text in texts(&*position.comm, &text)? {
         let of_rank: Vec<(usize, Parameter)> = serde_json::from_str(&text)
-            .map_err(|e| CommError::other(format!("a rank of the pipeline sent damaged names of parameters: {e}")))?;
+            .map_err(|e| CommError::other(format!("a rank of the pipeline sent a damaged list of parameters: {e}")))?;
         all.extend(of_rank);
     }
     Ok(all.into_values().collect())
@@ -437,7 +438,7 @@ fn begin(
         Err(JointOperationFailure::InStep(_)) if *validation != TagValidation::Fail => {
             let common = text_of_rank_0(comm, tag)?;
             if comm.rank() == 0 && *validation == TagValidation::Warn {
-                warn(&format!("warning: ranks save under different tags; all use rank 0's, {common}"));
+                warn(&format!("warning: ranks save under different tags; all use rank 0's tag, {common}"));
             }
             common
         }
@@ -460,7 +461,7 @@ fn publish(prepared: folder::PreparedCheckpoint, dir: &Path, tag: &str, options:
 }
 
 /// Removes all but the `keep` newest checkpoints in `dir` that were saved without a tag. Checkpoint `tag`, which
-/// exists, and the one that `latest` names stay in any case.
+/// exists, and the one that `latest` names are kept in any case.
 #[doc(hidden)]
 pub fn keep_newest(dir: &Path, keep: usize, tag: &str) {
     if let Err(error) = folder::keep_newest(dir, keep.max(1), tag) {
@@ -471,7 +472,8 @@ pub fn keep_newest(dir: &Path, keep: usize, tag: &str) {
 
 /// Returns the files of all ranks, and the seconds that the slowest rank took.
 fn gather_entries(core: &RankCore, (own, time): WrittenFile, hosts: &RanksByFolder) -> Result<(Vec<FileEntry>, f64)> {
-    let sum = u64::from_str_radix(&own.header_checksum, 16).unwrap_or_else(|e| unreachable!("hexadecimal: {e}"));
+    let sum = u64::from_str_radix(&own.header_checksum, 16)
+        .unwrap_or_else(|e| unreachable!("the checksum is hexadecimal: {e}"));
     let all = gather_u64(core.job(), &[own.bytes, own.header_bytes, sum, time.as_secs_f64().to_bits()])?;
     let seconds = all.iter().map(|rank| f64::from_bits(rank[3])).fold(0.0, f64::max);
     let comm = core.job();

@@ -15,19 +15,19 @@ pub(crate) struct TrainingProgress {
 }
 
 impl TrainingProgress {
-    /// Returns the progress stored in a checkpoint. Parts that the options exclude stay as they are `now`, except the
-    /// scaler's state, which is `None`: the engine then leaves its scaler unchanged.
-    pub fn of(manifest: &Manifest, now: Self, options: &LoadOptions) -> Self {
+    /// Returns the progress stored in a checkpoint. Parts that the options exclude keep their values from `current`,
+    /// except the scaler's state, which is `None`: the engine then leaves its scaler unchanged.
+    pub fn of(manifest: &Manifest, current: Self, options: &LoadOptions) -> Self {
         let with_optimizer = options.load_optimizer_states;
         Self {
             global_steps: manifest.global_steps,
             skipped_steps: manifest.skipped_steps,
             global_samples: manifest.global_samples,
-            optimizer_steps: if with_optimizer { manifest.optimizer_steps } else { now.optimizer_steps },
+            optimizer_steps: if with_optimizer { manifest.optimizer_steps } else { current.optimizer_steps },
             scaler: if with_optimizer { manifest.scaler } else { None },
             last_batch_iteration: match options.load_lr_scheduler_states {
                 true => manifest.last_batch_iteration,
-                false => now.last_batch_iteration,
+                false => current.last_batch_iteration,
             },
         }
     }

@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn where_one_rank_fails_all_learn_it_and_are_in_step() {
-        let told = on_three(|comm| {
+        let results = on_three(|comm| {
             let own = if comm.rank() == 1 { Err(ParamError::NoParameters.into()) } else { Ok(comm.rank()) };
             let agreed = agree(comm, own, |rank| Error::from(EngineError::Stopped(format!("rank {rank}"))));
             comm.barrier().wait()?;
@@ -143,7 +143,7 @@ mod tests {
                 other => panic!("{other:?}"),
             })
         });
-        assert_eq!(told, ["rank 1", "own", "rank 1"]);
+        assert_eq!(results, ["rank 1", "own", "rank 1"]);
         assert_eq!(on_three(|comm| Ok(agree(comm, Ok(comm.rank()), |_| unreachable!()).unwrap())), [0, 1, 2]);
     }
 
@@ -169,7 +169,7 @@ mod tests {
             }
         }
         assert_eq!(on_three(|comm| first_to_differ(comm, "same")), [None; 3]);
-        let other = on_three(|comm| first_to_differ(comm, if comm.rank() == 2 { "other" } else { "same" }));
-        assert_eq!(other, [Some(2); 3]);
+        let differing = on_three(|comm| first_to_differ(comm, if comm.rank() == 2 { "other" } else { "same" }));
+        assert_eq!(differing, [Some(2); 3]);
     }
 }

@@ -93,10 +93,10 @@ impl CollectiveQueue {
 
     /// Runs jobs on the comm thread until the queue is closed and empty.
     fn serve(&self) {
-        let mut in_vain = 0;
+        let mut idle_polls = 0;
         loop {
             let mut jobs = self.jobs();
-            if in_vain >= IDLE_POLLS_BEFORE_SLEEP {
+            if idle_polls >= IDLE_POLLS_BEFORE_SLEEP {
                 jobs.asleep = true;
                 let nothing = |jobs: &mut QueuedJobs| jobs.waiting.is_empty() && !jobs.urgent && !jobs.closed;
                 jobs = unpoisoned(self.changed.wait_while(jobs, nothing));
@@ -110,10 +110,10 @@ impl CollectiveQueue {
                     return;
                 }
                 // Threads that wait for results may just have run a job.
-                in_vain = if std::mem::take(&mut jobs.urgent) { 0 } else { in_vain + 1 };
+                idle_polls = if std::mem::take(&mut jobs.urgent) { 0 } else { idle_polls + 1 };
                 continue;
             }
-            in_vain = 0;
+            idle_polls = 0;
             drop(jobs);
             self.run_first(self.worker(), CollectiveThreadKind::CommThread);
         }
@@ -157,7 +157,7 @@ struct CollectiveWorker {
     abort_signal: Arc<AbortSignal>,
     counters: Arc<CommCounters>,
     /// The first failure. Every later collective returns this failure again, because the ranks are then out of step.
-    failed: Option<CommError>,
+    first_failure: Option<CommError>,
 }
 
 impl CollectiveLauncher {
@@ -171,12 +171,16 @@ impl CollectiveLauncher {
         abort_signal: Arc<AbortSignal>,
     ) -> std::io::Result<Self> {
         let counters = Arc::new(CommCounters::default());
-        let worker =
-            CollectiveWorker { backend, abort_signal: abort_signal.clone(), counters: counters.clone(), failed: None };
+        let worker = CollectiveWorker {
+            backend,
+            abort_signal: abort_signal.clone(),
+            counters: counters.clone(),
+            first_failure: None,
+        };
         let queue = CollectiveQueue { jobs: Mutex::default(), changed: Condvar::new(), worker: Mutex::new(worker) };
         let queue = Arc::new(queue);
-        let served = queue.clone();
-        let comm_thread = Some(std::thread::Builder::new().name(name).spawn(move || served.serve())?);
+        let thread_queue = queue.clone();
+        let comm_thread = Some(std::thread::Builder::new().name(name).spawn(move || thread_queue.serve())?);
         Ok(Self { queue, comm_thread, abort_signal, counters, log: Mutex::default() })
     }
 
@@ -203,19 +207,19 @@ impl CollectiveLauncher {
     ) -> Pending<T> {
         let (sender, receiver) = mpsc::channel();
         let log = lock(&self.log).clone();
-        let carried = timeline::carry();
+        let timeline_context = timeline::carry();
         let call = engine_call::present();
-        let on_the_wire = carried.clone();
+        let job_context = timeline_context.clone();
         let job: CollectiveJob = Box::new(move |worker| {
             let begin = Instant::now();
-            let failed = worker.failed.clone().or_else(|| worker.abort_signal.error());
-            let result = match failed {
+            let failure = worker.first_failure.clone().or_else(|| worker.abort_signal.error());
+            let result = match failure {
                 Some(failure) => Err(failure),
                 None => {
                     worker.backend.called_in(call);
                     let start = Instant::now();
                     let span =
-                        on_the_wire.span(TimelineLane::Collectives, timeline::EventCategory::Collective, kind.name());
+                        job_context.span(TimelineLane::Collectives, timeline::EventCategory::Collective, kind.name());
                     let result = run(&mut worker.backend);
                     drop(span.with("bytes", bytes as u64));
                     worker.counters.add(kind, elements, worker.backend.bytes(), start.elapsed());
@@ -225,10 +229,10 @@ impl CollectiveLauncher {
             if let (Ok(_), Some(log)) = (&result, log) {
                 log.add(kind, bytes, begin.elapsed());
             }
-            if let (Err(error), None) = (&result, &worker.failed) {
+            if let (Err(error), None) = (&result, &worker.first_failure) {
                 // Abort immediately: the training thread may compute for a long time before it waits for the result.
                 worker.abort_signal.abort(&error.to_string());
-                worker.failed = Some(error.clone());
+                worker.first_failure = Some(error.clone());
             }
             // No thread waits for a result whose Pending was dropped.
             let _ = sender.send(result);
@@ -236,7 +240,7 @@ impl CollectiveLauncher {
         self.queue.push(job, bytes > SHORT_BYTES);
         let (queue, counters) = (self.queue.clone(), self.counters.clone());
         Pending::from_fn(move || {
-            let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&carried);
+            let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&timeline_context);
             let start = Instant::now();
             let result = queue.run_until(|| match receiver.try_recv() {
                 Ok(result) => Some(result),
@@ -270,8 +274,7 @@ mod tests {
     use super::super::shm::region::SharedMemoryRegion;
     use super::*;
 
-    /// Returns how often the thread of this process with that name has gone to sleep. There must be only one such
-    /// thread.
+    /// Returns how often this process's thread called `name` has gone to sleep. There must be only one such thread.
     fn sleeps(name: &str) -> u64 {
         let status = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("status")).ok();
         let all = std::fs::read_dir("/proc/self/task").unwrap().flatten().filter_map(status);

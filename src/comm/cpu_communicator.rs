@@ -80,13 +80,14 @@ impl CpuCommunicator {
     /// Returns the communicator of this rank's group, which consists of the ranks `members` of the job and uses
     /// `channel`.
     fn of_group(presence: &Arc<JoinedRank>, members: Arc<[usize]>, channel: usize) -> Result<Self> {
-        let (own, first, timeout) = (presence.rank(), presence.first(), presence.timeout());
+        let (rank_in_job, first, timeout) = (presence.rank(), presence.first(), presence.timeout());
         let region = presence.region().clone();
-        let here = first..first + region.world_size();
-        let start = members.partition_point(|member| *member < here.start);
-        let local: Vec<usize> = members.iter().filter(|rank| here.contains(rank)).map(|rank| rank - first).collect();
+        let host_ranks = first..first + region.world_size();
+        let start = members.partition_point(|member| *member < host_ranks.start);
+        let local: Vec<usize> =
+            members.iter().filter(|rank| host_ranks.contains(rank)).map(|rank| rank - first).collect();
         let ranks_here = start..start + local.len();
-        let rank = members.partition_point(|member| *member < own);
+        let rank = members.partition_point(|member| *member < rank_in_job);
         let exchange = ShmExchange::of_group(region, channel, local, rank - start, timeout).numbered_from(first);
         let backend = match presence.other_hosts().filter(|_| ranks_here.len() < members.len()) {
             Some(mpi) => {
@@ -114,7 +115,7 @@ impl CpuCommunicator {
         Ok(Self { presence, rank, size, members, channel, ranks_here, launcher, groups: Mutex::default() })
     }
 
-    /// Notifies the other ranks that this rank panics.
+    /// Notifies the other ranks that this rank is panicking.
     pub(super) fn abort_in_panic(&self) {
         self.presence.abort_signal().abort("it panicked; see its own output");
     }
@@ -143,39 +144,39 @@ impl CpuCommunicator {
     /// Does the work of [`Communicator::group`].
     pub(super) fn group_of(&self, groups: &[Vec<usize>]) -> Result<GroupCommunicator> {
         let rank = self.in_job(self.rank);
-        let refused = |why: String| CommError::Groups { rank, why };
+        let groups_error = |why: String| CommError::Groups { rank, why };
         if self.members.is_some() {
             let why = "this communicator belongs to a group; call `group` on the communicator of the job";
-            return Err(refused(why.into()).into());
+            return Err(groups_error(why.into()).into());
         }
         let division = self.division(groups);
-        // All ranks take part in any case, so that they stay in step.
+        // Ranks with invalid groups also run this collective, so that all ranks stay in step.
         let hash = |groups: &Vec<Vec<usize>>| fnv1a(format!("{groups:?}").as_bytes());
         let all = agree::gather_u64(self, &[division.as_ref().map_or(0, hash)])?;
-        let groups = division.map_err(refused)?;
+        let groups = division.map_err(groups_error)?;
         if let Some(peer) = all.iter().position(|hash| *hash != all[rank]) {
             let why = format!("rank {peer} passes groups that differ from those of this rank, {}", listed(&groups));
-            return Err(refused(why).into());
+            return Err(groups_error(why).into());
         }
-        let mut made = lock(&self.groups);
-        if let Some((_, group)) = made.iter().find(|(known, _)| *known == groups) {
+        let mut divisions = lock(&self.groups);
+        if let Some((_, group)) = divisions.iter().find(|(existing, _)| *existing == groups) {
             return Ok(group.clone());
         }
-        let channel = made.len() + 1;
+        let channel = divisions.len() + 1;
         if channel == CHANNELS {
             let why = format!(
                 "the job has already been divided into groups in {} different ways, which is the maximum; use the \
                  same groups again",
                 CHANNELS - 1
             );
-            return Err(refused(why).into());
+            return Err(groups_error(why).into());
         }
         let own = groups.iter().find(|group| group.contains(&rank)).expect("every rank is in a group");
         let group = match own.len() {
             1 => GroupCommunicator::Alone(Arc::new(SoloCommunicator::in_job(self.presence.clone()))),
             _ => GroupCommunicator::Several(Arc::new(Self::of_group(&self.presence, own.clone().into(), channel)?)),
         };
-        made.push((groups, group.clone()));
+        divisions.push((groups, group.clone()));
         Ok(group)
     }
 
@@ -312,7 +313,8 @@ impl Communicator for CpuCommunicator {
 }
 
 impl Drop for CpuCommunicator {
-    /// Notifies the other ranks if this one panics. Otherwise, dropping `launcher` waits for launched collectives.
+    /// Notifies the other ranks if this one is panicking. Otherwise, dropping `launcher` waits for launched
+    /// collectives.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.abort_in_panic();

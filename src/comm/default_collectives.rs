@@ -33,13 +33,13 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
     pub fn all_gather(self, wire: WireFormat, mut shard: Flat, tag: u64) -> Pending<Flat> {
         let (world, len) = (self.size, shard.len());
         let call = CollectiveFingerprint::new(0, CollectiveKind::AllGather, wire, shard.dtype(), len, tag);
-        let arriving = self.exchange(call, encoded(wire, shard.as_ref()));
+        let pending = self.exchange(call, encoded(wire, shard.as_ref()));
         Pending::from_fn(move || {
-            let arrived = arriving.wait()?;
+            let messages = pending.wait()?;
             // The result is in the memory of `shard` if that has room for it.
             shard.reserve_exact(len * (world - 1));
             shard.extend_zeros(len * (world - 1));
-            for (rank, bytes) in arrived.iter().enumerate() {
+            for (rank, bytes) in messages.iter().enumerate() {
                 decode(wire, bytes, &mut shard, rank * len, len);
             }
             Ok(shard)
@@ -49,7 +49,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
     /// Implements `Communicator::all_gather_within_as`.
     pub fn all_gather_within(self, wire: WireFormat, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
         let (group, len) = (StridedRanks::neighbours(self.rank, ranks), shard.len());
-        self.all_gather(wire, shard, tag).map(move |whole| of_group(whole, group, len))
+        self.all_gather(wire, shard, tag).map(move |gathered| of_group(gathered, group, len))
     }
 
     /// Implements `Communicator::reduce_to_groups_as`. As in [`all_reduce`](Self::all_reduce), the receiver encodes.
@@ -63,18 +63,18 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         );
         let (owners, chunk) = (StridedRanks::across(rank, ranks, world), input.len() / world);
         let call = CollectiveFingerprint::new(0, CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
-        let arriving = self.exchange(call, encoded(WireFormat::Exact, input.as_ref()));
+        let pending = self.exchange(call, encoded(WireFormat::Exact, input.as_ref()));
         Pending::from_fn(move || {
-            let arrived = arriving.wait()?;
+            let messages = pending.wait()?;
             let first = rank % ranks * owners.len();
             let chunks = owners.ranks().map(|owner| (owner, first + owners.place(owner)));
-            Ok(sum_chunks(wire, &arrived, input, chunk, chunks))
+            Ok(sum_chunks(wire, &messages, input, chunk, chunks))
         })
     }
 
     /// Implements `Communicator::reduce_scatter_as`.
     pub fn reduce_scatter(self, wire: WireFormat, mut input: Flat, tag: u64) -> Pending<Flat> {
-        let (world, own) = (self.size, self.rank);
+        let (world, rank) = (self.size, self.rank);
         assert!(
             input.len().is_multiple_of(world),
             "{} cannot form {world} equal chunks",
@@ -84,12 +84,12 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         let call = CollectiveFingerprint::new(0, CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
         // Each chunk has its own blocks.
         let parts: Vec<Vec<u8>> = (0..world).map(|r| encoded(wire, input.slice(r * chunk..(r + 1) * chunk))).collect();
-        let bytes = parts[own].len();
-        let arriving = self.exchange(call, parts.concat());
+        let bytes = parts[rank].len();
+        let pending = self.exchange(call, parts.concat());
         Pending::from_fn(move || {
-            let arrived = arriving.wait()?;
-            let peers = others(&arrived, own).map(|all| &all[own * bytes..(own + 1) * bytes]).collect();
-            sum(wire, &mut input, own * chunk, chunk, own, peers);
+            let messages = pending.wait()?;
+            let peers = others(&messages, rank).map(|all| &all[rank * bytes..(rank + 1) * bytes]).collect();
+            sum(wire, &mut input, rank * chunk, chunk, rank, peers);
             input.truncate(chunk);
             Ok(input)
         })
@@ -102,10 +102,10 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         let call = CollectiveFingerprint::new(0, CollectiveKind::AllReduce, wire, dtype, len, tag);
         let chunk = len.div_ceil(world);
         input.extend_zeros(chunk * world - len);
-        let arriving = self.exchange(call, encoded(WireFormat::Exact, input.as_ref()));
+        let pending = self.exchange(call, encoded(WireFormat::Exact, input.as_ref()));
         Pending::from_fn(move || {
-            let arrived = arriving.wait()?;
-            let mut sums = sum_chunks(wire, &arrived, input, chunk, (0..world).map(|owner| (owner, owner)));
+            let messages = pending.wait()?;
+            let mut sums = sum_chunks(wire, &messages, input, chunk, (0..world).map(|owner| (owner, owner)));
             sums.truncate(len);
             Ok(sums)
         })
@@ -125,8 +125,8 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let values = |bytes: Vec<u8>| bytes.as_chunks::<8>().0.iter().map(|value| f64::from_le_bytes(*value)).collect();
         let (size, rank) = (self.size, self.rank);
-        let arriving = (self.gather)(bytes);
-        Pending::from_fn(move || Ok(of_equal_length(arriving.wait()?, size, rank)?.into_iter().map(values).collect()))
+        let pending = (self.gather)(bytes);
+        Pending::from_fn(move || Ok(of_equal_length(pending.wait()?, size, rank)?.into_iter().map(values).collect()))
     }
 
     /// Sends the `bytes` of a call to all ranks, and checks that all ranks are in the same call.
@@ -134,10 +134,10 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         const HEADER_BYTES: usize = 8 * CollectiveFingerprint::WORDS;
         let (size, rank) = (self.size, self.rank);
         let header = call.words().into_iter().flat_map(u64::to_le_bytes);
-        let arriving = (self.gather)(header.chain(bytes).collect());
+        let pending = (self.gather)(header.chain(bytes).collect());
         Pending::from_fn(move || {
-            let mut arrived = arriving.wait()?;
-            for (peer, bytes) in arrived.iter_mut().enumerate() {
+            let mut messages = pending.wait()?;
+            for (peer, bytes) in messages.iter_mut().enumerate() {
                 let data = bytes.split_off(HEADER_BYTES.min(bytes.len()));
                 let mut words = [0; CollectiveFingerprint::WORDS];
                 let header = bytes.as_chunks::<8>().0;
@@ -149,7 +149,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
                 }
                 *bytes = data;
             }
-            Ok(of_equal_length(arrived, size, rank)?)
+            Ok(of_equal_length(messages, size, rank)?)
         })
     }
 }
@@ -177,30 +177,31 @@ pub(super) fn of_equal_length(all: Vec<Vec<u8>>, size: usize, rank: usize) -> Re
     }
 }
 
-/// Returns the sums of chunks of all ranks' `arrived` elements, one after the other, in the memory of `room`. `chunks`
-/// are pairs of the rank that owns the chunk and the chunk's position; each chunk is summed as its owner would sum it.
+/// Returns the sums of chunks of all ranks' elements in `messages`, one after the other, in the memory of `buffer`.
+/// `chunks` are pairs of the rank that owns the chunk and the chunk's position; each chunk is summed as its owner would
+/// sum it.
 fn sum_chunks(
     wire: WireFormat,
-    arrived: &[Vec<u8>],
-    mut room: Flat,
+    messages: &[Vec<u8>],
+    mut buffer: Flat,
     chunk: usize,
     chunks: impl Iterator<Item = (usize, usize)>,
 ) -> Flat {
-    let dtype = room.dtype();
-    room.truncate(0);
-    for (owner, place) in chunks {
+    let dtype = buffer.dtype();
+    buffer.truncate(0);
+    for (owner, position) in chunks {
         let part = |bytes: &Vec<u8>| {
             let mut part = Flat::zeros(dtype, chunk);
             let size = chunk * dtype.size_in_bytes();
-            part.as_bytes_mut().copy_from_slice(&bytes[place * size..(place + 1) * size]);
+            part.as_bytes_mut().copy_from_slice(&bytes[position * size..(position + 1) * size]);
             part
         };
-        let mut total = part(&arrived[owner]);
-        let peers: Vec<Vec<u8>> = others(arrived, owner).map(|b| encoded(wire, part(b).as_ref())).collect();
+        let mut total = part(&messages[owner]);
+        let peers: Vec<Vec<u8>> = others(messages, owner).map(|b| encoded(wire, part(b).as_ref())).collect();
         sum(wire, &mut total, 0, chunk, owner, peers.iter().map(|bytes| &bytes[..]).collect());
-        room.extend_cast(total.as_ref());
+        buffer.extend_cast(total.as_ref());
     }
-    room
+    buffer
 }
 
 /// Returns the messages of the other ranks, in rank order.
@@ -232,7 +233,7 @@ fn decode(wire: WireFormat, bytes: &[u8], values: &mut Flat, at: usize, len: usi
 }
 
 /// Adds the peers' parts to elements `own ..` of `values`, in rank order, and writes the sums to the start of `values`.
-fn sum(wire: WireFormat, values: &mut Flat, own: usize, len: usize, rank: usize, peers: Vec<&[u8]>) {
+fn sum(wire: WireFormat, values: &mut Flat, start: usize, len: usize, rank: usize, peers: Vec<&[u8]>) {
     match wire {
         WireFormat::Exact | WireFormat::BetweenHosts(_) => {
             let part = |bytes: &&[u8]| {
@@ -242,8 +243,8 @@ fn sum(wire: WireFormat, values: &mut Flat, own: usize, len: usize, rank: usize,
             };
             let parts: Vec<Flat> = peers.iter().map(part).collect();
             let parts: Vec<FlatRef<'_>> = parts.iter().map(Flat::as_ref).collect();
-            sum_exact(values, (own, 0), len, rank, &parts);
+            sum_exact(values, (start, 0), len, rank, &parts);
         }
-        WireFormat::Blocks(ints) => sum_blocks(ints, values, (own, 0), len, rank, &peers),
+        WireFormat::Blocks(ints) => sum_blocks(ints, values, (start, 0), len, rank, &peers),
     }
 }

@@ -27,23 +27,23 @@ thread_local! {
 
 /// A guard that keeps the current call set until it is dropped, on the thread that created it.
 pub(crate) struct EngineCallGuard {
-    before: usize,
-    on_this_thread: PhantomData<*const ()>,
+    previous: usize,
+    not_send: PhantomData<*const ()>,
 }
 
 /// Marks this thread as being in `call`, unless it is already in another call, which then takes precedence.
 pub(crate) fn during(call: &str) -> EngineCallGuard {
-    let before = CURRENT_CALL.get();
-    if before == 0 {
+    let previous = CURRENT_CALL.get();
+    if previous == 0 {
         let index = CALLS.iter().position(|name| *name == call);
         CURRENT_CALL.set(index.unwrap_or_else(|| unreachable!("{call} is not in CALLS")));
     }
-    EngineCallGuard { before, on_this_thread: PhantomData }
+    EngineCallGuard { previous, not_send: PhantomData }
 }
 
 impl Drop for EngineCallGuard {
     fn drop(&mut self) {
-        CURRENT_CALL.set(self.before);
+        CURRENT_CALL.set(self.previous);
     }
 }
 

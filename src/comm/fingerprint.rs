@@ -99,9 +99,9 @@ pub(crate) fn content_of(text: &str) -> Option<u32> {
 impl fmt::Display for CollectiveFingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = CollectiveKind::ALL.iter().find(|k| **k as u64 == self.kind).map_or("unknown", |k| k.name());
-        let of = |names: &[&'static str], i: u64| names.get(i as usize).copied().unwrap_or("unknown");
-        let dtype = of(&["bytes", "f32", "bf16", "f16", "f64"], self.dtype % (1 << WIRE_SHIFT));
-        let wire = of(&WIRE_FORMATS, self.dtype >> WIRE_SHIFT);
+        let name_at = |names: &[&'static str], i: u64| names.get(i as usize).copied().unwrap_or("unknown");
+        let dtype = name_at(&["bytes", "f32", "bf16", "f16", "f64"], self.dtype % (1 << WIRE_SHIFT));
+        let wire = name_at(&WIRE_FORMATS, self.dtype >> WIRE_SHIFT);
         write!(f, "{kind} no. {} with {} {dtype}{wire} (content {:08x})", self.sequence, self.elements, self.tag as u32)
     }
 }

@@ -42,7 +42,7 @@ pub(crate) struct GpuCollectives {
     /// The number of collectives so far.
     sequence: AtomicU64,
     /// The ledger entry for the memory in which other ranks' elements wait to be summed.
-    room: Mutex<MemoryLedgerEntry>,
+    receive_memory: Mutex<MemoryLedgerEntry>,
 }
 
 /// The capabilities that a rank reports before NCCL is used.
@@ -52,7 +52,7 @@ struct NcclCapability {
     usable: bool,
     fast: bool,
     /// Whether ranks that are threads of one process may use NCCL.
-    apart: bool,
+    allows_threads: bool,
     host: u64,
     process: u64,
     gpu: [u64; 2],
@@ -60,31 +60,33 @@ struct NcclCapability {
 
 impl NcclCapability {
     fn to_words(self) -> [u64; 5] {
-        let flags = u64::from(self.usable) | u64::from(self.fast) << 1 | u64::from(self.apart) << 2;
+        let flags = u64::from(self.usable) | u64::from(self.fast) << 1 | u64::from(self.allows_threads) << 2;
         [flags, self.host, self.process, self.gpu[0], self.gpu[1]]
     }
 
     fn from_words(words: &[u64]) -> Self {
         let is = |bit: u64| words[0] >> bit & 1 == 1;
         let (host, process, gpu) = (words[1], words[2], [words[3], words[4]]);
-        Self { usable: is(0), fast: is(1), apart: is(2), host, process, gpu }
+        Self { usable: is(0), fast: is(1), allows_threads: is(2), host, process, gpu }
     }
 
-    fn is_on(&self, other: &Self) -> bool {
+    fn shares_gpu_with(&self, other: &Self) -> bool {
         (self.host, self.gpu) == (other.host, other.gpu)
     }
 }
 
 /// Returns the reason not to use NCCL, given the capabilities of all ranks, or `None` if it can be used.
-fn hindrance(capabilities: &[NcclCapability]) -> Option<&'static str> {
+fn unusable_reason(capabilities: &[NcclCapability]) -> Option<&'static str> {
     let pairs = || (0..capabilities.len()).flat_map(|b| (0..b).map(move |a| (&capabilities[a], &capabilities[b])));
     if capabilities.iter().any(|capability| !capability.usable) {
         Some("it is off or not found on a rank")
     } else if pairs().any(|(a, b)| a.fast != b.fast) {
         Some("CANDLE_ZERO_NCCL is fast on some ranks and exact on others")
-    } else if pairs().any(|(a, b)| a.is_on(b)) {
+    } else if pairs().any(|(a, b)| a.shares_gpu_with(b)) {
         Some("ranks share a GPU")
-    } else if pairs().any(|(a, b)| (a.host, a.process) == (b.host, b.process) && !(a.apart && b.apart)) {
+    } else if pairs()
+        .any(|(a, b)| (a.host, a.process) == (b.host, b.process) && !(a.allows_threads && b.allows_threads))
+    {
         Some("ranks are threads of one process, and NCCL_P2P_DIRECT_DISABLE is not 1")
     } else {
         None
@@ -114,12 +116,12 @@ impl GpuCollectives {
         let half = |at: usize| u64::from_le_bytes(uuid[at..at + 8].try_into().expect("eight bytes"));
         let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         // Process IDs of different containers may be equal.
-        let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
-        let process = format!("{} {}", space.display(), std::process::id());
+        let pid_namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+        let process = format!("{} {}", pid_namespace.display(), std::process::id());
         let own = NcclCapability {
             usable: matches!(library, Some(Ok(_))),
             fast: choice == NcclMode::Fast,
-            apart: std::env::var(P2P_DIRECT_DISABLE).as_deref() == Ok("1"),
+            allows_threads: std::env::var(P2P_DIRECT_DISABLE).as_deref() == Ok("1"),
             host: fnv1a(&boot),
             process: fnv1a(process.as_bytes()),
             gpu: [half(0), half(8)],
@@ -127,33 +129,33 @@ impl GpuCollectives {
         let capabilities = gather_u64(&**comm, &own.to_words())?;
         let capabilities: Vec<NcclCapability> =
             capabilities.iter().map(|words| NcclCapability::from_words(words)).collect();
-        if let Some(why) = hindrance(&capabilities) {
+        if let Some(why) = unusable_reason(&capabilities) {
             if let (0, Some(library)) = (rank, library) {
-                let found = library.err().map_or_else(|| why.to_string(), |error| error.to_string());
-                emit(&format!("collectives between GPUs pass through the host, without NCCL: {found}"));
+                let reason = library.err().map_or_else(|| why.to_string(), |error| error.to_string());
+                emit(&format!("collectives between GPUs pass through the host, without NCCL: {reason}"));
             }
             return Ok(None);
         }
         let (Some(library), Some(device)) = (library, device) else { unreachable!("every rank has both") };
         let library = library.map_err(|error| error_of(error, rank, &**comm))?;
         if rank == 0 {
-            let way = if choice == NcclMode::Fast { "its own sums" } else { "sums in rank order" };
-            emit(&format!("collectives between GPUs use NCCL {}, with {way}", library.name()));
+            let sum_kind = if choice == NcclMode::Fast { "its own sums" } else { "sums in rank order" };
+            emit(&format!("collectives between GPUs use NCCL {}, with {sum_kind}", library.name()));
         }
         let id = if rank == 0 { library.unique_id() } else { Ok([0; 128]) };
         let id = id.map_err(|error| error_of(error, rank, &**comm))?;
         let id = comm.gather_bytes(id.to_vec()).wait()?.swap_remove(0);
-        let watched = comm.clone();
-        let is_failed = move || watched.failure().map(|error| -> nccl::CallerFailure { Arc::new(error) });
+        let watched_comm = comm.clone();
+        let is_failed = move || watched_comm.failure().map(|error| -> nccl::CallerFailure { Arc::new(error) });
         let watch = WaitAbortConditions { timeout: comm.timeout(), is_failed: Box::new(is_failed) };
         let id = id.try_into().expect("128 bytes");
-        let joined = NcclComm::join(&library, device, rank, comm.size(), id, watch);
+        let nccl = NcclComm::join(&library, device, rank, comm.size(), id, watch);
         let gpus = Self {
-            nccl: Arc::new(joined.map_err(|error| error_of(error, rank, &**comm))?),
+            nccl: Arc::new(nccl.map_err(|error| error_of(error, rank, &**comm))?),
             comm: comm.clone(),
             sums: if choice == NcclMode::Fast { NcclSumMode::Fast } else { NcclSumMode::Exact },
             sequence: AtomicU64::new(0),
-            room: Mutex::new(ledger.hold_in(MemoryTier::Device, Purpose::Buckets, 0)),
+            receive_memory: Mutex::new(ledger.hold_in(MemoryTier::Device, Purpose::Buckets, 0)),
         };
         gpus.connect_peers(device)?;
         Ok(Some(gpus))
@@ -191,7 +193,7 @@ impl GpuCollectives {
         let mine = CollectiveFingerprint::new(sequence, kind, wire, buffer.dtype(), buffer.len(), tag);
         let bytes = (buffer.len() * buffer.dtype().size_in_bytes()) as u64;
         self.nccl.keep_times(timeline::is_recording());
-        let all = self.comm.gather_bytes(mine.words().map(u64::to_le_bytes).concat());
+        let fingerprints = self.comm.gather_bytes(mine.words().map(u64::to_le_bytes).concat());
         let launched = match kind {
             CollectiveKind::AllReduce => self.nccl.all_reduce(sums, buffer),
             CollectiveKind::ReduceScatter => self.nccl.reduce_scatter(sums, buffer),
@@ -200,10 +202,17 @@ impl GpuCollectives {
                 unreachable!("{} has no elements on a GPU", kind.name())
             }
         };
-        lock(&self.room).resize(self.nccl.room_bytes());
+        lock(&self.receive_memory).resize(self.nccl.room_bytes());
         let launched = launched.map_err(|error| error_of(error, self.comm.in_job(self.comm.rank()), &*self.comm))?;
-        let shown = (kind, bytes, timeline::carry());
-        Ok(PendingGpuCollective { nccl: self.nccl.clone(), comm: self.comm.clone(), mine, all, launched, shown })
+        let timeline_entry = (kind, bytes, timeline::carry());
+        Ok(PendingGpuCollective {
+            nccl: self.nccl.clone(),
+            comm: self.comm.clone(),
+            mine,
+            fingerprints,
+            launched,
+            timeline_entry,
+        })
     }
 
     /// Aborts all NCCL collectives in progress, because this rank gives up.
@@ -218,10 +227,10 @@ pub(crate) struct PendingGpuCollective {
     comm: Arc<dyn Communicator>,
     mine: CollectiveFingerprint,
     /// The fingerprints of the collectives that all ranks have launched.
-    all: Pending<Vec<Vec<u8>>>,
+    fingerprints: Pending<Vec<Vec<u8>>>,
     launched: PendingNcclCollective,
     /// The entry for the timeline.
-    shown: (CollectiveKind, u64, CarriedContext),
+    timeline_entry: (CollectiveKind, u64, CarriedContext),
 }
 
 impl PendingGpuCollective {
@@ -230,24 +239,24 @@ impl PendingGpuCollective {
     /// # Errors
     /// Fails if ranks have launched different collectives, a rank has failed (the error names it), or NCCL fails.
     pub fn wait(self) -> Result<DeviceFlat> {
-        let Self { nccl, comm, mine, all, launched, shown: (kind, bytes, carried) } = self;
-        let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&carried);
-        let (rank, ended) = (comm.in_job(comm.rank()), |error: Error| {
+        let Self { nccl, comm, mine, fingerprints, launched, timeline_entry: (kind, bytes, timeline_context) } = self;
+        let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&timeline_context);
+        let (rank, abort_with) = (comm.in_job(comm.rank()), |error: Error| {
             nccl.abort();
             error
         });
-        for (peer, bytes) in all.wait().map_err(ended)?.iter().enumerate() {
+        for (peer, bytes) in fingerprints.wait().map_err(abort_with)?.iter().enumerate() {
             let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("eight bytes"));
             let theirs = CollectiveFingerprint::from_words(std::array::from_fn(word));
             if theirs != mine {
                 let (here, there, peer) = (mine.to_string(), theirs.to_string(), comm.in_job(peer));
-                return Err(ended(CommError::Diverged { rank, here, peer, there }.into()));
+                return Err(abort_with(CommError::Diverged { rank, here, peer, there }.into()));
             }
         }
         let settle = || {
             launched.wait_on_host()?;
             if let Some(times) = launched.times()? {
-                carried.past(
+                timeline_context.past(
                     TimelineLane::BetweenGpus,
                     timeline::EventCategory::Collective,
                     kind.name(),
@@ -272,11 +281,11 @@ fn error_of(error: NcclError, rank: usize, comm: &dyn Communicator) -> Error {
         NcclError::Device(error) => Error::Candle(candle_core::Error::Msg(error.to_string())),
         NcclError::Lost { .. } | NcclError::Silent { .. } | NcclError::Refused { .. } => {
             // NCCL notices that a rank has failed before this rank can determine which one.
-            let until = Instant::now() + FAILED_RANK_TIMEOUT;
+            let deadline = Instant::now() + FAILED_RANK_TIMEOUT;
             loop {
                 match comm.failure() {
                     Some(failure) => return failure.into(),
-                    None if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
+                    None if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
                     None => return CommError::Gpus { rank, why: error.to_string() }.into(),
                 }
             }
@@ -310,28 +319,28 @@ mod tests {
     use super::*;
 
     fn capability(process: u64, gpu: u64) -> NcclCapability {
-        NcclCapability { usable: true, fast: false, apart: false, host: 1, process, gpu: [0, gpu] }
+        NcclCapability { usable: true, fast: false, allows_threads: false, host: 1, process, gpu: [0, gpu] }
     }
 
     #[test]
     fn ranks_use_nccl_where_each_has_a_gpu_and_all_want_the_same() {
-        assert_eq!(hindrance(&[capability(1, 1), capability(2, 2)]), None);
+        assert_eq!(unusable_reason(&[capability(1, 1), capability(2, 2)]), None);
         let other_host = NcclCapability { host: 2, ..capability(1, 1) };
-        assert_eq!(hindrance(&[capability(1, 1), other_host]), None);
-        assert_eq!(hindrance(&[capability(1, 1), capability(2, 1)]), Some("ranks share a GPU"));
+        assert_eq!(unusable_reason(&[capability(1, 1), other_host]), None);
+        assert_eq!(unusable_reason(&[capability(1, 1), capability(2, 1)]), Some("ranks share a GPU"));
         let without = NcclCapability { usable: false, ..capability(2, 2) };
-        assert_eq!(hindrance(&[capability(1, 1), without]), Some("it is off or not found on a rank"));
+        assert_eq!(unusable_reason(&[capability(1, 1), without]), Some("it is off or not found on a rank"));
         let fast = NcclCapability { fast: true, ..capability(2, 2) };
         assert_eq!(
-            hindrance(&[capability(1, 1), fast]),
+            unusable_reason(&[capability(1, 1), fast]),
             Some("CANDLE_ZERO_NCCL is fast on some ranks and exact on others")
         );
-        assert!(hindrance(&[capability(1, 1), capability(1, 2)]).unwrap().contains("threads of one process"));
-        let apart = |gpu| NcclCapability { apart: true, ..capability(1, gpu) };
-        assert_eq!(hindrance(&[apart(1), apart(2)]), None);
+        assert!(unusable_reason(&[capability(1, 1), capability(1, 2)]).unwrap().contains("threads of one process"));
+        let allows_threads = |gpu| NcclCapability { allows_threads: true, ..capability(1, gpu) };
+        assert_eq!(unusable_reason(&[allows_threads(1), allows_threads(2)]), None);
         assert!(
             NcclCapability::from_words(&fast.to_words()) == fast
-                && NcclCapability::from_words(&apart(7).to_words()) == apart(7)
+                && NcclCapability::from_words(&allows_threads(7).to_words()) == allows_threads(7)
         );
     }
 

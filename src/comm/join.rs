@@ -92,10 +92,10 @@ fn joined_by_rendezvous(env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
 /// this process may use only some of the cores, as when the launcher binds each rank to its own. Ranks that each use
 /// all cores are many times slower.
 fn share_cores(ranks: usize) {
-    let said = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|value| !value.is_empty());
+    let is_set = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|value| !value.is_empty());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
-    if !said && cores >= cpus_of(&online) {
+    if !is_set && cores >= cpus_of(&online) {
         // If the program has already used rayon, its threads stay as they are.
         _ = rayon::ThreadPoolBuilder::new().num_threads((cores / ranks.max(1)).max(1)).build_global();
     }
@@ -121,9 +121,9 @@ impl CommunicatorHandle {
 }
 
 impl Drop for CommunicatorHandle {
-    /// Finishes launched collectives first because peers depend on them, unless this rank panics. The last handle also
-    /// waits until launched messages are sent. An earlier handle must not wait, because a message may depend on what
-    /// this rank does next.
+    /// Finishes launched collectives first because peers depend on them, unless this rank is panicking. The last handle
+    /// also waits until launched messages are sent. An earlier handle must not wait, because a message may depend on
+    /// what this rank does next.
     fn drop(&mut self) {
         let is_last = self.0.presence().handles().fetch_sub(1, Ordering::Relaxed) == 1;
         if std::thread::panicking() {

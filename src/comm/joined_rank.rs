@@ -1,4 +1,4 @@
-//! A rank's place in the job: the memory and the links that it shares with the others, its heartbeat, and its end.
+//! A rank's membership in the job: the memory and the links that it shares with the others, its heartbeat, and its end.
 //!
 //! All communicators of a rank, that of the job and those of groups, share its [`JoinedRank`]. The rank leaves when
 //! the last of them is dropped.
@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// A rank that takes part in the job.
+/// A rank that has joined the job.
 pub(super) struct JoinedRank {
     region: Arc<SharedMemoryRegion>,
     /// This rank's number in the job.
@@ -36,7 +36,7 @@ impl JoinedRank {
     /// wait of more than `timeout` for a peer is an error.
     ///
     /// # Errors
-    /// The rank is already taken, or a thread cannot be started.
+    /// Fails if the rank is already taken or a thread cannot be started.
     pub(super) fn enter(
         region: Arc<SharedMemoryRegion>,
         rank: usize,

@@ -49,25 +49,25 @@ pub(super) type LinkJob = Box<dyn FnOnce(&mut LinkThreadState) + Send>;
 struct LinkThread {
     jobs: Sender<LinkJob>,
     /// The launched messages whose result may still be requested.
-    wanted: Vec<Weak<()>>,
+    result_tokens: Vec<Weak<()>>,
     thread: JoinHandle<()>,
 }
 
 impl LinkThread {
     fn start(id: LinkId, end: LinkEnd, abort_signal: &Arc<AbortSignal>) -> Result<Self, CommError> {
-        let (jobs, launched) = mpsc::channel::<LinkJob>();
+        let (jobs, receiver) = mpsc::channel::<LinkJob>();
         let mut worker = LinkThreadState { end, sequence: 0, abort_signal: abort_signal.clone(), failed: None };
         let name = match id.direction {
             LinkDirection::Sending => format!("to-{}", id.peer),
             LinkDirection::Receiving => format!("from-{}", id.peer),
         };
         let thread = std::thread::Builder::new().name(name).spawn(move || {
-            for job in launched {
+            for job in receiver {
                 job(&mut worker);
             }
         });
         let thread = thread.map_err(|source| abort_signal.thread_not_started(source))?;
-        Ok(Self { jobs, wanted: Vec::new(), thread })
+        Ok(Self { jobs, result_tokens: Vec::new(), thread })
     }
 }
 
@@ -93,9 +93,9 @@ impl PointToPointLinks {
     /// Ends the links' threads once all launched messages are done. A message that is not awaited, and that may never
     /// arrive, is left to its thread, which ends when the other rank leaves.
     pub(super) fn close(&self, abort_signal: &AbortSignal) {
-        for (id, LinkThread { jobs, wanted, thread }) in std::mem::take(&mut *lock(&self.0)) {
+        for (id, LinkThread { jobs, result_tokens, thread }) in std::mem::take(&mut *lock(&self.0)) {
             drop(jobs);
-            if id.direction == LinkDirection::Receiving && wanted.iter().all(|wanted| wanted.strong_count() == 0) {
+            if id.direction == LinkDirection::Receiving && result_tokens.iter().all(|token| token.strong_count() == 0) {
                 continue;
             }
             // A panic of the thread has already been printed; this notifies the peers.
@@ -105,22 +105,22 @@ impl PointToPointLinks {
         }
     }
 
-    /// Appends a job to a link. If it is the link's first job, `open` opens this rank's end of the link. `wanted` lives
-    /// as long as the result may be requested.
+    /// Appends a job to a link. If it is the link's first job, `open` opens this rank's end of the link. `token` is
+    /// alive as long as the result may be requested.
     pub(super) fn push(
         &self,
         id: LinkId,
         abort_signal: &Arc<AbortSignal>,
         open: impl FnOnce() -> Result<LinkEnd, CommError>,
-        (job, wanted): (LinkJob, &Arc<()>),
+        (job, token): (LinkJob, &Arc<()>),
     ) -> Result<(), CommError> {
         let mut links = lock(&self.0);
         let link = match links.entry(id) {
             Entry::Occupied(link) => link.into_mut(),
-            Entry::Vacant(place) => place.insert(LinkThread::start(id, open()?, abort_signal)?),
+            Entry::Vacant(entry) => entry.insert(LinkThread::start(id, open()?, abort_signal)?),
         };
-        link.wanted.retain(|wanted| wanted.strong_count() > 0);
-        link.wanted.push(Arc::downgrade(wanted));
+        link.result_tokens.retain(|token| token.strong_count() > 0);
+        link.result_tokens.push(Arc::downgrade(token));
         // The thread ends only if it panics; the message's result is then reported as lost.
         _ = link.jobs.send(job);
         Ok(())

@@ -365,24 +365,24 @@ fn all_to_all<C: Communicator + ?Sized>(
     assert_eq!(sent[rank], received[rank], "all_to_all on rank {rank}: a rank receives what it sends to itself");
     let mut start = 0;
     let mut own = Flat::zeros(dtype, 0);
-    let mut sending = Vec::new();
+    let mut sends = Vec::new();
     for (to, len) in sent.iter().enumerate() {
         let part = input.slice(start..start + len).to_flat();
         start += len;
-        if to == rank { own = part } else { sending.push(comm.send(to, part, tag)) }
+        if to == rank { own = part } else { sends.push(comm.send(to, part, tag)) }
     }
     let others = (0..size).filter(|from| *from != rank);
-    let coming: Vec<_> = others.map(|from| comm.receive(from, dtype, received[from], tag)).collect();
+    let receives: Vec<_> = others.map(|from| comm.receive(from, dtype, received[from], tag)).collect();
     let len = received.iter().sum();
     Pending::from_fn(move || {
-        let mut whole = Flat::with_capacity(dtype, len);
-        let (mut own, mut coming) = (Some(own), coming.into_iter());
+        let mut output = Flat::with_capacity(dtype, len);
+        let (mut own, mut receives) = (Some(own), receives.into_iter());
         for from in 0..size {
-            let part = if from == rank { own.take() } else { coming.next().map(Pending::wait).transpose()? };
-            whole.extend_cast(part.as_ref().map(Flat::as_ref).expect("a part from every rank"));
+            let part = if from == rank { own.take() } else { receives.next().map(Pending::wait).transpose()? };
+            output.extend_cast(part.as_ref().map(Flat::as_ref).expect("a part from every rank"));
         }
-        sending.into_iter().try_for_each(Pending::wait)?;
-        Ok(whole)
+        sends.into_iter().try_for_each(Pending::wait)?;
+        Ok(output)
     })
 }
 

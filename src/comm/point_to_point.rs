@@ -102,11 +102,11 @@ fn launch<T: Send + 'static>(
     run: impl FnOnce(&mut LinkEnd, &MessageFingerprint) -> Result<(T, ReceivedBytes), CommError> + Send + 'static,
 ) -> Pending<T> {
     let (sender, receiver) = mpsc::channel();
-    let carried = timeline::carry();
-    let on_the_link = carried.clone();
+    let timeline_context = timeline::carry();
+    let job_context = timeline_context.clone();
     let is_available = Arc::new(AtomicBool::new(false));
-    let (counters, call, ended) = (counters.clone(), engine_call::present(), is_available.clone());
-    let waited = counters.clone();
+    let (counters, call, is_done) = (counters.clone(), engine_call::present(), is_available.clone());
+    let wait_counters = counters.clone();
     let job: LinkJob = Box::new(move |worker| {
         worker.sequence += 1;
         // Sender and receiver both describe the message as a send, so that their fingerprints are equal.
@@ -118,7 +118,7 @@ fn launch<T: Send + 'static>(
             None => {
                 let start = Instant::now();
                 let span =
-                    on_the_link.span(TimelineLane::Collectives, timeline::EventCategory::Collective, kind.name());
+                    job_context.span(TimelineLane::Collectives, timeline::EventCategory::Collective, kind.name());
                 let result = run(&mut worker.end, &MessageFingerprint { fingerprint, kind, call });
                 drop(span.with("bytes", (elements * dtype.size_in_bytes()) as u64));
                 result.map(|(value, received)| {
@@ -133,20 +133,20 @@ fn launch<T: Send + 'static>(
         }
         // No thread waits for a result whose Pending was dropped.
         _ = sender.send(result);
-        ended.store(true, Ordering::Release);
+        is_done.store(true, Ordering::Release);
     });
-    let (open, wanted) = (|| open(presence, id), Arc::new(()));
-    if let Err(error) = presence.links().push(id, presence.abort_signal(), open, (job, &wanted)) {
+    let (open, token) = (|| open(presence, id), Arc::new(()));
+    if let Err(error) = presence.links().push(id, presence.abort_signal(), open, (job, &token)) {
         // Abort immediately: the result may never be requested, while the other rank is waiting.
         presence.abort_signal().abort(&error.to_string());
         return Pending::from_fn(move || Err(error.into()));
     }
     Pending::observed(is_available, move || {
-        let _wanted = wanted;
-        let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&carried);
+        let _token = token;
+        let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&timeline_context);
         let start = Instant::now();
         let result = receiver.recv().unwrap_or(Err(CommError::ThreadEnded));
-        waited.waited(start.elapsed());
+        wait_counters.waited(start.elapsed());
         Ok(result?)
     })
 }

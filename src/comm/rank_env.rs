@@ -1,7 +1,7 @@
 //! The environment variables through which launchers assign a rank to a process.
 //!
-//! The first matching row applies. A row matches if its rank or its world size is set; the rows of Slurm and PMIx match only
-//! if the rank is set. If `PMIX_RANK` is set and `RANK` is not, `WORLD_SIZE` does not count for the first row.
+//! The first matching row applies. A row matches if its rank or its world size is set; the rows of Slurm and PMIx match
+//! only if the rank is set. If `PMIX_RANK` is set and `RANK` is not, `WORLD_SIZE` does not count for the first row.
 //! `WORLD_SIZE=1` without `RANK` and without the first row's local variables means rank 0 of 1.
 //!
 //! | launcher | rank, world size | on this host |
@@ -20,9 +20,9 @@
 //! `WORLD_SIZE`, as DeepSpeed's launcher does for MPICH, and MPI confirms it. PALS and jsrun do not provide the number
 //! of ranks on a host: [`RankEnv`] then contains the total number of ranks instead.
 //!
-//! Ranks started by an MPI launcher (all rows but the first and the last) are connected by MPI, on one host or several. Ranks of
-//! `zerorun` are connected by MPI if it has started them on several hosts, or with `--backend mpi`. Ranks of the first
-//! row that were started by hand or by a launcher other than `zerorun` meet at `MASTER_PORT`, on one host
+//! Ranks started by an MPI launcher (all rows but the first and the last) are connected by MPI, on one host or several.
+//! Ranks of `zerorun` are connected by MPI if it has started them on several hosts, or with `--backend mpi`. Ranks of
+//! the first row that were started by hand or by a launcher other than `zerorun` meet at `MASTER_PORT`, on one host
 //! (`rendezvous`). On several hosts, MPI connects them if an MPI launcher has set the same rank and world size.
 
 use std::os::fd::RawFd;
@@ -82,8 +82,8 @@ pub struct RankEnv {
     pub master_port: u16,
     /// The inherited file descriptor of the memory that the ranks of this host share; set by zerorun.
     pub shm_fd: Option<RawFd>,
-    /// Whether MPI connects the ranks: an MPI launcher (mpirun, mpiexec, srun) started them, or zerorun lets MPI connect
-    /// them.
+    /// Whether MPI connects the ranks: an MPI launcher (mpirun, mpiexec, srun) started them, or zerorun lets MPI
+    /// connect them.
     pub mpi: bool,
     /// The time that a rank waits for the others in a collective.
     pub timeout: Duration,
@@ -108,9 +108,9 @@ impl RankEnv {
     /// Reads the environment of this process; if nothing is set, returns rank 0 of 1.
     ///
     /// # Errors
-    /// A variable cannot be parsed, a group of variables is set only in part, a rank is not less than its world size,
-    /// or ranks are on several hosts and nothing connects them (they were started by neither zerorun nor an MPI
-    /// launcher).
+    /// Fails if a variable cannot be parsed, a group of variables is set only in part, a rank is not less than its
+    /// world size, or ranks are on several hosts and nothing connects them (they were started by neither zerorun nor an
+    /// MPI launcher).
     pub fn from_env() -> Result<Self> {
         // A value that is not UTF-8 is not a number: its replacement characters are rejected with the variable's name.
         Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
@@ -121,12 +121,12 @@ impl RankEnv {
         let vars = EnvironmentVariables(&lookup);
         let timeout = match vars.parsed::<u64>(TIMEOUT_MS, "a whole number of milliseconds, at least 1")? {
             None => DEFAULT_TIMEOUT,
-            Some(0) => return Err(vars.refused(TIMEOUT_MS, "a whole number of milliseconds, at least 1")),
+            Some(0) => return Err(vars.invalid_value(TIMEOUT_MS, "a whole number of milliseconds, at least 1")),
             Some(milliseconds) => Duration::from_millis(milliseconds),
         };
         let shm_fd = vars.parsed::<RawFd>(SHM_FD, "the number of an open file descriptor")?;
         if shm_fd.is_some_and(|fd| fd < 0) {
-            return Err(vars.refused(SHM_FD, "the number of an open file descriptor"));
+            return Err(vars.invalid_value(SHM_FD, "the number of an open file descriptor"));
         }
         let master_addr = vars.get("MASTER_ADDR").unwrap_or_else(|| DEFAULT_ADDR.to_string());
         let master_port = vars.parsed::<u16>("MASTER_PORT", "a port number from 1 to 65535")?.unwrap_or(DEFAULT_PORT);
@@ -144,12 +144,12 @@ impl RankEnv {
                 timeout,
             });
         };
-        let RankNumbers { rank, world, local, mpi } = if shm_fd.is_none() { vars.or_of_mpi(found) } else { found };
-        below(rank, world)?;
+        let RankNumbers { rank, world, local, mpi } = if shm_fd.is_none() { vars.or_mpi_numbers(found) } else { found };
+        check_below(rank, world)?;
         let (local_rank, local_world_size) = match local {
             None => (rank.value, world.value),
             Some((local_rank, local_world)) => {
-                below(local_rank, local_world)?;
+                check_below(local_rank, local_world)?;
                 (local_rank.value, local_world.value)
             }
         };
@@ -158,8 +158,8 @@ impl RankEnv {
             // Under zerorun, which an MPI launcher may have started, the ranks are zerorun's: on one host, or on
             // several hosts that MPI connects.
             Some(_) => {
-                let asked = vars.get(BACKEND).is_some_and(|backend| backend == "mpi");
-                (asked || local_world_size < world.value) && vars.get(PMI_FD).is_some()
+                let requests_mpi = vars.get(BACKEND).is_some_and(|backend| backend == "mpi");
+                (requests_mpi || local_world_size < world.value) && vars.get(PMI_FD).is_some()
             }
         };
         if world.value > 1 && !mpi && local_world_size != world.value {
@@ -181,7 +181,7 @@ impl RankEnv {
     }
 }
 
-fn below(rank: RankVariable, world: RankVariable) -> Result<()> {
+fn check_below(rank: RankVariable, world: RankVariable) -> Result<()> {
     if rank.value < world.value {
         return Ok(());
     }
@@ -200,7 +200,7 @@ impl EnvironmentVariables<'_> {
         (self.0)(name).filter(|value| !value.is_empty())
     }
 
-    fn refused(&self, name: &'static str, expected: &'static str) -> Error {
+    fn invalid_value(&self, name: &'static str, expected: &'static str) -> Error {
         RankEnvError::Variable { name, value: self.get(name).unwrap_or_default(), expected }.into()
     }
 
@@ -247,7 +247,7 @@ impl EnvironmentVariables<'_> {
                 Some((RankVariable { name: "RANK", value: 0 }, world))
             }
             // PMIx provides the rank.
-            (None, Some(_)) if self.get(PMIX_RANK).is_some() => return self.of_mpi(),
+            (None, Some(_)) if self.get(PMIX_RANK).is_some() => return self.mpi_numbers(),
             _ => None,
         };
         if let Some((rank, world)) = only.map_or_else(|| self.pair("RANK", &["WORLD_SIZE"]), |only| Ok(Some(only)))? {
@@ -256,15 +256,15 @@ impl EnvironmentVariables<'_> {
         if let Some((local_rank, _)) = local? {
             return Err(RankEnvError::Incomplete { set: local_rank.name, missing: "RANK" }.into());
         }
-        self.of_mpi()
+        self.mpi_numbers()
     }
 
-    /// Returns an MPI launcher's numbers instead of `found` if both have the same rank and world size and the ranks are on
-    /// several hosts: a script started by srun may set torchrun's variables from Slurm's.
-    fn or_of_mpi(&self, found: RankNumbers) -> RankNumbers {
+    /// Returns an MPI launcher's numbers instead of `found` if both have the same rank and world size and the ranks are
+    /// on several hosts: a script started by srun may set torchrun's variables from Slurm's.
+    fn or_mpi_numbers(&self, found: RankNumbers) -> RankNumbers {
         let several = |numbers: &RankNumbers| numbers.local.is_some_and(|(_, here)| here.value < numbers.world.value);
         let same = |other: &RankNumbers| [other.rank.value, other.world.value] == [found.rank.value, found.world.value];
-        match self.of_mpi() {
+        match self.mpi_numbers() {
             Ok(Some(other)) if !found.mpi && same(&other) && (several(&found) || several(&other)) => {
                 RankNumbers { local: other.local.or(found.local), ..other }
             }
@@ -273,7 +273,7 @@ impl EnvironmentVariables<'_> {
     }
 
     /// Returns the numbers set by MPI launchers.
-    fn of_mpi(&self) -> Result<Option<RankNumbers>> {
+    fn mpi_numbers(&self) -> Result<Option<RankNumbers>> {
         if let Some((rank, world)) = self.pair("OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"])? {
             let local = self.pair("OMPI_COMM_WORLD_LOCAL_RANK", &["OMPI_COMM_WORLD_LOCAL_SIZE"])?;
             return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
@@ -307,10 +307,10 @@ impl EnvironmentVariables<'_> {
         Ok(None)
     }
 
-    /// Returns a rank's index on its host, and `most`: the number of ranks there, or an upper bound if the launcher
+    /// Returns a rank's index on its host, and `count`: the number of ranks there, or an upper bound if the launcher
     /// does not provide it.
-    fn local_among(&self, name: &'static str, most: RankVariable) -> Result<Option<(RankVariable, RankVariable)>> {
-        Ok(self.number(name)?.map(|local_rank| (local_rank, most)))
+    fn local_among(&self, name: &'static str, count: RankVariable) -> Result<Option<(RankVariable, RankVariable)>> {
+        Ok(self.number(name)?.map(|local_rank| (local_rank, count)))
     }
 
     /// Returns whether srun has started this MPI rank. A batch script is a Slurm task, too, but the ranks that mpirun
@@ -370,7 +370,7 @@ mod tests {
 
     #[test]
     fn nothing_set_is_rank_0_of_1() {
-        let alone = RankEnv {
+        let single_rank = RankEnv {
             rank: 0,
             world_size: 1,
             local_rank: 0,
@@ -381,8 +381,8 @@ mod tests {
             mpi: false,
             timeout: Duration::from_secs(600),
         };
-        assert_eq!(read(&[]).unwrap(), alone);
-        assert_eq!(read(&[("RANK", ""), ("SLURM_NTASKS", "4")]).unwrap(), alone, "a shell in a Slurm allocation");
+        assert_eq!(read(&[]).unwrap(), single_rank);
+        assert_eq!(read(&[("RANK", ""), ("SLURM_NTASKS", "4")]).unwrap(), single_rank, "a shell in a Slurm allocation");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::time::Duration;
 #[derive(Default)]
 pub struct SoloCommunicator {
     counters: CommCounters,
-    /// This rank's place in a job of several ranks, in which it is the only member of its group.
+    /// This rank's membership in a job of several ranks, in which it is the only member of its group.
     job: Option<Arc<JoinedRank>>,
 }
 
@@ -76,8 +76,8 @@ impl Communicator for SoloCommunicator {
     fn group(&self, groups: &[Vec<usize>]) -> Result<Arc<dyn Communicator>> {
         let expected = groups.iter().flatten().eq([&0]);
         let why = || format!("this communicator has one rank; pass [[0]] instead of {groups:?}");
-        let alone = Self { counters: CommCounters::default(), job: self.job.clone() };
-        if expected { Ok(Arc::new(alone)) } else { Err(CommError::Groups { rank: self.in_job(0), why: why() }.into()) }
+        let group = Self { counters: CommCounters::default(), job: self.job.clone() };
+        if expected { Ok(Arc::new(group)) } else { Err(CommError::Groups { rank: self.in_job(0), why: why() }.into()) }
     }
 
     fn failure(&self) -> Option<CommError> {

@@ -61,7 +61,7 @@ pub fn run<T: Send>(
                     .unwrap_or_else(|e| panic!("cannot start the thread of rank {r}: {e}"))
             })
             .collect();
-        let ended: Vec<_> = threads.into_iter().map(|t| t.join()).collect();
-        Ok(ended.into_iter().map(|r| r.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect())
+        let results: Vec<_> = threads.into_iter().map(|t| t.join()).collect();
+        Ok(results.into_iter().map(|r| r.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect())
     })
 }

@@ -19,21 +19,21 @@ impl ConfigWalk<'_> {
         if BATCH_KEYS.contains(&path.as_str()) {
             return self.autos.push(path);
         }
-        let known = self.of_run(&path);
-        let (before, after) = if known.is_some() { ("taken as", "") } else { ("the default", " applies") };
-        let Some(value) = known.or_else(|| key.default_value()) else {
-            let by_run = if path.ends_with(".total_num_steps") {
+        let run_value = self.value_of_run(&path);
+        let (prefix, suffix) = if run_value.is_some() { ("taken as", "") } else { ("the default", " applies") };
+        let Some(value) = run_value.or_else(|| key.default_value()) else {
+            let advice = if path.ends_with(".total_num_steps") {
                 ", or load the configuration with RunValues::total_num_steps (zerorun check: --total_num_steps)"
             } else {
                 ""
             };
-            let message = format!("\"auto\" has no value here; give {}{by_run}", value_conversion::needed(key.kind));
+            let message = format!("\"auto\" has no value here; give {}{advice}", value_conversion::needed(key.kind));
             return self.problem(ConfigRule::Auto, &path, entry.node.place, message);
         };
         let node = JsonNode { place: entry.node.place, ..JsonNode::from_value(&value) };
         match value_conversion::convert(&node, key, section.lenient) {
             Ok(value) => {
-                self.note(&path, format!("\"auto\": {before} {value}{after}"));
+                self.note(&path, format!("\"auto\": {prefix} {value}{suffix}"));
                 self.set(&path, value);
             }
             Err((rule, text)) => {
@@ -43,7 +43,7 @@ impl ConfigWalk<'_> {
     }
 
     /// Returns the run's value for a key.
-    fn of_run(&self, path: &str) -> Option<Value> {
+    fn value_of_run(&self, path: &str) -> Option<Value> {
         let run = self.run;
         let (owner, name) = path.rsplit_once('.')?;
         let squared = |h: u64| u128::from(h) * u128::from(h);

@@ -41,20 +41,20 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>, world_size: usize) -> Option<Ba
     let mut given = BATCH_KEYS.map(|key| walk.int(key));
     let is_auto = BATCH_KEYS.map(|key| walk.autos.iter().any(|auto| auto == key));
     // Values that do not follow from the train batch are taken from the run.
-    let mut of_run = [false; 3];
+    let mut from_run = [false; 3];
     if given[0].is_none() {
-        of_run[1] = given[1].is_none() && (is_auto[0] || is_auto[1]);
-        of_run[2] = given[2].is_none() && is_auto[2];
+        from_run[1] = given[1].is_none() && (is_auto[0] || is_auto[1]);
+        from_run[2] = given[2].is_none() && is_auto[2];
     }
     let run = [0, walk.run.train_micro_batch_size_per_gpu, walk.run.gradient_accumulation_steps];
-    for index in (0..3).filter(|index| of_run[*index]) {
+    for index in (0..3).filter(|index| from_run[*index]) {
         given[index] = Some(i64::try_from(run[index]).unwrap_or(i64::MAX));
     }
     let world = u64::try_from(world_size).unwrap_or(u64::MAX);
     match infer(given, world) {
         Ok(triple) => {
             for (index, key) in BATCH_KEYS.iter().enumerate() {
-                if of_run[index] {
+                if from_run[index] {
                     walk.note(key, format!("\"auto\": taken as {}", triple[index]));
                 } else if is_auto[index] {
                     walk.note(key, format!("\"auto\": derived as {} from the other batch keys", triple[index]));
@@ -97,9 +97,9 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
         [None, Some(m), Some(g)] => [product(m, g)?, m, g],
         [None, Some(m), None] => [product(m, 1)?, m, 1],
         [None, None, _] => {
-            let need = "either train_batch_size or train_micro_batch_size_per_gpu (the micro batch of a rank) is \
+            let message = "either train_batch_size or train_micro_batch_size_per_gpu (the micro batch of a rank) is \
                         required";
-            return Err((0, need.into()));
+            return Err((0, message.into()));
         }
     };
     let inferred = |index: usize| if positive[index].is_none() { " (derived)" } else { "" };
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn the_missing_ones_are_worked_out_as_deepspeed_does() {
-        for (given, world, wanted) in [
+        for (given, world, expected) in [
             ([Some(32), Some(16), Some(1)], 2, [32, 16, 1]),
             ([Some(60), Some(3), None], 4, [60, 3, 5]),
             ([Some(32), None, Some(2)], 2, [32, 8, 2]),
@@ -152,7 +152,7 @@ mod tests {
             ([None, Some(17), Some(2)], 2, [68, 17, 2]),
             ([None, Some(18), None], 2, [36, 18, 1]),
         ] {
-            assert_eq!(infer(given, world), Ok(wanted), "{given:?} on {world}");
+            assert_eq!(infer(given, world), Ok(expected), "{given:?} on {world}");
         }
     }
 

@@ -40,8 +40,8 @@ fn read(bytes: &[u8], only_object: bool) -> Result<JsonNode> {
     let text = match std::str::from_utf8(bytes) {
         Ok(text) => text.strip_prefix('\u{feff}').unwrap_or(text),
         Err(e) => {
-            let good = String::from_utf8_lossy(&bytes[..e.valid_up_to()]);
-            let mut reader = HjsonReader::new(&good);
+            let valid_text = String::from_utf8_lossy(&bytes[..e.valid_up_to()]);
+            let mut reader = HjsonReader::new(&valid_text);
             while reader.bump().is_some() {}
             return Err(error(reader.place, "UTF-8 text", format!("the byte 0x{:02x}", bytes[e.valid_up_to()])));
         }
@@ -92,8 +92,8 @@ impl<'a> HjsonReader<'a> {
         Some(c)
     }
 
-    fn take_if(&mut self, wanted: char) -> bool {
-        let found = self.peek() == Some(wanted);
+    fn take_if(&mut self, c: char) -> bool {
+        let found = self.peek() == Some(c);
         if found {
             self.bump();
         }
@@ -142,7 +142,7 @@ impl<'a> HjsonReader<'a> {
         }
     }
 
-    fn value(&mut self, depth: usize, of_list: bool) -> Result<JsonNode> {
+    fn value(&mut self, depth: usize, in_list: bool) -> Result<JsonNode> {
         let place = self.place;
         let value = match self.peek() {
             Some('{' | '[') if depth == MAX_DEPTH => {
@@ -153,7 +153,7 @@ impl<'a> HjsonReader<'a> {
             Some('"') => JsonValue::String(self.string('"')?),
             Some('\'') if self.rest.as_str().starts_with("'''") => JsonValue::String(self.long_string()?),
             Some('\'') => JsonValue::String(self.string('\'')?),
-            _ => self.plain(of_list)?,
+            _ => self.plain(in_list)?,
         };
         Ok(JsonNode { place: Some(place), value })
     }
@@ -248,7 +248,7 @@ impl<'a> HjsonReader<'a> {
     }
 
     /// Reads an unquoted value: a number, `true`, `false`, `null`, or a string that extends to the end of its line.
-    fn plain(&mut self, of_list: bool) -> Result<JsonValue> {
+    fn plain(&mut self, in_list: bool) -> Result<JsonValue> {
         let place = self.place;
         let rest = self.rest.as_str();
         if rest.is_empty() || rest.starts_with(is_punctuator) {
@@ -269,13 +269,13 @@ impl<'a> HjsonReader<'a> {
             return Ok(value);
         }
         let text = rest.split(['\n', '\r']).next().unwrap_or_default().trim_end();
-        self.refuse_swallowed(text, of_list)?;
+        self.refuse_swallowed(text, in_list)?;
         self.skip(text.len());
         Ok(JsonValue::String(text.into()))
     }
 
     /// Fails if an unquoted string contains text that was not meant to be part of it.
-    fn refuse_swallowed(&mut self, text: &str, of_list: bool) -> Result<()> {
+    fn refuse_swallowed(&mut self, text: &str, in_list: bool) -> Result<()> {
         let mut open = 0_i64;
         let unopened = text.chars().any(|c| {
             open += match c {
@@ -286,17 +286,17 @@ impl<'a> HjsonReader<'a> {
             open < 0
         });
         let first = text.split(|c| is_blank(c) || is_punctuator(c)).next().unwrap_or_default();
-        let after = text[first.len()..].trim_start_matches(is_blank);
+        let remainder = text[first.len()..].trim_start_matches(is_blank);
         let is_value = matches!(scalar(first), Ok(Some(_)));
         // `8 "bf16": ...` or `8 bf16: ...`: a comma is missing.
         let next_key = is_value && {
-            let word = after.trim_start_matches(is_word);
-            after.starts_with(['"', '\'']) || (word.len() < after.len() && word.trim_start().starts_with(':'))
+            let word = remainder.trim_start_matches(is_word);
+            remainder.starts_with(['"', '\'']) || (word.len() < remainder.len() && word.trim_start().starts_with(':'))
         };
-        if is_value && (next_key || (unopened && !after.starts_with(is_punctuator))) {
-            self.skip(text.len() - after.len());
+        if is_value && (next_key || (unopened && !remainder.starts_with(is_punctuator))) {
+            self.skip(text.len() - remainder.len());
             return Err(self.expected(match self.path.last() {
-                _ if of_list => AFTER_ITEM.to_string(),
+                _ if in_list => AFTER_ITEM.to_string(),
                 Some(key) => format!("`,` or `}}` after the value of `{}`", shown(key)),
                 None => "the end of the text after the outermost value".to_string(),
             }));
@@ -319,8 +319,8 @@ impl<'a> HjsonReader<'a> {
 
     /// Advances by `bytes` bytes.
     fn skip(&mut self, bytes: usize) {
-        let left = self.rest.as_str().len().saturating_sub(bytes);
-        while self.rest.as_str().len() > left && self.bump().is_some() {}
+        let remaining_bytes = self.rest.as_str().len().saturating_sub(bytes);
+        while self.rest.as_str().len() > remaining_bytes && self.bump().is_some() {}
     }
 
     /// Reads a string between these quotes, on one line.
@@ -357,9 +357,9 @@ impl<'a> HjsonReader<'a> {
             while self.bump().is_some() {}
             return Err(self.expected(format!("`{QUOTES}` for the string that starts at {start}")));
         };
-        let whole = self.rest.as_str()[..end].replace('\r', "");
+        let content = self.rest.as_str()[..end].replace('\r', "");
         self.skip(end + QUOTES.len());
-        let mut lines = whole.split('\n');
+        let mut lines = content.split('\n');
         let first = lines.next().unwrap_or_default().trim_start_matches([' ', '\t']);
         let indent = start.column - 1;
         let rest = lines.map(|line| {
@@ -466,8 +466,8 @@ fn number_length(text: &str) -> Option<usize> {
     Some(at)
 }
 
-/// Fails if a word that is not a number looks like one: it begins with a digit, after any minus signs, and consists only of
-/// characters that occur in numbers.
+/// Fails if a word that is not a number looks like one: it begins with a digit, after any minus signs, and consists
+/// only of characters that occur in numbers.
 fn broken_number(word: &str) -> std::result::Result<(), BadNumber> {
     let is_number = |c: char| c.is_ascii_digit() || matches!(c, '.' | '-' | '+' | 'e' | 'E');
     let digits = word.trim_start_matches('-');

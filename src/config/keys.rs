@@ -25,8 +25,8 @@ pub(crate) fn section(path: &str) -> &'static ConfigSection {
 }
 
 /// Returns the parameters of one type of optimizer or schedule, by its exact name.
-pub(crate) fn typed_section(path: &str, of_type: &str) -> Option<&'static ConfigSection> {
-    sections().find(|section| section.path == path && section.types.contains(&of_type))
+pub(crate) fn typed_section(path: &str, type_name: &str) -> Option<&'static ConfigSection> {
+    sections().find(|section| section.path == path && section.types.contains(&type_name))
 }
 
 #[cfg(test)]
@@ -41,8 +41,8 @@ mod tests {
                 let Some(default) = key.default_value() else { continue };
                 if !default.is_null() && key.kind != ConfigValueKind::Section {
                     let node = crate::config::json_node::JsonNode::from_value(&default);
-                    let read = value_conversion::convert(&node, key, false);
-                    assert_eq!(read.as_ref(), Ok(&default), "{}", section.join(key.name));
+                    let converted = value_conversion::convert(&node, key, false);
+                    assert_eq!(converted.as_ref(), Ok(&default), "{}", section.join(key.name));
                 }
             }
         }
@@ -52,10 +52,10 @@ mod tests {
     fn no_name_stands_twice_in_a_section_and_every_object_has_a_table() {
         for section in sections() {
             let mut names: Vec<&str> = section.keys.iter().flat_map(|k| [&[k.name], k.aliases].concat()).collect();
-            let before = names.len();
+            let count = names.len();
             names.sort_unstable();
             names.dedup();
-            assert_eq!(names.len(), before, "{}", section.path);
+            assert_eq!(names.len(), count, "{}", section.path);
             for key in section.keys.iter().filter(|key| key.kind == ConfigValueKind::Section) {
                 let path = section.join(key.name);
                 assert!(sections().any(|s| s.path == path), "{path} has no table");

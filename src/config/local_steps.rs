@@ -31,8 +31,8 @@ pub struct LocalStepsConfig {
     /// `fragment_delay`: the number of steps between the beginning of an exchange and its effect, during which training
     /// continues. Default 0.
     pub fragment_delay: u64,
-    /// `fragment_alpha`: the share of an island's own weights that stays when an exchange takes effect. Default 0, or
-    /// 0.5 with a delay.
+    /// `fragment_alpha`: the share of an island's own weights that is kept when an exchange takes effect. Default 0,
+    /// or 0.5 with a delay.
     pub fragment_alpha: f64,
     /// `wire_dtype`: the format in which pseudo-gradients are sent.
     pub wire: IslandWireDtype,
@@ -129,30 +129,30 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
 
 /// Reads the address of the island server, and the number of islands that must have begun before the first exchange.
 fn server(walk: &mut ConfigWalk<'_>, islands: Option<usize>) -> (Option<String>, Option<usize>) {
-    let own = walk.str("local_steps.server").map(str::to_owned);
-    let of_launcher = std::env::var(ISLAND_SERVER).ok().filter(|address| !address.is_empty());
+    let from_config = walk.str("local_steps.server").map(str::to_owned);
+    let from_launcher = std::env::var(ISLAND_SERVER).ok().filter(|address| !address.is_empty());
     let min_islands = walk.get("local_steps.min_islands").and_then(Value::as_u64);
-    let min_islands = min_islands.map(|least| usize::try_from(least).unwrap_or(usize::MAX));
+    let min_islands = min_islands.map(|min| usize::try_from(min).unwrap_or(usize::MAX));
     let mut refuse = |rule: ConfigRule, key: &str, message: String| {
         let path = format!("{SECTION}.{key}");
         let place = walk.place(&path);
         walk.problem(rule, &path, place, message);
     };
-    let is_own = of_launcher.is_none();
-    let Some(address) = of_launcher.or(own) else {
-        if let Some(least) = min_islands {
+    let is_from_config = from_launcher.is_none();
+    let Some(address) = from_launcher.or(from_config) else {
+        if let Some(min) = min_islands {
             let why =
                 "islands that are parts of one job all begin together; remove the key, or give local_steps.server";
             refuse(
                 ConfigRule::Conflict,
                 "min_islands",
-                format!("expected null without local_steps.server, found {least}: {why}"),
+                format!("expected null without local_steps.server, found {min}: {why}"),
             );
         }
         return (None, None);
     };
     if !is_address(&address) {
-        let from = if is_own { "" } else { " in CANDLE_ZERO_ISLAND_SERVER (zerorun --island_server)" };
+        let from = if is_from_config { "" } else { " in CANDLE_ZERO_ISLAND_SERVER (zerorun --island_server)" };
         let message = format!("expected HOST:PORT with a port from 1 to 65535, found {address:?}{from}");
         refuse(ConfigRule::Range, "server", message);
     }
@@ -163,10 +163,10 @@ fn server(walk: &mut ConfigWalk<'_>, islands: Option<usize>) -> (Option<String>,
                        must be at least 2";
             refuse(ConfigRule::Conflict, "islands", format!("expected a number of 2 or more, found {found}: {why}"));
         }
-        (Some(islands), Some(least)) if least > islands => refuse(
+        (Some(islands), Some(min)) if min > islands => refuse(
             ConfigRule::Conflict,
             "min_islands",
-            format!("expected at most {islands} (local_steps.islands), found {least}: the islands would wait forever"),
+            format!("expected at most {islands} (local_steps.islands), found {min}: the islands would wait forever"),
         ),
         _ => {}
     }

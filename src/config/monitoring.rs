@@ -142,7 +142,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Monitoring {
         throughput: walk.bool("timers.throughput.enabled"),
         memory_breakdown: walk.bool("memory_breakdown"),
         dump_state: walk.bool("dump_state"),
-        log_level: walk.str("log_level").and_then(|name| LEVELS.iter().find(|(own, _)| *own == name)).map(|own| own.1),
+        log_level: walk.str("log_level").and_then(|name| LEVELS.iter().find(|(n, _)| *n == name)).map(|pair| pair.1),
         comms_logger: comms_logger(walk),
         flops_profiler: flops_profiler(walk),
         run: walk.get("run").filter(|section| section.is_object()).map(|_| RunRecordConfig {
@@ -194,7 +194,7 @@ impl Monitoring {
         set(tree, "timers.throughput.enabled", json!(self.throughput));
         set(tree, "memory_breakdown", json!(self.memory_breakdown));
         set(tree, "dump_state", json!(self.dump_state));
-        let name = self.log_level.and_then(|level| LEVELS.iter().find(|(_, own)| *own == level)).map(|own| own.0);
+        let name = self.log_level.and_then(|level| LEVELS.iter().find(|(_, l)| *l == level)).map(|pair| pair.0);
         set(tree, "log_level", json!(name));
         match &self.comms_logger {
             // The section's presence would switch it on.

@@ -28,7 +28,7 @@ impl OffloadSectionSpec {
     }
 
     /// Returns `device` and its folder, or `None` if nothing is offloaded.
-    fn to(&self, walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<OffloadTo> {
+    fn resolve_target(&self, walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<OffloadTo> {
         let nvme = match walk.str(&self.join("device"))? {
             "cpu" => false,
             "nvme" => true,
@@ -46,7 +46,7 @@ impl OffloadSectionSpec {
         let key = self.join("nvme_path");
         match walk.str(&key) {
             Some(path) if !path.is_empty() => {
-                match whole_path(path, std::env::var_os("XDG_CACHE_HOME"), std::env::home_dir()) {
+                match expand_home(path, std::env::var_os("XDG_CACHE_HOME"), std::env::home_dir()) {
                     Some(path) => Some(OffloadTo::Nvme { path }),
                     None => {
                         let text =
@@ -69,13 +69,13 @@ impl OffloadSectionSpec {
         }
     }
 
-    /// Reads a count, which must be `least` or more if state is offloaded to files.
-    fn count(&self, walk: &mut ConfigWalk<'_>, key: &str, to: &OffloadTo, least: usize, why: &str) -> usize {
+    /// Reads a count, which must be `min` or more if state is offloaded to files.
+    fn count(&self, walk: &mut ConfigWalk<'_>, key: &str, to: &OffloadTo, min: usize, why: &str) -> usize {
         let path = self.join(key);
         let found = count(walk, &path);
-        if to.nvme_path().is_some() && found < least {
+        if to.nvme_path().is_some() && found < min {
             let place = walk.place(&path);
-            let text = format!("device \"nvme\" needs {least} or more, found {found}{why}");
+            let text = format!("device \"nvme\" needs {min} or more, found {found}{why}");
             walk.problem(ConfigRule::Range, &path, place, text);
         }
         found
@@ -84,7 +84,7 @@ impl OffloadSectionSpec {
 
 /// Expands `~/` at the beginning of a path to the user's home, as a shell does, and `~/.cache/` to the user's cache
 /// folder, which `$XDG_CACHE_HOME` (`xdg`) may override.
-fn whole_path(path: &str, xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBuf> {
+fn expand_home(path: &str, xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBuf> {
     let home = home.filter(|home| home.is_absolute());
     match (path.strip_prefix("~/.cache/"), path.strip_prefix("~/")) {
         (Some(rest), _) => cache_home(xdg, home).map(|cache| cache.join(rest)),
@@ -99,8 +99,8 @@ pub(super) fn optimizer(
     stage: ZeroStage,
     optimizer: Option<&OptimizerConfig>,
 ) -> Option<OffloadOptimizer> {
-    let to = OPTIMIZER.to(walk, stage)?;
-    let (least, why) = match optimizer {
+    let to = OPTIMIZER.resolve_target(walk, stage)?;
+    let (min, why) = match optimizer {
         Some(OptimizerConfig::Adam(_)) => (4, ": Adam needs the gradient, the weights and two moments"),
         Some(OptimizerConfig::Sgd(sgd)) if sgd.momentum != 0.0 => {
             (3, ": SGD with momentum needs the gradient, the weights and the momentum")
@@ -125,7 +125,7 @@ pub(super) fn optimizer(
         _ => (2, ": a step needs the gradient and the weights"),
     };
     Some(OffloadOptimizer {
-        buffer_count: OPTIMIZER.count(walk, "buffer_count", &to, least, why),
+        buffer_count: OPTIMIZER.count(walk, "buffer_count", &to, min, why),
         pipeline_read: walk.bool(&OPTIMIZER.join("pipeline_read")),
         pipeline_write: walk.bool(&OPTIMIZER.join("pipeline_write")),
         ratio: walk.float(&OPTIMIZER.join("ratio")),
@@ -146,7 +146,7 @@ fn delayed_update_after(walk: &ConfigWalk<'_>) -> Option<u64> {
 
 /// Resolves where parameter shards are stored. Problems are added to the walk.
 pub(super) fn param(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<OffloadParam> {
-    let to = PARAM.to(walk, stage)?;
+    let to = PARAM.resolve_target(walk, stage)?;
     Some(OffloadParam {
         buffer_count: PARAM.count(walk, "buffer_count", &to, 1, ""),
         buffer_size: PARAM.count(walk, "buffer_size", &to, 1, ""),
@@ -158,11 +158,11 @@ pub(super) fn param(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<Offlo
 
 /// Resolves how files are accessed.
 pub(super) fn aio(walk: &ConfigWalk<'_>) -> Aio {
-    let of = |key: &str| count(walk, &format!("aio.{key}"));
+    let value = |key: &str| count(walk, &format!("aio.{key}"));
     Aio {
-        block_size: of("block_size"),
-        queue_depth: of("queue_depth"),
-        intra_op_parallelism: of("intra_op_parallelism"),
+        block_size: value("block_size"),
+        queue_depth: value("queue_depth"),
+        intra_op_parallelism: value("intra_op_parallelism"),
     }
 }
 
@@ -177,27 +177,27 @@ mod tests {
 
     #[test]
     fn a_path_that_begins_with_a_tilde_and_a_slash_lies_in_the_users_home() {
-        let whole = |path: &str, home: &str| whole_path(path, None, Some(home.into()));
-        assert_eq!(whole("~/a/b", "/h"), Some("/h/a/b".into()));
-        assert_eq!(whole("~/.cache/offload", "/h"), Some("/h/.cache/offload".into()));
+        let expand = |path: &str, home: &str| expand_home(path, None, Some(home.into()));
+        assert_eq!(expand("~/a/b", "/h"), Some("/h/a/b".into()));
+        assert_eq!(expand("~/.cache/offload", "/h"), Some("/h/.cache/offload".into()));
         for path in ["/a/~/b", "~", "~user/a", "a"] {
-            assert_eq!(whole(path, "/h"), Some(path.into()));
-            assert_eq!(whole_path(path, None, None), Some(path.into()));
+            assert_eq!(expand(path, "/h"), Some(path.into()));
+            assert_eq!(expand_home(path, None, None), Some(path.into()));
         }
-        assert_eq!((whole("~/a", "h"), whole_path("~/.cache/a", None, None)), (None, None));
+        assert_eq!((expand("~/a", "h"), expand_home("~/.cache/a", None, None)), (None, None));
     }
 
     #[test]
     fn a_path_in_the_users_cache_lies_where_xdg_cache_home_says_if_that_is_absolute() {
-        let whole = |path: &str, xdg: &str| whole_path(path, Some(xdg.into()), Some("/h".into()));
-        assert_eq!(whole("~/.cache/candle-zero/offload", "/x"), Some("/x/candle-zero/offload".into()));
-        assert_eq!(whole_path("~/.cache/a", Some("/x".into()), None), Some("/x/a".into()));
+        let expand = |path: &str, xdg: &str| expand_home(path, Some(xdg.into()), Some("/h".into()));
+        assert_eq!(expand("~/.cache/candle-zero/offload", "/x"), Some("/x/candle-zero/offload".into()));
+        assert_eq!(expand_home("~/.cache/a", Some("/x".into()), None), Some("/x/a".into()));
         for ignored in ["", "x", "./x"] {
-            assert_eq!(whole("~/.cache/a", ignored), Some("/h/.cache/a".into()), "{ignored:?}");
+            assert_eq!(expand("~/.cache/a", ignored), Some("/h/.cache/a".into()), "{ignored:?}");
         }
         // The variable does not affect other folders.
-        for (path, place) in [("~/.cached/a", "/h/.cached/a"), ("/h/.cache/a", "/h/.cache/a"), ("~/a", "/h/a")] {
-            assert_eq!(whole(path, "/x"), Some(place.into()));
+        for (path, expanded) in [("~/.cached/a", "/h/.cached/a"), ("/h/.cache/a", "/h/.cache/a"), ("~/a", "/h/a")] {
+            assert_eq!(expand(path, "/x"), Some(expanded.into()));
         }
     }
 }

@@ -78,9 +78,9 @@ pub(super) fn optimizer(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<O
         "SGD" => OptimizerConfig::Sgd(sgd(walk)),
         "Lion" => OptimizerConfig::Lion(lion(walk)),
         "Adagrad" => OptimizerConfig::Adagrad(AdagradConfig {
-            lr: walk.float(&of("lr")),
-            eps: walk.float(&of("eps")),
-            weight_decay: walk.float(&of("weight_decay")),
+            lr: walk.float(&param("lr")),
+            eps: walk.float(&param("eps")),
+            weight_decay: walk.float(&param("weight_decay")),
         }),
         "Lamb" => OptimizerConfig::Lamb(lamb(walk)),
         "Muon" => OptimizerConfig::Muon(muon(walk)),
@@ -95,7 +95,7 @@ pub(super) fn optimizer(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<O
 }
 
 /// Returns the path of an optimizer parameter.
-fn of(key: &str) -> String {
+fn param(key: &str) -> String {
     format!("optimizer.params.{key}")
 }
 
@@ -105,85 +105,85 @@ fn betas(walk: &ConfigWalk<'_>) -> (f64, f64) {
 
 /// Returns a parameter that is a list of two numbers.
 fn pair(walk: &ConfigWalk<'_>, key: &str) -> (f64, f64) {
-    let numbers = walk.get(&of(key)).and_then(Value::as_array).map(Vec::as_slice);
+    let numbers = walk.get(&param(key)).and_then(Value::as_array).map(Vec::as_slice);
     let Some([a, b]) = numbers else { panic!("the table of keys guarantees that {key} has two numbers") };
     (a.as_f64().unwrap_or_default(), b.as_f64().unwrap_or_default())
 }
 
 fn lion(walk: &ConfigWalk<'_>) -> LionConfig {
-    LionConfig { lr: walk.float(&of("lr")), betas: betas(walk), weight_decay: walk.float(&of("weight_decay")) }
+    LionConfig { lr: walk.float(&param("lr")), betas: betas(walk), weight_decay: walk.float(&param("weight_decay")) }
 }
 
 /// Reads the parameters of an 8-bit Adam. Both of bitsandbytes' Adams use decoupled decay.
 fn adam_8bit(walk: &ConfigWalk<'_>) -> AdamConfig {
     AdamConfig {
-        lr: walk.float(&of("lr")),
+        lr: walk.float(&param("lr")),
         betas: betas(walk),
-        eps: walk.float(&of("eps")),
-        weight_decay: walk.float(&of("weight_decay")),
+        eps: walk.float(&param("eps")),
+        weight_decay: walk.float(&param("weight_decay")),
         bias_correction: true,
         decoupled: true,
     }
 }
 
 fn eight_bit(walk: &ConfigWalk<'_>, kind: EightBit) -> OptimizerConfig {
-    let min_8bit_size = usize::try_from(walk.count(&of("min_8bit_size"))).unwrap_or(usize::MAX);
+    let min_8bit_size = usize::try_from(walk.count(&param("min_8bit_size"))).unwrap_or(usize::MAX);
     OptimizerConfig::EightBit(EightBitConfig { kind, min_8bit_size })
 }
 
 fn sgd(walk: &mut ConfigWalk<'_>) -> SgdConfig {
     let sgd = SgdConfig {
-        lr: walk.float(&of("lr")),
-        momentum: walk.float(&of("momentum")),
-        dampening: walk.float(&of("dampening")),
-        weight_decay: walk.float(&of("weight_decay")),
-        nesterov: walk.bool(&of("nesterov")),
+        lr: walk.float(&param("lr")),
+        momentum: walk.float(&param("momentum")),
+        dampening: walk.float(&param("dampening")),
+        weight_decay: walk.float(&param("weight_decay")),
+        nesterov: walk.bool(&param("nesterov")),
     };
     if sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0) {
-        let place = walk.place(&of("nesterov"));
-        walk.problem(ConfigRule::Conflict, &of("nesterov"), place, "needs momentum > 0 and dampening 0");
+        let place = walk.place(&param("nesterov"));
+        walk.problem(ConfigRule::Conflict, &param("nesterov"), place, "needs momentum > 0 and dampening 0");
     }
     sgd
 }
 
 fn lamb(walk: &mut ConfigWalk<'_>) -> LambConfig {
     let lamb = LambConfig {
-        lr: walk.float(&of("lr")),
+        lr: walk.float(&param("lr")),
         betas: betas(walk),
-        eps: walk.float(&of("eps")),
-        weight_decay: walk.float(&of("weight_decay")),
-        bias_correction: walk.bool(&of("bias_correction")),
-        eps_inside_sqrt: walk.bool(&of("eps_inside_sqrt")),
-        max_coeff: walk.float(&of("max_coeff")),
-        min_coeff: walk.float(&of("min_coeff")),
+        eps: walk.float(&param("eps")),
+        weight_decay: walk.float(&param("weight_decay")),
+        bias_correction: walk.bool(&param("bias_correction")),
+        eps_inside_sqrt: walk.bool(&param("eps_inside_sqrt")),
+        max_coeff: walk.float(&param("max_coeff")),
+        min_coeff: walk.float(&param("min_coeff")),
     };
     if lamb.min_coeff > lamb.max_coeff {
         // The problem is reported at the bound that the file gives, or at the lower bound if it gives both.
-        let key = if walk.given.contains_key(&of("min_coeff")) { "min_coeff" } else { "max_coeff" };
-        let place = walk.place(&of(key));
+        let key = if walk.given.contains_key(&param("min_coeff")) { "min_coeff" } else { "max_coeff" };
+        let place = walk.place(&param(key));
         let text =
             format!("min_coeff {} is above max_coeff {}; give a smaller min_coeff", lamb.min_coeff, lamb.max_coeff);
-        walk.problem(ConfigRule::Conflict, &of(key), place, text);
+        walk.problem(ConfigRule::Conflict, &param(key), place, text);
     }
     lamb
 }
 
 /// Reports a factor that must be below 1 but is 1.
 fn below_one(walk: &mut ConfigWalk<'_>, key: &str) {
-    if walk.get(&of(key)).and_then(Value::as_f64) == Some(1.0) {
-        let place = walk.place(&of(key));
-        walk.problem(ConfigRule::Range, &of(key), place, "expected a number of at least 0 and below 1, found 1");
+    if walk.get(&param(key)).and_then(Value::as_f64) == Some(1.0) {
+        let place = walk.place(&param(key));
+        walk.problem(ConfigRule::Range, &param(key), place, "expected a number of at least 0 and below 1, found 1");
     }
 }
 
 fn lars(walk: &mut ConfigWalk<'_>) -> LarsConfig {
     below_one(walk, "momentum");
     LarsConfig {
-        lr: walk.float(&of("lr")),
-        momentum: walk.float(&of("momentum")),
-        weight_decay: walk.float(&of("weight_decay")),
-        trust_coefficient: walk.float(&of("trust_coefficient")),
-        eps: walk.float(&of("eps")),
+        lr: walk.float(&param("lr")),
+        momentum: walk.float(&param("momentum")),
+        weight_decay: walk.float(&param("weight_decay")),
+        trust_coefficient: walk.float(&param("trust_coefficient")),
+        eps: walk.float(&param("eps")),
     }
 }
 
@@ -192,16 +192,16 @@ fn adafactor(walk: &mut ConfigWalk<'_>) -> AdafactorConfig {
     /// The learning rate if there is none in the file and it is not relative, as for Adam.
     const DEFAULT_LR: f64 = 1e-3;
     below_one(walk, "beta1");
-    let lr = walk.get(&of("lr")).and_then(Value::as_f64);
+    let lr = walk.get(&param("lr")).and_then(Value::as_f64);
     let is_scheduled = walk.given.contains_key("scheduler") && walk.get("scheduler") != Some(&Value::Null);
-    let relative = walk.get(&of("relative_step")).and_then(Value::as_bool);
+    let relative = walk.get(&param("relative_step")).and_then(Value::as_bool);
     let is_relative = relative.unwrap_or(lr.is_none() && !is_scheduled);
-    let warmup_init = walk.bool(&of("warmup_init"));
-    let clip_threshold = walk.float(&of("clip_threshold"));
-    let decay_rate = walk.float(&of("decay_rate"));
+    let warmup_init = walk.bool(&param("warmup_init"));
+    let clip_threshold = walk.float(&param("clip_threshold"));
+    let decay_rate = walk.float(&param("decay_rate"));
     let mut refuse = |rule: ConfigRule, key: &str, text: String| {
-        let place = walk.place(&of(key));
-        walk.problem(rule, &of(key), place, text);
+        let place = walk.place(&param(key));
+        walk.problem(rule, &param(key), place, text);
     };
     if let (true, Some(lr)) = (is_relative, lr) {
         let text = format!("{lr} contradicts relative_step, which sets the learning rate; leave one of them out");
@@ -224,21 +224,21 @@ fn adafactor(walk: &mut ConfigWalk<'_>) -> AdafactorConfig {
         eps: pair(walk, "eps"),
         clip_threshold,
         decay_rate,
-        beta1: walk.get(&of("beta1")).and_then(Value::as_f64),
-        weight_decay: walk.float(&of("weight_decay")),
-        scale_parameter: walk.bool(&of("scale_parameter")),
+        beta1: walk.get(&param("beta1")).and_then(Value::as_f64),
+        weight_decay: walk.float(&param("weight_decay")),
+        scale_parameter: walk.bool(&param("scale_parameter")),
     }
 }
 
 fn schedule_free(walk: &ConfigWalk<'_>) -> ScheduleFreeConfig {
     ScheduleFreeConfig {
-        lr: walk.float(&of("lr")),
+        lr: walk.float(&param("lr")),
         betas: betas(walk),
-        eps: walk.float(&of("eps")),
-        weight_decay: walk.float(&of("weight_decay")),
-        warmup_steps: walk.count(&of("warmup_steps")),
-        r: walk.float(&of("r")),
-        weight_lr_power: walk.float(&of("weight_lr_power")),
+        eps: walk.float(&param("eps")),
+        weight_decay: walk.float(&param("weight_decay")),
+        warmup_steps: walk.count(&param("warmup_steps")),
+        r: walk.float(&param("r")),
+        weight_lr_power: walk.float(&param("weight_lr_power")),
     }
 }
 
@@ -269,54 +269,54 @@ pub(super) fn check_averaging(
 /// Reads the parameters of Muon and of its AdamW part. Each part's own rate takes precedence over the common one.
 fn muon(walk: &mut ConfigWalk<'_>) -> MuonConfig {
     below_one(walk, "momentum");
-    let momentum = walk.float(&of("momentum"));
+    let momentum = walk.float(&param("momentum"));
     let rate = |key: &str, default: f64| {
-        let given = |key: &str| walk.get(&of(key)).and_then(Value::as_f64);
+        let given = |key: &str| walk.get(&param(key)).and_then(Value::as_f64);
         given(key).or(given("lr")).unwrap_or(default)
     };
-    let weight_decay = walk.float(&of("weight_decay"));
+    let weight_decay = walk.float(&param("weight_decay"));
     MuonConfig {
         lr: rate("muon_lr", 0.02),
         momentum,
         weight_decay,
-        ns_method: if walk.str(&of("ns_method")) == Some("standard") { NsMethod::Standard } else { NsMethod::Gram },
+        ns_method: if walk.str(&param("ns_method")) == Some("standard") { NsMethod::Standard } else { NsMethod::Gram },
         adam: AdamConfig {
             lr: rate("adam_lr", 3e-4),
             betas: betas(walk),
-            eps: walk.float(&of("eps")),
+            eps: walk.float(&param("eps")),
             weight_decay,
             bias_correction: true,
-            decoupled: walk.bool(&of("adam_w_mode")),
+            decoupled: walk.bool(&param("adam_w_mode")),
         },
     }
 }
 
 /// Reads the parameters of Adam or AdamW. `always_decoupled` is true for AdamW.
 fn adam(walk: &mut ConfigWalk<'_>, always_decoupled: bool) -> AdamConfig {
-    let adam_w_mode = walk.bool(&of("adam_w_mode"));
+    let adam_w_mode = walk.bool(&param("adam_w_mode"));
     let decoupled = always_decoupled || adam_w_mode;
     // DeepSpeed passes the parameters to torch.optim.AdamW, whose default decay is not 0.
-    if decoupled && walk.bool(&of("torch_adam")) && !walk.given.contains_key(&of("weight_decay")) {
-        walk.set(&of("weight_decay"), TORCH_ADAMW_DECAY.into());
-        walk.note(&of("weight_decay"), format!("{TORCH_ADAMW_DECAY}, the default of PyTorch's AdamW (torch_adam)"));
+    if decoupled && walk.bool(&param("torch_adam")) && !walk.given.contains_key(&param("weight_decay")) {
+        walk.set(&param("weight_decay"), TORCH_ADAMW_DECAY.into());
+        walk.note(&param("weight_decay"), format!("{TORCH_ADAMW_DECAY}, the default of PyTorch's AdamW (torch_adam)"));
     }
     if always_decoupled && !adam_w_mode {
-        walk.note(&of("adam_w_mode"), "accepted, but has no effect: AdamW is always decoupled, as in DeepSpeed");
+        walk.note(&param("adam_w_mode"), "accepted, but has no effect: AdamW is always decoupled, as in DeepSpeed");
     }
     AdamConfig {
-        lr: walk.float(&of("lr")),
+        lr: walk.float(&param("lr")),
         betas: betas(walk),
-        eps: walk.float(&of("eps")),
-        weight_decay: walk.float(&of("weight_decay")),
-        bias_correction: walk.bool(&of("bias_correction")),
+        eps: walk.float(&param("eps")),
+        weight_decay: walk.float(&param("weight_decay")),
+        bias_correction: walk.bool(&param("bias_correction")),
         decoupled,
     }
 }
 
-/// Reads `params` with the table of the type `of_type`. Returns `None` if that type has no table.
-pub(super) fn parameters(walk: &mut ConfigWalk<'_>, owner: &str, of_type: &str) -> Option<()> {
+/// Reads `params` with the table of the type `type_name`. Returns `None` if that type has no table.
+pub(super) fn parameters(walk: &mut ConfigWalk<'_>, owner: &str, type_name: &str) -> Option<()> {
     let path = format!("{owner}.params");
-    let section = typed_section(&path, of_type)?;
+    let section = typed_section(&path, type_name)?;
     walk.set(&path, Value::Object(defaults(section)));
     if let Some(entries) = walk.params.get(&path).copied() {
         walk.section(section, entries);
@@ -341,7 +341,7 @@ fn any_of(names: &[&str]) -> String {
     }
 }
 
-/// Reports a type that is not offered.
+/// Reports an unsupported or unknown type.
 pub(super) fn unknown_type(
     walk: &mut ConfigWalk<'_>,
     path: &str,
@@ -356,22 +356,24 @@ pub(super) fn unknown_type(
     const MAX_COMPARED_CHARS: usize = 100;
     let same = |name: &&&str| if any_case { name.eq_ignore_ascii_case(found) } else { **name == found };
     let place = walk.place(path);
-    let offered = any_of(names);
-    let told = shown(found);
+    let choices = any_of(names);
+    let shown_name = shown(found);
     if others.iter().any(|name| same(&name)) {
         return walk.problem(
             ConfigRule::Unsupported,
             path,
             place,
-            format!("\"{told}\" is not supported; use {offered}"),
+            format!("\"{shown_name}\" is not supported; use {choices}"),
         );
     }
     let found: String = found.chars().take(MAX_COMPARED_CHARS).collect();
-    let likeness = |name: &str| strsim::normalized_damerau_levenshtein(&name.to_lowercase(), &found.to_lowercase());
-    let near =
-        names.iter().filter(|name| likeness(name) >= MIN_SIMILARITY).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
-    let near = near.map(|near| format!(" Did you mean \"{near}\"?")).unwrap_or_default();
-    walk.problem(ConfigRule::Range, path, place, format!("\"{told}\" is unknown; use {offered}.{near}"));
+    let similarity = |name: &str| strsim::normalized_damerau_levenshtein(&name.to_lowercase(), &found.to_lowercase());
+    let suggestion = names
+        .iter()
+        .filter(|name| similarity(name) >= MIN_SIMILARITY)
+        .max_by(|a, b| similarity(a).total_cmp(&similarity(b)));
+    let suggestion = suggestion.map(|suggestion| format!(" Did you mean \"{suggestion}\"?")).unwrap_or_default();
+    walk.problem(ConfigRule::Range, path, place, format!("\"{shown_name}\" is unknown; use {choices}.{suggestion}"));
 }
 
 /// Checks `zero_allow_untested_optimizer`, which some optimizers require under ZeRO.

@@ -32,17 +32,17 @@ steps of the schedule, and bucket sizes and a threshold that follow from the hid
 /// Returns the reference of all keys as Markdown, the contents of docs/config.md.
 fn reference_markdown() -> String {
     let mut text = HEAD.to_string();
-    let of = |word: &str| words().filter(|own| *own == word).count();
+    let count_of = |word: &str| words().filter(|status_word| *status_word == word).count();
     // Writing to a String cannot fail.
     let _ = writeln!(
         text,
         "\n{} keys are honoured, {} are noted (the reason is given with the key or with its section), {} are \
          refused, {} are removed and {} are translated.",
-        of("honoured"),
-        of("noted"),
-        of("refused"),
-        of("removed") + of("removed unless off"),
-        of("translated"),
+        count_of("honoured"),
+        count_of("noted"),
+        count_of("refused"),
+        count_of("removed") + count_of("removed unless off"),
+        count_of("translated"),
     );
     for section in sections() {
         heading(&mut text, section);
@@ -66,15 +66,15 @@ fn of_key(section: &ConfigSection, key: &ConfigKey) -> (&'static str, Option<Str
     match key.status {
         KeyStatus::OfSection if key.kind == ConfigValueKind::Section => ("see its section", None),
         KeyStatus::OfSection => (status(section.status).0, None),
-        own => status(own),
+        key_status => status(key_status),
     }
 }
 
 fn heading(text: &mut String, section: &ConfigSection) {
     let name = if section.path.is_empty() { "Top level".to_string() } else { format!("`{}`", section.path) };
-    let of = if section.types.is_empty() { String::new() } else { format!(" of {}", section.types.join(", ")) };
+    let types = if section.types.is_empty() { String::new() } else { format!(" of {}", section.types.join(", ")) };
     // Writing to a String cannot fail.
-    let _ = write!(text, "\n## {name}{of}\n");
+    let _ = write!(text, "\n## {name}{types}\n");
     let mut facts = Vec::new();
     if section.lenient {
         facts.push("Lenient.".to_string());
@@ -132,13 +132,13 @@ fn status(status: KeyStatus) -> (&'static str, Option<String>) {
 #[allow(clippy::unwrap_used)]
 fn the_reference_of_keys_is_the_table_of_keys() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/config.md");
-    let wanted = reference_markdown();
+    let expected = reference_markdown();
     if std::env::var_os("UPDATE_DOCS").is_some() {
-        std::fs::write(path, &wanted).unwrap();
+        std::fs::write(path, &expected).unwrap();
     }
     let found = std::fs::read_to_string(path).unwrap_or_default();
     assert!(
-        found == wanted,
+        found == expected,
         "docs/config.md is out of date; run UPDATE_DOCS=1 cargo test --release --lib config::reference"
     );
 }

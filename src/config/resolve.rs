@@ -51,7 +51,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
     zero.mics_shard_size = mics_shard_size(walk_ref, &zero, world_size);
     let expert_parallel_size = expert_parallel::resolve(walk_ref, &zero, world_size, local_steps.is_some());
     check_data_types(walk_ref, zero.stage, precision);
-    let keep_in_fp32_modules = kept_modules(walk_ref, precision);
+    let keep_in_fp32_modules = fp32_modules(walk_ref, precision);
     check_data_efficiency(walk_ref);
     check_vocabulary(walk_ref);
     zero.offload_optimizer = offload::optimizer(walk_ref, zero.stage, optimizer.as_ref());
@@ -223,8 +223,8 @@ fn fp16(walk: &mut ConfigWalk<'_>) -> Precision {
         ("hysteresis", hysteresis, (1..=i64::from(u32::MAX)).contains(&hysteresis), "1 to 4294967295"),
         ("min_loss_scale", min, min > 0, "1 or more"),
     ];
-    for (key, value, good, allowed) in rules {
-        if dynamic && !good {
+    for (key, value, is_valid, allowed) in rules {
+        if dynamic && !is_valid {
             let path = format!("fp16.{key}");
             let place = walk.place(&path);
             walk.problem(
@@ -282,8 +282,9 @@ fn check_safe_modules(walk: &mut ConfigWalk<'_>) {
     const LAYER_CLASSES: [&str; 5] = ["Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d"];
     let key = "torch_autocast.lower_precision_safe_modules";
     let classes = walk.strings(key);
-    let class_of = |path: &str| path.rsplit(['.', ':']).next().is_some_and(|class| LAYER_CLASSES.contains(&class));
-    let unknown: Vec<String> = classes.iter().filter(|path| !class_of(path)).map(|path| shown(path)).collect();
+    let is_layer_class =
+        |path: &str| path.rsplit(['.', ':']).next().is_some_and(|class| LAYER_CLASSES.contains(&class));
+    let unknown: Vec<String> = classes.iter().filter(|path| !is_layer_class(path)).map(|path| shown(path)).collect();
     if !unknown.is_empty() {
         let text = format!(
             "not supported for \"{}\": the supported classes are named {}, and all gradients are communicated in \
@@ -338,8 +339,8 @@ fn check_gradients(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Preci
             && stage == ZeroStage::One
             && walk.str("data_types.grad_accum_dtype") == Some("fp32");
         let offloaded = walk.str("zero_optimization.offload_optimizer.device").is_some_and(|device| device != "none");
-        let middle = matches!(stage, ZeroStage::One | ZeroStage::Two);
-        if !middle || walk.float("gradient_clipping") != 0.0 || offloaded || f32_sums {
+        let is_stage_1_or_2 = matches!(stage, ZeroStage::One | ZeroStage::Two);
+        if !is_stage_1_or_2 || walk.float("gradient_clipping") != 0.0 || offloaded || f32_sums {
             let place = walk.place(norm);
             let text = "false needs stage 1 or 2, gradient_clipping 0 and no offloaded optimizer, and is not possible at \
                         stage 1 with bf16 and f32 accumulation";
@@ -415,7 +416,7 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
 }
 
 /// Returns the list of `data_types.keep_in_fp32_modules` if it has an effect.
-fn kept_modules(walk: &mut ConfigWalk<'_>, precision: Precision) -> Vec<String> {
+fn fp32_modules(walk: &mut ConfigWalk<'_>, precision: Precision) -> Vec<String> {
     let key = "data_types.keep_in_fp32_modules";
     if !walk.get(key).is_some_and(Value::is_array) {
         return Vec::new();
@@ -437,21 +438,21 @@ fn kept_modules(walk: &mut ConfigWalk<'_>, precision: Precision) -> Vec<String> 
 
 /// Checks `data_types` against the precision.
 fn check_data_types(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) {
-    let own = match precision {
+    let dtype = match precision {
         Precision::F32 => "fp32",
         Precision::Bf16 { .. } => "bf16",
         Precision::Fp16(_) => "fp16",
     };
     let key = "data_types.param_dtype";
-    if let Some(other) = walk.str(key).filter(|name| *name != own) {
-        let text = format!("\"{other}\" contradicts the fp16 and bf16 sections, which choose \"{own}\"");
+    if let Some(other) = walk.str(key).filter(|name| *name != dtype) {
+        let text = format!("\"{other}\" contradicts the fp16 and bf16 sections, which choose \"{dtype}\"");
         let place = walk.place(key);
         walk.problem(ConfigRule::Conflict, key, place, text);
     }
     let key = "data_types.grad_accum_dtype";
-    if let Some(other) = walk.str(key).filter(|name| *name != own && stage == ZeroStage::Zero) {
+    if let Some(other) = walk.str(key).filter(|name| *name != dtype && stage == ZeroStage::Zero) {
         let text =
-            format!("\"{other}\" differs from the model's \"{own}\": at stage 0 they must be equal, as in DeepSpeed");
+            format!("\"{other}\" differs from the model's \"{dtype}\": at stage 0 they must be equal, as in DeepSpeed");
         let place = walk.place(key);
         walk.problem(ConfigRule::Conflict, key, place, text);
     }
@@ -479,7 +480,7 @@ fn check_data_efficiency(walk: &mut ConfigWalk<'_>) {
         ["data_sampling", "dynamic_batching"],
         ["data_routing", "random_ltd"],
     ];
-    let on: Vec<String> = FEATURES
+    let enabled: Vec<String> = FEATURES
         .into_iter()
         .filter(|[outer, inner]| {
             let outer = format!("data_efficiency.{outer}");
@@ -487,7 +488,7 @@ fn check_data_efficiency(walk: &mut ConfigWalk<'_>) {
         })
         .map(|[outer, inner]| format!("data_efficiency.{outer}.{inner}"))
         .collect();
-    let paths = if on.is_empty() { vec!["data_efficiency.enabled".to_string()] } else { on };
+    let paths = if enabled.is_empty() { vec!["data_efficiency.enabled".to_string()] } else { enabled };
     for path in paths {
         let place = walk.place(&path);
         walk.problem(
@@ -506,8 +507,8 @@ fn activation_checkpointing(walk: &mut ConfigWalk<'_>) -> bool {
     if let Some(on) = walk.get(&path("every_unit")).and_then(Value::as_bool) {
         return on;
     }
-    let asks = ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"];
-    let key = asks.into_iter().find(|key| walk.bool(&path(key)));
+    let requesting_keys = ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"];
+    let key = requesting_keys.into_iter().find(|key| walk.bool(&path(key)));
     let key = key.or(walk.int(&path("number_checkpoints")).map(|_| "number_checkpoints"));
     if let Some(key) = key {
         let text = "treated as `every_unit`: every unit recomputes its forward pass during the backward pass, which \

@@ -26,7 +26,7 @@ pub fn json_schema() -> Value {
 /// table's first type.
 fn name(section: &ConfigSection) -> String {
     match section.types.first() {
-        Some(of_type) => format!("{}.{of_type}", section.path),
+        Some(type_name) => format!("{}.{type_name}", section.path),
         None => section.path.to_string(),
     }
 }
@@ -36,7 +36,7 @@ fn definition(section: &'static ConfigSection) -> Value {
     let params = format!("{}.params", section.path);
     let choices: Vec<&ConfigSection> = sections().filter(|s| s.path == params && !s.types.is_empty()).collect();
     if !choices.is_empty() {
-        typed(&mut schema, section, &choices);
+        select_params_by_type(&mut schema, section, &choices);
     }
     if section.path == "zero_optimization" {
         schema["type"] = json!(["object", "boolean"]);
@@ -59,7 +59,7 @@ fn object(section: &'static ConfigSection) -> Value {
 }
 
 /// Makes the type select the table of parameters. Optimizer names match in any letter case.
-fn typed(schema: &mut Value, section: &ConfigSection, choices: &[&ConfigSection]) {
+fn select_params_by_type(schema: &mut Value, section: &ConfigSection, choices: &[&ConfigSection]) {
     let one = |name: &&str| {
         if section.path == "optimizer" {
             let any_case = |c: char| format!("[{}{}]", c.to_ascii_lowercase(), c.to_ascii_uppercase());
@@ -70,18 +70,18 @@ fn typed(schema: &mut Value, section: &ConfigSection, choices: &[&ConfigSection]
         }
     };
     let names: Vec<&str> = choices.iter().flat_map(|choice| choice.types).copied().collect();
-    let mut known = vec![json!({"enum": names})];
+    let mut forms = vec![json!({"enum": names})];
     if section.path == "optimizer" {
-        known.extend(names.iter().map(one));
+        forms.extend(names.iter().map(one));
     }
-    schema["properties"]["type"]["anyOf"] = known.into();
+    schema["properties"]["type"]["anyOf"] = forms.into();
     schema["required"] = json!(["type"]);
     // The type decides which keys `params` may have.
     schema["properties"]["params"] = json!({"type": "object", "description": "The parameters of this type."});
     let branches = choices.iter().map(|choice| {
-        let of_type = choice.types.iter().map(one).collect::<Vec<_>>();
+        let types = choice.types.iter().map(one).collect::<Vec<_>>();
         json!({
-            "if": {"properties": {"type": {"anyOf": of_type}}},
+            "if": {"properties": {"type": {"anyOf": types}}},
             "then": {"properties": {"params": reference(choice)}},
         })
     });
@@ -106,8 +106,8 @@ fn property(section: &'static ConfigSection, key: &'static ConfigKey) -> Value {
             forms.push(json!({"type": "null"}));
         }
         // A required name has no default that `"auto"` could select.
-        let named = key.default == NO_DEFAULT && key.kind == ConfigValueKind::Str;
-        if !named && !matches!(key.kind, ConfigValueKind::AutoOr(_)) {
+        let is_required_name = key.default == NO_DEFAULT && key.kind == ConfigValueKind::Str;
+        if !is_required_name && !matches!(key.kind, ConfigValueKind::AutoOr(_)) {
             forms.push(json!({"const": "auto"}));
         }
         if forms.len() == 1 { forms.remove(0) } else { json!({"anyOf": forms}) }
@@ -166,9 +166,9 @@ fn value(kind: ConfigValueKind) -> Value {
     }
 }
 
-fn bound(schema: &mut Value, word: &str, at: Option<Value>) {
-    if let Some(at) = at {
-        schema[word] = at;
+fn bound(schema: &mut Value, word: &str, limit: Option<Value>) {
+    if let Some(limit) = limit {
+        schema[word] = limit;
     }
 }
 
@@ -202,8 +202,8 @@ mod tests {
 
     /// Returns the definition that a property refers to, by `$ref` or through `anyOf`.
     fn target<'a>(schema: &'a Value, property: &'a Value) -> Option<&'a Value> {
-        let of = |value: &'a Value| value["$ref"].as_str().map(|path| &schema["$defs"][&path["#/$defs/".len()..]]);
-        of(property).or_else(|| property["anyOf"].as_array()?.iter().find_map(of))
+        let resolve = |value: &'a Value| value["$ref"].as_str().map(|path| &schema["$defs"][&path["#/$defs/".len()..]]);
+        resolve(property).or_else(|| property["anyOf"].as_array()?.iter().find_map(resolve))
     }
 
     #[test]
@@ -228,11 +228,11 @@ mod tests {
             assert!(text.contains(&format!("\"#/$defs/{definition}\"")), "{definition} is not used");
         }
         for section in sections().filter(|section| !section.path.is_empty() && section.types.is_empty()) {
-            let mut at = &schema;
+            let mut node = &schema;
             for name in section.path.split('.') {
-                at = target(&schema, &at["properties"][name]).unwrap_or_else(|| panic!("{}", section.path));
+                node = target(&schema, &node["properties"][name]).unwrap_or_else(|| panic!("{}", section.path));
             }
-            assert_eq!(*at, schema["$defs"][section.path], "{}", section.path);
+            assert_eq!(*node, schema["$defs"][section.path], "{}", section.path);
         }
     }
 
@@ -244,20 +244,20 @@ mod tests {
             let mut property = &object["properties"][&entry.key];
             assert!(property.is_object(), "the schema has no {path}");
             if entry.key == "params" {
-                let Some(JsonValue::String(of_type)) = entries.iter().find(|e| e.key == "type").map(|e| &e.node.value)
+                let Some(JsonValue::String(name)) = entries.iter().find(|e| e.key == "type").map(|e| &e.node.value)
                 else {
                     panic!("{path} without a type")
                 };
-                let section = sections().find(|s| s.types.contains(&of_type.as_str())).unwrap();
-                let leads = |branch: &&Value| branch["then"]["properties"]["params"] == reference(section);
-                let branch = object["allOf"].as_array().unwrap().iter().find(leads);
-                property = &branch.unwrap_or_else(|| panic!("no branch for {of_type}"))["then"]["properties"]["params"];
+                let section = sections().find(|s| s.types.contains(&name.as_str())).unwrap();
+                let is_branch = |branch: &&Value| branch["then"]["properties"]["params"] == reference(section);
+                let branch = object["allOf"].as_array().unwrap().iter().find(is_branch);
+                property = &branch.unwrap_or_else(|| panic!("no branch for {name}"))["then"]["properties"]["params"];
             }
             match (&entry.node.value, target(schema, property)) {
                 (inner @ JsonValue::Object(_), Some(section)) => walk(schema, section, inner, &path),
                 (JsonValue::Object(_), None) => panic!("{path} is an object"),
                 (plain, _) => {
-                    let wanted: &[&str] = match plain {
+                    let expected: &[&str] = match plain {
                         JsonValue::Bool(_) => &["boolean"],
                         JsonValue::Int(_) | JsonValue::Long(_) => &["integer", "number"],
                         JsonValue::Float(_) => &["integer", "number"],
@@ -266,7 +266,7 @@ mod tests {
                         JsonValue::Null | JsonValue::Object(_) => &["null"],
                     };
                     let text = property.to_string();
-                    assert!(wanted.iter().any(|word| text.contains(&format!("\"{word}\""))), "{path}: {text}");
+                    assert!(expected.iter().any(|word| text.contains(&format!("\"{word}\""))), "{path}: {text}");
                 }
             }
         }

@@ -53,7 +53,7 @@ impl Config {
             OpenedSource::Root(origin, root) => (origin, root),
         };
         resolve::resolve(&root, world_size, run)
-            .map_err(|refused| Error::from(ConfigError::Problems { origin, problems: refused.problems }))
+            .map_err(|rejection| Error::from(ConfigError::Problems { origin, problems: rejection.problems }))
     }
 }
 

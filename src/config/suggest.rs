@@ -46,59 +46,59 @@ const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
 
 /// Returns the message about a key that its section does not have.
 pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String) {
-    let place = if section.path.is_empty() { "at the top level".into() } else { format!("of `{}`", section.path) };
+    let location = if section.path.is_empty() { "at the top level".into() } else { format!("of `{}`", section.path) };
     if name.len() > MAX_COMPARED_CHARS {
-        return (ConfigRule::UnknownKey, format!("not a key {place}, and no name is similar; remove it"));
+        return (ConfigRule::UnknownKey, format!("not a key {location}, and no name is similar; remove it"));
     }
-    let of_others = RATES_OF_OTHER_SCHEDULES.iter().find(|(other, _)| *other == name);
-    if let (Some((_, instead)), true) = (of_others, section.key("cos_min_ratio").is_some()) {
-        return (ConfigRule::UnknownKey, format!("not a key {place}: WarmupCosineLR {instead}"));
+    let rate_hint = RATES_OF_OTHER_SCHEDULES.iter().find(|(other, _)| *other == name);
+    if let (Some((_, hint)), true) = (rate_hint, section.key("cos_min_ratio").is_some()) {
+        return (ConfigRule::UnknownKey, format!("not a key {location}: WarmupCosineLR {hint}"));
     }
-    if let Some((_, own)) = OTHER_NAMES.iter().find(|(other, _)| other.eq_ignore_ascii_case(name)) {
-        let home = if section.key(own).is_some() { Some(section) } else { sections().find(|s| s.key(own).is_some()) };
+    if let Some((_, key)) = OTHER_NAMES.iter().find(|(other, _)| other.eq_ignore_ascii_case(name)) {
+        let home = if section.key(key).is_some() { Some(section) } else { sections().find(|s| s.key(key).is_some()) };
         if let Some(home) = home {
-            return (ConfigRule::UnknownKey, format!("not a key {place}; did you mean `{}`?", home.join(own)));
+            return (ConfigRule::UnknownKey, format!("not a key {location}; did you mean `{}`?", home.join(key)));
         }
     }
     if section.path.rsplit('.').next() == Some(name) && section.key("enabled").is_some() {
-        return (ConfigRule::UnknownKey, format!("not a key {place}; did you mean `{}`?", section.join("enabled")));
+        return (ConfigRule::UnknownKey, format!("not a key {location}; did you mean `{}`?", section.join("enabled")));
     }
     if let Some(home) = in_other_sections(section, name).find(|(_, _, score)| *score == 1.0) {
         let home = home.0.join(home.1);
-        return (ConfigRule::MisplacedKey, format!("not a key {place}: it belongs at `{home}`; move it there"));
+        return (ConfigRule::MisplacedKey, format!("not a key {location}: it belongs at `{home}`; move it there"));
     }
-    let here =
-        names(section).map(|own| (section, own, similarity(name, own))).filter(|found| found.2 >= MIN_SIMILARITY);
-    let far = in_other_sections(section, name).filter(|found| found.2 >= MIN_SIMILARITY_ACROSS_SECTIONS);
-    let nearest = best(here).or_else(|| best(far));
+    let candidates =
+        names(section).map(|key| (section, key, similarity(name, key))).filter(|found| found.2 >= MIN_SIMILARITY);
+    let other_candidates = in_other_sections(section, name).filter(|found| found.2 >= MIN_SIMILARITY_ACROSS_SECTIONS);
+    let nearest = best(candidates).or_else(|| best(other_candidates));
     let text = match nearest {
-        Some((section, near, _)) => format!("not a key {place}; did you mean `{}`?", section.join(near)),
+        Some((section, key, _)) => format!("not a key {location}; did you mean `{}`?", section.join(key)),
         None if section.path.is_empty() => {
             format!(
-                "not a key {place}, and no name is similar; remove it, or start its name with `_` if it is a comment"
+                "not a key {location}, and no name is similar; remove it, or start its name with `_` if it is a comment"
             )
         }
-        None => format!("not a key {place}, and no name is similar; remove it"),
+        None => format!("not a key {location}, and no name is similar; remove it"),
     };
     (ConfigRule::UnknownKey, text)
 }
 
 fn best<'a>(
-    found: impl Iterator<Item = (&'a ConfigSection, &'a str, f64)>,
+    candidates: impl Iterator<Item = (&'a ConfigSection, &'a str, f64)>,
 ) -> Option<(&'a ConfigSection, &'a str, f64)> {
     // Of equally similar names, the first wins: the table lists the important ones first.
-    found.reduce(|best, next| if next.2 > best.2 { next } else { best })
+    candidates.reduce(|best, next| if next.2 > best.2 { next } else { best })
 }
 
 /// Returns the keys of all other sections with their similarity. Sections that are not checked contribute none.
 fn in_other_sections<'a>(
-    here: &'a ConfigSection,
+    current: &'a ConfigSection,
     name: &'a str,
 ) -> impl Iterator<Item = (&'a ConfigSection, &'a str, f64)> {
     sections()
-        .filter(|section| section.path != here.path && section.checked)
-        .flat_map(|section| names(section).map(move |own| (section, own)))
-        .map(move |(section, own)| (section, own, similarity(name, own)))
+        .filter(|section| section.path != current.path && section.checked)
+        .flat_map(|section| names(section).map(move |key| (section, key)))
+        .map(move |(section, key)| (section, key, similarity(name, key)))
 }
 
 /// Returns the names of a section's keys, without those that should not be suggested.
@@ -134,14 +134,14 @@ mod tests {
     #[test]
     fn a_very_long_name_is_not_compared() {
         let name = "train_batch_size".repeat(10_000);
-        let began = std::time::Instant::now();
+        let start = std::time::Instant::now();
         assert!(advice(section(""), &name).1.contains("no name is similar"));
-        assert!(began.elapsed() < std::time::Duration::from_secs(1));
+        assert!(start.elapsed() < std::time::Duration::from_secs(1));
     }
 
     #[test]
     fn the_nearest_key_of_the_section_is_named_first() {
-        for (path, name, near) in [
+        for (path, name, suggestion) in [
             ("", "gradient_cliping", "`gradient_clipping`"),
             ("", "comms_config", "`comms_logger`"),
             ("", "monitor_config", "`csv_monitor`"),
@@ -161,7 +161,7 @@ mod tests {
             let table = sections().find(|section| section.path == path).unwrap();
             let (rule, text) = advice(table, name);
             assert_eq!(rule, ConfigRule::UnknownKey, "{name}");
-            assert!(text.contains(near), "{name}: {text}");
+            assert!(text.contains(suggestion), "{name}: {text}");
         }
     }
 

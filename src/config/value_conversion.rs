@@ -17,13 +17,13 @@ pub(crate) fn convert(node: &JsonNode, key: &ConfigKey, lenient: bool) -> Result
     if node.value == JsonValue::Null && key.default == "null" {
         return Ok(Value::Null);
     }
-    of_kind(node, key.kind, lenient)
+    convert_kind(node, key.kind, lenient)
 }
 
-fn of_kind(node: &JsonNode, kind: ConfigValueKind, lenient: bool) -> Result<Value, ValueMismatch> {
-    let wrong = || Err((ConfigRule::Type, format!("expected {}, found {}", needed(kind), found(node))));
+fn convert_kind(node: &JsonNode, kind: ConfigValueKind, lenient: bool) -> Result<Value, ValueMismatch> {
+    let mismatch = || Err((ConfigRule::Type, format!("expected {}, found {}", needed(kind), found(node))));
     match kind {
-        ConfigValueKind::Bool => boolean(node, lenient).map_or_else(wrong, |b| Ok(Value::Bool(b))),
+        ConfigValueKind::Bool => boolean(node, lenient).map_or_else(mismatch, |b| Ok(Value::Bool(b))),
         ConfigValueKind::Int(min, max) | ConfigValueKind::IntNoBool(min, max) => {
             let bool_is_one = lenient && matches!(kind, ConfigValueKind::Int(..));
             match integer(node, lenient, bool_is_one) {
@@ -33,21 +33,21 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, lenient: bool) -> Result<Valu
                             if digits.starts_with('-') { format!("{min} or more") } else { format!("at most {max}") };
                         Err((ConfigRule::Range, format!("expected {bound}, found {}", shown(digits))))
                     }
-                    _ => wrong(),
+                    _ => mismatch(),
                 },
                 Some(i) if (min..=max).contains(&i) => Ok(Value::from(i)),
                 Some(i) => Err((ConfigRule::Range, format!("expected {}, found {i}", int_range(min, max)))),
             }
         }
         ConfigValueKind::Float(min, max) => match float(node, lenient) {
-            None => wrong(),
+            None => mismatch(),
             Some(x) if (min..=max).contains(&x) => Ok(Value::from(x)),
             Some(x) => Err((ConfigRule::Range, format!("expected {}, found {x}", float_range(min, max)))),
         },
         ConfigValueKind::PerGroup(min, max) => match &node.value {
             JsonValue::List(items) => {
-                let of_group = |item| of_kind(item, ConfigValueKind::Float(min, max), lenient);
-                let mut numbers = items.iter().map(of_group).collect::<Result<Vec<_>, _>>()?;
+                let convert_item = |item| convert_kind(item, ConfigValueKind::Float(min, max), lenient);
+                let mut numbers = items.iter().map(convert_item).collect::<Result<Vec<_>, _>>()?;
                 match numbers.len() {
                     0 => Err((
                         ConfigRule::Range,
@@ -57,14 +57,14 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, lenient: bool) -> Result<Valu
                     _ => Ok(Value::from(numbers)),
                 }
             }
-            _ => of_kind(node, ConfigValueKind::Float(min, max), lenient),
+            _ => convert_kind(node, ConfigValueKind::Float(min, max), lenient),
         },
         ConfigValueKind::Str => match &node.value {
             JsonValue::String(s) => Ok(Value::from(s.as_str())),
-            _ => wrong(),
+            _ => mismatch(),
         },
         ConfigValueKind::OneOf(words) | ConfigValueKind::OneOfAnyCase(words) => {
-            let JsonValue::String(s) = &node.value else { return wrong() };
+            let JsonValue::String(s) = &node.value else { return mismatch() };
             let any_case = matches!(kind, ConfigValueKind::OneOfAnyCase(_));
             let same = |word: &&&str| **word == s || (any_case && word.eq_ignore_ascii_case(s));
             words
@@ -82,27 +82,27 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, lenient: bool) -> Result<Valu
                 }
                 Ok(Value::from(words))
             }
-            _ => wrong(),
+            _ => mismatch(),
         },
         ConfigValueKind::Betas => {
-            let JsonValue::List(items) = &node.value else { return wrong() };
+            let JsonValue::List(items) = &node.value else { return mismatch() };
             match items.iter().map(|item| float(item, lenient)).collect::<Option<Vec<_>>>().as_deref() {
                 Some(&[a, b]) if [a, b].iter().all(|beta| (0.0..1.0).contains(beta)) => Ok(Value::from(vec![a, b])),
                 Some(&[a, b]) => Err((
                     ConfigRule::Range,
                     format!("expected two numbers of at least 0 and below 1, found [{a}, {b}]"),
                 )),
-                _ => wrong(),
+                _ => mismatch(),
             }
         }
         ConfigValueKind::AutoOr(inner) => match &node.value {
             JsonValue::String(s) if s == "auto" => Ok(Value::from("auto")),
-            _ => of_kind(node, *inner, lenient)
+            _ => convert_kind(node, *inner, lenient)
                 .map_err(|(rule, text)| (rule, format!("{text}; \"auto\" is also allowed"))),
         },
         ConfigValueKind::Any => Ok(node.to_value()),
         // The walk enters objects itself.
-        ConfigValueKind::Section => wrong(),
+        ConfigValueKind::Section => mismatch(),
     }
 }
 
@@ -126,8 +126,8 @@ fn boolean(node: &JsonNode, lenient: bool) -> Option<bool> {
         JsonValue::Int(i @ (0 | 1)) => Some(*i == 1),
         JsonValue::Float(x) if lenient && (*x == 0.0 || *x == 1.0) => Some(*x == 1.0),
         JsonValue::String(s) if lenient => {
-            let among = |words: [&str; 6]| words.iter().any(|word| word.eq_ignore_ascii_case(s));
-            if among(TRUE_WORDS) { Some(true) } else { among(FALSE_WORDS).then_some(false) }
+            let is_one_of = |words: [&str; 6]| words.iter().any(|word| word.eq_ignore_ascii_case(s));
+            if is_one_of(TRUE_WORDS) { Some(true) } else { is_one_of(FALSE_WORDS).then_some(false) }
         }
         _ => None,
     }
@@ -226,7 +226,7 @@ mod tests {
     use serde_json::json;
 
     fn read(value: Value, kind: ConfigValueKind, lenient: bool) -> Result<Value, String> {
-        of_kind(&JsonNode::from_value(&value), kind, lenient).map_err(|(_, text)| text)
+        convert_kind(&JsonNode::from_value(&value), kind, lenient).map_err(|(_, text)| text)
     }
 
     const INT: ConfigValueKind = ConfigValueKind::Int(0, 3);

@@ -43,7 +43,7 @@ impl<'a> ConfigWalk<'a> {
         let section_is_off = section.switch.is_some_and(|switch| !is_on(switch));
         let problems_before = self.problems.len();
         let mut first_name: HashMap<&str, &str> = HashMap::new();
-        let mut moved = Vec::new();
+        let mut deprecated_entries = Vec::new();
         let has_bf16 = section.path.is_empty() && entries.iter().any(|entry| entry.key == "bf16");
         for entry in entries {
             if has_bf16 && entry.key == OLD_BF16 {
@@ -68,12 +68,12 @@ impl<'a> ConfigWalk<'a> {
                 KeyStatus::Removed(why) | KeyStatus::RemovedUnlessOff(why) => {
                     self.problem(ConfigRule::Removed, &path, entry.place, why);
                 }
-                KeyStatus::Moved(to) => moved.push((key, entry, to)),
+                KeyStatus::Moved(to) => deprecated_entries.push((key, entry, to)),
                 _ => self.key(section, key, entry, section_is_off),
             }
         }
-        for (key, entry, to) in moved {
-            self.moved(section, key, entry, to);
+        for (key, entry, to) in deprecated_entries {
+            self.translate(section, key, entry, to);
         }
         if self.problems.len() == problems_before {
             self.note_section(section);
@@ -153,9 +153,9 @@ impl<'a> ConfigWalk<'a> {
                 self.section(section, inner);
                 if path == "comms_logger" {
                     // As in DeepSpeed, only the presence of this section counts.
-                    let says_off =
+                    let is_switched_off =
                         self.given.contains_key("comms_logger.enabled") && !self.bool("comms_logger.enabled");
-                    if says_off {
+                    if is_switched_off {
                         self.note(&path, "its presence enables it, as in DeepSpeed; without the section it is off");
                     }
                     self.set("comms_logger.enabled", Value::Bool(true));
@@ -173,9 +173,9 @@ impl<'a> ConfigWalk<'a> {
     }
 
     fn unknown(&mut self, section: &'static ConfigSection, entry: &JsonEntry, path: String) {
-        let comment =
+        let is_comment =
             section.path.is_empty() && ["_", "//", "comment"].iter().any(|start| entry.key.starts_with(start));
-        if comment {
+        if is_comment {
             self.note(&path, "a comment: ignored");
         } else if section.checked {
             // Comparing a name with every key is slow: a file with only unknown keys would take minutes.
@@ -190,7 +190,7 @@ impl<'a> ConfigWalk<'a> {
     }
 
     /// Translates a deprecated key.
-    fn moved(&mut self, section: &'static ConfigSection, key: &ConfigKey, entry: &JsonEntry, to: &'static str) {
+    fn translate(&mut self, section: &'static ConfigSection, key: &ConfigKey, entry: &JsonEntry, to: &'static str) {
         let path = section.join(key.name);
         let value = match value_conversion::convert(&entry.node, key, section.lenient) {
             Ok(value) => value,
@@ -251,7 +251,7 @@ impl<'a> ConfigWalk<'a> {
     /// Adds the single note or refusal for a section that is treated as a whole.
     fn note_section(&mut self, section: &ConfigSection) {
         let values = self.get(section.path).and_then(Value::as_object).cloned().unwrap_or_default();
-        let on = match section.switch {
+        let is_on = match section.switch {
             Some(switch) => values.get(switch) == Some(&Value::Bool(true)),
             None => section.keys.iter().any(|key| {
                 key.kind != ConfigValueKind::Section
@@ -259,10 +259,10 @@ impl<'a> ConfigWalk<'a> {
             }),
         };
         match section.status {
-            KeyStatus::NoEffect(why) if on => {
+            KeyStatus::NoEffect(why) if is_on => {
                 self.note(section.path, format!("accepted, but has no effect here: {why}"))
             }
-            KeyStatus::Refused(why) if on => {
+            KeyStatus::Refused(why) if is_on => {
                 let path = join(section.path, section.switch.unwrap_or_default());
                 let place = self.place(&path);
                 self.problem(ConfigRule::Unsupported, &path, place, unsupported(&Value::Bool(true), why));

@@ -31,8 +31,8 @@ pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
     let capable = device.cuda_stream().context().compute_capability().is_ok_and(|(major, _)| major >= 8);
     let rows = h.batch.saturating_mul(h.time);
     let elements = rows.saturating_mul(h.heads).saturating_mul(h.head);
-    let launched = (1..=i32::MAX as usize).contains(&rows) && h.heads <= 1 << 15 && elements <= 1 << 46;
-    capable && launched && tile_sizes::width(h.head).is_some()
+    let fits_launch = (1..=i32::MAX as usize).contains(&rows) && h.heads <= 1 << 15 && elements <= 1 << 46;
+    capable && fits_launch && tile_sizes::width(h.head).is_some()
 }
 
 /// Computes the result, `[batch, time, heads * head]`, and the log-sum-exp of each query's scores, which [`backward`]
@@ -47,11 +47,11 @@ pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
 /// May panic if a part has too few elements.
 pub(crate) fn forward<const N: usize>(
     device: &CudaDevice,
-    of: (&AttentionShape, &AttentionRule<'_>),
+    shape_and_rule: (&AttentionShape, &AttentionRule<'_>),
     parts: [&DeviceFlatRef<'_>; N],
 ) -> Result<(CudaStorage, CudaSlice<f32>)> {
     of_format!(parts[0], E => {
-        let (out, lse) = forward_of::<E>(device, of, rows(of.0, parts)?)?;
+        let (out, lse) = forward_of::<E>(device, shape_and_rule, rows(shape_and_rule.0, parts)?)?;
         Ok((CudaStorage { slice: E::storage(out), device: device.clone() }, lse))
     })
 }
@@ -67,26 +67,27 @@ pub(crate) fn forward<const N: usize>(
 /// May panic if a part has too few elements.
 pub(crate) fn backward<const N: usize>(
     device: &CudaDevice,
-    of: (&AttentionShape, &AttentionRule<'_>),
+    shape_and_rule: (&AttentionShape, &AttentionRule<'_>),
     parts: [&DeviceFlatRef<'_>; N],
     (out, lse, dout): (&DeviceFlatRef<'_>, &CudaSlice<f32>, &DeviceFlatRef<'_>),
 ) -> Result<[CudaStorage; N]> {
     of_format!(parts[0], E => {
-        let qkv = rows::<E, N>(of.0, parts)?;
+        let qkv = rows::<E, N>(shape_and_rule.0, parts)?;
         let (Some(out), Some(dout)) = (E::of(out), E::of(dout)) else { bail!("attention: {TWO_FORMATS}") };
-        let mut made = Vec::with_capacity(N);
+        let mut buffers = Vec::with_capacity(N);
         for part in parts {
             // SAFETY: the kernels write every element.
-            made.push(unsafe { device.alloc::<E>(part.len()) }?);
+            buffers.push(unsafe { device.alloc::<E>(part.len()) }?);
         }
-        let gradients = match &mut made[..] {
+        let gradients = match &mut buffers[..] {
             [all] => QkvGradients::Fused(all),
-            [dq, dk, dv] => QkvGradients::Apart([dq, dk, dv]),
+            [dq, dk, dv] => QkvGradients::Separate([dq, dk, dv]),
             _ => bail!("attention: {N} parts were given, but 1 or 3 are needed"),
         };
-        backward_of(device, of, qkv, (out, lse, dout), gradients)?;
-        let mut made = made.into_iter().map(|slice| CudaStorage { slice: E::storage(slice), device: device.clone() });
-        Ok(from_fn(|_| made.next().unwrap_or_else(|| unreachable!("as many gradients as parts"))))
+        backward_of(device, shape_and_rule, qkv, (out, lse, dout), gradients)?;
+        let mut storages =
+            buffers.into_iter().map(|slice| CudaStorage { slice: E::storage(slice), device: device.clone() });
+        Ok(from_fn(|_| storages.next().unwrap_or_else(|| unreachable!("as many gradients as parts"))))
     })
 }
 
@@ -116,7 +117,7 @@ fn rows<'a, E: AttentionElement, const N: usize>(
 #[derive(Debug)]
 enum QkvGradients<'a, E> {
     /// A separate buffer for each, with dense rows.
-    Apart([&'a mut CudaSlice<E>; 3]),
+    Separate([&'a mut CudaSlice<E>; 3]),
     /// One buffer, with all three side by side in each row.
     Fused(&'a mut CudaSlice<E>),
 }
@@ -124,41 +125,41 @@ enum QkvGradients<'a, E> {
 /// Computes [`forward`] for one format. The log-sum-exp is to base 2 and has shape `[batch, time, heads]`.
 fn forward_of<E: AttentionElement>(
     device: &CudaDevice,
-    of: (&AttentionShape, &AttentionRule<'_>),
+    shape_and_rule: (&AttentionShape, &AttentionRule<'_>),
     [q, k, v]: [DeviceHeadRows<'_, E>; 3],
 ) -> Result<(CudaSlice<E>, CudaSlice<f32>)> {
-    let h = of.0;
-    let call = AttentionCall::new::<E>(device, of, [&q, &k, &v])?;
+    let h = shape_and_rule.0;
+    let call = AttentionCall::new::<E>(device, shape_and_rule, [&q, &k, &v])?;
     // SAFETY: the kernel writes every element.
     let (mut out, mut lse) = unsafe {
         (device.alloc::<E>(h.batch * h.time * h.heads * h.head)?, device.alloc::<f32>(h.batch * h.time * h.heads)?)
     };
-    let how = call.how.forward;
-    let tiles = call.tiles(how.own)?;
-    let function = call.function::<E>("forward", how)?;
+    let block_sizes = call.how.forward;
+    let tiles = call.tiles(block_sizes.own)?;
+    let function = call.function::<E>("forward", block_sizes)?;
     let mut arguments = function.builder();
     arguments.arg(&call.sizes);
     tiles.give(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values).arg(&mut out).arg(&mut lse);
     // SAFETY: the kernel takes these arguments, in the format in its name; `AttentionCall` has checked that rows are
     // within the views, and tiles are within rows.
-    unsafe { arguments.launch(how.over([tiles.count, h.heads, 1])) }.w()?;
+    unsafe { arguments.launch(block_sizes.over([tiles.count, h.heads, 1])) }.w()?;
     Ok((out, lse))
 }
 
 /// Computes [`backward`] for one format.
 fn backward_of<'a, E: AttentionElement>(
     device: &CudaDevice,
-    of: (&AttentionShape, &AttentionRule<'_>),
+    shape_and_rule: (&AttentionShape, &AttentionRule<'_>),
     [q, k, v]: [DeviceHeadRows<'_, E>; 3],
     (out, lse, dout): (CudaView<'_, E>, &CudaSlice<f32>, CudaView<'_, E>),
     gradients: QkvGradients<'a, E>,
 ) -> Result<()> {
-    let (h, stream) = (of.0, device.cuda_stream());
+    let (h, stream) = (shape_and_rule.0, device.cuda_stream());
     let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
     let elements = h.batch * h.time * width;
     assert!(out.len() == elements && dout.len() == elements && lse.len() == h.batch * h.time * h.heads, "{h:?}");
-    let mut call = AttentionCall::new::<E>(device, of, [&q, &k, &v])?;
+    let mut call = AttentionCall::new::<E>(device, shape_and_rule, [&q, &k, &v])?;
     call.sizes.vectors &= u32::from(dout.device_ptr(&stream).0.is_multiple_of(16));
 
     // SAFETY: the first kernel writes every element.
@@ -177,7 +178,7 @@ fn backward_of<'a, E: AttentionElement>(
     };
     let fused = width + 2 * kv_width;
     let (_recorded, [dq, dk, dv], strides) = match gradients {
-        QkvGradients::Apart([dq, dk, dv]) => {
+        QkvGradients::Separate([dq, dk, dv]) => {
             let [dq, dk, dv] = [pointer(dq, width), pointer(dk, kv_width), pointer(dv, kv_width)];
             (vec![dq.1, dk.1, dv.1], [dq.0, dk.0, dv.0], [width, kv_width, kv_width])
         }
@@ -189,25 +190,25 @@ fn backward_of<'a, E: AttentionElement>(
     };
     [call.sizes.dq_stride, call.sizes.dk_stride, call.sizes.dv_stride] = strides.map(|stride| stride as u32);
 
-    let how = call.how.backward;
-    let tiles = call.tiles(how.own)?;
-    let function = call.function::<E>("backward_queries", how)?;
+    let block_sizes = call.how.backward;
+    let tiles = call.tiles(block_sizes.own)?;
+    let function = call.function::<E>("backward_queries", block_sizes)?;
     let mut arguments = function.builder();
     arguments.arg(&call.sizes);
     tiles.give(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values);
     arguments.arg(&dout).arg(lse).arg(&along).arg(&dq);
     // SAFETY: as in `forward_of`; `pointer` has checked the length of the gradients.
-    unsafe { arguments.launch(how.over([tiles.count, h.heads, 1])) }.w()?;
+    unsafe { arguments.launch(block_sizes.over([tiles.count, h.heads, 1])) }.w()?;
 
-    let function = call.function::<E>("backward_keys", how)?;
+    let function = call.function::<E>("backward_keys", block_sizes)?;
     let mut arguments = function.builder();
     arguments.arg(&call.sizes);
     tiles.give(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values);
     arguments.arg(&dout).arg(lse).arg(&along).arg(&dk).arg(&dv);
     // SAFETY: same as above.
-    unsafe { arguments.launch(how.over([tiles.count, h.kv_heads, how.planes])) }.w()?;
+    unsafe { arguments.launch(block_sizes.over([tiles.count, h.kv_heads, block_sizes.planes])) }.w()?;
     Ok(())
 }
 

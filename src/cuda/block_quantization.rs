@@ -43,14 +43,14 @@ impl BlockQuantizer {
             IntFormat::Int8 => "int8",
             IntFormat::Int4 => "int4",
         };
-        let kernel = |does: &str| -> Result<KernelFunction> {
-            Ok(KERNELS.function(device, &format!("{does}_{ints}_{}", suffix(dtype)))?.on(stream))
+        let kernel = |operation: &str| -> Result<KernelFunction> {
+            Ok(KERNELS.function(device, &format!("{operation}_{ints}_{}", suffix(dtype)))?.on(stream))
         };
         Ok(Self { encode: kernel("encode")?, decode: kernel("decode")?, sum: kernel("sum")? })
     }
 
-    /// Encodes the elements of each part into blocks. The part `without`, if given, is skipped, and is not included in
-    /// the number of parts.
+    /// Encodes the elements of each part into blocks. If `skipped` is given, that part is skipped, and is not
+    /// included in the number of parts.
     ///
     /// # Safety
     /// `elements` must point to the elements. `bytes`, an address that is a multiple of 4, must point to memory with
@@ -61,15 +61,15 @@ impl BlockQuantizer {
     pub unsafe fn encode(
         &self,
         parts: RankChunkLayout,
-        without: Option<usize>,
+        skipped: Option<usize>,
         elements: CUdeviceptr,
         bytes: CUdeviceptr,
     ) -> Result<()> {
         let RankChunkLayout { count, elements_apart, bytes_apart, .. } = parts;
-        let without = without.unwrap_or(usize::MAX);
+        let skipped = skipped.unwrap_or(usize::MAX);
         // SAFETY: the kernel takes a count, the bytes, a distance, the elements, a distance, and the index of a part.
         // The caller vouches for the addresses.
-        unsafe { parts.run(&self.encode, arguments![count, bytes, bytes_apart, elements, elements_apart, without]) }
+        unsafe { parts.run(&self.encode, arguments![count, bytes, bytes_apart, elements, elements_apart, skipped]) }
     }
 
     /// Decodes each part's blocks and writes the elements.
@@ -105,10 +105,10 @@ impl BlockQuantizer {
         (rank, ranks): (usize, usize),
     ) -> Result<()> {
         let (rank, ranks) = (rank as c_int, ranks as c_int);
-        let one = RankChunkLayout { number: 1, count, elements_apart: 0, bytes_apart };
+        let layout = RankChunkLayout { number: 1, count, elements_apart: 0, bytes_apart };
         // SAFETY: the kernel takes a count, the sums, the elements, the bytes, a distance, and two ints. The caller
         // vouches for the addresses.
-        unsafe { one.run(&self.sum, arguments![count, to, own, bytes, bytes_apart, rank, ranks]) }
+        unsafe { layout.run(&self.sum, arguments![count, to, own, bytes, bytes_apart, rank, ranks]) }
     }
 }
 
@@ -125,8 +125,8 @@ impl RankChunkLayout {
         if self.number == 0 || self.count == 0 {
             return Ok(());
         }
-        let of_one = over(self.count.div_ceil(BLOCK) * WARP);
-        let threads = LaunchConfig { grid_dim: (of_one.grid_dim.0, self.number as u32, 1), ..of_one };
+        let one_part = over(self.count.div_ceil(BLOCK) * WARP);
+        let threads = LaunchConfig { grid_dim: (one_part.grid_dim.0, self.number as u32, 1), ..one_part };
         // SAFETY: as the caller promises.
         unsafe { kernel.run(threads, arguments) }
     }
@@ -177,9 +177,9 @@ mod tests {
     }
 
     /// Uploads the bytes of each part, separated by bytes that no kernel may touch.
-    fn upload(device: &CudaDevice, parts: &[Vec<u8>], apart: usize) -> CudaSlice<u8> {
-        let mut all = vec![0x55u8; apart * parts.len() + 4];
-        parts.iter().enumerate().for_each(|(i, part)| all[i * apart..i * apart + part.len()].copy_from_slice(part));
+    fn upload(device: &CudaDevice, parts: &[Vec<u8>], stride: usize) -> CudaSlice<u8> {
+        let mut all = vec![0x55u8; stride * parts.len() + 4];
+        parts.iter().enumerate().for_each(|(i, part)| all[i * stride..i * stride + part.len()].copy_from_slice(part));
         device.clone_htod(&all).unwrap()
     }
 
@@ -189,33 +189,33 @@ mod tests {
         let Ok(device) = CudaDevice::new(0) else { return };
         let stream = device.cuda_stream();
         for (ints, dtype, len) in cases() {
-            let what = format!("{len} of {dtype:?} as {ints:?}");
+            let label = format!("{len} of {dtype:?} as {ints:?}");
             let coder = BlockQuantizer::new(&device, &stream, ints, dtype).unwrap();
             let values = Flat::from_f32(numbers(1, 4 * len + 3), dtype);
-            let apart = ints.encoded_len(len).next_multiple_of(4) + 8;
+            let stride = ints.encoded_len(len).next_multiple_of(4) + 8;
             let mut elements = DeviceFlat::of(&device, values.as_ref()).unwrap();
-            let mut bytes = upload(&device, &[vec![], vec![], vec![]], apart);
-            let parts = RankChunkLayout { number: 3, count: len, elements_apart: len + 1, bytes_apart: apart };
-            for without in [None, Some(0), Some(2), Some(3)] {
-                let (address, used) = elements.address_mut(&stream).unwrap();
+            let mut bytes = upload(&device, &[vec![], vec![], vec![]], stride);
+            let parts = RankChunkLayout { number: 3, count: len, elements_apart: len + 1, bytes_apart: stride };
+            for skipped_part in [None, Some(0), Some(2), Some(3)] {
+                let (address, use_guard) = elements.address_mut(&stream).unwrap();
                 // SAFETY: the addresses are those of four parts of elements and of room for the codes of three.
                 unsafe {
-                    coder.encode(parts, without, address, bytes.device_ptr_mut(&stream).0).unwrap();
+                    coder.encode(parts, skipped_part, address, bytes.device_ptr_mut(&stream).0).unwrap();
                     coder.decode(parts, bytes.device_ptr(&stream).0, address).unwrap();
                 }
-                drop(used);
-                let which = (0..4).filter(|part| Some(*part) != without).take(3);
+                drop(use_guard);
+                let encoded_parts = (0..4).filter(|part| Some(*part) != skipped_part).take(3);
                 let part = |part: usize| values.slice(part * (len + 1)..part * (len + 1) + len);
-                let on_host: Vec<_> = which.map(|i| encoded(ints, part(i))).collect();
+                let on_host: Vec<_> = encoded_parts.map(|i| encoded(ints, part(i))).collect();
                 let found = device.clone_dtoh(&bytes).unwrap();
-                let expected = device.clone_dtoh(&upload(&device, &on_host, apart)).unwrap();
-                assert!(found == expected, "{what}, without {without:?}");
-                let mut back = values.clone();
+                let expected = device.clone_dtoh(&upload(&device, &on_host, stride)).unwrap();
+                assert!(found == expected, "{label}, without {skipped_part:?}");
+                let mut expected_values = values.clone();
                 for (i, codes) in on_host.iter().enumerate() {
                     let start = i * (len + 1);
-                    back.slice_mut(start..start + len).copy_cast(decoded(ints, codes, dtype, len).as_ref());
+                    expected_values.slice_mut(start..start + len).copy_cast(decoded(ints, codes, dtype, len).as_ref());
                 }
-                assert_eq!(elements.to_host(0..4 * len + 3).unwrap().as_bytes(), back.as_bytes(), "{what}");
+                assert_eq!(elements.to_host(0..4 * len + 3).unwrap().as_bytes(), expected_values.as_bytes(), "{label}");
                 elements.replace(values.as_ref()).unwrap();
             }
         }
@@ -229,14 +229,14 @@ mod tests {
             let coder = BlockQuantizer::new(&device, &stream, ints, dtype).unwrap();
             let own = Flat::from_f32(numbers(9, len), dtype);
             let codes: Vec<_> = (0..3).map(|peer| encoded(ints, FlatRef::F32(&numbers(peer, len)))).collect();
-            let apart = ints.encoded_len(len).next_multiple_of(4);
-            let (bytes, mut values) = (upload(&device, &codes, apart), DeviceFlat::of(&device, own.as_ref()).unwrap());
-            let (address, used) = values.address_mut(&stream).unwrap();
+            let stride = ints.encoded_len(len).next_multiple_of(4);
+            let (bytes, mut values) = (upload(&device, &codes, stride), DeviceFlat::of(&device, own.as_ref()).unwrap());
+            let (address, use_guard) = values.address_mut(&stream).unwrap();
             // SAFETY: the addresses are those of the elements and of the codes of as many elements of three peers.
             unsafe {
-                coder.sum(len, (address, address), (bytes.device_ptr(&stream).0, apart), (rank, 4)).unwrap();
+                coder.sum(len, (address, address), (bytes.device_ptr(&stream).0, stride), (rank, 4)).unwrap();
             }
-            drop(used);
+            drop(use_guard);
             let mut sum = vec![0f32; len];
             let mut part = vec![0f32; len];
             for r in 0..4 {
@@ -247,8 +247,8 @@ mod tests {
                 sum.iter_mut().zip(&part).for_each(|(sum, x)| *sum = if r == 0 { *x } else { *sum + x });
             }
             let found = values.to_host(0..len).unwrap();
-            let what = format!("rank {rank}, {len} of {dtype:?} as {ints:?}");
-            assert_eq!(found.as_bytes(), Flat::from_f32(sum, dtype).as_bytes(), "{what}");
+            let label = format!("rank {rank}, {len} of {dtype:?} as {ints:?}");
+            assert_eq!(found.as_bytes(), Flat::from_f32(sum, dtype).as_bytes(), "{label}");
         }
     }
 
@@ -263,30 +263,30 @@ mod tests {
             .flat_map(|bad| [0, BLOCK + 77, len - 1].map(|at| (bad, at)))
             .flat_map(|(bad, at)| cases().filter(|case| case.2 == 1).map(move |case| (bad, at, case)))
         {
-            let what = format!("{bad} at {at}, {dtype:?} as {ints:?}");
+            let label = format!("{bad} at {at}, {dtype:?} as {ints:?}");
             let coder = BlockQuantizer::new(&device, &stream, ints, dtype).unwrap();
             let mut values = numbers(3, len);
             values[at] = bad;
             let values = Flat::from_f32(values, dtype);
-            let apart = ints.encoded_len(len).next_multiple_of(4);
-            let parts = RankChunkLayout { number: 1, count: len, elements_apart: 0, bytes_apart: apart };
+            let stride = ints.encoded_len(len).next_multiple_of(4);
+            let parts = RankChunkLayout { number: 1, count: len, elements_apart: 0, bytes_apart: stride };
             let mut elements = DeviceFlat::of(&device, values.as_ref()).unwrap();
-            let mut bytes = upload(&device, &[vec![]], apart);
-            let (address, used) = elements.address_mut(&stream).unwrap();
+            let mut bytes = upload(&device, &[vec![]], stride);
+            let (address, use_guard) = elements.address_mut(&stream).unwrap();
             // SAFETY: the addresses are those of the elements and of room for their codes.
             unsafe {
                 coder.encode(parts, None, address, bytes.device_ptr_mut(&stream).0).unwrap();
                 coder.decode(parts, bytes.device_ptr(&stream).0, address).unwrap();
             }
-            drop(used);
+            drop(use_guard);
             let on_host = encoded(ints, values.as_ref());
-            assert_eq!(device.clone_dtoh(&bytes).unwrap()[..on_host.len()], on_host, "{what}");
-            let back = elements.to_host(0..len).unwrap();
+            assert_eq!(device.clone_dtoh(&bytes).unwrap()[..on_host.len()], on_host, "{label}");
+            let actual = elements.to_host(0..len).unwrap();
             let expected = decoded(ints, &on_host, dtype, len);
             for i in 0..len {
-                let (x, y) = (back.as_ref().get(i), expected.as_ref().get(i));
-                assert!(x.to_bits() == y.to_bits() || x.is_nan() && y.is_nan(), "{what}: element {i} is {x}, not {y}");
-                assert_eq!(x.is_finite(), i / BLOCK != at / BLOCK, "{what}: element {i}");
+                let (x, y) = (actual.as_ref().get(i), expected.as_ref().get(i));
+                assert!(x.to_bits() == y.to_bits() || x.is_nan() && y.is_nan(), "{label}: element {i} is {x}, not {y}");
+                assert_eq!(x.is_finite(), i / BLOCK != at / BLOCK, "{label}: element {i}");
             }
         }
     }

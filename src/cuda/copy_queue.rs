@@ -58,7 +58,7 @@ struct CopyJob {
     request: CopyRequest,
     /// An event after the preceding work on Candle's stream.
     after: CudaEvent,
-    carried: CarriedContext,
+    timeline_context: CarriedContext,
     done: Sender<Result<CompletedCopy>>,
 }
 
@@ -75,12 +75,12 @@ impl<T> PendingCopy<T> {
     /// # Errors
     /// Returns an error if the driver reports one.
     pub fn wait(self) -> Result<T> {
-        let copied = self.done.recv().map_err(|_| ended())??;
-        (self.take)(copied).ok_or_else(ended)
+        let copied = self.done.recv().map_err(|_| thread_ended())??;
+        (self.take)(copied).ok_or_else(thread_ended)
     }
 }
 
-fn ended() -> Error {
+fn thread_ended() -> Error {
     Error::Msg("the thread that copies between the GPU and the host has ended".into())
 }
 
@@ -98,19 +98,20 @@ impl CopyQueue {
             .map(|_| StagingBuffer::new(&context, bytes / STAGING_BUFFERS, pinned))
             .collect::<Result<Vec<_>>>()?;
         let mut copier = CopyThread { stream: context.new_stream().w()?, staging_buffers };
-        let (jobs, todo) = channel::<CopyJob>();
+        let (jobs, receiver) = channel::<CopyJob>();
         let thread = std::thread::Builder::new().name("gpu-copies".into()).spawn(move || {
             // The context is needed even if nothing is copied, because this thread releases the page-locked memory.
             // Each copy binds it again and reports any error.
             let _ = context.bind_to_thread();
-            for CopyJob { request, after, carried, done } in todo {
-                let _here = carried.enter(lane);
+            for CopyJob { request, after, timeline_context, done } in receiver {
+                let _here = timeline_context.enter(lane);
                 // If the copy was abandoned, no one waits for its result.
-                let _ = done.send(copier.carry(request, &after));
+                let _ = done.send(copier.execute(request, &after));
             }
         });
-        let failed = |error| Error::Msg(format!("cannot start the thread that copies between GPU and host: {error}"));
-        let thread = thread.map_err(failed)?;
+        let start_error =
+            |error| Error::Msg(format!("cannot start the thread that copies between GPU and host: {error}"));
+        let thread = thread.map_err(start_error)?;
         Ok(Self { jobs: Some(jobs), thread: Some(thread) })
     }
 
@@ -152,9 +153,9 @@ impl CopyQueue {
     ) -> Result<PendingCopy<T>> {
         let after = device.cuda_stream().record_event(BLOCKING_SYNC).w()?;
         let (done, receiver) = channel();
-        let job = CopyJob { request, after, carried: timeline::carry(), done };
+        let job = CopyJob { request, after, timeline_context: timeline::carry(), done };
         let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
-        if sent { Ok(PendingCopy { done: receiver, take }) } else { Err(ended()) }
+        if sent { Ok(PendingCopy { done: receiver, take }) } else { Err(thread_ended()) }
     }
 }
 
@@ -175,7 +176,7 @@ struct CopyThread {
 
 impl CopyThread {
     /// Executes a copy to completion once Candle's stream has reached `after`.
-    fn carry(&mut self, request: CopyRequest, after: &CudaEvent) -> Result<CompletedCopy> {
+    fn execute(&mut self, request: CopyRequest, after: &CudaEvent) -> Result<CompletedCopy> {
         self.stream.wait(after).w()?;
         if timeline::is_recording() {
             // The span starts when the copy does.
@@ -201,25 +202,26 @@ impl CopyThread {
         let Self { stream, staging_buffers } = self;
         let _span = timeline::span(EventCategory::Copy, "to the host").with("bytes", to.len() as u64);
         let (address, _used) = from.address_mut(stream)?;
-        let mut under_way: [Option<(CudaEvent, Range<usize>)>; STAGING_BUFFERS] = [const { None }; STAGING_BUFFERS];
+        let mut in_flight: [Option<(CudaEvent, Range<usize>)>; STAGING_BUFFERS] = [const { None }; STAGING_BUFFERS];
         // The last steps, which have no piece, only empty the staging buffers.
         let steps =
             pieces(to.len(), staging_buffers[0].len()).map(Some).chain(std::iter::repeat_n(None, STAGING_BUFFERS));
         for (number, piece) in steps.enumerate() {
-            let (staging, under_way) =
-                (&mut staging_buffers[number % STAGING_BUFFERS], &mut under_way[number % STAGING_BUFFERS]);
-            if let Some((done, before)) = under_way.take() {
+            let (staging, in_flight) =
+                (&mut staging_buffers[number % STAGING_BUFFERS], &mut in_flight[number % STAGING_BUFFERS]);
+            if let Some((done, previous)) = in_flight.take() {
                 done.synchronize().w()?;
-                let len = before.len();
-                to[before].copy_from_slice(&staging.bytes()?[..len]);
+                let len = previous.len();
+                to[previous].copy_from_slice(&staging.bytes()?[..len]);
             }
             let Some(piece) = piece else { continue };
             let bytes = &mut staging.bytes_mut()?[..piece.len()];
             // SAFETY: the buffer, which the copy owns, contains all bytes of the piece, and nothing else uses the
-            // staging buffer until the event after this copy, or the stream at the end of `carry`, has been waited for.
+            // staging buffer until the event after this copy, or the stream at the end of `execute`, has been waited
+            // for.
             unsafe { driver::memcpy_dtoh_async(bytes, address + piece.start as CUdeviceptr, stream.cu_stream()) }
                 .w()?;
-            *under_way = Some((stream.record_event(BLOCKING_SYNC).w()?, piece));
+            *in_flight = Some((stream.record_event(BLOCKING_SYNC).w()?, piece));
         }
         Ok(())
     }
@@ -228,19 +230,19 @@ impl CopyThread {
         let Self { stream, staging_buffers } = self;
         let _span = timeline::span(EventCategory::Copy, "to the GPU").with("bytes", from.len() as u64);
         let (address, _used) = to.address_mut(stream)?;
-        let mut under_way: [Option<CudaEvent>; STAGING_BUFFERS] = [const { None }; STAGING_BUFFERS];
+        let mut in_flight: [Option<CudaEvent>; STAGING_BUFFERS] = [const { None }; STAGING_BUFFERS];
         for (number, piece) in pieces(from.len(), staging_buffers[0].len()).enumerate() {
-            let (staging, under_way) =
-                (&mut staging_buffers[number % STAGING_BUFFERS], &mut under_way[number % STAGING_BUFFERS]);
-            if let Some(before) = under_way.take() {
-                before.synchronize().w()?;
+            let (staging, in_flight) =
+                (&mut staging_buffers[number % STAGING_BUFFERS], &mut in_flight[number % STAGING_BUFFERS]);
+            if let Some(previous) = in_flight.take() {
+                previous.synchronize().w()?;
             }
             let bytes = &mut staging.bytes_mut()?[..piece.len()];
             bytes.copy_from_slice(&from[piece.clone()]);
             // SAFETY: same as in `down`.
             unsafe { driver::memcpy_htod_async(address + piece.start as CUdeviceptr, bytes, stream.cu_stream()) }
                 .w()?;
-            *under_way = Some(stream.record_event(BLOCKING_SYNC).w()?);
+            *in_flight = Some(stream.record_event(BLOCKING_SYNC).w()?);
         }
         Ok(())
     }
@@ -258,7 +260,7 @@ impl StagingBuffer {
             return Ok(Self::Ordinary(vec![0; bytes]));
         }
         // The driver's error text would claim that the GPU is out of memory.
-        let refused = |error: DriverError| {
+        let lock_error = |error: DriverError| {
             Error::Msg(format!(
                 "the system cannot lock {bytes} bytes of memory for copies between the GPU and the host (CUDA error \
                  {}); free host memory, raise the container's limit, or set \"pin_memory\": false in \
@@ -268,7 +270,7 @@ impl StagingBuffer {
         };
         // SAFETY: bytes are valid whatever their values, and each is written before it is read. Memory that the
         // processor reads must not be write-combined.
-        Ok(Self::Pinned(unsafe { context.alloc_pinned_with_flags(bytes, 0) }.map_err(refused)?))
+        Ok(Self::Pinned(unsafe { context.alloc_pinned_with_flags(bytes, 0) }.map_err(lock_error)?))
     }
 
     fn len(&self) -> usize {
@@ -317,13 +319,14 @@ mod tests {
                 [0, 1, 1000, staging - 1, staging, staging + 1, 2 * staging, 2 * staging + 1, 5 * staging + 7];
             let all: Vec<Flat> = lengths.map(|len| numbers(DType::F32, len)).into_iter().collect();
             // All copies are in progress before the first is waited for.
-            let moving: Vec<_> = all.iter().map(|flat| up.up(&device, flat.clone(), flat.len() + 5).unwrap()).collect();
-            let there: Vec<_> = moving.into_iter().map(|moving| moving.wait().unwrap()).collect();
-            assert!(there.iter().zip(&all).all(|(there, flat)| there.capacity_in_bytes() == 4 * (flat.len() + 5)));
-            let back: Vec<_> = there.into_iter().map(|flat| down.down(flat).unwrap()).collect();
-            for (back, flat) in back.into_iter().zip(&all) {
+            let uploads: Vec<_> =
+                all.iter().map(|flat| up.up(&device, flat.clone(), flat.len() + 5).unwrap()).collect();
+            let on_device: Vec<_> = uploads.into_iter().map(|upload| upload.wait().unwrap()).collect();
+            assert!(on_device.iter().zip(&all).all(|(copy, flat)| copy.capacity_in_bytes() == 4 * (flat.len() + 5)));
+            let downloads: Vec<_> = on_device.into_iter().map(|flat| down.down(flat).unwrap()).collect();
+            for (download, flat) in downloads.into_iter().zip(&all) {
                 let elements = crate::util::counted(flat.len(), "element");
-                assert!(back.wait().unwrap() == *flat, "{elements}, pinned: {pinned}");
+                assert!(download.wait().unwrap() == *flat, "{elements}, pinned: {pinned}");
             }
         }
     }
@@ -344,10 +347,10 @@ mod tests {
     #[test]
     fn memory_that_the_system_does_not_lock_is_an_error_that_says_what_to_do() {
         let Ok(device) = CudaDevice::new(0) else { return };
-        let refused = CopyQueue::new(&device, 1 << 60, true, TimelineLane::Gradients).err().unwrap().to_string();
-        assert!(refused.contains("host memory") && refused.contains("pin_memory"), "{refused}");
+        let message = CopyQueue::new(&device, 1 << 60, true, TimelineLane::Gradients).err().unwrap().to_string();
+        assert!(message.contains("host memory") && message.contains("pin_memory"), "{message}");
         // Otherwise the error would claim that the GPU is out of memory.
-        assert!(!refused.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{refused}");
+        assert!(!message.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{message}");
     }
 
     #[test]

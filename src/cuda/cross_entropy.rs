@@ -75,22 +75,22 @@ fn kernel(device: &CudaDevice, name: &str, dtype: DType) -> Result<KernelFunctio
 /// Writes the rows' losses times `sign` to `losses`, starting at the first row's position.
 pub(crate) fn losses(
     device: &CudaDevice,
-    of: &CrossEntropyArguments<'_>,
+    args: &CrossEntropyArguments<'_>,
     logits: &DeviceFlatRef<'_>,
     sign: f32,
     losses: &mut CudaSlice<f32>,
 ) -> Result<()> {
-    of.check(logits.len())?;
-    if of.rows == 0 {
+    args.check(logits.len())?;
+    if args.rows == 0 {
         return Ok(());
     }
-    let range = of.first..of.first + of.rows;
-    let (Some(targets), Some(losses)) = (of.targets.0.try_slice(range.clone()), losses.try_slice_mut(range)) else {
+    let range = args.first..args.first + args.rows;
+    let (Some(targets), Some(losses)) = (args.targets.0.try_slice(range.clone()), losses.try_slice_mut(range)) else {
         bail!("cross_entropy: the buffer for losses is shorter than the number of rows")
     };
-    let arguments = arguments![of.classes, logits, targets, of.cap(), sign, DeviceFlatMut::F32(losses)];
+    let arguments = arguments![args.classes, logits, targets, args.cap(), sign, DeviceFlatMut::F32(losses)];
     // SAFETY: the kernel takes a block, a target and a loss for each row of logits.
-    unsafe { kernel(device, "losses", logits.dtype())?.run(of.launch(), arguments) }
+    unsafe { kernel(device, "losses", logits.dtype())?.run(args.launch(), arguments) }
 }
 
 /// The factor of the rows' gradients: scales / divisor.
@@ -106,22 +106,22 @@ pub(crate) enum LossGradientScale<'a> {
 /// `logits`, `d` must contain the logits, which the gradients replace.
 pub(crate) fn gradients(
     device: &CudaDevice,
-    of: &CrossEntropyArguments<'_>,
+    args: &CrossEntropyArguments<'_>,
     logits: Option<&DeviceFlatRef<'_>>,
     scale: &LossGradientScale<'_>,
     d: DeviceFlatMut<'_>,
     losses: Option<&mut CudaSlice<f32>>,
 ) -> Result<()> {
-    of.check(d.len())?;
+    args.check(d.len())?;
     let fits = |logits: &DeviceFlatRef<'_>| (logits.len(), logits.dtype()) == (d.len(), d.dtype());
     if !logits.is_none_or(fits) {
         let elements = counted(d.len(), "element");
         bail!("cross_entropy: the gradient has {elements} of {:?}, unlike the logits", d.dtype())
     }
-    if of.rows == 0 {
+    if args.rows == 0 {
         return Ok(());
     }
-    let range = of.first..of.first + of.rows;
+    let range = args.first..args.first + args.rows;
     let (scales, stride, divisor) = match scale {
         LossGradientScale::One => (None, 0usize, 1.0),
         LossGradientScale::All(scale, divisor) => (Some(scale.part(0..1)?), 0, *divisor),
@@ -130,7 +130,7 @@ pub(crate) fn gradients(
     if scales.as_ref().is_some_and(|scales| scales.dtype() != DType::F32) {
         bail!("cross_entropy: the gradient of a loss must be f32")
     }
-    let Some(targets) = of.targets.0.try_slice(range.clone()) else { bail!("cross_entropy: targets are missing") };
+    let Some(targets) = args.targets.0.try_slice(range.clone()) else { bail!("cross_entropy: targets are missing") };
     let losses = match losses {
         None => None,
         Some(losses) => match losses.try_slice_mut(range) {
@@ -138,8 +138,8 @@ pub(crate) fn gradients(
             None => bail!("cross_entropy: losses are missing"),
         },
     };
-    let (kernel, launch) = (kernel(device, "gradient", d.dtype())?, of.launch());
-    let arguments = arguments![of.classes, logits, targets, of.cap(), scales.as_ref(), stride, divisor, d, losses];
+    let (kernel, launch) = (kernel(device, "gradient", d.dtype())?, args.launch());
+    let arguments = arguments![args.classes, logits, targets, args.cap(), scales.as_ref(), stride, divisor, d, losses];
     // SAFETY: the kernel takes a block, a target, a loss and a scale for each row of logits.
     unsafe { kernel.run(launch, arguments) }
 }

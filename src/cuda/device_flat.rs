@@ -46,8 +46,8 @@ impl DeviceFlat {
         Ok(flat)
     }
 
-    /// Creates a buffer of `values` times `factor` as `dtype`, padded with zeros to `padded` elements. The product is
-    /// computed in f32 and rounded once.
+    /// Creates a buffer of `values` times `factor` as `dtype`, padded with zeros to `padded_len` elements. The product
+    /// is computed in f32 and rounded once.
     ///
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity).
@@ -56,12 +56,12 @@ impl DeviceFlat {
         dtype: DType,
         values: &DeviceFlatRef<'_>,
         factor: f32,
-        padded: usize,
+        padded_len: usize,
     ) -> Result<Self> {
-        let mut flat = Self::with_capacity(device, dtype, padded)?;
-        let own = flat.grown_by(values.len())?;
-        flat.copy_scaled(own, values, factor)?;
-        flat.extend_zeros(padded - values.len())?;
+        let mut flat = Self::with_capacity(device, dtype, padded_len)?;
+        let range = flat.grow_by(values.len())?;
+        flat.copy_scaled(range, values, factor)?;
+        flat.extend_zeros(padded_len - values.len())?;
         Ok(flat)
     }
 
@@ -153,9 +153,9 @@ impl DeviceFlat {
     }
 
     fn move_into(&mut self, capacity: usize) -> Result<()> {
-        let mut moved = Self::with_capacity(self.device(), self.dtype(), capacity)?;
-        moved.extend_from(self, 0..self.len)?;
-        *self = moved;
+        let mut resized = Self::with_capacity(self.device(), self.dtype(), capacity)?;
+        resized.extend_from(self, 0..self.len)?;
+        *self = resized;
         Ok(())
     }
 
@@ -169,7 +169,7 @@ impl DeviceFlat {
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity).
     pub fn extend_zeros(&mut self, count: usize) -> Result<()> {
-        let range = self.grown_by(count)?;
+        let range = self.grow_by(count)?;
         let device = self.device().clone();
         self.part_mut(range)?.fill_zero(&device)
     }
@@ -187,7 +187,7 @@ impl DeviceFlat {
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity).
     pub fn extend(&mut self, values: &DeviceFlatRef<'_>) -> Result<()> {
-        let to = self.grown_by(values.len())?;
+        let to = self.grow_by(values.len())?;
         self.copy_scaled(to, values, 1.0)
     }
 
@@ -196,12 +196,12 @@ impl DeviceFlat {
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity).
     pub fn extend_from_host(&mut self, values: FlatRef<'_>) -> Result<()> {
-        let to = self.grown_by(values.len())?;
+        let to = self.grow_by(values.len())?;
         self.write(to, values)
     }
 
     /// Adds `count` elements with arbitrary contents.
-    fn grown_by(&mut self, count: usize) -> Result<Range<usize>> {
+    fn grow_by(&mut self, count: usize) -> Result<Range<usize>> {
         let start = self.len;
         self.resize(start + count)?;
         Ok(start..self.len)
@@ -309,8 +309,8 @@ mod tests {
     use candle_core::{Device, Storage, Tensor};
 
     fn numbers() -> Vec<f32> {
-        let odd = [0.0, -0.0, 1e-40, 65520.0, f32::INFINITY, f32::MIN_POSITIVE, 1.003_906_3, 1.011_718_8];
-        (0..1000).map(|i| (i as f32 - 400.0) * 0.37).chain(odd).collect()
+        let special = [0.0, -0.0, 1e-40, 65520.0, f32::INFINITY, f32::MIN_POSITIVE, 1.003_906_3, 1.011_718_8];
+        (0..1000).map(|i| (i as f32 - 400.0) * 0.37).chain(special).collect()
     }
 
     #[test]

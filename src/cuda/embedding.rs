@@ -18,7 +18,7 @@ const COLUMNS_PER_THREAD: usize = 8;
 pub(crate) const NO_ROW: u32 = u32::MAX;
 
 /// Copies words to a device.
-fn on_device(device: &CudaDevice, words: &[u32]) -> Result<CudaSlice<u32>> {
+fn upload(device: &CudaDevice, words: &[u32]) -> Result<CudaSlice<u32>> {
     // Some drivers do not allocate zero bytes.
     if words.is_empty() { device.alloc_zeros(1) } else { device.clone_htod(words) }
 }
@@ -40,7 +40,7 @@ pub(crate) fn look_up(
             return Ok(());
         }
         let name = format!("look_up_{}_{}", suffix(dtype), suffix(table.dtype()));
-        let (function, ids) = (KERNELS.function(device, &name)?, on_device(device, ids)?);
+        let (function, ids) = (KERNELS.function(device, &name)?, upload(device, ids)?);
         // SAFETY: the kernel takes ids of rows that the table has, of this width, and a result of `count` elements.
         unsafe { function.run(over(count), arguments![count, width, &ids, table, y]) }
     })
@@ -63,10 +63,10 @@ impl EmbeddingRowUses {
         let mut order: Vec<(u32, u32)> = ids.iter().copied().zip(0..).filter(|(id, _)| Some(*id) != padding).collect();
         order.sort_unstable();
         let mut uses = Self { ids: Vec::new(), starts: Vec::new(), positions: Vec::new(), count: ids.len() };
-        for same in order.chunk_by(|a, b| a.0 == b.0) {
-            uses.ids.push(same[0].0);
+        for group in order.chunk_by(|a, b| a.0 == b.0) {
+            uses.ids.push(group[0].0);
             uses.starts.push(uses.positions.len() as u32);
-            uses.positions.extend(same.iter().map(|(_, position)| *position));
+            uses.positions.extend(group.iter().map(|(_, position)| *position));
         }
         uses.starts.push(uses.positions.len() as u32);
         uses
@@ -105,7 +105,7 @@ pub(crate) fn add_rows(
         block_dim: (THREADS.min(width.div_ceil(COLUMNS_PER_THREAD).next_multiple_of(32)) as u32, 1, 1),
         shared_mem_bytes: 0,
     };
-    let [ids, starts, positions] = [&uses.ids, &uses.starts, &uses.positions].map(|words| on_device(device, words));
+    let [ids, starts, positions] = [&uses.ids, &uses.starts, &uses.positions].map(|words| upload(device, words));
     let (ids, starts, positions) = (ids?, starts?, positions?);
     // SAFETY: the kernel takes any number of blocks for each used row, rows of dy that exist, and a gradient that
     // contains all used rows.

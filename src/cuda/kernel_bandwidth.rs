@@ -37,20 +37,20 @@ const CLASSES: usize = 1 << 15;
 struct KernelBench {
     device: CudaDevice,
     elements: usize,
-    is_judged: bool,
+    checks_minimum: bool,
     /// The reference in bytes per second.
     copy: f64,
-    slow: Vec<String>,
+    slow_kernels: Vec<String>,
 }
 
 impl KernelBench {
     /// Returns the seconds that one `run` takes on the GPU.
     fn seconds(&self, mut run: impl FnMut()) -> f64 {
-        let (before, times) = if self.is_judged { (3, 20) } else { (1, 1) };
+        let (warm_up, times) = if self.checks_minimum { (3, 20) } else { (1, 1) };
         let stream = self.device.cuda_stream();
         let event = || stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).unwrap();
         // No wait separates the runs, so the memory of earlier results stays available for later ones.
-        (0..before).for_each(|_| run());
+        (0..warm_up).for_each(|_| run());
         let begin = event();
         (0..times).for_each(|_| run());
         let end = event();
@@ -60,8 +60,8 @@ impl KernelBench {
     /// Measures `run`, which moves `bytes`, and prints a row.
     fn row(&mut self, name: &str, bytes: usize, floor: f64, run: impl FnMut()) {
         let bandwidth = bytes as f64 / self.seconds(run);
-        let part = bandwidth / self.copy;
-        let verdict = match (self.is_judged, part >= floor) {
+        let share = bandwidth / self.copy;
+        let verdict = match (self.checks_minimum, share >= floor) {
             (false, _) => "-   ",
             (true, true) => "PASS",
             (true, false) => "FAIL",
@@ -69,11 +69,11 @@ impl KernelBench {
         println!(
             "{verdict}  {name}: {:.0} GB/s, {:.0} % of a copy (at least {:.0} %)",
             bandwidth / 1e9,
-            part * 100.0,
+            share * 100.0,
             floor * 100.0
         );
         if verdict == "FAIL" {
-            self.slow.push(name.into());
+            self.slow_kernels.push(name.into());
         }
     }
 
@@ -167,8 +167,8 @@ fn norms(bench: &mut KernelBench) {
     let (x, dy, weight, bias) = (&all(&x), &all(&dy), &all(&weight), &all(&bias));
     let layer_norm = || norm::layer_norm(&device, x, [weight, bias], 1e-5).unwrap();
     let rms_norm = || norm::rms_norm(&device, [x, weight], 0.0, 1e-5).unwrap();
-    let ways: [(&str, &Forward<'_>); 2] = [("layer norm", &layer_norm), ("RMS norm", &rms_norm)];
-    for (name, forward) in ways {
+    let norm_kinds: [(&str, &Forward<'_>); 2] = [("layer norm", &layer_norm), ("RMS norm", &rms_norm)];
+    for (name, forward) in norm_kinds {
         let (_, statistics) = forward();
         bench.row(&format!("{name}, forward"), 4 * n, MIN_SUMMING_SHARE, || drop(forward()));
         bench.row(&format!("{name}, gradient of the input"), 6 * n, MIN_SUMMING_SHARE, || {
@@ -243,28 +243,29 @@ fn tables(bench: &mut KernelBench) {
 
     let classes = n.min(CLASSES);
     let targets = DeviceTargets::new(&device, &vec![1; n / classes], classes).unwrap();
-    let of = CrossEntropyArguments { classes, targets: &targets, first: 0, rows: n / classes, cap: None };
-    let mut losses: CudaSlice<f32> = device.alloc_zeros(of.rows).unwrap();
+    let args = CrossEntropyArguments { classes, targets: &targets, first: 0, rows: n / classes, cap: None };
+    let mut losses: CudaSlice<f32> = device.alloc_zeros(args.rows).unwrap();
     bench.row("cross entropy, losses", 2 * n, MIN_SUMMING_SHARE, || {
-        cross_entropy::losses(&device, &of, table, 1.0, &mut losses).unwrap();
+        cross_entropy::losses(&device, &args, table, 1.0, &mut losses).unwrap();
     });
     bench.row("cross entropy, gradients", 4 * n, MIN_SUMMING_SHARE, || {
-        cross_entropy::gradients(&device, &of, Some(table), &LossGradientScale::One, all_mut(&mut grad), None).unwrap();
+        cross_entropy::gradients(&device, &args, Some(table), &LossGradientScale::One, all_mut(&mut grad), None)
+            .unwrap();
     });
 }
 
 /// Measures 16-bit attention in which each query sees the positions up to its own.
 fn attentions(bench: &KernelBench) {
     let device = &bench.device;
-    let (batch, time, heads) = if bench.is_judged { (8, 2048, 16) } else { (1, 64, 2) };
-    let side = if bench.is_judged { 8192 } else { 64 };
+    let (batch, time, heads) = if bench.checks_minimum { (8, 2048, 16) } else { (1, 64, 2) };
+    let side = if bench.checks_minimum { 8192 } else { 64 };
     let square = Tensor::randn(0f32, 1.0, (side, side), &Device::Cuda(device.clone())).unwrap();
     let square = square.to_dtype(DType::BF16).unwrap();
-    let of_products = 2.0 * (side as f64).powi(3) / bench.seconds(|| drop(square.matmul(&square).unwrap())) / 1e12;
-    println!("      cuBLAS's product of {side} x {side}, bf16: {of_products:.1} TFLOPS");
+    let matmul_tflops = 2.0 * (side as f64).powi(3) / bench.seconds(|| drop(square.matmul(&square).unwrap())) / 1e12;
+    println!("      cuBLAS's product of {side} x {side}, bf16: {matmul_tflops:.1} TFLOPS");
     let show = |name: String, operations: f64, seconds: f64| {
         let speed = operations / seconds / 1e12;
-        println!("-     {name}: {speed:.1} TFLOPS, {:.0} % of a product's speed", 100.0 * speed / of_products);
+        println!("-     {name}: {speed:.1} TFLOPS, {:.0} % of a product's speed", 100.0 * speed / matmul_tflops);
     };
     for head in [64, 128] {
         let h = AttentionShape { batch, time, heads, kv_heads: heads, head };
@@ -295,10 +296,11 @@ fn kernels_reach_a_part_of_the_memorys_bandwidth() {
         println!("skipped: the CUDA driver finds no device");
         return;
     };
-    let few = std::env::var("CANDLE_ZERO_TEST_ELEMENTS").ok().map(|few| few.parse::<usize>().unwrap());
-    let elements = few.unwrap_or(ELEMENTS);
+    let requested = std::env::var("CANDLE_ZERO_TEST_ELEMENTS").ok().map(|n| n.parse::<usize>().unwrap());
+    let elements = requested.unwrap_or(ELEMENTS);
     assert!(elements.is_power_of_two() && elements >= 2 * WIDTH, "{elements} elements");
-    let mut bench = KernelBench { device, elements, is_judged: few.is_none(), copy: 0.0, slow: Vec::new() };
+    let mut bench =
+        KernelBench { device, elements, checks_minimum: requested.is_none(), copy: 0.0, slow_kernels: Vec::new() };
     {
         let stream = bench.device.cuda_stream();
         let from: CudaSlice<f32> = stream.alloc_zeros(elements).unwrap();
@@ -312,5 +314,5 @@ fn kernels_reach_a_part_of_the_memorys_bandwidth() {
     activations(&mut bench);
     tables(&mut bench);
     attentions(&bench);
-    assert!(bench.slow.is_empty(), "too slow: {}", bench.slow.join("; "));
+    assert!(bench.slow_kernels.is_empty(), "too slow: {}", bench.slow_kernels.join("; "));
 }

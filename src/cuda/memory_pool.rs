@@ -9,7 +9,7 @@ use candle_core::{CudaDevice, Result};
 use std::ffi::c_void;
 
 /// Returns the pool of a device, or `None` if its driver does not support pools.
-fn of(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>> {
+fn pool_of(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>> {
     let stream = device.cuda_stream();
     let context = stream.context();
     if !context.has_async_alloc() {
@@ -24,10 +24,11 @@ fn of(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>> {
 /// # Errors
 /// Returns an error if the driver reports one.
 pub(crate) fn keep(device: &CudaDevice) -> Result<()> {
-    let Some(pool) = of(device)? else { return Ok(()) };
+    let Some(pool) = pool_of(device)? else { return Ok(()) };
     let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
     let mut bytes = u64::MAX;
-    // SAFETY: the pool is the device's own, which always exists; the attribute is a 64-bit number, which is copied.
+    // SAFETY: the pool is the device's current pool, which always exists; the attribute is a 64-bit number, which is
+    // copied.
     unsafe { result::mem_pool::set_attribute(pool, threshold, (&raw mut bytes).cast::<c_void>()) }.w()
 }
 
@@ -36,7 +37,7 @@ pub(crate) fn keep(device: &CudaDevice) -> Result<()> {
 /// # Errors
 /// Returns an error if the driver reports one.
 pub(crate) fn trim(device: &CudaDevice) -> Result<()> {
-    let Some(pool) = of(device)? else { return Ok(()) };
+    let Some(pool) = pool_of(device)? else { return Ok(()) };
     device.cuda_stream().context().synchronize().w()?;
     // SAFETY: same as above; memory in use is not affected.
     unsafe { result::mem_pool::trim_to(pool, 0) }.w()

@@ -26,7 +26,7 @@
 //! small.
 //!
 //! Elements that are transferred as integers (ZeRO++) are encoded and decoded by kernels, and NCCL transfers the bytes.
-//! These collectives also have the same bits as those through host memory, and need no memory except the room for
+//! These collectives also have the same bits as those through host memory, and need no memory except a buffer for
 //! pieces of codes.
 //!
 //! If a peer dies, the collectives of the other ranks do not end. If ranks on one host communicate through shared
@@ -125,12 +125,12 @@ impl NcclComm {
     fn join_within(
         library: &NcclLibrary,
         device: &CudaDevice,
-        place: (usize, usize),
+        rank_and_size: (usize, usize),
         id: [u8; 128],
         watch: WaitAbortConditions,
         limits: NcclBufferLimits,
     ) -> Result<Self> {
-        Ok(Self(Arc::new(NcclMember::join(library, device, place, id, watch, limits)?)))
+        Ok(Self(Arc::new(NcclMember::join(library, device, rank_and_size, id, watch, limits)?)))
     }
 
     /// Returns this rank, counted from 0.
@@ -150,16 +150,16 @@ impl NcclComm {
     /// Returns an error if the communicator has failed, now or before, or if there is not enough memory.
     pub fn all_gather(&self, codes: Option<IntFormat>, mut shard: DeviceFlat) -> Result<PendingNcclCollective> {
         let (count, dtype) = (shard.len(), shard.dtype());
-        self.counted_on(shard.resize(count * self.size()))?;
-        let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
-        self.launch("an all-gather", shard, count * self.size(), |launch, whole| {
+        self.fail_on_error(shard.resize(count * self.size()))?;
+        let own_offset = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
+        self.launch("an all-gather", shard, count * self.size(), |launch, output| {
             // SAFETY: the elements of every rank fit in the buffer, which belongs to this launch. This rank's elements
             // are first copied to their place.
             unsafe {
-                launch.copy(whole, whole + own, count * dtype.size_in_bytes())?;
+                launch.copy(output, output + own_offset, count * dtype.size_in_bytes())?;
                 match codes {
-                    None => launch.all_gather(whole + own, whole, count, data_type(dtype)),
-                    Some(ints) => self.gather_coded(launch, (ints, dtype), count, whole),
+                    None => launch.all_gather(output + own_offset, output, count, data_type(dtype)),
+                    Some(ints) => self.gather_coded(launch, (ints, dtype), count, output),
                 }
             }
         })
@@ -178,15 +178,15 @@ impl NcclComm {
             self.size()
         );
         let (count, dtype) = (input.len() / self.size(), input.dtype());
-        let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
+        let own_offset = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
         let op = "a reduce-scatter";
         self.launch(op, input, count, |launch, input| {
             // SAFETY: the elements for every rank are in the buffer, which belongs to this launch.
             unsafe {
                 match sums {
                     NcclSumMode::Fast => {
-                        launch.reduce_scatter(input, input + own, count, data_type(dtype))?;
-                        launch.copy(input + own, input, count * dtype.size_in_bytes())
+                        launch.reduce_scatter(input, input + own_offset, count, data_type(dtype))?;
+                        launch.copy(input + own_offset, input, count * dtype.size_in_bytes())
                     }
                     NcclSumMode::Exact => self.add_exactly((launch, op), dtype, count, (input, input), |r| r * count),
                     NcclSumMode::Coded(ints) => self.add_coded((launch, op), (ints, dtype), count, (input, input)),
@@ -204,7 +204,7 @@ impl NcclComm {
         let chunk = len.div_ceil(self.size());
         if let NcclSumMode::Coded(_) = sums {
             // The chunks are the same as on the host, and blocks are counted from their starts.
-            self.counted_on(values.extend_zeros(chunk * self.size() - len))?;
+            self.fail_on_error(values.extend_zeros(chunk * self.size() - len))?;
         }
         self.launch(op, values, len, |launch, values| {
             // SAFETY: the elements are in the buffer, which belongs to this launch.
@@ -213,9 +213,9 @@ impl NcclComm {
                     NcclSumMode::Fast => launch.all_reduce(values, len, data_type(dtype)),
                     NcclSumMode::Exact => self.all_reduce_exactly(launch, dtype, len, values),
                     NcclSumMode::Coded(ints) => {
-                        let own = values + (self.rank() * chunk * dtype.size_in_bytes()) as CUdeviceptr;
-                        self.add_coded((launch, op), (ints, dtype), chunk, (values, own))?;
-                        launch.all_gather(own, values, chunk, data_type(dtype))
+                        let own_chunk = values + (self.rank() * chunk * dtype.size_in_bytes()) as CUdeviceptr;
+                        self.add_coded((launch, op), (ints, dtype), chunk, (values, own_chunk))?;
+                        launch.all_gather(own_chunk, values, chunk, data_type(dtype))
                     }
                 }
             }
@@ -239,7 +239,7 @@ impl NcclComm {
 
     /// Checks a result before a launch. On an error, the communicator fails, so that the other ranks, which wait for
     /// this rank, detect the error.
-    fn counted_on<T>(&self, result: candle_core::Result<T>) -> Result<T> {
+    fn fail_on_error<T>(&self, result: candle_core::Result<T>) -> Result<T> {
         result.map_err(NcclError::from).inspect_err(|error| self.0.fail(error))
     }
 
@@ -296,9 +296,9 @@ impl NcclComm {
         // SAFETY: all chunks and the rest have `len` elements in total.
         unsafe {
             if chunk > 0 {
-                let own = at(rank * chunk);
-                self.add_exactly((launch, op), dtype, chunk, (values, own), |r| r * chunk)?;
-                launch.all_gather(own, values, chunk, data_type(dtype))?;
+                let own_chunk = at(rank * chunk);
+                self.add_exactly((launch, op), dtype, chunk, (values, own_chunk), |r| r * chunk)?;
+                launch.all_gather(own_chunk, values, chunk, data_type(dtype))?;
             }
             let (rest, start) = (len - size * chunk, size * chunk);
             self.add_exactly((launch, op), dtype, rest, (values, at(start)), |_| start)
@@ -328,12 +328,12 @@ impl NcclComm {
         // The kernel is loaded before anything is launched, because loading may wait for the device.
         let add = KERNELS.function(&self.0.device, &format!("sum_in_rank_order_{}", suffix(dtype)))?.on(&self.0.wire);
         let peers = size - 1;
-        let most = (self.0.limits.room / bytes / peers.max(1) / ALIGNMENT).max(1) * ALIGNMENT;
-        let stride = count.min(most).next_multiple_of(ALIGNMENT);
+        let max_len = (self.0.limits.room / bytes / peers.max(1) / ALIGNMENT).max(1) * ALIGNMENT;
+        let stride = count.min(max_len).next_multiple_of(ALIGNMENT);
         let pieces = if peers > 0 { launch.room(peers * stride * bytes)? } else { 0 };
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
-        for start in (0..count).step_by(most) {
-            let len = most.min(count - start);
+        for start in (0..count).step_by(max_len) {
+            let len = max_len.min(count - start);
             // SAFETY: as the caller promises; `pieces` has `stride` elements, at least `len`, for each peer. The wire
             // stream sums a piece before it receives the next in its place, and if `to` is in `from`, it has sent the
             // elements that the sums overwrite.

@@ -40,12 +40,12 @@ impl NormStatistics {
     }
 
     fn check(&self, x: &DeviceFlatRef<'_>, weight: &DeviceFlatRef<'_>, dy: &DeviceFlatRef<'_>) -> Result<()> {
-        let all = self.rows * self.width;
-        if [x.len(), dy.len()] != [all; 2] || dy.dtype() != x.dtype() {
+        let expected = self.rows * self.width;
+        if [x.len(), dy.len()] != [expected; 2] || dy.dtype() != x.dtype() {
             let elements = |array: &DeviceFlatRef<'_>| counted(array.len(), &format!("{:?} element", array.dtype()));
             let (x, dy) = (elements(x), elements(dy));
-            let all = counted(all, "element");
-            bail!("norm: x has {x} and dy has {dy}, but both must have {all} of the same dtype")
+            let expected = counted(expected, "element");
+            bail!("norm: x has {x} and dy has {dy}, but both must have {expected} of the same dtype")
         }
         check_parameter(x, weight, self.width)
     }
@@ -158,16 +158,17 @@ pub(crate) fn parameter_gradients(
     statistics.check(x, weight, dy)?;
     let NormStatistics { rows, width, means, factors } = statistics;
     let cut = RowChunking::of(*rows, *width);
-    let mut of_weight = cut.room(device)?;
-    let mut of_bias = means.as_ref().map(|_| cut.room(device)).transpose()?;
+    let mut weight_sums = cut.room(device)?;
+    let mut bias_sums = means.as_ref().map(|_| cut.room(device)).transpose()?;
     if *rows > 0 {
         let function = KERNELS.function(device, &format!("norm_parameter_gradients_{}", suffix(x.dtype())))?;
         let (per_chunk, means) = (cut.per_chunk, means.as_ref());
-        let arguments = arguments![*rows, *width, per_chunk, x, means, factors, dy, &mut of_weight, of_bias.as_mut()];
+        let arguments =
+            arguments![*rows, *width, per_chunk, x, means, factors, dy, &mut weight_sums, bias_sums.as_mut()];
         // SAFETY: the kernel takes rows of this width, split this way, one or two numbers for each row, and sums for
         // each column and chunk.
         unsafe { function.run(cut.launch(), arguments)? };
     }
     let parts = |sums| PartialColumnSums { cut, sums };
-    Ok((parts(of_weight), of_bias.map(parts)))
+    Ok((parts(weight_sums), bias_sums.map(parts)))
 }

@@ -48,7 +48,7 @@ impl ElementwiseUpdate {
     }
 
     /// Returns whether both have the same kernel and constants with the same bits.
-    fn is(&self, other: &Self) -> bool {
+    fn is_same(&self, other: &Self) -> bool {
         let bits = |rule: &Self| rule.constants().iter().map(|constant| constant.to_bits()).collect::<Vec<_>>();
         self.kernel() == other.kernel() && bits(self) == bits(other)
     }
@@ -136,13 +136,13 @@ impl<'a> MultiTensorStep<'a> {
     /// Returns the launch that a step belongs to.
     fn launch(&mut self, rule: &ElementwiseUpdate, grad: DType, half: DType) -> &mut MultiTensorLaunch {
         let fits = |launch: &MultiTensorLaunch| {
-            (launch.grad, launch.half) == (grad, half) && launch.rule.is(rule) && launch.table.len() < MAX_STEPS
+            (launch.grad, launch.half) == (grad, half) && launch.rule.is_same(rule) && launch.table.len() < MAX_STEPS
         };
-        let at = self.launches.iter().position(fits).unwrap_or(self.launches.len());
-        if at == self.launches.len() {
+        let index = self.launches.iter().position(fits).unwrap_or(self.launches.len());
+        if index == self.launches.len() {
             self.launches.push(MultiTensorLaunch { rule: *rule, grad, half, table: Vec::new(), chunks: 0 });
         }
-        &mut self.launches[at]
+        &mut self.launches[index]
     }
 
     /// Launches the steps. The host does not wait.
@@ -153,19 +153,19 @@ impl<'a> MultiTensorStep<'a> {
         for MultiTensorLaunch { rule, grad, half, table, chunks } in self.launches {
             let name = format!("{}_{}_{}", rule.kernel().0, suffix(grad), suffix(half));
             let function = KERNELS.function(self.device, &name)?;
-            let on_device: CudaSlice<u64> = self.device.clone_htod(table.as_flattened())?;
+            let device_table: CudaSlice<u64> = self.device.clone_htod(table.as_flattened())?;
             let threads = LaunchConfig {
                 grid_dim: (u32::try_from(chunks).map_err(candle_core::Error::wrap)?, 1, 1),
                 block_dim: (THREADS, 1, 1),
                 shared_mem_bytes: 0,
             };
-            let mut arguments = Vec::from(arguments![table.len(), &on_device, CHUNK]);
+            let mut arguments = Vec::from(arguments![table.len(), &device_table, CHUNK]);
             arguments.extend(rule.constants().iter().copied().map(KernelArgument::Float));
-            // SAFETY: the kernel takes a count of steps and their table, the elements of a chunk, its constants, and a
-            // block for each chunk. `add` has checked that a step has a parameter with the stated number of elements, a
-            // gradient of the first dtype in the kernel's name, as many states as the rule has and null for the others,
-            // and a 16-bit copy of the second dtype or null; its caller guarantees that their memory exists and is used
-            // only by this launch.
+            // SAFETY: the kernel takes a count of steps and their table, the number of elements in a chunk, its
+            // constants, and a block for each chunk. `add` has checked that a step has a parameter with the stated
+            // number of elements, a gradient of the first dtype in the kernel's name, as many states as the rule has
+            // and null for the others, and a 16-bit copy of the second dtype or null; its caller guarantees that their
+            // memory exists and is used only by this launch.
             unsafe { function.run(threads, arguments)? };
         }
         Ok(())

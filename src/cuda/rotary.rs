@@ -67,13 +67,13 @@ pub(crate) fn rotate(
     positions: &RotaryPositions<'_>,
     direction: f32,
 ) -> Result<CudaStorage> {
-    let (half, RotaryLayout { head, pairs: of_head }, pairs) = (angles.half, angles.layout, x.len() / 2);
-    let adjacent = usize::from(of_head == RotaryPairs::Adjacent);
-    let (end, time, first, of_rows) = match *positions {
+    let (half, RotaryLayout { head, pairs: pair_layout }, pairs) = (angles.half, angles.layout, x.len() / 2);
+    let adjacent = usize::from(pair_layout == RotaryPairs::Adjacent);
+    let (end, time, first, row_positions) = match *positions {
         RotaryPositions::From { first, time } => (first + time, time, first, None),
         RotaryPositions::Of(rows, end) => (end, 1, 0, Some(rows)),
     };
-    let rows_fit = of_rows.is_none_or(|rows| rows.len() >= x.len() / width.max(1));
+    let rows_fit = row_positions.is_none_or(|rows| rows.len() >= x.len() / width.max(1));
     if width == 0 || !width.is_multiple_of(head) || !x.len().is_multiple_of(width) || !rows_fit {
         bail!(
             "rotary: {} {} not match the positions, rows of {width} and heads of {head}",
@@ -90,7 +90,8 @@ pub(crate) fn rotate(
         }
         let function = KERNELS.function(device, &format!("turn_{}", suffix(x.dtype())))?;
         let RotaryAngles { cos, sin, .. } = angles;
-        let arguments = arguments![pairs, half, head, adjacent, width, time, first, of_rows, cos, sin, direction, x, y];
+        let arguments =
+            arguments![pairs, half, head, adjacent, width, time, first, row_positions, cos, sin, direction, x, y];
         // SAFETY: the rows of `x` consist of full heads, the angles cover their positions, and the result has as many
         // elements as `x`.
         unsafe { function.run(over(pairs), arguments) }

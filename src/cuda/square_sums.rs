@@ -27,9 +27,9 @@ pub(crate) fn sums_of_squares(device: &CudaDevice, arrays: &[DeviceFlatRef<'_>])
     }
     let mut rest = sums.as_slice();
     let sum = |array| {
-        let (own, others) = rest.split_at(chunks_of(array));
-        rest = others;
-        own.iter().sum()
+        let (array_sums, remaining) = rest.split_at(chunks_of(array));
+        rest = remaining;
+        array_sums.iter().sum()
     };
     Ok(arrays.iter().map(sum).collect())
 }
@@ -56,7 +56,7 @@ pub(super) fn launch(device: &CudaDevice, arrays: &[DeviceFlatRef<'_>]) -> Resul
         guards.push(guard);
         first += chunks_of(array) as u64;
     }
-    let on_device: CudaSlice<u64> = device.clone_htod(table.as_flattened())?;
+    let device_table: CudaSlice<u64> = device.clone_htod(table.as_flattened())?;
     // SAFETY: the kernel writes all sums.
     let mut sums: CudaSlice<f64> = unsafe { device.alloc(chunks)? };
     let launch = LaunchConfig {
@@ -65,9 +65,10 @@ pub(super) fn launch(device: &CudaDevice, arrays: &[DeviceFlatRef<'_>]) -> Resul
         shared_mem_bytes: 0,
     };
     let function = KERNELS.function(device, "sums_of_squares")?;
-    let arguments = arguments![table.len(), &on_device, chunks, SQUARES_CHUNK, &mut sums];
+    let arguments = arguments![table.len(), &device_table, chunks, SQUARES_CHUNK, &mut sums];
     // SAFETY: the kernel takes a count of arrays and their table, whose pointers point to the stated number of elements
-    // in the stated format, the total number of chunks, the number of elements in a chunk, and room for one sum per chunk.
+    // in the stated format, the total number of chunks, the number of elements in a chunk, and room for one sum per
+    // chunk.
     unsafe { function.run(launch, arguments)? };
     Ok(sums)
 }
@@ -91,8 +92,8 @@ mod tests {
     /// Returns the sum of the squares of each buffer's elements, starting at element `start`, computed on the device.
     fn sums_from(device: &CudaDevice, start: usize, flats: &[Flat]) -> Vec<f64> {
         let on_device: Vec<_> = flats.iter().map(|flat| DeviceFlat::of(device, flat.as_ref()).unwrap()).collect();
-        let part = |flat: &DeviceFlat| start.min(flat.len())..flat.len();
-        let arrays: Vec<_> = on_device.iter().map(|flat| flat.part(part(flat)).unwrap()).collect();
+        let range = |flat: &DeviceFlat| start.min(flat.len())..flat.len();
+        let arrays: Vec<_> = on_device.iter().map(|flat| flat.part(range(flat)).unwrap()).collect();
         sums_of_squares(device, &arrays).unwrap()
     }
 
@@ -111,8 +112,8 @@ mod tests {
             let on_host: Vec<f64> = all.iter().map(host).collect();
             assert_eq!(bits(&sums_from(&device, start, &all)), bits(&on_host), "all at once, from {start}");
             for (flat, sum) in all.iter().zip(on_host) {
-                let alone = sums_from(&device, start, std::slice::from_ref(flat));
-                assert_eq!(bits(&alone), bits(&[sum]), "{} of {:?}, from {start}", flat.len(), flat.dtype());
+                let single = sums_from(&device, start, std::slice::from_ref(flat));
+                assert_eq!(bits(&single), bits(&[sum]), "{} of {:?}, from {start}", flat.len(), flat.dtype());
             }
         }
     }

@@ -45,7 +45,7 @@ impl ConcatenatedBytes {
     /// Appends a copy of `bytes`.
     pub fn append(&mut self, bytes: &[u8]) {
         match self.parts.last_mut() {
-            Some((_, TextFileBytes::Read(before))) => before.extend_from_slice(bytes),
+            Some((_, TextFileBytes::Read(buffer))) => buffer.extend_from_slice(bytes),
             _ => self.parts.push((self.len, TextFileBytes::Read(bytes.to_vec()))),
         }
         self.len += bytes.len();
@@ -59,7 +59,7 @@ impl ConcatenatedBytes {
     }
 
     /// Returns the segments that contain bytes `start .. start + count`, with the range within each segment.
-    fn places(&self, start: usize, count: usize) -> impl Iterator<Item = (&TextFileBytes, usize, usize)> {
+    fn segment_ranges(&self, start: usize, count: usize) -> impl Iterator<Item = (&TextFileBytes, usize, usize)> {
         let end = start + count;
         assert!(end <= self.len, "bytes {start} .. {end} of {}", self.len);
         let first = self.parts.partition_point(|(begin, _)| *begin <= start).saturating_sub(1);
@@ -69,12 +69,12 @@ impl ConcatenatedBytes {
 
     /// Returns bytes `start .. start + count`, segment by segment.
     pub fn parts(&self, start: usize, count: usize) -> impl Iterator<Item = &[u8]> {
-        self.places(start, count).map(|(part, from, to)| &part.bytes()[from..to])
+        self.segment_ranges(start, count).map(|(part, from, to)| &part.bytes()[from..to])
     }
 
     /// Informs the system that bytes `start .. start + count` will be needed soon.
     pub fn will_need(&self, start: usize, count: usize) {
-        for (part, from, to) in self.places(start, count) {
+        for (part, from, to) in self.segment_ranges(start, count) {
             if let TextFileBytes::Mapped(map) = part {
                 // This is only a hint.
                 _ = map.advise_range(Advice::WillNeed, from, to - from);

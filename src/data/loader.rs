@@ -49,9 +49,9 @@ impl BatchPartition {
     /// Returns the global index of this rank's sample `j` of a micro batch, counted over all ranks and steps: step x
     /// global batch + accumulation index x (micro x world) + rank x micro + j.
     pub fn global_sample(&self, step: u64, accumulation_index: usize, j: usize) -> u64 {
-        let over_ranks = self.micro * self.world;
-        let in_step = accumulation_index * over_ranks + self.rank * self.micro + j;
-        step * (over_ranks * self.accumulation) as u64 + in_step as u64
+        let samples_over_ranks = self.micro * self.world;
+        let index_in_step = accumulation_index * samples_over_ranks + self.rank * self.micro + j;
+        step * (samples_over_ranks * self.accumulation) as u64 + index_in_step as u64
     }
 }
 
@@ -77,7 +77,7 @@ pub struct Loader {
     device: Device,
     position: u64,
     /// The global index of the sample at which position 0 starts.
-    first: u64,
+    first_sample: u64,
 }
 
 impl Loader {
@@ -109,7 +109,7 @@ impl Loader {
         let data = data.into();
         let sampler = Sampler::new(order, &data, ctx)?;
         data.check_all(vocab)?;
-        Ok(Self { data, sampler, shape, ctx, vocab, device: device.clone(), position: 0, first: 0 })
+        Ok(Self { data, sampler, shape, ctx, vocab, device: device.clone(), position: 0, first_sample: 0 })
     }
 
     /// Returns the number of micro batches delivered so far, since the start or since the loader was
@@ -129,7 +129,7 @@ impl Loader {
     ///
     /// [`LoadedCheckpoint::global_samples`]: crate::checkpoint::LoadedCheckpoint::global_samples
     pub fn resume(&mut self, samples: u64) {
-        (self.first, self.position) = (samples, 0);
+        (self.first_sample, self.position) = (samples, 0);
     }
 
     /// Returns the sampler that chooses the samples of the batches.
@@ -139,12 +139,12 @@ impl Loader {
 
     /// Returns the index of the first token of each sample of a micro batch.
     fn starts(&self, step: u64, accumulation_index: usize) -> impl Iterator<Item = usize> + '_ {
-        let sample = move |j| self.first + self.shape.global_sample(step, accumulation_index, j);
+        let sample = move |j| self.first_sample + self.shape.global_sample(step, accumulation_index, j);
         (0..self.shape.micro).map(move |j| self.sampler.start(sample(j)) as usize)
     }
 
     /// Returns the optimizer step of the micro batch at `position`, and its accumulation index within the step.
-    fn place(&self, position: u64) -> (u64, usize) {
+    fn step_and_accumulation_index(&self, position: u64) -> (u64, usize) {
         let accumulation = self.shape.accumulation as u64;
         (position / accumulation, (position % accumulation) as usize)
     }
@@ -174,11 +174,11 @@ impl Iterator for Loader {
 
     /// Returns the next micro batch; there is always one. An error does not move the position.
     fn next(&mut self) -> Option<Self::Item> {
-        let (step, accumulation_index) = self.place(self.position);
+        let (step, accumulation_index) = self.step_and_accumulation_index(self.position);
         let batch = self.batch(step, accumulation_index);
         if batch.is_ok() {
             self.position += 1;
-            let (step, accumulation_index) = self.place(self.position);
+            let (step, accumulation_index) = self.step_and_accumulation_index(self.position);
             self.starts(step, accumulation_index).for_each(|start| self.data.will_need(start, self.ctx + 1));
         }
         Some(batch)

@@ -276,9 +276,9 @@ impl AsRef<[u8]> for FileBytes {
 
 /// Reads a text file, or maps it if it is large.
 fn open(path: &Path) -> Result<FileBytes> {
-    let wrong = |source| io("read", path, source);
-    let mut file = files::open(path).map_err(wrong)?;
-    if file.metadata().map_err(wrong)?.len() >= MIN_MAPPED_BYTES {
+    let read_error = |source| io("read", path, source);
+    let mut file = files::open(path).map_err(read_error)?;
+    if file.metadata().map_err(read_error)?.len() >= MIN_MAPPED_BYTES {
         // SAFETY: the map is read-only and private to this value. Another process that changes the file changes the
         // bytes that we see, each of which is a token; shortening it while it is mapped is excluded by the contract of
         // `TokenData::open`.
@@ -287,7 +287,7 @@ fn open(path: &Path) -> Result<FileBytes> {
         }
     }
     let mut bytes = vec![];
-    file.read_to_end(&mut bytes).map_err(wrong)?;
+    file.read_to_end(&mut bytes).map_err(read_error)?;
     Ok(FileBytes::Read(bytes))
 }
 
@@ -342,20 +342,20 @@ mod tests {
 
     #[test]
     fn a_fingerprint_changes_with_the_content_and_the_length() {
-        let of = |text: &str| {
+        let fingerprint = |text: &str| {
             let file = tempfile::NamedTempFile::new().unwrap();
             fs::write(file.path(), text).unwrap();
             TokenData::open(Some(file.path())).unwrap().fingerprint()
         };
         let text = "to be, or not to be ".repeat(100_000);
-        assert_eq!(of(&text), of(&text));
-        assert_ne!(of(&text), of(&text[1..]));
+        assert_eq!(fingerprint(&text), fingerprint(&text));
+        assert_ne!(fingerprint(&text), fingerprint(&text[1..]));
         let (first, rest) = text.split_at(text.len() - 1);
-        assert_ne!(of(&text), of(&format!("{first}!")), "the last token counts: {rest}");
+        assert_ne!(fingerprint(&text), fingerprint(&format!("{first}!")), "the last token counts: {rest}");
         for len in [0, 1, 5_000, 9_000] {
             let changed = text[..len].replacen("to", "ot", 1);
-            assert_eq!(of(&text[..len]) == of(&changed), len < 2, "{len}");
+            assert_eq!(fingerprint(&text[..len]) == fingerprint(&changed), len < 2, "{len}");
         }
-        assert_ne!(of(&text[..5_000]), of(&format!("{}!", &text[..4_999])));
+        assert_ne!(fingerprint(&text[..5_000]), fingerprint(&format!("{}!", &text[..4_999])));
     }
 }

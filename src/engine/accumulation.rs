@@ -95,12 +95,12 @@ impl<M> Engine<M> {
         self.same_on_all_ranks("set_train_batch_size", &[train_batch_size as f64])?;
         self.between_steps("set_train_batch_size")?;
         let (micro_batch, ranks) = (self.config.batch.train_micro_batch_size_per_gpu, self.world_size());
-        let of_micro_step = micro_batch.saturating_mul(ranks);
-        if train_batch_size == 0 || !train_batch_size.is_multiple_of(of_micro_step) {
+        let samples_per_micro_step = micro_batch.saturating_mul(ranks);
+        if train_batch_size == 0 || !train_batch_size.is_multiple_of(samples_per_micro_step) {
             return Err(EngineError::BatchSize { train_batch_size, micro_batch, ranks }.into());
         }
         self.config.batch.train_batch_size = train_batch_size;
-        self.config.batch.gradient_accumulation_steps = train_batch_size / of_micro_step;
+        self.config.batch.gradient_accumulation_steps = train_batch_size / samples_per_micro_step;
         Ok(())
     }
 

@@ -305,14 +305,14 @@ impl EngineBuilder {
         self
     }
 
-    /// Requires all ranks to have the same content for `what` (data or a tokenizer, for example), given as a hash such
+    /// Requires all ranks to have the same content for `name` (data or a tokenizer, for example), given as a hash such
     /// as [`TokenData::fingerprint`]. If two ranks differ, every rank's error names both. May be called several times,
     /// in the same order on all ranks.
     ///
     /// [`TokenData::fingerprint`]: crate::data::TokenData::fingerprint
     #[must_use]
-    pub fn same_on_all_ranks(mut self, what: impl Into<String>, content: u64) -> Self {
-        self.shared_content.push(ContentFingerprint { what: what.into(), content });
+    pub fn same_on_all_ranks(mut self, name: impl Into<String>, content: u64) -> Self {
+        self.shared_content.push(ContentFingerprint { what: name.into(), content });
         self
     }
 

@@ -34,19 +34,19 @@ impl<M> Engine<M> {
         CallGuard { call, start, waited, profile, span: _span, during: _during }: CallGuard,
     ) {
         drop(profile);
-        let took = start.elapsed();
+        let elapsed = start.elapsed();
         match call {
             MicroStepCall::Forward => {
-                self.clock.forward += took;
+                self.clock.forward += elapsed;
                 self.report_memory("after forward", self.global_steps + 1);
             }
             MicroStepCall::Backward => {
-                self.clock.backward += took;
+                self.clock.backward += elapsed;
                 self.clock.backward_wait += self.core.comm().report().waited_s - waited;
                 self.report_memory("after backward", self.global_steps + 1);
             }
             MicroStepCall::Step => {
-                self.clock.step += took;
+                self.clock.step += elapsed;
                 if self.is_gradient_accumulation_boundary() {
                     self.report_memory("after step", self.global_steps);
                 }
@@ -64,11 +64,11 @@ impl<M> Engine<M> {
     /// Records a forward or backward pass for `flops_profiler`, until the result is dropped.
     fn record(&self, half: MicroStepHalf) -> Option<spans::ProfilerSpan> {
         let profiler = self.config.monitoring.flops_profiler.as_ref()?;
-        let first = self.accumulation.micro_steps == 0;
+        let is_first = self.accumulation.micro_steps == 0;
         if self.job().rank() != 0 || profiler.profile_step != self.global_steps {
             return None;
         }
-        if first && half == MicroStepHalf::Forward {
+        if is_first && half == MicroStepHalf::Forward {
             spans::clear();
         }
         Some(spans::record(half))

@@ -107,11 +107,11 @@ impl<M> Engine<M> {
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
         let _call = during("wait_for_checkpoint");
         if let Some(saving) = self.saving.take() {
-            let ended = self.attempt(|_| saving.end());
-            self.record_saved(ended.as_ref().err());
-            let (last, sending) = ended?;
+            let result = self.attempt(|_| saving.end());
+            self.record_saved(result.as_ref().err());
+            let (last, request) = result?;
             self.last_checkpoint = last;
-            self.attempt(|engine| engine.start_upload(sending))?;
+            self.attempt(|engine| engine.start_upload(request))?;
         }
         Ok(())
     }
@@ -131,10 +131,10 @@ impl<M> Engine<M> {
     }
 
     /// Starts the upload of a saved checkpoint. Collective.
-    fn start_upload(&mut self, sending: Option<UploadRequest>) -> std::result::Result<(), JointOperationFailure> {
-        if let Some(sending) = sending {
-            let url = sending.url.clone();
-            self.upload = agree(self.core.job(), CheckpointUpload::start(sending), failed_elsewhere(Path::new(&url)))?;
+    fn start_upload(&mut self, request: Option<UploadRequest>) -> std::result::Result<(), JointOperationFailure> {
+        if let Some(request) = request {
+            let url = request.url.clone();
+            self.upload = agree(self.core.job(), CheckpointUpload::start(request), failed_elsewhere(Path::new(&url)))?;
         }
         Ok(())
     }
@@ -302,11 +302,11 @@ impl<M> Engine<M> {
     /// then returns the error.
     pub(super) fn end_saving(&mut self) -> Result<()> {
         let Some(saving) = self.saving.take() else { return Ok(()) };
-        let ended = saving.end().and_then(|(last, sending)| {
+        let result = saving.end().and_then(|(last, request)| {
             self.last_checkpoint = last;
-            self.start_upload(sending)
+            self.start_upload(request)
         });
-        match ended {
+        match result {
             Ok(()) => {
                 self.record_saved(None);
                 Ok(())
@@ -350,12 +350,12 @@ impl<M> Engine<M> {
         self.trainer.restore_rates(manifest.set_lr.as_deref());
         let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.job().rank() == 0) else { return };
         let rates: Vec<String> = rates.iter().map(|lr| format!("{lr:e}")).collect();
-        let (what, verb, until) = match rates.as_slice() {
+        let (subject, verb, until) = match rates.as_slice() {
             [rate] => (format!("the learning rate {rate}"), "stays", "set_lr sets another"),
             rates => (format!("the learning rates {}", list(rates)), "stay", "set_lr sets others"),
         };
         let until = if self.trainer.is_scheduled() { "the schedule continues" } else { until };
-        emit(&format!("checkpoint {}: {what}, set with set_lr, {verb} in effect until {until}", manifest.tag));
+        emit(&format!("checkpoint {}: {subject}, set with set_lr, {verb} in effect until {until}", manifest.tag));
     }
 
     /// Discards the last forward pass, whose loss was computed with other weights.

@@ -49,7 +49,7 @@ impl RankConfig {
     ) -> Self {
         let mut keys = BTreeMap::new();
         json_leaves("", &config.to_deepspeed_json(), &mut |name, leaf| _ = keys.insert(name, leaf.to_string()));
-        keys.insert("the set of the user's own components".into(), format!("{custom:?}"));
+        keys.insert("the set of custom components".into(), format!("{custom:?}"));
         keys.insert("the optimizer's groups or schedule".into(), format!("{trainer:?} {groups:?}"));
         Self { keys, data: data.to_vec() }
     }
@@ -75,8 +75,8 @@ impl RankConfig {
         let differ: Vec<&String> =
             names.into_iter().filter(|name| self.keys.get(*name) != theirs.keys.get(*name)).collect();
         if differ.is_empty() {
-            let pairs = self.data.iter().zip(&theirs.data).find(|(mine, theirs)| mine.content != theirs.content);
-            if let Some((mine, theirs)) = pairs {
+            let pair = self.data.iter().zip(&theirs.data).find(|(mine, theirs)| mine.content != theirs.content);
+            if let Some((mine, theirs)) = pair {
                 let (mine, theirs) = (mine.what.clone(), theirs.what.clone());
                 return EngineError::DataDiffer { rank, other, mine, theirs }.into();
             }
@@ -87,12 +87,12 @@ impl RankConfig {
             Some(_) => None,
             None => Some("absent".into()),
         };
-        let named =
+        let differences =
             differ.into_iter().take(MAX_LISTED_KEYS).map(|name| match (value(self, name), value(theirs, name)) {
                 (Some(mine), Some(theirs)) => format!("{name} is {mine} on rank {rank} and {theirs} on rank {other}"),
                 _ => format!("{name} differs"),
             });
-        let mut keys = named.collect::<Vec<_>>().join(", ");
+        let mut keys = differences.collect::<Vec<_>>().join(", ");
         if keys.is_empty() {
             keys = "a value passed to same_on_all_ranks, or a setting without a key".into();
         }
@@ -121,29 +121,29 @@ mod tests {
     }
 
     /// Returns the error messages of two ranks, each given its configuration and its data.
-    fn told(rank: impl Fn(usize) -> (Value, Vec<(String, u64)>) + Sync) -> [String; 2] {
+    fn error_messages(rank: impl Fn(usize) -> (Value, Vec<(String, u64)>) + Sync) -> [String; 2] {
         let ranks = threads::run(2, |comm| {
             let (config, data) = rank(comm.rank());
             let mut builder = Engine::builder().device(Device::Cpu).communicator(comm);
-            for (what, content) in data {
-                builder = builder.same_on_all_ranks(what, content);
+            for (name, content) in data {
+                builder = builder.same_on_all_ranks(name, content);
             }
             builder.initialize(|vb| linear(4, 5, vb), config).map(drop)
         });
-        let told = ranks.unwrap().into_iter().map(|rank| rank.err().map_or("nothing".into(), |e| e.to_string()));
-        told.collect::<Vec<String>>().try_into().unwrap()
+        let messages = ranks.unwrap().into_iter().map(|rank| rank.err().map_or("nothing".into(), |e| e.to_string()));
+        messages.collect::<Vec<String>>().try_into().unwrap()
     }
 
     #[test]
     fn keys_that_differ_are_named_with_both_values() {
-        let [first, second] = told(|rank| {
+        let [first, second] = error_messages(|rank| {
             let mut config = config(2 + rank);
             config["gradient_clipping"] = json!(1.0 + rank as f64);
             (config, vec![])
         });
         insta::assert_snapshot!(first, @"rank 0 has a different configuration from rank 1: gradient_clipping is 1.0 on rank 0 and 2.0 on rank 1, zero_optimization.overlap_comm is false on rank 0 and true on rank 1, zero_optimization.stage is 2 on rank 0 and 3 on rank 1; every rank must get the same file or value, and the same schedule");
         insta::assert_snapshot!(second, @"rank 1 has a different configuration from rank 0: gradient_clipping is 2.0 on rank 1 and 1.0 on rank 0, zero_optimization.overlap_comm is true on rank 1 and false on rank 0, zero_optimization.stage is 3 on rank 1 and 2 on rank 0; every rank must get the same file or value, and the same schedule");
-        let [first, _] = told(|rank| {
+        let [first, _] = error_messages(|rank| {
             let mut config = config(2);
             config["optimizer"]["params"]["lr"] = json!(1e-2 * (rank + 1) as f64);
             (config, vec![])
@@ -161,12 +161,12 @@ mod tests {
         };
         let data = [write("a.txt", "to be ".repeat(100)), write("b.txt", "to bf ".repeat(100))];
         let content = |rank: usize| vec![(format!("/data/{rank}.txt"), data[rank].fingerprint())];
-        let [first, second] = told(|rank| (config(2), content(rank)));
+        let [first, second] = error_messages(|rank| (config(2), content(rank)));
         insta::assert_snapshot!(first, @"the content of /data/0.txt on rank 0 is not that of /data/1.txt on rank 1; every rank must read the same data; copy the files to all hosts, or put them where all hosts can read them");
         insta::assert_snapshot!(second, @"the content of /data/1.txt on rank 1 is not that of /data/0.txt on rank 0; every rank must read the same data; copy the files to all hosts, or put them where all hosts can read them");
         let same = |rank: usize| vec![(format!("/data/{rank}.txt"), data[0].fingerprint())];
-        assert_eq!(told(|rank| (config(2), same(rank))), ["nothing", "nothing"]);
-        let [first, _] = told(|rank| (config(2), if rank == 0 { content(0) } else { vec![] }));
+        assert_eq!(error_messages(|rank| (config(2), same(rank))), ["nothing", "nothing"]);
+        let [first, _] = error_messages(|rank| (config(2), if rank == 0 { content(0) } else { vec![] }));
         insta::assert_snapshot!(first, @"rank 0 has a different configuration from rank 1: a value passed to same_on_all_ranks, or a setting without a key; every rank must get the same file or value, and the same schedule");
     }
 }

@@ -36,7 +36,7 @@ impl EngineFingerprint {
         [parameters, elements, model, config, weights, simd, rounding, inits, buffers]
     }
 
-    fn of_numbers(numbers: &[u64]) -> Self {
+    fn from_numbers(numbers: &[u64]) -> Self {
         match numbers[..] {
             [parameters, elements, model, config, weights, simd, rounding, inits, buffers] => {
                 Self { parameters, elements, model, config, weights, simd, rounding, inits, buffers }
@@ -47,16 +47,16 @@ impl EngineFingerprint {
 
     /// Returns the properties that all islands must have in common, each with a name. `config` is a hash of the
     /// configuration without the keys in which islands may differ.
-    fn of_islands(&self, config: u64) -> Vec<(String, u64)> {
+    fn island_properties(&self, config: u64) -> Vec<(String, u64)> {
         let Self { parameters, elements, model, weights, simd, rounding, inits, buffers, .. } = *self;
-        let named = [
-            ("models", of_all(&[parameters, elements, model])),
+        let properties = [
+            ("models", combined_hash(&[parameters, elements, model])),
             ("configurations or data", config),
-            ("initial weights", of_all(&[weights, inits, buffers])),
+            ("initial weights", combined_hash(&[weights, inits, buffers])),
             ("seeds of stochastic rounding", rounding),
             ("SIMD levels", simd),
         ];
-        named.map(|(name, hash)| (name.to_owned(), hash)).to_vec()
+        properties.map(|(name, hash)| (name.to_owned(), hash)).to_vec()
     }
 
     fn describe(&self) -> String {
@@ -65,7 +65,7 @@ impl EngineFingerprint {
     }
 
     /// Returns the fingerprint without initial values, which are compared one by one if only they differ.
-    fn of_all_else(self) -> Self {
+    fn without_initial_values(self) -> Self {
         Self { inits: 0, buffers: 0, ..self }
     }
 }
@@ -103,22 +103,22 @@ pub(super) fn check_same_on_all_ranks(
         weights,
         simd: fnv1a(checked_level()?.name().as_bytes()),
         rounding: rounding_of(core),
-        inits: of_all(&init_hashes),
-        buffers: of_all(&buffer_hashes),
+        inits: combined_hash(&init_hashes),
+        buffers: combined_hash(&buffer_hashes),
     };
     let all: Vec<EngineFingerprint> = gather_u64(core.comm(), &mine.numbers())?
         .iter()
-        .map(|numbers| EngineFingerprint::of_numbers(numbers))
+        .map(|numbers| EngineFingerprint::from_numbers(numbers))
         .collect();
     let rank = core.comm().rank();
     let Some(other) = (0..all.len()).find(|r| all[*r] != mine) else {
-        if let Some((islands, across)) = islands.and_then(|islands| Some((islands, islands.across()?.0))) {
-            check_same_on_all_islands(islands.number(), across, mine)?;
+        if let Some((islands, island_comm)) = islands.and_then(|islands| Some((islands, islands.across()?.0))) {
+            check_same_on_all_islands(islands.number(), island_comm, mine)?;
         }
-        let text = format!("{} {groups:?}", configuration(&of_any_island(config), custom, trainer, data));
-        return Ok(mine.of_islands(fnv1a(text.as_bytes())));
+        let text = format!("{} {groups:?}", configuration(&without_island_keys(config), custom, trainer, data));
+        return Ok(mine.island_properties(fnv1a(text.as_bytes())));
     };
-    if all.iter().all(|rank| rank.of_all_else() == mine.of_all_else()) {
+    if all.iter().all(|rank| rank.without_initial_values() == mine.without_initial_values()) {
         // All ranks reach this point.
         return Err(initial_values_differ(core, inits, &[init_hashes, buffer_hashes].concat())?);
     }
@@ -130,7 +130,8 @@ pub(super) fn check_same_on_all_ranks(
         let config = RankConfig::new(config, custom, trainer, &groups, data);
         return Err(config.differs(core.comm(), other)?);
     }
-    let other = (0..all.len()).find(|r| all[*r].of_all_else() != mine.of_all_else()).unwrap_or(other);
+    let other =
+        (0..all.len()).find(|r| all[*r].without_initial_values() != mine.without_initial_values()).unwrap_or(other);
     let theirs = all[other];
     let (rank, other) = (core.comm().in_job(rank), core.comm().in_job(other));
     Err(if model(mine) != model(theirs) {
@@ -148,7 +149,7 @@ pub(super) fn check_same_on_all_ranks(
 
 /// Returns a configuration without the keys in which islands that are separate jobs may differ: the address at which
 /// they reach the server, and the folders of offloaded states.
-fn of_any_island(config: &Config) -> Config {
+fn without_island_keys(config: &Config) -> Config {
     let mut config = config.clone();
     if let Some(local_steps) = &mut config.local_steps {
         local_steps.server = None;
@@ -177,13 +178,13 @@ fn of_any_island(config: &Config) -> Config {
 
 /// Collective among all ranks of the job: returns an error if islands have different fingerprints. `mine` is the
 /// fingerprint that all ranks of island `number` have in common.
-fn check_same_on_all_islands(number: usize, across: &dyn Communicator, mine: EngineFingerprint) -> Result<()> {
+fn check_same_on_all_islands(number: usize, comm: &dyn Communicator, mine: EngineFingerprint) -> Result<()> {
     let all: Vec<EngineFingerprint> =
-        gather_u64(across, &mine.numbers())?.iter().map(|numbers| EngineFingerprint::of_numbers(numbers)).collect();
+        gather_u64(comm, &mine.numbers())?.iter().map(|numbers| EngineFingerprint::from_numbers(numbers)).collect();
     let Some(other) = (0..all.len()).find(|island| all[*island] != mine) else { return Ok(()) };
     let theirs = all[other];
     let model = |f: EngineFingerprint| (f.parameters, f.elements, f.model);
-    let what = if model(mine) != model(theirs) {
+    let property = if model(mine) != model(theirs) {
         "models"
     } else if mine.config != theirs.config {
         "configurations or data"
@@ -195,7 +196,8 @@ fn check_same_on_all_islands(number: usize, across: &dyn Communicator, mine: Eng
         "SIMD levels"
     };
     let why = format!(
-        "island {number} and island {other} have different {what}; start the same program with the same files on all ranks"
+        "island {number} and island {other} have different {property}; start the same program with the same files on \
+         all ranks"
     );
     Err(EngineError::LocalSteps { why }.into())
 }
@@ -248,10 +250,10 @@ fn configuration(
 
 /// Returns a hash of whether states are rounded stochastically, and with which seed.
 fn rounding_of(core: &RankCore) -> u64 {
-    of_all(&core.rounding_seed().map_or([0, 0], |seed| [1, seed]))
+    combined_hash(&core.rounding_seed().map_or([0, 0], |seed| [1, seed]))
 }
 
-fn of_all(hashes: &[u64]) -> u64 {
+fn combined_hash(hashes: &[u64]) -> u64 {
     fnv1a(&hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect::<Vec<u8>>())
 }
 

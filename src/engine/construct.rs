@@ -76,11 +76,11 @@ impl<M> Engine<M> {
             run,
             ..
         } = options;
-        let own = CustomComponents { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
+        let custom = CustomComponents { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
         let first_island = islands.as_ref().is_none_or(|islands| islands.number() == 0);
         let reports = comm.rank() == 0 && first_island && pipeline.as_ref().is_none_or(PipelineSetup::reports);
         if reports {
-            report_notes(&config, own);
+            report_notes(&config, custom);
         }
         if let Some(url) = &config.upload_checkpoints_to {
             checkpoint::store::check(url)?;
@@ -168,7 +168,7 @@ impl<M> Engine<M> {
         let island_fingerprint = check_same_on_all_ranks(
             (&core, islands.as_ref()),
             &config,
-            own,
+            custom,
             &trainer,
             weights,
             &inits,
@@ -244,18 +244,18 @@ fn describe(spec: Option<&RunSpec>, config: &Config, world_size: usize) -> RunDe
 
 /// Reports why updates that should be delayed are not.
 fn report_delay(core: &RankCore, config: &Config) {
-    let wanted = config.zero.offload_optimizer.as_ref().is_some_and(|offload| offload.delayed_update_after.is_some());
-    if let (true, Some(why)) = (wanted, core.hindrance_to_delay()) {
+    let is_set = config.zero.offload_optimizer.as_ref().is_some_and(|offload| offload.delayed_update_after.is_some());
+    if let (true, Some(why)) = (is_set, core.hindrance_to_delay()) {
         emit(&format!("offload_optimizer.delayed_update: no update is delayed: {why}"));
     }
 }
 
 /// Reports the configuration's notes, and the sections that are not used.
-fn report_notes(config: &Config, own: CustomComponents) {
+fn report_notes(config: &Config, custom: CustomComponents) {
     config.notes.iter().for_each(|note| emit(&format!("config: {}: {}", note.path, note.message)));
     let sections = [
-        ("optimizer", config.optimizer.is_some() && own.optimizer),
-        ("scheduler", config.scheduler.is_some() && own.schedule),
+        ("optimizer", config.optimizer.is_some() && custom.optimizer),
+        ("scheduler", config.scheduler.is_some() && custom.schedule),
     ];
     for (section, _) in sections.into_iter().filter(|(_, is_replaced)| *is_replaced) {
         emit(&format!("config: {section}: not used because the engine has a custom one"));
@@ -265,20 +265,20 @@ fn report_notes(config: &Config, own: CustomComponents) {
 /// Returns the optimizer, from the user or the configuration, with the user's parameter groups.
 fn grouping(
     config: &Config,
-    own: Option<Arc<dyn Optimizer>>,
+    custom: Option<Arc<dyn Optimizer>>,
     parameter_groups: Vec<ParameterGroup>,
     (trainable, copied): (Option<TrainableFilter>, Option<String>),
     quantized: Option<(WeightPacking, TrainableFilter)>,
 ) -> Result<Arc<ParameterGrouping>> {
-    let optimizer = match own {
-        Some(own) => Some(allowed(own, config)?),
+    let optimizer = match custom {
+        Some(custom) => Some(allowed_optimizer(custom, config)?),
         None => config.optimizer.as_ref().map(|config| Arc::from(optim::from_config(config))),
     };
     let grouping = ParameterGrouping::new(optimizer, parameter_groups)?.trainable(trainable).copied(copied);
     let grouping = grouping.keep_f32(&config.keep_in_fp32_modules);
     let quantized = match quantized {
         None if config.zero.quantized_nontrainable_weights => Some(frozen_matrices(&grouping)),
-        own => own,
+        rule => rule,
     };
     Ok(Arc::new(grouping.quantized(quantized)))
 }
@@ -290,12 +290,12 @@ fn frozen_matrices(grouping: &ParameterGrouping) -> (WeightPacking, TrainableFil
 }
 
 /// Returns the user's optimizer, if the configuration allows it.
-fn allowed(own: Arc<dyn Optimizer>, config: &Config) -> Result<Arc<dyn Optimizer>> {
+fn allowed_optimizer(custom: Arc<dyn Optimizer>, config: &Config) -> Result<Arc<dyn Optimizer>> {
     let stage = config.zero.stage;
     if stage > ZeroStage::Zero && !config.allows_untested_optimizer {
-        return Err(OptimError::Untested { name: own.name().into(), stage: stage.number() }.into());
+        return Err(OptimError::Untested { name: custom.name().into(), stage: stage.number() }.into());
     }
-    Ok(own)
+    Ok(custom)
 }
 
 /// Opens the files for offloaded state.
@@ -328,19 +328,19 @@ fn build_model<M>(
 }
 
 /// Marks the units named in the configuration and the builder as leaves.
-fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[String], reports: bool) -> Result<()> {
+fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, names: &[String], reports: bool) -> Result<()> {
     let RegisteredModel { units, leaves, .. } = registered;
     for name in leaves.mark_named(units, config).into_iter().filter(|_| reports) {
         emit(&format!(
             "config: zero_optimization.leaf_module: no unit has the name or suffix {name}, so it has no effect"
         ));
     }
-    for name in named {
-        let own = match name.strip_prefix('*') {
+    for name in names {
+        let module = match name.strip_prefix('*') {
             Some(suffix) => LeafModule { name_suffixes: vec![suffix.into()], ..LeafModule::default() },
             None => LeafModule { names: vec![name.clone()], ..LeafModule::default() },
         };
-        if !leaves.mark_named(units, &own).is_empty() {
+        if !leaves.mark_named(units, &module).is_empty() {
             let units: Vec<&str> = units.iter().skip(1).map(String::as_str).collect();
             return Err(ParamError::NoSuchUnit { name: name.clone(), units: list(&units) }.into());
         }
@@ -350,8 +350,8 @@ fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[S
 
 /// Returns an error if experts that are divided among ranks are in a leaf, which would gather them together.
 fn check_leaves(registered: &RegisteredModel) -> Result<()> {
-    let places = registered.leaves.places();
-    let is_in_leaf = |param: &&Param| param.expert.is_some() && places[param.unit] != LeafPosition::Outside;
+    let positions = registered.leaves.places();
+    let is_in_leaf = |param: &&Param| param.expert.is_some() && positions[param.unit] != LeafPosition::Outside;
     match registered.params.iter().find(is_in_leaf) {
         Some(param) => {
             let why = format!(
@@ -368,7 +368,7 @@ fn check_leaves(registered: &RegisteredModel) -> Result<()> {
 /// Returns an error unless each group of `mics_shard_size` ranks is on one host, or one group contains all ranks.
 fn check_groups(config: &Config, comm: &dyn Communicator) -> Result<()> {
     let (mesh, here) = (config.zero.mesh(config.ranks_per_island()), comm.ranks_here());
-    match mesh.copies() == 1 || lie_on_one_host(mesh.shards(), &here) {
+    match mesh.copies() == 1 || groups_are_on_one_host(mesh.shards(), &here) {
         true => Ok(()),
         false => Err(not_on_one_host("mics_shard_size", mesh.shards(), here)),
     }
@@ -399,7 +399,7 @@ fn check_experts(config: &Config, grouping: &ParameterGrouping, device: &Device,
              experts that are divided among ranks; remove it",
         ),
     ];
-    match conflicts.into_iter().find(|(is_so, _)| *is_so) {
+    match conflicts.into_iter().find(|(applies, _)| *applies) {
         Some((_, why)) => {
             let why = format!("expert_parallel.autoep_size is {}, but {why}", config.expert_parallel_size);
             Err(EngineError::ExpertParallel { why }.into())
@@ -409,7 +409,7 @@ fn check_experts(config: &Config, grouping: &ParameterGrouping, device: &Device,
 }
 
 /// Returns whether each group of `ranks` consecutive ranks is on one host, judging by `here`, the ranks of this host.
-fn lie_on_one_host(ranks: usize, here: &Range<usize>) -> bool {
+fn groups_are_on_one_host(ranks: usize, here: &Range<usize>) -> bool {
     here.start.is_multiple_of(ranks) && here.len().is_multiple_of(ranks)
 }
 
@@ -427,7 +427,7 @@ fn second_group(config: &Config, comm: &dyn Communicator, reports: bool) -> Resu
         "parameters are gathered only at stage 3"
     } else if here.len() == comm.size() {
         "all ranks are on one host, so no copy would be faster to reach"
-    } else if lie_on_one_host(ranks, &here) {
+    } else if groups_are_on_one_host(ranks, &here) {
         return Ok(ranks);
     } else {
         return Err(not_on_one_host("zero_hpz_partition_size", ranks, here));

@@ -33,7 +33,8 @@ pub(super) struct GradientTolerance {
     pub bends: f64,
     /// The fraction of the expected change above which kinks rarely cause a gap.
     large: f64,
-    /// The probability threshold for gaps above `large`.
+    /// The probability threshold for gaps above `large`. In 16 bits, the large steps cross many kinks, so that the bend
+    /// of a correct gradient is often small by chance: a lower threshold costs one or two more directions there.
     seldom: f64,
 }
 
@@ -42,10 +43,10 @@ impl GradientTolerance {
     pub fn of(format: DType) -> Self {
         match format {
             DType::BF16 => {
-                Self { step: 1.0 / 16.0, allowed: 0.15, noise: 2f64.powi(-10), bends: 0.5, large: 0.4, seldom: 0.05 }
+                Self { step: 1.0 / 16.0, allowed: 0.15, noise: 2f64.powi(-10), bends: 0.5, large: 0.4, seldom: 0.003 }
             }
             DType::F16 => {
-                Self { step: 1.0 / 64.0, allowed: 0.05, noise: 2f64.powi(-13), bends: 0.25, large: 0.15, seldom: 0.03 }
+                Self { step: 1.0 / 64.0, allowed: 0.05, noise: 2f64.powi(-13), bends: 0.25, large: 0.15, seldom: 0.003 }
             }
             _ => Self { step: 5e-4, allowed: 2e-3, noise: 2f64.powi(-21), bends: 0.02, large: 0.05, seldom: 0.01 },
         }
@@ -288,7 +289,8 @@ mod tests {
                 let mut numbers = Normal(11);
                 let all = (0..2000).map(|_| judged(&mut numbers, &limits, kinks, 0.0).0);
                 let wrong = all.filter(|verdict| *verdict == GradientCheckVerdict::Wrong).count();
-                assert!(wrong <= [5, 10, 60, 140][at], "{format:?} {kinks}: {wrong} of 2,000");
+                let allowed = if format == DType::F32 { [5, 10, 60, 60] } else { [0, 0, 6, 12] };
+                assert!(wrong <= allowed[at], "{format:?} {kinks}: {wrong} of 2,000");
             }
         }
     }

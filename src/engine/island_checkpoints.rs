@@ -30,15 +30,15 @@ pub(super) struct IslandCheckpointSource {
 
 /// Returns the checkpoint that an island loads if it is a separate job: its own or, if the island has none, that of the
 /// island in slot 0. Collective among the ranks of the island.
-fn saved_by_itself(
+fn source_of_separate_job(
     islands: &Islands,
     dir: &Path,
     tag: Option<&str>,
     with_states: bool,
 ) -> Result<IslandCheckpointSource, JointOperationFailure> {
-    let (job, own) = (&**islands.ranks.job(), islands.ranks.folder(dir));
+    let (job, own_folder) = (&**islands.ranks.job(), islands.ranks.folder(dir));
     let found = match job.rank() {
-        0 => checkpoint::peek(&own, tag).map_or(String::new(), |manifest| {
+        0 => checkpoint::peek(&own_folder, tag).map_or(String::new(), |manifest| {
             let was_island = if manifest.islands.is_some() { "island" } else { "" };
             format!("{was_island} {}", manifest.tag)
         }),
@@ -48,7 +48,7 @@ fn saved_by_itself(
     Ok(match found.split_once(' ') {
         Some((was_island, found)) => {
             let is_own = with_states && was_island == "island";
-            IslandCheckpointSource { dir: own, tag: Some(found.to_owned()), is_own }
+            IslandCheckpointSource { dir: own_folder, tag: Some(found.to_owned()), is_own }
         }
         None => IslandCheckpointSource { dir: dir.to_owned(), tag: tag.map(str::to_owned), is_own: false },
     })
@@ -59,8 +59,8 @@ impl<M> Engine<M> {
     pub(super) fn of_island(&self, dir: &Path, options: &SaveOptions) -> (PathBuf, SaveOptions) {
         let Some(islands) = &self.islands else { return (dir.to_owned(), options.clone()) };
         // The other islands may have saved one more checkpoint than island 0 when a job dies.
-        let more = usize::from(islands.ranks.across().is_some() && islands.ranks.number() > 0);
-        let keep = options.keep.map(|keep| keep.max(1) + more);
+        let extra = usize::from(islands.ranks.across().is_some() && islands.ranks.number() > 0);
+        let keep = options.keep.map(|keep| keep.max(1) + extra);
         (islands.ranks.folder(dir), SaveOptions { keep, ..options.clone() })
     }
 
@@ -101,7 +101,7 @@ impl<M> Engine<M> {
             let job = &**islands.ranks.job();
             let rank = job.rank();
             if islands.ranks.across().is_none() {
-                return Ok(Some(saved_by_itself(islands, dir, tag, with_states)?));
+                return Ok(Some(source_of_separate_job(islands, dir, tag, with_states)?));
             }
             let found = match rank {
                 0 => checkpoint::peek(dir, tag).map_or(String::new(), |manifest| {
@@ -136,8 +136,8 @@ impl<M> Engine<M> {
                     is_own: false,
                 }));
             }
-            let own = islands.ranks.folder(dir);
-            let manifest = checkpoint::peek(&own, Some(found));
+            let own_folder = islands.ranks.folder(dir);
+            let manifest = checkpoint::peek(&own_folder, Some(found));
             let progress = manifest.as_ref().and_then(|manifest| manifest.islands.as_ref());
             let id = progress.map_or([0, 0], |progress| [1, progress.save]);
             let all = gather_u64(job, &id)?;
@@ -152,7 +152,7 @@ impl<M> Engine<M> {
                     dir.display()
                 )));
             }
-            Ok(Some(IslandCheckpointSource { dir: own, tag: Some(found.to_owned()), is_own: true }))
+            Ok(Some(IslandCheckpointSource { dir: own_folder, tag: Some(found.to_owned()), is_own: true }))
         })
     }
 

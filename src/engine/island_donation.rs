@@ -75,7 +75,7 @@ impl<M> Engine<M> {
             }
             return Ok(());
         };
-        self.settled(|engine| engine.take_donated(&manifest))
+        self.settled(|engine| engine.continue_from_donor(&manifest))
     }
 
     /// Receives a donation into the states of this rank and returns the donor's manifest, or `None` if no island is
@@ -96,8 +96,8 @@ impl<M> Engine<M> {
                     return Ok(None);
                 }
                 JoinProgress::Joined(head) => {
-                    let head = head.ok_or_else(unfit)?;
-                    return serde_json::from_str(&head.manifest).map(Some).map_err(|_| unfit());
+                    let head = head.ok_or_else(mismatch_error)?;
+                    return serde_json::from_str(&head.manifest).map(Some).map_err(|_| mismatch_error());
                 }
             }
         }
@@ -127,7 +127,7 @@ impl<M> Engine<M> {
                 ControlFlow::Continue(part) => part,
                 ControlFlow::Break(entry) => return Ok(entry),
             };
-            let bytes = part.get(8..).filter(|bytes| bytes.len() == range.len() * 4).ok_or_else(unfit)?;
+            let bytes = part.get(8..).filter(|bytes| bytes.len() == range.len() * 4).ok_or_else(mismatch_error)?;
             let values: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
             let values = Flat::from(values);
             self.core.write_state(kind, param, range, |_| Ok(values.clone()))?;
@@ -139,20 +139,20 @@ impl<M> Engine<M> {
                     ControlFlow::Continue(part) => part,
                     ControlFlow::Break(entry) => return Ok(entry),
                 };
-                bytes.extend_from_slice(part.get(8..).filter(|part| !part.is_empty()).ok_or_else(unfit)?);
+                bytes.extend_from_slice(part.get(8..).filter(|part| !part.is_empty()).ok_or_else(mismatch_error)?);
             }
-            buffer.set((bytes.len() == buffer.size()).then_some(&bytes).ok_or_else(unfit)?)?;
+            buffer.set((bytes.len() == buffer.size()).then_some(&bytes).ok_or_else(mismatch_error)?)?;
         }
         // The island is part of the run when all its ranks have received everything.
         match next()? {
-            ControlFlow::Continue(_) => Err(unfit()),
+            ControlFlow::Continue(_) => Err(mismatch_error()),
             ControlFlow::Break(JoinProgress::Joined(_)) => Ok(JoinProgress::Joined(Some(head))),
             ControlFlow::Break(entry) => Ok(entry),
         }
     }
 
     /// Collective among the ranks of the island: continues at the donor's step, with the outer weights.
-    fn take_donated(&mut self, manifest: &Manifest) -> Result<()> {
+    fn continue_from_donor(&mut self, manifest: &Manifest) -> Result<()> {
         let trained: Vec<_> = self.core.trained_params().map(|(param, _)| param).collect();
         self.core.take_outer_weights(&trained)?;
         self.core.refresh()?;
@@ -166,7 +166,7 @@ impl<M> Engine<M> {
             self.core.unused_was_judged();
         }
         let Some(islands) = &mut self.islands else { return Ok(()) };
-        let Some(progress) = &manifest.islands else { return Err(unfit()) };
+        let Some(progress) = &manifest.islands else { return Err(mismatch_error()) };
         islands.join(&self.core, progress);
         if self.core.comm().rank() == 0 {
             emit(&format!(
@@ -248,16 +248,16 @@ struct DonatedPiece {
 
 /// Returns the pieces of a donation, in order. They are the same for ranks at the same position.
 fn pieces_of(core: &RankCore, trainer: &GroupedOptimizer) -> Vec<DonatedPiece> {
-    let of_param = |(number, param)| {
+    let param_pieces = |(number, param)| {
         let names = core.state_names(param, trainer);
         let kinds = names.iter().filter_map(move |name| ParamStateKind::named(name, names));
         let owned = core.owned(number);
         kinds.flat_map(move |kind| pieces(&owned).map(move |range| DonatedPiece { kind, param: number, range }))
     };
-    core.trained_params().flat_map(of_param).collect()
+    core.trained_params().flat_map(param_pieces).collect()
 }
 
-fn unfit() -> Error {
+fn mismatch_error() -> Error {
     let why =
         "the state of the donor does not fit this model; start the same program with the same files on all islands";
     EngineError::LocalSteps { why: why.into() }.into()

@@ -39,7 +39,7 @@ pub(super) struct IslandServerTransport {
     address: String,
     slots: usize,
     /// The slot to request. `None`: the slot that the environment specifies, if any.
-    asked: Option<usize>,
+    requested_slot: Option<usize>,
     /// The connection, once the model has been built.
     link: OnceLock<IslandLink>,
 }
@@ -53,7 +53,8 @@ impl IslandRanks {
     /// islands, the hosts have different numbers of ranks.
     pub fn new(config: &LocalStepsConfig, job: &Arc<dyn Communicator>, slot: Option<usize>) -> Result<Self> {
         if let (Some(address), Some(slots)) = (&config.server, config.islands) {
-            let server = IslandServerTransport { address: address.clone(), slots, asked: slot, link: OnceLock::new() };
+            let server =
+                IslandServerTransport { address: address.clone(), slots, requested_slot: slot, link: OnceLock::new() };
             return Ok(Self { island: job.clone(), crossing: IslandTransport::Server(Arc::new(server)) });
         }
         let islands = match config.islands {
@@ -142,11 +143,11 @@ impl IslandServerTransport {
     ) -> Result<()> {
         /// The number that represents "no slot".
         const ANY: u64 = u64::MAX;
-        let slot = match self.asked {
+        let slot = match self.requested_slot {
             Some(slot) => Some(slot as u64),
-            None => number_of(SLOT, "a slot, counted from 0")?,
+            None => number_from_env(SLOT, "a slot, counted from 0")?,
         };
-        let launcher = match number_of(LAUNCHER, "a number that zerorun sets")? {
+        let launcher = match number_from_env(LAUNCHER, "a number that zerorun sets")? {
             Some(launcher) => launcher,
             None => random(),
         };
@@ -164,12 +165,12 @@ impl IslandServerTransport {
         let hello = Hello { start, launcher, slot, position: island.rank(), run, lens };
         let link = IslandLink::connect(&self.address, &hello, &|| island.failure().map(Error::from))?;
         if island.rank() == 0 {
-            let how = match link.entrance() {
+            let action = match link.entrance() {
                 EntryMode::Begins => "begins",
                 EntryMode::Joins => "waits for the next exchange of the others, to join them",
             };
             emit(&format!(
-                "local_steps: this is island {} of {} at {}; it {how}",
+                "local_steps: this is island {} of {} at {}; it {action}",
                 link.slot(),
                 self.slots,
                 self.address
@@ -184,8 +185,9 @@ impl IslandServerTransport {
     /// # Errors
     /// This rank is not connected yet.
     pub fn link(&self) -> Result<&IslandLink> {
-        let none = || IslandError::Lost { address: self.address.clone(), why: "this rank is not connected".into() };
-        self.link.get().ok_or_else(|| none().into())
+        let not_connected =
+            || IslandError::Lost { address: self.address.clone(), why: "this rank is not connected".into() };
+        self.link.get().ok_or_else(|| not_connected().into())
     }
 
     /// Decodes a mean of `len` elements.
@@ -209,13 +211,13 @@ pub(super) fn random() -> u64 {
 }
 
 /// Reads a number from the environment.
-fn number_of(name: &str, what: &str) -> Result<Option<u64>> {
+fn number_from_env(name: &str, description: &str) -> Result<Option<u64>> {
     let Some(text) = std::env::var_os(name).filter(|text| !text.is_empty()) else { return Ok(None) };
     let text = text.to_string_lossy();
     match text.trim().parse() {
         Ok(number) => Ok(Some(number)),
         Err(_) => {
-            let why = format!("{name} is {text:?}, but must be {what}; unset it, or give a whole number");
+            let why = format!("{name} is {text:?}, but must be {description}; unset it, or give a whole number");
             Err(EngineError::LocalSteps { why }.into())
         }
     }

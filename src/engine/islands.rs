@@ -62,7 +62,7 @@ struct FragmentExchange {
     /// The number of elements, without padding.
     len: usize,
     progress: ExchangeProgress,
-    held: MemoryLedgerEntry,
+    memory: MemoryLedgerEntry,
     /// The donation that this island must make when the exchange takes effect.
     donation: Option<u64>,
 }
@@ -108,8 +108,8 @@ impl Islands {
             return Err(EngineError::LocalSteps { why }.into());
         }
         let mut fragments = vec![Vec::new(); schedule.fragments()];
-        let of = fragments_of(&elements, fragments.len());
-        params.into_iter().zip(of).for_each(|(param, fragment)| fragments[fragment].push(param));
+        let assignment = fragments_of(&elements, fragments.len());
+        params.into_iter().zip(assignment).for_each(|(param, fragment)| fragments[fragment].push(param));
         core.begin_local_steps()?;
         if let IslandTransport::Server(server) = &ranks.crossing {
             let lens = fragments.iter().map(|params| core.pieces_len(params, core.comm().rank()) as u64);
@@ -186,24 +186,24 @@ impl Islands {
                 return self.send_to_server(&server, core, fragment, step);
             }
         };
-        let own = std::mem::take(&mut self.samples[fragment]) as f64;
-        let all: f64 = across.gather_f64(vec![own]).wait()?.iter().flatten().sum();
-        if all == 0.0 {
+        let own_samples = std::mem::take(&mut self.samples[fragment]) as f64;
+        let all_samples: f64 = across.gather_f64(vec![own_samples]).wait()?.iter().flatten().sum();
+        if all_samples == 0.0 {
             // Nothing has changed, and without a change, the momentum must not move the weights.
             return Ok(());
         }
-        let weight = own / all;
+        let weight = own_samples / all_samples;
         let (dtype, wire) = encoding(self.config.wire);
         let len = core.pieces_len(&self.fragments[fragment], core.comm().rank());
         let padded = exchanged_len(len, across.size(), wire.alignment());
-        let mut held = core.hold_exchange(padded * DType::F32.size_in_bytes());
+        let mut memory = core.hold_exchange(padded * DType::F32.size_in_bytes());
         let mut change = core.change_since_exchange(&self.fragments[fragment], weight as f32, padded)?;
         change.resize(padded, 0.0);
         let sent = Flat::from_f32(change, dtype);
-        held.resize(sent.capacity_in_bytes());
+        memory.resize(sent.capacity_in_bytes());
         let sum = across.reduce_scatter_as(wire, sent, tag(fragment));
         let progress = ExchangeProgress::Summing(sum);
-        self.in_flight.push_back(FragmentExchange { fragment, len, progress, held, donation: None });
+        self.in_flight.push_back(FragmentExchange { fragment, len, progress, memory, donation: None });
         Ok(())
     }
 
@@ -219,14 +219,14 @@ impl Islands {
         let (params, format) = (&self.fragments[fragment], PseudoGradientFormat::from(self.config.wire));
         let len = core.pieces_len(params, core.comm().rank());
         let bytes = format.encoded_len(len as u64).and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
-        let mut held = core.hold_exchange(len * DType::F32.size_in_bytes() + bytes);
+        let mut memory = core.hold_exchange(len * DType::F32.size_in_bytes() + bytes);
         let weights = core.outer_weights_hash(params)?;
         let change = format.encode(core.change_since_exchange(params, 1.0, len)?);
-        held.resize(bytes);
+        memory.resize(bytes);
         let key = RoundKey { step, call: self.calls, fragment: fragment as u64 };
         server.link()?.send_change(key, samples, weights, change);
         let progress = ExchangeProgress::Sent(key);
-        self.in_flight.push_back(FragmentExchange { fragment, len, progress, held, donation: None });
+        self.in_flight.push_back(FragmentExchange { fragment, len, progress, memory, donation: None });
         Ok(())
     }
 
@@ -245,14 +245,14 @@ impl Islands {
     /// an island keeps. Returns whether weights have changed.
     fn receive(&mut self, core: &RankCore, fragment: usize, alpha: f32) -> Result<bool> {
         // A run that has just begun, or resumed, may not have sent it.
-        let Some(at) = self.in_flight.iter().position(|exchange| exchange.fragment == fragment) else {
+        let Some(index) = self.in_flight.iter().position(|exchange| exchange.fragment == fragment) else {
             return Ok(false);
         };
-        let Some(mut exchange) = self.in_flight.remove(at) else { return Ok(false) };
+        let Some(mut exchange) = self.in_flight.remove(index) else { return Ok(false) };
         let result = self.result(&mut exchange)?;
         self.donation = self.donation.or(exchange.donation);
         let change = match result {
-            ExchangeResult::Mean(own) => MeanChange::Received(own),
+            ExchangeResult::Mean(mean) => MeanChange::Received(mean),
             ExchangeResult::Stored => MeanChange::Stored,
             ExchangeResult::Nothing => return Ok(false),
         };
@@ -283,9 +283,9 @@ impl Islands {
         exchange.donation = mean.donation;
         if island.rank() == 0 && !self.members.is_empty() && self.members != mean.members {
             let text = |members: &[usize]| list(&members.iter().map(usize::to_string).collect::<Vec<_>>());
-            let (now, before) = (text(&mean.members), text(&self.members));
+            let (current, previous) = (text(&mean.members), text(&self.members));
             emit(&format!(
-                "local_steps: islands in the exchange after step {}: {now}; in the exchange before it: {before}",
+                "local_steps: islands in the exchange after step {}: {current}; in the exchange before it: {previous}",
                 key.step
             ));
         }
@@ -293,17 +293,17 @@ impl Islands {
         if mean.samples == 0 {
             return Ok(ExchangeResult::Nothing);
         }
-        let (wide, bytes) = (exchange.len * DType::F32.size_in_bytes(), mean.bytes.len());
+        let (f32_bytes, bytes) = (exchange.len * DType::F32.size_in_bytes(), mean.bytes.len());
         self.traffic.calls += 1;
         self.traffic.elements += exchange.len as u64;
         self.traffic.wire_bytes += bytes as u64;
-        self.traffic.exact_bytes += wide as u64;
+        self.traffic.exact_bytes += f32_bytes as u64;
         self.traffic.between_hosts_bytes += bytes as u64;
-        exchange.held.resize(wide + bytes);
-        let own = server.decode(self.config.wire, &mean.bytes, exchange.len)?;
+        exchange.memory.resize(f32_bytes + bytes);
+        let mean_change = server.decode(self.config.wire, &mean.bytes, exchange.len)?;
         drop(mean.bytes);
-        exchange.held.resize(wide);
-        Ok(ExchangeResult::Mean(own))
+        exchange.memory.resize(f32_bytes);
+        Ok(ExchangeResult::Mean(mean_change))
     }
 
     /// Collective among all ranks that exchange with each other: waits for the fragments in flight and stores their
@@ -313,7 +313,7 @@ impl Islands {
             match self.result(&mut exchange)? {
                 ExchangeResult::Mean(sum) => {
                     core.store_change(&self.fragments[exchange.fragment], sum)?;
-                    exchange.held.resize(0);
+                    exchange.memory.resize(0);
                 }
                 ExchangeResult::Stored => {}
                 ExchangeResult::Nothing => {
@@ -394,8 +394,8 @@ impl Islands {
 }
 
 impl FragmentExchange {
-    fn stored(fragment: usize, held: MemoryLedgerEntry) -> Self {
-        Self { fragment, len: 0, progress: ExchangeProgress::Stored, held, donation: None }
+    fn stored(fragment: usize, memory: MemoryLedgerEntry) -> Self {
+        Self { fragment, len: 0, progress: ExchangeProgress::Stored, memory, donation: None }
     }
 
     /// Begins the gather of the sums, if they are not being gathered yet.
@@ -420,14 +420,14 @@ impl FragmentExchange {
         let mut sum = pending.wait()?;
         sum.truncate(self.len);
         Ok(ExchangeResult::Mean(match sum {
-            Flat::F32(own) => own,
+            Flat::F32(values) => values,
             sum => {
-                self.held.resize(sum.capacity_in_bytes() + self.len * DType::F32.size_in_bytes());
-                let mut own = vec![0.0; self.len];
-                FlatMut::F32(&mut own).copy_cast(sum.as_ref());
+                self.memory.resize(sum.capacity_in_bytes() + self.len * DType::F32.size_in_bytes());
+                let mut values = vec![0.0; self.len];
+                FlatMut::F32(&mut values).copy_cast(sum.as_ref());
                 drop(sum);
-                self.held.resize(self.len * DType::F32.size_in_bytes());
-                own
+                self.memory.resize(self.len * DType::F32.size_in_bytes());
+                values
             }
         }))
     }

@@ -71,8 +71,8 @@ impl<M> Engine<M> {
         }
     }
 
-    /// If this island has joined others through an island server and has not trained since, returns the client state that
-    /// it received; null if the donor had none.
+    /// If this island has joined others through an island server and has not trained since, returns the client state
+    /// that it received; null if the donor had none.
     pub fn donated_client_state(&self) -> Option<&Value> {
         self.islands.as_ref().filter(|_| self.has_just_joined()).map(|islands| &islands.client_state)
     }

@@ -123,10 +123,10 @@ impl<M> Engine<M> {
 
     /// Returns statistics of this rank's collectives so far.
     pub fn comm_report(&self) -> CommReport {
-        let own = self.core.comm().report();
+        let report = self.core.comm().report();
         match self.core.experts() {
-            Some(experts) => own.with(&experts.group.report()).with(&experts.holders.report()),
-            None => own,
+            Some(experts) => report.with(&experts.group.report()).with(&experts.holders.report()),
+            None => report,
         }
     }
 
@@ -140,8 +140,8 @@ impl<M> Engine<M> {
         self.islands.as_ref().map_or_else(|| self.job().rank(), |islands| islands.ranks.rank())
     }
 
-    /// Returns this rank among those of the job, counted from 0. With an island server, each island is a separate job, so
-    /// each island has a rank 0: use this number to choose the rank that prints, logs or writes files.
+    /// Returns this rank among those of the job, counted from 0. With an island server, each island is a separate job,
+    /// so each island has a rank 0: use this number to choose the rank that prints, logs or writes files.
     pub fn job_rank(&self) -> usize {
         self.job().rank()
     }

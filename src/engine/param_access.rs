@@ -18,8 +18,8 @@ impl<M> Engine<M> {
     /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; a failed collective.
     pub fn safe_get_full_fp32_param(&mut self, name: &str) -> Result<Tensor> {
         let param = self.agreed_param("safe_get_full_fp32_param", name, "", None)?;
-        let whole = self.attempt(|engine| engine.core.whole_f32(param))?;
-        self.shaped(param, whole)
+        let full = self.attempt(|engine| engine.core.whole_f32(param))?;
+        self.shaped(param, full)
     }
 
     /// Collective: returns the full gradient of parameter `name`, in f32 and the parameter's shape, as the next
@@ -34,8 +34,8 @@ impl<M> Engine<M> {
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param).
     pub fn safe_get_full_grad(&mut self, name: &str) -> Result<Option<Tensor>> {
         let param = self.agreed_param("safe_get_full_grad", name, "", None)?;
-        let whole = self.attempt(|engine| engine.core.whole_gradient(param))?;
-        whole.map(|whole| self.unscaled(whole)).map(|whole| self.shaped(param, whole)).transpose()
+        let full = self.attempt(|engine| engine.core.whole_gradient(param))?;
+        full.map(|full| self.unscaled(full)).map(|full| self.shaped(param, full)).transpose()
     }
 
     /// Collective: returns the full optimizer state `key` (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...) of
@@ -48,10 +48,10 @@ impl<M> Engine<M> {
     pub fn safe_get_full_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
         let param = self.agreed_param("safe_get_full_optimizer_state", name, key, None)?;
         let state = self.readable_state_of(param, key)?;
-        let whole = self.attempt(|engine| engine.core.whole_state(state, param))?;
+        let full = self.attempt(|engine| engine.core.whole_state(state, param))?;
         match state {
-            ParamStateKind::Factored(_) => self.flat(whole),
-            _ => self.shaped(param, whole),
+            ParamStateKind::Factored(_) => self.flat(full),
+            _ => self.shaped(param, full),
         }
     }
 
@@ -87,8 +87,8 @@ impl<M> Engine<M> {
         let param = self.agreed_param(CALL, name, "", Some((value, &values)))?;
         self.check_shape(param, value)?;
         self.scale(&mut values);
-        let is_there = self.attempt(|engine| engine.core.set_gradient(param, &values))?;
-        is_set(is_there, name)
+        let exists = self.attempt(|engine| engine.core.set_gradient(param, &values))?;
+        check_gradient_exists(exists, name)
     }
 
     /// Collective: sets the optimizer state `key` of parameter `name`. All ranks must give the same `value`.
@@ -113,8 +113,8 @@ impl<M> Engine<M> {
     /// [`ParamError::Unknown`]; a file that cannot be read.
     pub fn safe_get_local_fp32_param(&mut self, name: &str) -> Result<Tensor> {
         let param = self.param(name)?;
-        let own = self.attempt(|engine| engine.core.own_state(ParamStateKind::Weights, param))?;
-        self.flat(own)
+        let local = self.attempt(|engine| engine.core.own_state(ParamStateKind::Weights, param))?;
+        self.flat(local)
     }
 
     /// Returns this rank's part of the result of [`safe_get_full_grad`](Self::safe_get_full_grad).
@@ -123,8 +123,8 @@ impl<M> Engine<M> {
     /// The same as [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param).
     pub fn safe_get_local_grad(&mut self, name: &str) -> Result<Option<Tensor>> {
         let param = self.param(name)?;
-        let own = self.attempt(|engine| engine.core.own_gradient(param))?;
-        own.map(|own| self.unscaled(own)).map(|own| self.flat(own)).transpose()
+        let local = self.attempt(|engine| engine.core.own_gradient(param))?;
+        local.map(|local| self.unscaled(local)).map(|local| self.flat(local)).transpose()
     }
 
     /// Returns this rank's part of the result of
@@ -135,8 +135,8 @@ impl<M> Engine<M> {
     pub fn safe_get_local_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
         let param = self.param(name)?;
         let state = self.readable_state_of(param, key)?;
-        let own = self.attempt(|engine| engine.core.own_state(state, param))?;
-        self.flat(own)
+        let local = self.attempt(|engine| engine.core.own_state(state, param))?;
+        self.flat(local)
     }
 
     /// Collective: sets this rank's part of the values of parameter `name` everywhere: master weights, shards and the
@@ -151,15 +151,15 @@ impl<M> Engine<M> {
     pub fn safe_set_local_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_local_fp32_param";
         self.not_on_islands(CALL)?;
-        self.is_sharded(CALL, "safe_set_full_fp32_param")?;
+        self.check_sharded(CALL, "safe_set_full_fp32_param")?;
         self.not_between_passes(CALL)?;
         let param = self.agreed_param(CALL, name, "", None)?;
-        let own = self.own_values_of(CALL, param, value);
-        let own = self.agreed(CALL, own)?;
+        let local = self.own_values_of(CALL, param, value);
+        let local = self.agreed(CALL, local)?;
         self.wait_for_checkpoint()?;
         self.settled(|engine| {
-            let whole = engine.core.whole_of_parts(param, own)?;
-            engine.core.set_state(ParamStateKind::Weights, param, &whole)?;
+            let full = engine.core.whole_of_parts(param, local)?;
+            engine.core.set_state(ParamStateKind::Weights, param, &full)?;
             engine.core.refresh()
         })
     }
@@ -172,12 +172,12 @@ impl<M> Engine<M> {
     /// [`EngineError::GradientAbsent`]; [`EngineError::OutOfOrder`] between forward and backward.
     pub fn safe_set_local_grad(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_local_grad";
-        self.is_sharded(CALL, "safe_set_full_grad")?;
+        self.check_sharded(CALL, "safe_set_full_grad")?;
         let param = self.param(name)?;
-        let mut own = self.own_values_of(CALL, param, value)?;
-        self.scale(&mut own);
-        let is_there = self.attempt(|engine| engine.core.set_own_gradient(param, &own))?;
-        is_set(is_there, name)
+        let mut local = self.own_values_of(CALL, param, value)?;
+        self.scale(&mut local);
+        let exists = self.attempt(|engine| engine.core.set_own_gradient(param, &local))?;
+        check_gradient_exists(exists, name)
     }
 
     /// Sets this rank's part of the optimizer state `key` of parameter `name`: see
@@ -188,12 +188,12 @@ impl<M> Engine<M> {
     /// [`safe_set_local_grad`](Self::safe_set_local_grad), except [`EngineError::GradientAbsent`].
     pub fn safe_set_local_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
         const CALL: &str = "safe_set_local_optimizer_state";
-        self.is_sharded(CALL, "safe_set_full_optimizer_state")?;
+        self.check_sharded(CALL, "safe_set_full_optimizer_state")?;
         let param = self.param(name)?;
         let state = self.state_of(param, key)?;
-        let own = self.own_values_of(CALL, param, value)?;
+        let local = self.own_values_of(CALL, param, value)?;
         self.wait_for_checkpoint()?;
-        self.attempt(|engine| engine.core.set_own_moment(state, param, &own))
+        self.attempt(|engine| engine.core.set_own_moment(state, param, &local))
     }
 
     /// Runs `run` while the parameters `names` are gathered, so that the parameters of [`model`](Self::model) can be
@@ -263,26 +263,26 @@ impl<M> Engine<M> {
         }
         self.wait_for_checkpoint()?;
         let modifies = self.rank() == modifier_rank;
-        let mut whole = Vec::new();
+        let mut full = Vec::new();
         for param in &params {
             let values = self.attempt(|engine| engine.core.whole_f32(*param))?;
-            whole.extend(modifies.then_some(values));
+            full.extend(modifies.then_some(values));
         }
-        let modified = if modifies { self.modified(&params, whole, run) } else { Ok(Vec::new()) };
+        let modified = if modifies { self.modified(&params, full, run) } else { Ok(Vec::new()) };
         let mut modified = self.agreed(CALL, modified)?.into_iter();
         for param in params {
             self.settled(|engine| {
-                let whole = engine.core.whole_of_one(param, modified.next())?;
-                engine.core.set_state(ParamStateKind::Weights, param, &whole)
+                let full = engine.core.whole_of_one(param, modified.next())?;
+                engine.core.set_state(ParamStateKind::Weights, param, &full)
             })?;
         }
         self.attempt(|engine| engine.core.refresh())
     }
 
     /// Releases all gathered parameters at stage 3, including those kept by `stage3_param_persistence_threshold`, until
-    /// the next forward or backward pass needs them, like DeepSpeed's call of the same name: for example, to free memory
-    /// for an evaluation elsewhere. At every stage, free memory is returned to the GPU's driver. All ranks must call
-    /// this method at the same point.
+    /// the next forward or backward pass needs them, like DeepSpeed's call of the same name: for example, to free
+    /// memory for an evaluation elsewhere. At every stage, free memory is returned to the GPU's driver. All ranks must
+    /// call this method at the same point.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between forward and backward; a failed collective.
@@ -323,27 +323,27 @@ impl<M> Engine<M> {
     fn modified(
         &self,
         params: &[ParamId],
-        whole: Vec<Flat>,
+        full: Vec<Flat>,
         run: impl FnOnce(&mut [Tensor]) -> candle_core::Result<()>,
     ) -> Result<Vec<Vec<f32>>> {
-        let tensors = params.iter().zip(whole).map(|(param, values)| self.shaped(*param, values));
+        let tensors = params.iter().zip(full).map(|(param, values)| self.shaped(*param, values));
         let mut tensors = tensors.collect::<Result<Vec<_>>>()?;
         run(&mut tensors)?;
         let values = params.iter().zip(&tensors).map(|(param, tensor)| {
             self.check_shape(*param, tensor)?;
-            on_host(tensor)
+            host_values(tensor)
         });
         values.collect()
     }
 
     /// Collective: returns this rank's result if the call has succeeded on every rank.
-    fn agreed<T>(&mut self, call: &'static str, own: Result<T>) -> Result<T> {
+    fn agreed<T>(&mut self, call: &'static str, result: Result<T>) -> Result<T> {
         let elsewhere = |rank| EngineError::Elsewhere { call, why: rank_failed(rank) }.into();
-        self.attempt(|engine| agree(engine.core.comm(), own, elsewhere))
+        self.attempt(|engine| agree(engine.core.comm(), result, elsewhere))
     }
 
     /// Returns an error at stage 0, where parameters have no parts that could be set separately.
-    fn is_sharded(&self, call: &'static str, full: &'static str) -> Result<()> {
+    fn check_sharded(&self, call: &'static str, full: &'static str) -> Result<()> {
         match self.config.zero.stage.placement().optim.is_sharded() {
             true => Ok(()),
             false => Err(EngineError::NotSharded { call, full }.into()),
@@ -364,7 +364,7 @@ impl<M> Engine<M> {
     /// Returns a state, which may be factored.
     fn readable_state_of(&self, param: ParamId, key: &str) -> Result<ParamStateKind> {
         let factored = self.core.factored_names(&self.core.params()[param], &self.trainer);
-        match factored.iter().position(|own| *own == key) {
+        match factored.iter().position(|name| *name == key) {
             Some(number) => Ok(ParamStateKind::Factored(number)),
             None => self.state_of(param, key),
         }
@@ -373,7 +373,7 @@ impl<M> Engine<M> {
     fn state_of(&self, param: ParamId, key: &str) -> Result<ParamStateKind> {
         let param = &self.core.params()[param];
         let keys = self.core.moments(param, &self.trainer);
-        let found = keys.iter().position(|own| *own == key).map(ParamStateKind::Moment);
+        let found = keys.iter().position(|name| *name == key).map(ParamStateKind::Moment);
         found.ok_or_else(|| {
             let readable = self.core.factored_names(param, &self.trainer);
             let (name, key) = (param.name.clone(), key.to_owned());
@@ -389,7 +389,7 @@ impl<M> Engine<M> {
     /// Returns the values to be set, in host memory.
     fn values_of(&self, call: &'static str, value: &Tensor) -> Result<Vec<f32>> {
         self.not_between_passes(call)?;
-        on_host(value)
+        host_values(value)
     }
 
     /// Returns an error if a graph is waiting for its backward pass.
@@ -440,12 +440,12 @@ impl<M> Engine<M> {
 }
 
 /// Returns an error if there was no gradient to set.
-fn is_set(is_there: bool, name: &str) -> Result<()> {
-    if is_there { Ok(()) } else { Err(EngineError::GradientAbsent { name: name.into() }.into()) }
+fn check_gradient_exists(exists: bool, name: &str) -> Result<()> {
+    if exists { Ok(()) } else { Err(EngineError::GradientAbsent { name: name.into() }.into()) }
 }
 
 /// Returns the values of a tensor in f32.
-fn on_host(value: &Tensor) -> Result<Vec<f32>> {
+fn host_values(value: &Tensor) -> Result<Vec<f32>> {
     Ok(value.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 

@@ -42,14 +42,14 @@ impl<M> Engine<M> {
         if !open.is_report_due() {
             return RankZeroRequests::default();
         }
-        let mut asked = Vec::new();
+        let mut requests = Vec::new();
         self.reporter.run.write(|open| {
-            asked = open.writer.take_requests(step)?;
+            requests = open.writer.take_requests(step)?;
             Ok(())
         });
-        self.reporter.stop_in_record |= asked.contains(&RunRequest::Stop);
+        self.reporter.stop_in_record |= requests.contains(&RunRequest::Stop);
         // Islands save together, but the vote is within one island, so islands ignore a request for a checkpoint.
-        let save = asked.contains(&RunRequest::Save) && self.islands.is_none();
+        let save = requests.contains(&RunRequest::Save) && self.islands.is_none();
         RankZeroRequests { report: true, save }
     }
 
@@ -64,17 +64,17 @@ impl<M> Engine<M> {
         if !std::mem::take(&mut self.reporter.requests).report {
             return Ok(());
         }
-        let own = RankReport::of(&self.memory_report(), self.clock.last);
-        let all = self.core.job().gather_f64(own.to_numbers()).wait()?;
+        let report = RankReport::of(&self.memory_report(), self.clock.last);
+        let all = self.core.job().gather_f64(report.to_numbers()).wait()?;
         let answers = &self.reporter.answers;
-        let is_answered = |request: &RunRequest| match request {
+        let is_supported = |request: &RunRequest| match request {
             RunRequest::Save => answers.save.load(Ordering::Relaxed) && self.islands.is_none(),
             RunRequest::Stop => answers.stop.load(Ordering::Relaxed),
         };
-        let answered: Vec<RunRequest> = RunRequest::ALL.into_iter().filter(is_answered).collect();
+        let supported: Vec<RunRequest> = RunRequest::ALL.into_iter().filter(is_supported).collect();
         let (step, reports) = (self.global_steps, all.iter().map(|numbers| RankReport::of_numbers(numbers)));
         let reports: Vec<RankReport> = reports.collect();
-        self.reporter.run.write(|open| open.writer.ranks(step, &answered, &reports));
+        self.reporter.run.write(|open| open.writer.ranks(step, &supported, &reports));
         Ok(())
     }
 }

@@ -62,7 +62,12 @@ pub(super) struct SavingCheckpoint {
 
 impl EngineReporter {
     /// Opens the monitors on the rank that `reports`, and the log of collectives.
-    pub fn open(config: &Monitoring, comm: &dyn Communicator, reports: bool, more: Vec<MonitorOpener>) -> Result<Self> {
+    pub fn open(
+        config: &Monitoring,
+        comm: &dyn Communicator,
+        reports: bool,
+        extra_monitors: Vec<MonitorOpener>,
+    ) -> Result<Self> {
         let (rank, world_size) = (comm.rank(), comm.size());
         if let (true, Some(file)) =
             (reports, config.flops_profiler.as_ref().and_then(|config| config.output_file.as_ref()))
@@ -70,10 +75,10 @@ impl EngineReporter {
             let folder = folder_of(file);
             let probe = tempfile::tempfile_in(folder);
             probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
-            let wrong = |source| Error::Io { action: "write", path: file.into(), source };
-            only_earlier(file, FlopsProfile::REPORT_PREFIX, "profile").map_err(wrong)?;
+            let write_error = |source| Error::Io { action: "write", path: file.into(), source };
+            only_earlier(file, FlopsProfile::REPORT_PREFIX, "profile").map_err(write_error)?;
         }
-        let monitors = if reports { Monitors::open(config, more)? } else { Monitors::default() };
+        let monitors = if reports { Monitors::open(config, extra_monitors)? } else { Monitors::default() };
         let comm_log = config.comms_logger.as_ref().map(|config| Arc::new(CommLog::new(config, rank, world_size)));
         if let Some(log) = &comm_log {
             comm.log_into(Some(log.clone()));

@@ -30,7 +30,7 @@ pub(super) struct WaitingRecord {
 pub(super) struct OpenRecord {
     pub writer: RunWriter,
     /// The time of the last report of the ranks.
-    reported: Option<Instant>,
+    last_report: Option<Instant>,
 }
 
 /// The minimum time between two reports of all ranks, and between two checks for requests.
@@ -39,9 +39,9 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 impl OpenRecord {
     /// Returns whether the ranks should report again, and, if so, begins the next interval.
     pub fn is_report_due(&mut self) -> bool {
-        let is_due = self.reported.is_none_or(|at| at.elapsed() >= REPORT_INTERVAL);
+        let is_due = self.last_report.is_none_or(|at| at.elapsed() >= REPORT_INTERVAL);
         if is_due {
-            self.reported = Some(Instant::now());
+            self.last_report = Some(Instant::now());
         }
         is_due
     }
@@ -74,13 +74,13 @@ impl RunRecorder {
         let Self::Waiting(waiting) = self else { return };
         let opened = RunWriter::open(&waiting.plan, &waiting.start);
         *self = match opened {
-            Ok(writer) => Self::Open(Box::new(OpenRecord { writer, reported: None })),
-            Err(error) => Self::given_up(&error),
+            Ok(writer) => Self::Open(Box::new(OpenRecord { writer, last_report: None })),
+            Err(error) => Self::give_up(&error),
         };
     }
 
     /// Reports that the record cannot be written. Training matters more than its record.
-    fn given_up(error: &Error) -> Self {
+    fn give_up(error: &Error) -> Self {
         warn(&format!("the record of this run ends here, and training continues without it: {error}"));
         Self::Off
     }
@@ -90,7 +90,7 @@ impl RunRecorder {
         self.begin();
         let Self::Open(open) = self else { return };
         if let Err(error) = write(open) {
-            *self = Self::given_up(&error);
+            *self = Self::give_up(&error);
         }
     }
 
@@ -99,7 +99,7 @@ impl RunRecorder {
         if let Self::Open(open) = self
             && let Err(error) = open.writer.flush()
         {
-            *self = Self::given_up(&error);
+            *self = Self::give_up(&error);
         }
     }
 

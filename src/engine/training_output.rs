@@ -14,8 +14,8 @@ use crate::util::counted;
 use std::io::Write as _;
 
 impl<M> Engine<M> {
-    /// Writes custom values to the monitors, like DeepSpeed's `monitor.write_events`. Does nothing on ranks other than 0.
-    /// The engine's own events use [`global_samples`](Self::global_samples) as their step.
+    /// Writes custom values to the monitors, like DeepSpeed's `monitor.write_events`. Does nothing on ranks other than
+    /// 0. The engine's own events use [`global_samples`](Self::global_samples) as their step.
     ///
     /// ```
     /// # use candle_zero::Engine;
@@ -120,17 +120,17 @@ impl<M> Engine<M> {
         if self.job().rank() != 0 {
             return;
         }
-        let every = self.config.steps_per_print;
-        if every.is_none_or(|n| self.global_steps.is_multiple_of(n)) {
-            if every.is_some() {
+        let interval = self.config.steps_per_print;
+        if interval.is_none_or(|n| self.global_steps.is_multiple_of(n)) {
+            if interval.is_some() {
                 emit(&self.progress_line());
             }
-            if let (Some(speed), Some(_), true) = (speed, every, self.config.monitoring.throughput) {
+            if let (Some(speed), Some(_), true) = (speed, interval, self.config.monitoring.throughput) {
                 let (micro, global) = (self.micro_steps + 1, self.global_steps);
-                let [now, most] = [rss_bytes(), rss_peak_bytes()].map(gigabytes);
+                let [current, peak] = [rss_bytes(), rss_peak_bytes()].map(gigabytes);
                 emit(&format!(
                     "micro_step={micro}/global_step={global}, RunningAvgSamplesPerSec={}, CurrSamplesPerSec={}, \
-                     MemAllocated={now}GB, MaxMemAllocated={most}GB",
+                     MemAllocated={current}GB, MaxMemAllocated={peak}GB",
                     speed.average, speed.current
                 ));
             }
@@ -175,12 +175,12 @@ impl<M> Engine<M> {
         values.extend(self.grad_norm.map(|norm| ("grad_norm", norm)));
         if self.config.wall_clock_breakdown {
             let t = self.clock.last;
-            let reducing = self.clock.last_backward_wait_ms;
+            let reduce_ms = self.clock.last_backward_wait_ms;
             values.extend([
                 ("elapsed_time_ms_forward", t.forward_ms),
                 ("elapsed_time_ms_backward", t.backward_ms),
-                ("elapsed_time_ms_backward_inner", t.backward_ms - reducing),
-                ("elapsed_time_ms_backward_allreduce", reducing),
+                ("elapsed_time_ms_backward_inner", t.backward_ms - reduce_ms),
+                ("elapsed_time_ms_backward_allreduce", reduce_ms),
                 ("elapsed_time_ms_step", t.step_ms),
             ]);
         }
@@ -197,18 +197,18 @@ impl<M> Engine<M> {
 
     /// Reports memory for `memory_breakdown`, at the interval of `steps_per_print`; `step` is the number of this
     /// optimizer step, counted from 1.
-    pub(super) fn report_memory(&self, edge: &str, step: u64) {
-        let every = self.config.steps_per_print;
-        let due = every.is_none_or(|n| step.is_multiple_of(n));
-        if !self.config.monitoring.memory_breakdown || self.job().rank() != 0 || !due {
+    pub(super) fn report_memory(&self, point: &str, step: u64) {
+        let interval = self.config.steps_per_print;
+        let is_due = interval.is_none_or(|n| step.is_multiple_of(n));
+        if !self.config.monitoring.memory_breakdown || self.job().rank() != 0 || !is_due {
             return;
         }
         let mib = |bytes: usize| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
         let report = self.memory_report();
         let rows = report.rows.iter().filter(|row| row.bytes.held > 0);
         let rows: Vec<String> = rows.map(|row| format!("{} {}", row.kind.name(), mib(row.bytes.held))).collect();
-        let [now, most] = [rss_bytes(), rss_peak_bytes()].map(|bytes| mib(bytes.unwrap_or_default() as usize));
-        emit(&format!("memory (MiB) {edge} | {} | resident {now}, at most {most}", rows.join(" | ")));
+        let [current, peak] = [rss_bytes(), rss_peak_bytes()].map(|bytes| mib(bytes.unwrap_or_default() as usize));
+        emit(&format!("memory (MiB) {point} | {} | resident {current}, at most {peak}", rows.join(" | ")));
     }
 
     /// Prints the configuration and parameters for `dump_state`.

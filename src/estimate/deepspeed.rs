@@ -52,11 +52,11 @@ pub struct MemoryNeeds {
 
 /// Returns the result of `estimate_zero2_model_states_mem_needs` for a model with `parameters` parameters.
 pub fn zero2(parameters: u64, machines: Machines, cpu_offload: bool) -> MemoryNeeds {
-    let (p, all) = (parameters as f64, machines.gpus());
+    let (p, gpus) = (parameters as f64, machines.gpus());
     let (cpu, gpu) = if cpu_offload {
-        (p * f64::max(4.0 * all, 16.0), 2.0 * p)
+        (p * f64::max(4.0 * gpus, 16.0), 2.0 * p)
     } else {
-        (p * 4.0 * machines.gpus_per_node as f64, 2.0 * p + (18.0 * p / all).floor())
+        (p * 4.0 * machines.gpus_per_node as f64, 2.0 * p + (18.0 * p / gpus).floor())
     };
     MemoryNeeds { cpu_bytes: (cpu * machines.buffer_factor) as u64, gpu_bytes: gpu as u64 }
 }
@@ -71,15 +71,16 @@ pub fn zero3(
     offloaded: Zero3Offload,
     zero_init: bool,
 ) -> MemoryNeeds {
-    let (p, layer, all) = (parameters as f64, largest_layer as f64, machines.gpus());
-    let here = 1.0 / machines.nodes as f64;
+    let (p, layer, gpus) = (parameters as f64, largest_layer as f64, machines.gpus());
+    let machine_share = 1.0 / machines.nodes as f64;
     // Every process of a machine first creates the full model or, with `zero_init`, its largest layer.
     let copies = 4.0 * machines.gpus_per_node as f64;
-    let held = |bytes: f64| if zero_init { bytes * here } else { f64::max(copies, bytes * here) };
+    let per_parameter =
+        |bytes: f64| if zero_init { bytes * machine_share } else { f64::max(copies, bytes * machine_share) };
     let (cpu, gpu) = match offloaded {
-        Zero3Offload::OptimizerAndParameters => (p * held(18.0), 0.0),
-        Zero3Offload::Optimizer => (p * held(16.0), (2.0 * p / all).floor()),
-        Zero3Offload::Nothing => (if zero_init { layer } else { p } * copies, (18.0 * p / all).floor()),
+        Zero3Offload::OptimizerAndParameters => (p * per_parameter(18.0), 0.0),
+        Zero3Offload::Optimizer => (p * per_parameter(16.0), (2.0 * p / gpus).floor()),
+        Zero3Offload::Nothing => (if zero_init { layer } else { p } * copies, (18.0 * p / gpus).floor()),
     };
     MemoryNeeds { cpu_bytes: (cpu * machines.buffer_factor) as u64, gpu_bytes: (4.0 * layer + gpu) as u64 }
 }

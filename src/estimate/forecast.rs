@@ -81,24 +81,24 @@ impl Estimate {
         if hosts == 0 || !ranks.is_multiple_of(hosts) {
             return Err(EstimateError::Hosts { ranks, hosts }.into());
         }
-        let all = UniformHosts::new(hosts, ranks / hosts);
+        let uniform_hosts = UniformHosts::new(hosts, ranks / hosts);
         let mut between = BTreeMap::<CollectiveKind, InterHostTraffic>::new();
         for (c, times) in self.step_trace.collectives() {
             let entry = between.entry(c.kind).or_default();
             // The number of micro steps is not bounded, so the sums saturate.
-            let add = |sum: &mut u64, each: usize| *sum = sum.saturating_add((each as u64).saturating_mul(times));
+            let add = |sum: &mut u64, amount: usize| *sum = sum.saturating_add((amount as u64).saturating_mul(times));
             add(&mut entry.calls, 1);
-            for transfer in all.transfers(c.kind, c.wire, c.dtype, c.elements) {
+            for transfer in uniform_hosts.transfers(c.kind, c.wire, c.dtype, c.elements) {
                 add(&mut entry.bytes_in, transfer.into);
                 add(&mut entry.bytes_out, transfer.out);
             }
         }
-        let SimulatedStep { step, wire } = simulate(&self.step_trace, &all, network, measured);
+        let SimulatedStep { step, wire } = simulate(&self.step_trace, &uniform_hosts, network, measured);
         Ok(Forecast { hosts, ranks, between, wire_s: wire, step_s: measured.map(|_| step) })
     }
 
-    /// Predicts steps on 1, 2, 4 ... hosts, up to 1,024 ranks, and on `hosts` hosts, with `each` ranks per host. Each
-    /// rank keeps the batch size that it has in `config`.
+    /// Predicts steps on 1, 2, 4 ... hosts, up to 1,024 ranks, and on `hosts` hosts, with `ranks_per_host` ranks per
+    /// host. Each rank keeps the batch size that it has in `config`.
     ///
     /// # Errors
     /// The errors of [`Estimate::with`].
@@ -106,21 +106,21 @@ impl Estimate {
         shapes: &Shapes,
         config: &Config,
         options: EstimateOptions,
-        (hosts, each): (usize, usize),
+        (hosts, ranks_per_host): (usize, usize),
         network: &Network,
         measured: Option<&MeasuredStep>,
     ) -> Result<Vec<ScalingRow>> {
         let doubled = std::iter::successors(Some(1usize), |hosts| hosts.checked_mul(2));
         let mut counts: Vec<usize> =
-            doubled.take_while(|hosts| *hosts == 1 || hosts.saturating_mul(each) <= MAX_RANKS).collect();
+            doubled.take_while(|hosts| *hosts == 1 || hosts.saturating_mul(ranks_per_host) <= MAX_RANKS).collect();
         counts.push(hosts);
         counts.sort_unstable();
         counts.dedup();
         let row = |hosts: usize| {
             let options = EstimateOptions { hosts, ..options };
-            let estimate = Self::with(shapes, &with_ranks(config, hosts.saturating_mul(each)), options)?;
+            let estimate = Self::with(shapes, &with_ranks(config, hosts.saturating_mul(ranks_per_host)), options)?;
             let forecast = estimate.forecast(hosts, network, measured)?;
-            let efficiency = measured.zip(forecast.step_s).map(|(alone, step_s)| (alone.step_s() / step_s).min(1.0));
+            let efficiency = measured.zip(forecast.step_s).map(|(single, step_s)| (single.step_s() / step_s).min(1.0));
             let rank_bytes = estimate.host_bytes().saturating_add(estimate.device_bytes());
             Ok(ScalingRow { forecast, efficiency, rank_bytes })
         };
@@ -130,8 +130,9 @@ impl Estimate {
 
 /// Returns the configuration for a different number of ranks with the same number of samples per rank.
 fn with_ranks(config: &Config, ranks: usize) -> Config {
-    let of_rank = config.batch.train_micro_batch_size_per_gpu.saturating_mul(config.batch.gradient_accumulation_steps);
-    let batch = BatchConfig { train_batch_size: of_rank.saturating_mul(ranks), ..config.batch };
+    let rank_samples =
+        config.batch.train_micro_batch_size_per_gpu.saturating_mul(config.batch.gradient_accumulation_steps);
+    let batch = BatchConfig { train_batch_size: rank_samples.saturating_mul(ranks), ..config.batch };
     Config { world_size: ranks, batch, ..config.clone() }
 }
 
@@ -142,17 +143,18 @@ fn simulate(
     network: &Network,
     measured: Option<&MeasuredStep>,
 ) -> SimulatedStep {
-    let travelling = |c: &super::step_trace::CollectiveCall| {
-        let ways =
+    let travel_time = |c: &super::step_trace::CollectiveCall| {
+        let times =
             hosts.transfers(c.kind, c.wire, c.dtype, c.elements).into_iter().map(|transfer| network.travel(&transfer));
-        ways.reduce(|a, b| TransferTime { seconds: a.seconds + b.seconds, processors: a.processors + b.processors })
+        times
+            .reduce(|a, b| TransferTime { seconds: a.seconds + b.seconds, processors: a.processors + b.processors })
             .unwrap_or_default()
     };
     match measured {
-        None => step_trace.simulate(|_, _| 0.0, travelling),
+        None => step_trace.simulate(|_, _| 0.0, travel_time),
         Some(measured) => {
             let (seconds, rest) = measured.spread(step_trace.work());
-            let SimulatedStep { step, wire } = step_trace.simulate(seconds, travelling);
+            let SimulatedStep { step, wire } = step_trace.simulate(seconds, travel_time);
             SimulatedStep { step: step + rest, wire }
         }
     }
@@ -232,7 +234,7 @@ mod tests {
     fn micro_steps_that_are_not_gone_through_count_too() {
         let shapes = Shapes::preset("nano").unwrap();
         let network = Network::ASSUMED;
-        let of = |accumulation| {
+        let forecast_with = |accumulation| {
             let estimate = Estimate::new(&shapes, &config(4, json!({"stage": 3}), accumulation)).unwrap();
             let forecast = estimate.forecast(2, &network, None).unwrap();
             let calls = |kind: &CollectiveKind| forecast.between.get(kind).map_or(0, |between| between.calls);
@@ -241,7 +243,7 @@ mod tests {
                 .for_each(|kind| assert_eq!(calls(kind), estimate.step.kind(*kind).calls, "{kind:?}"));
             forecast
         };
-        let [three, four, hundred] = [3, 4, 100].map(of);
+        let [three, four, hundred] = [3, 4, 100].map(forecast_with);
         let each = four.wire_s - three.wire_s;
         assert!((hundred.wire_s - three.wire_s - 97.0 * each).abs() < 1e-9 * hundred.wire_s);
         let bytes = |forecast: &Forecast| forecast.bytes().bytes_in;

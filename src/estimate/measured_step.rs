@@ -33,8 +33,8 @@ impl MeasuredStep {
         }
     }
 
-    /// Takes the median time of a step from the metrics that `train_gpt` and `zerorun finetune` write. The first steps are
-    /// left out.
+    /// Takes the median time of a step from the metrics that `train_gpt` and `zerorun finetune` write. The first steps
+    /// are left out.
     ///
     /// # Errors
     /// A file that cannot be read; [`EstimateError::Metrics`] if it contains no steps that can be used.
@@ -66,9 +66,9 @@ impl MeasuredStep {
         let step_s = median(steps.iter().map(total).collect()).filter(|s| s.is_normal());
         let problem = if steps.is_empty() { "it contains no steps" } else { "its steps take no time" };
         let step_s = step_s.ok_or(problem)?;
-        let each = [0, 1, 2].map(|phase| median(steps.iter().map(|step| step[phase]).collect()).unwrap_or(0.0));
+        let medians = [0, 1, 2].map(|phase| median(steps.iter().map(|step| step[phase]).collect()).unwrap_or(0.0));
         // The medians of the phases do not exactly add up to the median of the step.
-        let phases = Some(each).filter(|each| total(each) > 0.0).map(|each| each.map(|s| s * step_s / total(&each)));
+        let phases = Some(medians).filter(|m| total(m) > 0.0).map(|m| m.map(|s| s * step_s / total(&m)));
         Ok(Self { step_s, phases, steps: steps.len(), ranks })
     }
 
@@ -87,21 +87,23 @@ impl MeasuredStep {
         self.ranks
     }
 
-    /// Returns a function that converts an amount of work in a phase to seconds, given `all`, the total work of a step.
-    /// Also returns the seconds of a step that no work accounts for.
-    pub(super) fn spread(&self, all: PhaseWork) -> (impl Fn(StepPhase, f64) -> f64 + use<>, f64) {
-        let by_phase = self.phases.map(|[forward, backward, update]| PhaseWork { forward, backward, update });
-        let both = all.forward + all.backward;
-        let of = move |whole: f64, part: f64, seconds: f64| if whole > 0.0 { seconds * part / whole } else { 0.0 };
+    /// Returns a function that converts an amount of work in a phase to seconds, given the total work of a step. Also
+    /// returns the seconds of a step that no work accounts for.
+    pub(super) fn spread(&self, total_work: PhaseWork) -> (impl Fn(StepPhase, f64) -> f64 + use<>, f64) {
+        let phase_seconds = self.phases.map(|[forward, backward, update]| PhaseWork { forward, backward, update });
+        let forward_and_backward = total_work.forward + total_work.backward;
+        let share = move |total: f64, work: f64, seconds: f64| if total > 0.0 { seconds * work / total } else { 0.0 };
         let step_s = self.step_s;
-        let seconds = move |phase: StepPhase, work: f64| match (by_phase, phase) {
-            (Some(seconds), _) => of(all.of(phase), work, seconds.of(phase)),
+        let seconds = move |phase: StepPhase, work: f64| match (phase_seconds, phase) {
+            (Some(seconds), _) => share(total_work.of(phase), work, seconds.of(phase)),
             // If the optimizer's time is unknown, it is part of the other phases.
             (None, StepPhase::Update) => 0.0,
-            (None, _) => of(both, work, step_s),
+            (None, _) => share(forward_and_backward, work, step_s),
         };
-        let spent: f64 =
-            [StepPhase::Forward, StepPhase::Backward, StepPhase::Update].map(|p| seconds(p, all.of(p))).iter().sum();
+        let spent: f64 = [StepPhase::Forward, StepPhase::Backward, StepPhase::Update]
+            .map(|p| seconds(p, total_work.of(p)))
+            .iter()
+            .sum();
         (seconds, (step_s - spent).max(0.0))
     }
 }

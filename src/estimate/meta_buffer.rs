@@ -52,8 +52,8 @@ impl ElementBuffer for MetaBuffer {
         self.capacity * self.dtype.size_in_bytes()
     }
 
-    fn reserve_exact(&mut self, more: usize) -> Result<()> {
-        self.capacity = self.capacity.max(self.len + more);
+    fn reserve_exact(&mut self, additional: usize) -> Result<()> {
+        self.capacity = self.capacity.max(self.len + additional);
         Ok(())
     }
 

@@ -106,7 +106,7 @@ impl Estimate {
         }
         if let Some(stages @ 2..) = config.pipeline.stages {
             let why = format!(
-                "pipeline.stages is {stages}, but this estimate is about data-parallel ranks; use PipelineEstimate \
+                "pipeline.stages is {stages}, but this estimate covers only data-parallel ranks; use PipelineEstimate \
                  (zerorun estimate --pipeline), or remove the key"
             );
             return Err(EngineError::Pipeline { why }.into());

@@ -40,7 +40,7 @@ struct RateUnit {
 struct LatencyUnit {
     name: &'static str,
     /// The number of these units in a second.
-    parts: u64,
+    per_second: u64,
 }
 
 const RATES: [RateUnit; 6] = [
@@ -54,9 +54,9 @@ const RATES: [RateUnit; 6] = [
 ];
 
 const LATENCIES: [LatencyUnit; 3] = [
-    LatencyUnit { name: "us", parts: 1_000_000 },
-    LatencyUnit { name: "ms", parts: 1_000 },
-    LatencyUnit { name: "s", parts: 1 },
+    LatencyUnit { name: "us", per_second: 1_000_000 },
+    LatencyUnit { name: "ms", per_second: 1_000 },
+    LatencyUnit { name: "s", per_second: 1 },
 ];
 
 /// The time that a transfer between hosts takes.
@@ -89,7 +89,7 @@ impl Network {
 
     /// Returns the one-way latency between hosts in seconds.
     pub fn latency_s(&self) -> f64 {
-        self.latency / self.latency_unit.parts as f64
+        self.latency / self.latency_unit.per_second as f64
     }
 
     /// Returns the share of a host's processors that messages keep busy while the link is busy.
@@ -104,12 +104,13 @@ impl Network {
     pub(super) fn travel(&self, transfer: &InterHostTransferEstimate) -> TransferTime {
         let InterHostTransferEstimate { into, out, messages, window, hops, behind } = *transfer;
         let (rate, latency) = (self.bytes_per_s(), self.latency_s());
-        let cable = into.max(out) as f64 / rate;
-        let each = cable / messages as f64;
+        let wire_s = into.max(out) as f64 / rate;
+        let per_message = wire_s / messages as f64;
         let windows = (messages - 1) / window;
-        let ways = (1 + hops) as f64 * latency;
-        let seconds = ways + cable.max(each + windows as f64 * (latency + each)) + behind as f64 / rate;
-        TransferTime { seconds, processors: self.busy() * cable }
+        let path_latency = (1 + hops) as f64 * latency;
+        let seconds =
+            path_latency + wire_s.max(per_message + windows as f64 * (latency + per_message)) + behind as f64 / rate;
+        TransferTime { seconds, processors: self.busy() * wire_s }
     }
 }
 
@@ -117,28 +118,28 @@ impl FromStr for Network {
     type Err = EstimateError;
 
     fn from_str(text: &str) -> Result<Self, EstimateError> {
-        let wrong = |allowed| EstimateError::Network { found: text.into(), allowed };
-        let (rate, others) = text.split_once(',').ok_or_else(|| wrong(ALLOWED_FORM))?;
-        let (latency, busy) = others.split_once(',').map_or((others, None), |(latency, busy)| (latency, Some(busy)));
+        let error = |allowed| EstimateError::Network { found: text.into(), allowed };
+        let (rate, rest) = text.split_once(',').ok_or_else(|| error(ALLOWED_FORM))?;
+        let (latency, busy) = rest.split_once(',').map_or((rest, None), |(latency, busy)| (latency, Some(busy)));
         let share =
             |text: &str| text.ends_with('%').then(|| number(text, "%")).flatten().filter(|share| *share <= 100.0);
-        let busy_percent = busy.map_or(Ok(0.0), |busy| share(busy).ok_or_else(|| wrong(BUSY_FORM)))?;
-        let of_rate = |unit: &&RateUnit| match unit.bits {
+        let busy_percent = busy.map_or(Ok(0.0), |busy| share(busy).ok_or_else(|| error(BUSY_FORM)))?;
+        let matches_rate = |unit: &&RateUnit| match unit.bits {
             // tc ignores the case of these units as well.
             Some(_) => ends_with_ignoring_case(rate, unit.name),
             None => rate.ends_with(unit.name),
         };
-        let rate_unit = *RATES.iter().find(of_rate).ok_or_else(|| wrong(RATE_FORM))?;
+        let rate_unit = *RATES.iter().find(matches_rate).ok_or_else(|| error(RATE_FORM))?;
         let latency_unit =
-            *LATENCIES.iter().find(|unit| latency.ends_with(unit.name)).ok_or_else(|| wrong(LATENCY_FORM))?;
-        let rate = number(rate, rate_unit.name).filter(|rate| *rate > 0.0).ok_or_else(|| wrong(RATE_FORM))?;
-        let latency = number(latency, latency_unit.name).ok_or_else(|| wrong(LATENCY_FORM))?;
+            *LATENCIES.iter().find(|unit| latency.ends_with(unit.name)).ok_or_else(|| error(LATENCY_FORM))?;
+        let rate = number(rate, rate_unit.name).filter(|rate| *rate > 0.0).ok_or_else(|| error(RATE_FORM))?;
+        let latency = number(latency, latency_unit.name).ok_or_else(|| error(LATENCY_FORM))?;
         let network = Self { rate, rate_unit, latency, latency_unit, busy_percent };
         // Rejects numbers that are too small or too large to compute with.
         match (network.bytes_per_s().is_normal(), network.latency_s().is_finite()) {
             (true, true) => Ok(network),
-            (false, _) => Err(wrong(RATE_FORM)),
-            (true, false) => Err(wrong(LATENCY_FORM)),
+            (false, _) => Err(error(RATE_FORM)),
+            (true, false) => Err(error(LATENCY_FORM)),
         }
     }
 }
@@ -151,8 +152,8 @@ fn ends_with_ignoring_case(text: &str, end: &str) -> bool {
 /// Returns the number in front of a unit: digits, with at most one decimal point among them.
 fn number(text: &str, unit: &str) -> Option<f64> {
     let digits = text[..text.len() - unit.len()].trim();
-    let plain = digits.bytes().all(|b| b.is_ascii_digit() || b == b'.');
-    digits.parse::<f64>().ok().filter(|number| plain && number.is_finite())
+    let is_plain = digits.bytes().all(|b| b.is_ascii_digit() || b == b'.');
+    digits.parse::<f64>().ok().filter(|number| is_plain && number.is_finite())
 }
 
 /// Writes the network in the format that is parsed.

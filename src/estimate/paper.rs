@@ -20,11 +20,11 @@ const BYTES_PER_PARAMETER: [f64; 3] = [2.0, 2.0, 12.0];
 /// Returns the number of bytes of model state on each of `ranks` devices, for `parameters` parameters.
 pub fn model_state_bytes(parameters: f64, ranks: usize, stage: ZeroStage) -> f64 {
     let Placement { params, grads, optim } = stage.placement();
-    let each = |sharding: Sharding, bytes: f64| if sharding.is_sharded() { bytes / ranks as f64 } else { bytes };
+    let per_device = |sharding: Sharding, bytes: f64| if sharding.is_sharded() { bytes / ranks as f64 } else { bytes };
     parameters
-        * (each(params, BYTES_PER_PARAMETER[0])
-            + each(grads, BYTES_PER_PARAMETER[1])
-            + each(optim, BYTES_PER_PARAMETER[2]))
+        * (per_device(params, BYTES_PER_PARAMETER[0])
+            + per_device(grads, BYTES_PER_PARAMETER[1])
+            + per_device(optim, BYTES_PER_PARAMETER[2]))
 }
 
 /// Returns the gigabytes (1e9 bytes) of a table cell, truncated or rounded as in the paper.
@@ -32,12 +32,12 @@ pub fn cell(parameters: f64, ranks: usize, stage: ZeroStage) -> String {
     let gigabytes = model_state_bytes(parameters, ranks, stage) / 1e9;
     // From 100 on, the paper truncates fractions. Below 100, it rounds to one decimal place, and below 10 to two, with
     // halves rounded up.
-    let shown = match gigabytes {
+    let rounded = match gigabytes {
         g if g >= 100.0 => g.floor(),
         g if g >= 9.995 => (g * 10.0).round() / 10.0,
         g => (g * 100.0).round() / 100.0,
     };
-    shown.to_string()
+    rounded.to_string()
 }
 
 /// Returns the table.

@@ -75,16 +75,16 @@ impl PipelineEstimate {
         let micro_batches = config.batch.gradient_accumulation_steps;
         let schedule = PipelineSchedule::new(section.schedule, ranks, section.chunks, micro_batches)
             .map_err(|error| EngineError::Pipeline { why: error.to_string() })?;
-        let mut of_stages = config.clone();
-        of_stages.pipeline.stages = None;
-        let of_rank = |rank: usize| {
+        let mut stage_config = config.clone();
+        stage_config.pipeline.stages = None;
+        let rank_estimate = |rank: usize| {
             let name = format!("rank {rank}");
             let shapes = prepare(Shapes::of(&name, |vb| division.build(module, rank, vb))?);
             let shapes = match division.copied(rank) {
                 Some(copy) => shapes.frozen_too(copy),
                 None => shapes,
             };
-            let estimate = Estimate::with(&shapes, &of_stages, EstimateOptions::default())?;
+            let estimate = Estimate::with(&shapes, &stage_config, EstimateOptions::default())?;
             Ok(PipelineRankEstimate {
                 layers: schedule.stages_of(rank).into_iter().map(|stage| division.cuts.layers_of(stage)).collect(),
                 parameters: shapes.num_parameters(),
@@ -93,7 +93,7 @@ impl PipelineEstimate {
                 held_activations: schedule.held_activations(rank),
             })
         };
-        let ranks = (0..ranks).map(of_rank).collect::<Result<_>>()?;
+        let ranks = (0..ranks).map(rank_estimate).collect::<Result<_>>()?;
         let shares = shares(module, &division);
         Ok(Self { ranks, pipelines, layers: module.len(), config, schedule, shares })
     }
@@ -103,9 +103,9 @@ impl PipelineEstimate {
     /// assumed to take the same time. The time of a stage is assumed to be proportional to the number of its
     /// parameters, without embeddings.
     pub fn step(&self, measured: &MeasuredStep, message_s: f64) -> SimulatedPipelineTimes {
-        let each = measured.step_s() / (3 * self.schedule.micro_batches()) as f64;
+        let op_seconds = measured.step_s() / (3 * self.schedule.micro_batches()) as f64;
         let cost = |share: &f64| {
-            let seconds = share * each;
+            let seconds = share * op_seconds;
             StageCost { forward: seconds, backward_input: seconds, backward_weight: seconds }
         };
         let costs: Vec<StageCost> = self.shares.iter().map(cost).collect();
@@ -125,8 +125,8 @@ fn shares<B>(module: &PipelineModule<B>, division: &PipelineDivision) -> Vec<f64
         false => division.elements[layer],
     };
     let stages = 0..division.cuts.stages();
-    let of_stage = |stage: usize| division.cuts.layers_of(stage).map(elements).sum::<usize>() as f64;
-    let sums: Vec<f64> = stages.map(of_stage).collect();
-    let all: f64 = sums.iter().sum();
-    sums.iter().map(|sum| if all == 0.0 { 1.0 / sums.len() as f64 } else { sum / all }).collect()
+    let stage_elements = |stage: usize| division.cuts.layers_of(stage).map(elements).sum::<usize>() as f64;
+    let sums: Vec<f64> = stages.map(stage_elements).collect();
+    let total: f64 = sums.iter().sum();
+    sums.iter().map(|sum| if total == 0.0 { 1.0 / sums.len() as f64 } else { sum / total }).collect()
 }

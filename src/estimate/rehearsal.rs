@@ -73,7 +73,7 @@ pub(super) struct Rehearsal<'a> {
     /// The bytes of the model's buffers, which every training forward pass broadcasts from rank 0.
     buffers: usize,
     /// The entries that last for the complete rehearsal: buffers, full parameters, and the space of delayed updates.
-    _whole: Vec<MemoryLedgerEntry>,
+    _permanent: Vec<MemoryLedgerEntry>,
 }
 
 /// An optimizer without states, assumed if the configuration has no optimizer.
@@ -83,9 +83,9 @@ const PLAIN: OptimizerConfig =
 /// Returns the size of the group for a second copy, as an engine on this number of hosts chooses it, or 1 if the engine
 /// would keep no second copy or refuse the size.
 fn second_group(config: &Config, hosts: usize) -> usize {
-    let (group, here) = (config.zero.hpz_partition_size, config.world_size / hosts.max(1));
+    let (group, ranks_per_host) = (config.zero.hpz_partition_size, config.world_size / hosts.max(1));
     let sharded = config.zero.stage.placement().params.is_sharded();
-    if sharded && hosts > 1 && here.is_multiple_of(group) { group } else { 1 }
+    if sharded && hosts > 1 && ranks_per_host.is_multiple_of(group) { group } else { 1 }
 }
 
 impl<'a> Rehearsal<'a> {
@@ -111,7 +111,7 @@ impl<'a> Rehearsal<'a> {
         let share_place = devices.states;
         let mut builder =
             SubGroupBuilder::with(share_plan.clone(), RehearsedFileBuilder(ledger.clone()), ledger.clone(), devices);
-        let mut whole = Vec::new();
+        let mut permanent = Vec::new();
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
             let role = ParameterGrouping::role(grouping.group(name, shape.dims()));
@@ -121,7 +121,7 @@ impl<'a> Rehearsal<'a> {
             builder.push(id, param.cut(), class, 0, &mut |_| Ok(Vec::new()))?;
             if !share_plan.shards(param.weights) && param.cut().is_on(share_plan.rank) {
                 let size = param.weights.dtype(dtype).size_in_bytes();
-                whole.push(ledger.hold_in(tier, MemoryKind::Parameters, numel * size));
+                permanent.push(ledger.hold_in(tier, MemoryKind::Parameters, numel * size));
             }
         }
         let groups = builder.finish(params)?;
@@ -134,8 +134,8 @@ impl<'a> Rehearsal<'a> {
             // be in use when those of the next step arrive.
             for group in groups.iter().filter(|group| group.class.is_trained()) {
                 let weights = group.class.weights.dtype(dtype);
-                whole.push(ledger.hold(MemoryKind::Staging, group.len * weights.size_in_bytes()));
-                whole.push(ledger.hold(MemoryKind::Gradients, group.len * plan.accumulate.size_in_bytes()));
+                permanent.push(ledger.hold(MemoryKind::Staging, group.len * weights.size_in_bytes()));
+                permanent.push(ledger.hold(MemoryKind::Gradients, group.len * plan.accumulate.size_in_bytes()));
             }
         }
         if options.disk_access.is_none() {
@@ -168,14 +168,14 @@ impl<'a> Rehearsal<'a> {
             step_trace: RefCell::default(),
             leaves,
             buffers: 0,
-            _whole: whole,
+            _permanent: permanent,
         })
     }
 
     /// Adds model buffers of `bytes` bytes.
     pub fn with_buffers(mut self, bytes: usize) -> Self {
         self.buffers = bytes;
-        self._whole.push(self.ledger.hold_in(self.tier, MemoryKind::Buffers, bytes));
+        self._permanent.push(self.ledger.hold_in(self.tier, MemoryKind::Buffers, bytes));
         self
     }
 
@@ -189,46 +189,46 @@ impl<'a> Rehearsal<'a> {
         let elements: Vec<usize> = trained.iter().map(|param| param.numel).collect();
         // An engine refuses more fragments than parameters.
         let fragments = schedule.fragments().min(trained.len().max(1));
-        let of = fragments_of(&elements, fragments);
+        let fragment_ids = fragments_of(&elements, fragments);
         let (mesh, placement) = (self.mesh(), self.placement());
         let len = |fragment: usize, rank: usize| -> usize {
-            let params = trained.iter().zip(&of).filter(|(_, of)| **of == fragment);
+            let params = trained.iter().zip(&fragment_ids).filter(|(_, id)| **id == fragment);
             params.map(|(param, _)| mesh.piece(param.cut(), mesh.piece_of(rank)).len()).sum()
         };
         let (dtype, wire) = encoding(config.wire);
-        let wide = DType::F32.size_in_bytes();
+        let f32_bytes = DType::F32.size_in_bytes();
         let buffers = |bytes: usize| self.ledger.hold(MemoryKind::Buckets, bytes);
-        let sent = |fragment: usize| exchanged_len(len(fragment, 0), islands, wire.alignment());
-        // The bytes of a change that crosses through a server.
+        let sent_elements = |fragment: usize| exchanged_len(len(fragment, 0), islands, wire.alignment());
+        // The bytes of a change that is sent through a server.
         let format = config.server.as_ref().map(|_| PseudoGradientFormat::from(config.wire));
         let encoded = |fragment: usize| {
             let bytes = format.and_then(|format| format.encoded_len(len(fragment, 0) as u64))?;
             usize::try_from(bytes).ok()
         };
         for fragment in 0..fragments {
-            let is_wide = dtype == DType::F32 && format.is_none();
-            let received = match is_wide {
-                true => sent(fragment) * wide,
-                false => len(fragment, 0) * wide,
+            let sends_f32 = dtype == DType::F32 && format.is_none();
+            let received = match sends_f32 {
+                true => sent_elements(fragment) * f32_bytes,
+                false => len(fragment, 0) * f32_bytes,
             };
             let wire_copy = match encoded(fragment) {
                 Some(bytes) => bytes,
-                None if is_wide => 0,
-                None => sent(fragment) * dtype.size_in_bytes(),
+                None if sends_f32 => 0,
+                None => sent_elements(fragment) * dtype.size_in_bytes(),
             };
-            drop(buffers(encoded(fragment).map_or(sent(fragment) * wide, |bytes| received + bytes)));
+            drop(buffers(encoded(fragment).map_or(sent_elements(fragment) * f32_bytes, |bytes| received + bytes)));
             drop(buffers(received + wire_copy));
             let _received = buffers(received);
             let gathers = !placement.optim.is_sharded() || mesh.copies() > 1;
             let longest = (0..mesh.world_size()).map(|rank| len(fragment, rank)).max().unwrap_or(0);
-            let _gathered = gathers.then(|| buffers(longest * mesh.world_size() * wide));
+            let _gathered = gathers.then(|| buffers(longest * mesh.world_size() * f32_bytes));
             let mut publisher = WeightPublisher::new(self.zero().allgather_bucket_size);
-            let ids = trained_ids.iter().zip(&of).filter(|(_, of)| **of == fragment);
+            let ids = trained_ids.iter().zip(&fragment_ids).filter(|(_, id)| **id == fragment);
             ids.map(|(id, _)| *id).try_for_each(|id| publisher.push(self, id))?;
             publisher.finish(self)?;
         }
         let in_flight = (fragments - schedule.most_in_flight().min(fragments))..fragments;
-        let in_flight_bytes = |fragment| encoded(fragment).unwrap_or(sent(fragment) * dtype.size_in_bytes());
+        let in_flight_bytes = |fragment| encoded(fragment).unwrap_or(sent_elements(fragment) * dtype.size_in_bytes());
         Ok(in_flight.map(|fragment| buffers(in_flight_bytes(fragment))).collect())
     }
 
@@ -242,7 +242,7 @@ impl<'a> Rehearsal<'a> {
         // From the third micro step on, all micro steps of a step are alike, so their traffic can be multiplied.
         let accumulation = self.config.batch.gradient_accumulation_steps;
         let micro_steps = accumulation.min(3);
-        let mut moved = Traffic::default();
+        let mut step_traffic = Traffic::default();
         // The first step records the order of the units; the later ones follow it.
         for _ in 0..3 {
             let before = self.traffic.borrow().clone();
@@ -266,10 +266,10 @@ impl<'a> Rehearsal<'a> {
             })?;
             gradients.clear(self);
             gather.refresh_persistent(self)?;
-            moved = self.traffic.borrow().since(&before);
-            moved.add(&last, (accumulation - micro_steps) as u64);
+            step_traffic = self.traffic.borrow().since(&before);
+            step_traffic.add(&last, (accumulation - micro_steps) as u64);
         }
-        Ok((moved, self.step_trace.take()))
+        Ok((step_traffic, self.step_trace.take()))
     }
 
     /// Records work on parameters: in a forward pass, one unit of work per element.
@@ -304,8 +304,8 @@ impl<'a> Rehearsal<'a> {
         let run_by = self.leaves.run_by();
         let mut elements = vec![0usize; run_by.len()];
         self.params.iter().for_each(|param| elements[run_by[param.unit]] += param.numel);
-        let by = &run_by;
-        let params_of = |unit: UnitId| self.params.iter().filter(move |param| by[param.unit] == unit);
+        let runners = &run_by;
+        let params_of = |unit: UnitId| self.params.iter().filter(move |param| runners[param.unit] == unit);
         gather.enter(self, UnitEvent::Forward(ROOT))?;
         for unit in (0..run_by.len()).filter(|unit| *unit != ROOT && !self.leaves.is_routed(*unit)) {
             if sharded {

@@ -97,31 +97,31 @@ impl Shapes {
         // Numbers are compared by value: layer 10 comes after layer 2.
         tensors.sort_by_cached_key(|(name, _)| natural(name));
         let registry = VarBuilderBackend::of_shapes(DTYPE);
-        let mut open: Option<String> = None;
+        let mut open_unit: Option<String> = None;
         for (name, shape) in tensors {
             let unit = rule.unit(&name);
-            if unit != open {
-                if open.is_some() {
+            if unit != open_unit {
+                if open_unit.is_some() {
                     registry.close_unit();
                 }
                 if let Some(unit) = &unit {
                     registry.open_unit(unit.clone());
                 }
-                open = unit;
+                open_unit = unit;
             }
             let zeros = Init::Const(0.0);
             registry.get(Shape::from(shape), &name, zeros, DTYPE, &Device::Cpu).map_err(|e| registry.explain(e))?;
         }
         let registered = registry.finish()?;
         let units = registered.units.len() - 1;
-        let how = match rule {
+        let grouping = match rule {
             UnitRule::Numbered => "derived from the first number in the names",
             UnitRule::Prefixes(_) => "by the given prefixes",
             UnitRule::None => "as requested: the parameters are not grouped",
         };
         let assumed = vec![
             "every tensor is a parameter, used in the natural order of the names".to_string(),
-            format!("{}, {how}", counted(units, "unit")),
+            format!("{}, {grouping}", counted(units, "unit")),
         ];
         Ok(Self { name: path.display().to_string(), registered, packing: None, kept_f32: None, assumed })
     }
@@ -175,8 +175,8 @@ impl Shapes {
     /// Freezes a parameter, in addition to those that are already frozen.
     #[must_use]
     pub(super) fn frozen_too(self, name: &str) -> Self {
-        let named = self.registered.params.iter().filter(|param| param.name == name);
-        named.for_each(|param| param.trained.store(false, Ordering::Relaxed));
+        let matching = self.registered.params.iter().filter(|param| param.name == name);
+        matching.for_each(|param| param.trained.store(false, Ordering::Relaxed));
         self
     }
 
@@ -240,28 +240,29 @@ impl Shapes {
         let RegisteredModel { params, units, leaves, .. } = &self.registered;
         let mut leaves = leaves.clone();
         leaves.mark_named(units, &config.zero.leaf_module);
-        let kept = Fp32Modules(&config.keep_in_fp32_modules);
-        kept.check(self.registered.names())?;
-        let of_config = config.zero.quantized_nontrainable_weights.then_some((WeightPacking::Int8, None));
-        let packing = self.packing.as_ref().or(of_config.as_ref());
-        let chosen = |rule: &ParameterFilter, param: &Param| rule(&param.name, param.shape.dims());
+        let fp32_modules = Fp32Modules(&config.keep_in_fp32_modules);
+        fp32_modules.check(self.registered.names())?;
+        let config_packing = config.zero.quantized_nontrainable_weights.then_some((WeightPacking::Int8, None));
+        let packing = self.packing.as_ref().or(config_packing.as_ref());
+        let selects = |rule: &ParameterFilter, param: &Param| rule(&param.name, param.shape.dims());
         let packing = |param: &Param| {
             let (packing, rule) = packing.filter(|_| !param.is_trained())?;
-            let is_packed = rule.as_ref().map_or(param.shape.rank() >= 2, |rule| chosen(rule, param));
+            let is_packed = rule.as_ref().map_or(param.shape.rank() >= 2, |rule| selects(rule, param));
             is_packed.then_some(*packing)
         };
-        let is_kept =
-            |param: &Param| kept.keep(&param.name) || self.kept_f32.as_ref().is_some_and(|rule| chosen(rule, param));
+        let is_f32 = |param: &Param| {
+            fp32_modules.keep(&param.name) || self.kept_f32.as_ref().is_some_and(|rule| selects(rule, param))
+        };
         let weights = |param: &Param| match packing(param) {
             Some(packing) => WeightFormat::Packed(packing),
-            None if is_kept(param) => WeightFormat::F32,
+            None if is_f32(param) => WeightFormat::F32,
             None => param.weights,
         };
-        let mut held: Vec<Param> = params.iter().map(|param| param.held(weights(param))).collect();
+        let mut stored_params: Vec<Param> = params.iter().map(|param| param.held(weights(param))).collect();
         if config.expert_parallel_size > 1 {
-            divide_experts(&mut held, &leaves, config.expert_parallel_size)?;
+            divide_experts(&mut stored_params, &leaves, config.expert_parallel_size)?;
         }
-        Ok((held, leaves))
+        Ok((stored_params, leaves))
     }
 }
 

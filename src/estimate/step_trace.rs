@@ -80,7 +80,7 @@ struct TraceSegment {
 /// The events of one rank in a step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct StepTrace {
-    parts: Vec<TraceSegment>,
+    segments: Vec<TraceSegment>,
 }
 
 /// The index of a launched collective.
@@ -99,24 +99,24 @@ pub(super) struct SimulatedStep {
 impl StepTrace {
     /// Begins the next segment. No collective may be in flight at the end of the previous segment.
     pub fn begin_part(&mut self) {
-        self.parts.push(TraceSegment { times: 1, ..TraceSegment::default() });
+        self.segments.push(TraceSegment { times: 1, ..TraceSegment::default() });
     }
 
-    /// Repeats the current segment `more` more times.
-    pub fn repeat(&mut self, more: usize) {
-        let times = &mut self.part().times;
-        *times = times.saturating_add(more as u64);
+    /// Repeats the current segment `count` more times.
+    pub fn repeat(&mut self, count: usize) {
+        let times = &mut self.segment().times;
+        *times = times.saturating_add(count as u64);
     }
 
-    fn part(&mut self) -> &mut TraceSegment {
-        if self.parts.is_empty() {
+    fn segment(&mut self) -> &mut TraceSegment {
+        if self.segments.is_empty() {
             self.begin_part();
         }
-        self.parts.last_mut().expect("a segment has begun")
+        self.segments.last_mut().expect("a segment has begun")
     }
 
     pub fn compute(&mut self, phase: StepPhase, work: f64) {
-        let events = &mut self.part().events;
+        let events = &mut self.segment().events;
         match events.last_mut() {
             Some(TraceEvent::Compute(last, sum)) if *last == phase => *sum += work,
             _ => events.push(TraceEvent::Compute(phase, work)),
@@ -124,53 +124,53 @@ impl StepTrace {
     }
 
     pub fn launch(&mut self, collective: CollectiveCall) -> LaunchedCollectiveId {
-        let part = self.part();
-        part.events.push(TraceEvent::Launch(collective));
-        part.launched += 1;
-        LaunchedCollectiveId(part.launched - 1)
+        let segment = self.segment();
+        segment.events.push(TraceEvent::Launch(collective));
+        segment.launched += 1;
+        LaunchedCollectiveId(segment.launched - 1)
     }
 
     pub fn wait(&mut self, LaunchedCollectiveId(number): LaunchedCollectiveId) {
-        self.part().events.push(TraceEvent::Wait(number));
+        self.segment().events.push(TraceEvent::Wait(number));
     }
 
     /// Returns all work that is computed in a step.
     pub fn work(&self) -> PhaseWork {
-        let mut all = PhaseWork::default();
-        for TraceSegment { events, times, .. } in &self.parts {
+        let mut total = PhaseWork::default();
+        for TraceSegment { events, times, .. } in &self.segments {
             for event in events {
                 if let TraceEvent::Compute(phase, work) = event {
-                    all.add(*phase, work * *times as f64);
+                    total.add(*phase, work * *times as f64);
                 }
             }
         }
-        all
+        total
     }
 
     /// Returns the collectives of a step, each with the number of times it takes place.
     pub fn collectives(&self) -> impl Iterator<Item = (CollectiveCall, u64)> {
-        self.parts.iter().flat_map(|part| {
-            part.events.iter().filter_map(|event| match event {
-                TraceEvent::Launch(collective) => Some((*collective, part.times)),
+        self.segments.iter().flat_map(|segment| {
+            segment.events.iter().filter_map(|event| match event {
+                TraceEvent::Launch(collective) => Some((*collective, segment.times)),
                 _ => None,
             })
         })
     }
 
-    /// Simulates the step. `computing` returns the seconds of an amount of work, and `travelling` the time of a
-    /// collective.
+    /// Simulates the step. `compute_seconds` returns the seconds of an amount of work, and `transfer_time` the time of
+    /// a collective.
     pub fn simulate(
         &self,
-        computing: impl Fn(StepPhase, f64) -> f64,
-        travelling: impl Fn(&CollectiveCall) -> TransferTime,
+        compute_seconds: impl Fn(StepPhase, f64) -> f64,
+        transfer_time: impl Fn(&CollectiveCall) -> TransferTime,
     ) -> SimulatedStep {
-        let mut all = SimulatedStep::default();
-        for part in &self.parts {
-            let simulated = part.simulate(&computing, &travelling);
-            all.step += simulated.step * part.times as f64;
-            all.wire += simulated.wire * part.times as f64;
+        let mut total = SimulatedStep::default();
+        for segment in &self.segments {
+            let simulated = segment.simulate(&compute_seconds, &transfer_time);
+            total.step += simulated.step * segment.times as f64;
+            total.wire += simulated.wire * segment.times as f64;
         }
-        all
+        total
     }
 }
 
@@ -178,16 +178,16 @@ impl StepTrace {
 #[derive(Default)]
 struct SimulatedCommThread {
     /// The time in seconds at which all collectives taken from the queue have finished.
-    free: f64,
+    free_at: f64,
     /// The seconds of work so far.
-    busy: f64,
+    busy_seconds: f64,
     /// The launch time and transfer time of each collective that has not begun.
     queue: VecDeque<(f64, TransferTime)>,
     /// The end of each collective that has begun, in the order of launch.
-    done: Vec<f64>,
+    ends: Vec<f64>,
     /// The start and end of each period in which a transfer occupies processors while something may still be computed,
     /// and the share that it occupies.
-    beside: VecDeque<(f64, f64, f64)>,
+    processor_use: VecDeque<(f64, f64, f64)>,
 }
 
 impl SimulatedCommThread {
@@ -195,31 +195,31 @@ impl SimulatedCommThread {
     /// ends earlier, but not before the thread is free.
     fn begin(&mut self, now: f64) {
         if let Some((launched, TransferTime { seconds, processors })) = self.queue.pop_front() {
-            let start = self.free.max(now.min(launched + MAX_QUEUE_DELAY.as_secs_f64()));
-            self.free = start + seconds;
-            self.busy += seconds;
-            self.done.push(self.free);
+            let start = self.free_at.max(now.min(launched + MAX_QUEUE_DELAY.as_secs_f64()));
+            self.free_at = start + seconds;
+            self.busy_seconds += seconds;
+            self.ends.push(self.free_at);
             if processors > 0.0 {
-                self.beside.push_back((start, self.free, (processors / seconds).min(1.0)));
+                self.processor_use.push_back((start, self.free_at, (processors / seconds).min(1.0)));
             }
         }
     }
 
     /// Returns the end of a computation that begins at `now` seconds and takes `seconds` if it has the processors to
     /// itself.
-    fn compute_beside(&mut self, mut now: f64, mut seconds: f64) -> f64 {
-        while let Some((start, end, share)) = self.beside.front().copied() {
-            let alone = (start - now).max(0.0);
-            let beside = (end - now.max(start)).max(0.0) * (1.0 - share);
-            if seconds <= alone {
+    fn computation_end(&mut self, mut now: f64, mut seconds: f64) -> f64 {
+        while let Some((start, end, share)) = self.processor_use.front().copied() {
+            let before_transfer = (start - now).max(0.0);
+            let during_transfer = (end - now.max(start)).max(0.0) * (1.0 - share);
+            if seconds <= before_transfer {
                 return now + seconds;
             }
-            if seconds < alone + beside {
-                return now.max(start) + (seconds - alone) / (1.0 - share);
+            if seconds < before_transfer + during_transfer {
+                return now.max(start) + (seconds - before_transfer) / (1.0 - share);
             }
-            seconds -= alone + beside;
+            seconds -= before_transfer + during_transfer;
             now = now.max(end);
-            self.beside.pop_front();
+            self.processor_use.pop_front();
         }
         now + seconds
     }
@@ -228,15 +228,15 @@ impl SimulatedCommThread {
 impl TraceSegment {
     fn simulate(
         &self,
-        computing: &impl Fn(StepPhase, f64) -> f64,
-        travelling: &impl Fn(&CollectiveCall) -> TransferTime,
+        compute_seconds: &impl Fn(StepPhase, f64) -> f64,
+        transfer_time: &impl Fn(&CollectiveCall) -> TransferTime,
     ) -> SimulatedStep {
         let (mut now, mut wire) = (0f64, SimulatedCommThread::default());
         for event in &self.events {
             match event {
-                TraceEvent::Compute(phase, work) => now = wire.compute_beside(now, computing(*phase, *work)),
+                TraceEvent::Compute(phase, work) => now = wire.computation_end(now, compute_seconds(*phase, *work)),
                 TraceEvent::Launch(collective) => {
-                    wire.queue.push_back((now, travelling(collective)));
+                    wire.queue.push_back((now, transfer_time(collective)));
                     if !collective.is_short() {
                         while !wire.queue.is_empty() {
                             wire.begin(now);
@@ -244,17 +244,17 @@ impl TraceSegment {
                     }
                 }
                 TraceEvent::Wait(number) => {
-                    while wire.done.len() <= *number && !wire.queue.is_empty() {
+                    while wire.ends.len() <= *number && !wire.queue.is_empty() {
                         wire.begin(now);
                     }
-                    now = now.max(wire.done.get(*number).copied().unwrap_or(0.0));
+                    now = now.max(wire.ends.get(*number).copied().unwrap_or(0.0));
                 }
             }
         }
         while !wire.queue.is_empty() {
             wire.begin(now);
         }
-        SimulatedStep { step: now.max(wire.free), wire: wire.busy }
+        SimulatedStep { step: now.max(wire.free_at), wire: wire.busy_seconds }
     }
 }
 
@@ -269,9 +269,9 @@ mod tests {
     /// Simulates a trace in which each unit of work takes a second, a long collective `long` seconds and a short one
     /// `short` seconds.
     fn seconds(step_trace: &StepTrace, long: f64, short: f64) -> (f64, f64) {
-        let travelling =
+        let transfer_time =
             |c: &CollectiveCall| TransferTime { seconds: if c.is_short() { short } else { long }, processors: 0.0 };
-        let SimulatedStep { step, wire } = step_trace.simulate(|_, work| work, travelling);
+        let SimulatedStep { step, wire } = step_trace.simulate(|_, work| work, transfer_time);
         (step, wire)
     }
 

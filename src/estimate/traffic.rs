@@ -74,7 +74,7 @@ impl Traffic {
     /// Adds `other`, multiplied by `times`.
     pub(super) fn add(&mut self, other: &Self, times: u64) {
         // The number of micro steps is not bounded, so the sums saturate.
-        let add = |sum: &mut u64, each: u64| *sum = sum.saturating_add(each.saturating_mul(times));
+        let add = |sum: &mut u64, amount: u64| *sum = sum.saturating_add(amount.saturating_mul(times));
         for (kind, o) in &other.collectives {
             let c = self.collectives.entry(*kind).or_default();
             add(&mut c.calls, o.calls);

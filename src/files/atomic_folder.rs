@@ -72,7 +72,7 @@ impl AtomicFolder {
             return self.move_files(is_own);
         }
         match renameat_with(CWD, &self.new, CWD, &self.out, RenameFlags::EXCHANGE) {
-            // The old content is in the scratch folder now. Files that appeared in the meantime go back.
+            // The old content is in the scratch folder now. Files that appeared in the meantime are moved back.
             Ok(()) => {
                 for entry in std::fs::read_dir(&self.new)?.flatten().filter(|entry| !is_own(&entry.path())) {
                     let back = self.out.join(entry.file_name());
@@ -89,12 +89,12 @@ impl AtomicFolder {
     /// Moves the files one by one into the existing folder.
     fn move_files(&self, is_own: impl Fn(&Path) -> bool) -> Result<()> {
         let files = std::fs::read_dir(&self.new)?.collect::<Result<Vec<_>>>()?;
-        let places: Vec<_> = files.iter().map(|file| (file.path(), self.out.join(file.file_name()))).collect();
-        if let Some((_, taken)) = places.iter().find(|(_, to)| to.symlink_metadata().is_ok() && !is_own(to)) {
+        let moves: Vec<_> = files.iter().map(|file| (file.path(), self.out.join(file.file_name()))).collect();
+        if let Some((_, taken)) = moves.iter().find(|(_, to)| to.symlink_metadata().is_ok() && !is_own(to)) {
             let text = format!("{} exists and was not written by this run", taken.display());
             return Err(Error::new(ErrorKind::AlreadyExists, text));
         }
-        for (from, to) in places {
+        for (from, to) in moves {
             if is_own(&to) {
                 std::fs::rename(from, to)?;
             } else {
@@ -112,11 +112,11 @@ impl AtomicFolder {
 /// Returns whether an existing folder can only be written into, not replaced: a disk is mounted there, this process
 /// runs in it, or its parent is read-only for this user.
 pub fn must_stay(out: &Path) -> bool {
-    let Ok(here) = out.metadata() else { return false };
+    let Ok(metadata) = out.metadata() else { return false };
     let id = |path: &Path| path.metadata().ok().map(|m| (m.dev(), m.ino()));
     let parent = folder_of(out);
-    let is_mount = parent.metadata().is_ok_and(|m| m.dev() != here.dev());
-    let is_current = id(Path::new(".")) == Some((here.dev(), here.ino()));
+    let is_mount = parent.metadata().is_ok_and(|m| m.dev() != metadata.dev());
+    let is_current = id(Path::new(".")) == Some((metadata.dev(), metadata.ino()));
     is_mount || is_current || !may_write(parent)
 }
 
@@ -142,9 +142,9 @@ impl AtomicFile {
     pub fn beside(out: &Path) -> Result<Self> {
         let out = match out.symlink_metadata() {
             Ok(_) => {
-                let whole = out.canonicalize()?;
-                super::only_a_file(&whole.metadata()?)?;
-                whole
+                let resolved = out.canonicalize()?;
+                super::only_a_file(&resolved.metadata()?)?;
+                resolved
             }
             Err(_) => out.to_owned(),
         };

@@ -6,12 +6,12 @@ use std::io::{BufRead as _, BufReader, Read as _, Result, Seek as _, SeekFrom};
 /// The maximum number of bytes of a line, including its end.
 pub const MAX_LINE_BYTES: u64 = 4 << 20;
 
-/// Calls `each` with every complete line of the file from byte `from` on: with the position of the line and its bytes,
-/// or without bytes if it is longer than [`MAX_LINE_BYTES`]. A last line without its end is left out, because it is
-/// still being written or its writer was killed. Returns the position after the last complete line.
-pub fn complete_lines(mut file: File, from: u64, each: &mut dyn FnMut(u64, Option<&[u8]>)) -> Result<u64> {
+/// Calls `on_line` with every complete line of the file from byte `from` on: with the position of the line and its
+/// bytes, or without bytes if it is longer than [`MAX_LINE_BYTES`]. A last line without its end is left out, because it
+/// is still being written or its writer was killed. Returns the position after the last complete line.
+pub fn complete_lines(mut file: File, from: u64, on_line: &mut dyn FnMut(u64, Option<&[u8]>)) -> Result<u64> {
     file.seek(SeekFrom::Start(from))?;
-    let (mut reader, mut piece, mut at) = (BufReader::with_capacity(1 << 16, file), Vec::new(), from);
+    let (mut reader, mut piece, mut position) = (BufReader::with_capacity(1 << 16, file), Vec::new(), from);
     loop {
         let mut length = 0;
         loop {
@@ -22,11 +22,11 @@ pub fn complete_lines(mut file: File, from: u64, each: &mut dyn FnMut(u64, Optio
                 break;
             }
             if read < MAX_LINE_BYTES {
-                return Ok(at);
+                return Ok(position);
             }
         }
-        each(at, (length <= MAX_LINE_BYTES).then_some(&piece));
-        at += length;
+        on_line(position, (length <= MAX_LINE_BYTES).then_some(&piece));
+        position += length;
     }
 }
 
@@ -40,8 +40,8 @@ mod tests {
         let path = dir.path().join("x");
         std::fs::write(&path, bytes).unwrap();
         let mut all = Vec::new();
-        let mut each = |at, line: Option<&[u8]>| all.push((at, line.map(<[u8]>::len)));
-        let end = complete_lines(File::open(&path).unwrap(), from, &mut each).unwrap();
+        let mut on_line = |at, line: Option<&[u8]>| all.push((at, line.map(<[u8]>::len)));
+        let end = complete_lines(File::open(&path).unwrap(), from, &mut on_line).unwrap();
         (all, end)
     }
 
@@ -59,12 +59,12 @@ mod tests {
 
     #[test]
     fn a_line_that_is_too_long_has_no_bytes_and_is_awaited_to_its_end() {
-        let most = MAX_LINE_BYTES as usize;
-        for length in [most - 1, most, most + 1, 2 * most, 2 * most + 3] {
+        let max = MAX_LINE_BYTES as usize;
+        for length in [max - 1, max, max + 1, 2 * max, 2 * max + 3] {
             let mut text = vec![b'x'; length - 1];
             assert_eq!(lines(&text, 0), (vec![], 0), "{length} without its end");
             text.extend(b"\nyz\n");
-            let expected = vec![(0, (length <= most).then_some(length)), (length as u64, Some(3))];
+            let expected = vec![(0, (length <= max).then_some(length)), (length as u64, Some(3))];
             assert_eq!(lines(&text, 0), (expected, text.len() as u64), "{length}");
         }
     }

@@ -7,29 +7,29 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::path::Path;
 
-/// Checks that files of `bytes` bytes in total can be created in `folder`. Creates an unnamed file and reserves the bytes
-/// for a moment, which also checks quotas.
+/// Checks that files of `bytes` bytes in total can be created in `folder`. Creates an unnamed file and reserves the
+/// bytes for a moment, which also checks quotas.
 ///
 /// # Errors
 /// [`OutputError::Refused`] if no file can be created; [`OutputError::NoSpace`] if the bytes would not fit.
 pub fn check_free_space(folder: &Path, bytes: u64) -> Result<()> {
     let file = tempfile::tempfile_in(folder).map_err(|e| refused(folder, &e))?;
-    if reserves(&file, folder, bytes) {
+    if can_grow(&file, folder, bytes) {
         return Ok(());
     }
     drop(file);
-    Err(OutputError::NoSpace { path: folder.to_owned(), needed: bytes, available: free(folder) }.into())
+    Err(OutputError::NoSpace { path: folder.to_owned(), needed: bytes, available: free_bytes(folder) }.into())
 }
 
 /// Returns whether the file can grow to `bytes` bytes.
-fn reserves(file: &File, folder: &Path, bytes: u64) -> bool {
+fn can_grow(file: &File, folder: &Path, bytes: u64) -> bool {
     /// The type number of tmpfs. Nothing is reserved on tmpfs, because a reservation would fill the pages with zeros
     /// one by one, and because the free space that tmpfs reports is exact.
     const TMPFS: i64 = 0x0102_1994;
     #[allow(clippy::useless_conversion, reason = "the field's width differs between systems")]
     let is_memory = rustix::fs::fstatfs(file).is_ok_and(|s| i64::from(s.f_type) == TMPFS);
     // The folder itself also needs some space.
-    let fits = || free(folder).checked_sub(bytes).is_some_and(|left| left > 0);
+    let fits = || free_bytes(folder).checked_sub(bytes).is_some_and(|remaining| remaining > 0);
     if bytes == 0 {
         return true;
     }
@@ -46,7 +46,7 @@ fn reserves(file: &File, folder: &Path, bytes: u64) -> bool {
 
 /// Returns the number of bytes that this user can still write to `folder`, or the maximum if the system does not
 /// report it.
-fn free(folder: &Path) -> u64 {
+fn free_bytes(folder: &Path) -> u64 {
     rustix::fs::statvfs(folder).map_or(u64::MAX, |s| s.f_bavail.saturating_mul(s.f_frsize))
 }
 

@@ -46,19 +46,19 @@ pub enum FolderLockOutcome {
 }
 
 impl FolderLock {
-    /// Locks `folder`, and waits for at most `patience` if another process holds the lock.
+    /// Locks `folder`, and waits for at most `timeout` if another process holds the lock.
     ///
     /// # Errors
     /// The lock file in the folder cannot be created or opened, or is not empty.
-    pub fn ask(folder: &Path, patience: Duration) -> Result<FolderLockOutcome> {
+    pub fn ask(folder: &Path, timeout: Duration) -> Result<FolderLockOutcome> {
         let start = Instant::now();
         loop {
-            let asked = Self::try_once(folder)?;
-            match asked {
-                Some(FolderLockOutcome::Busy(_)) | None if start.elapsed() < patience => {
+            let outcome = Self::try_once(folder)?;
+            match outcome {
+                Some(FolderLockOutcome::Busy(_)) | None if start.elapsed() < timeout => {
                     std::thread::sleep(Duration::from_millis(10));
                 }
-                Some(asked) => return Ok(asked),
+                Some(outcome) => return Ok(outcome),
                 None => return Ok(FolderLockOutcome::Busy(None)),
             }
         }
@@ -69,17 +69,17 @@ impl FolderLock {
     ///
     /// # Errors
     /// The same as [`ask`](Self::ask).
-    pub fn share(folder: &Path, patience: Duration) -> Result<std::result::Result<Arc<Self>, Option<u32>>> {
+    pub fn share(folder: &Path, timeout: Duration) -> Result<std::result::Result<Arc<Self>, Option<u32>>> {
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-        let number = number(folder)?;
-        if let Some(known) = shared.iter().filter_map(Weak::upgrade).find(|known| known.folder == number) {
-            return Ok(Ok(known));
+        let folder_id = folder_id(folder)?;
+        if let Some(lock) = shared.iter().filter_map(Weak::upgrade).find(|lock| lock.folder == folder_id) {
+            return Ok(Ok(lock));
         }
-        match Self::ask(folder, patience)? {
+        match Self::ask(folder, timeout)? {
             FolderLockOutcome::Busy(owner) => Ok(Err(owner)),
             FolderLockOutcome::Held(held) => {
                 let held = Arc::new(held);
-                shared.retain(|known| known.strong_count() > 0);
+                shared.retain(|lock| lock.strong_count() > 0);
                 shared.push(Arc::downgrade(&held));
                 Ok(Ok(held))
             }
@@ -88,7 +88,7 @@ impl FolderLock {
 
     /// Returns whether this is the lock of the folder that is now at this path.
     pub fn is_of(&self, folder: &Path) -> bool {
-        number(folder).is_ok_and(|number| number == self.folder)
+        folder_id(folder).is_ok_and(|folder_id| folder_id == self.folder)
     }
 
     /// Returns whether the file system supports locks. If it does not, other processes are not kept out.
@@ -100,7 +100,7 @@ impl FolderLock {
     fn try_once(folder: &Path) -> Result<Option<FolderLockOutcome>> {
         let operation = FlockOperation::NonBlockingLockExclusive;
         Ok(match FileLock::attempt(&folder.join(LOCK), operation)? {
-            FileLockOutcome::Held(file) => Some(FolderLockOutcome::Held(Self { file, folder: number(folder)? })),
+            FileLockOutcome::Held(file) => Some(FolderLockOutcome::Held(Self { file, folder: folder_id(folder)? })),
             FileLockOutcome::Busy(inode) => Some(FolderLockOutcome::Busy(owner(inode))),
             FileLockOutcome::Gone => None,
         })
@@ -180,9 +180,9 @@ pub fn lacks_locks(errno: Errno) -> bool {
 
 /// Removes lock files that dead jobs have left in a folder: empty, unlocked files of this user whose names match.
 pub fn sweep_locks(folder: &Path, is_of_lock: impl Fn(&OsStr) -> bool) {
-    let me = rustix::process::geteuid().as_raw();
+    let uid = rustix::process::geteuid().as_raw();
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        let is_lock = |found: std::fs::Metadata| found.is_file() && found.len() == 0 && found.uid() == me;
+        let is_lock = |found: std::fs::Metadata| found.is_file() && found.len() == 0 && found.uid() == uid;
         if is_of_lock(&entry.file_name()) && entry.metadata().is_ok_and(is_lock) {
             // Dropping the lock removes the file.
             drop(FileLock::attempt(&entry.path(), FlockOperation::NonBlockingLockExclusive));
@@ -204,7 +204,7 @@ impl Drop for FileLock {
 }
 
 /// Returns the device and inode of a folder.
-fn number(folder: &Path) -> Result<(u64, u64)> {
+fn folder_id(folder: &Path) -> Result<(u64, u64)> {
     folder.metadata().map(|m| (m.dev(), m.ino()))
 }
 
@@ -228,8 +228,8 @@ pub(crate) fn owner(inode: u64) -> Option<u32> {
         .lines()
         .filter_map(|line| {
             let words: Vec<&str> = line.split_whitespace().collect();
-            let is_it = words.get(1) == Some(&"FLOCK") && words.get(5).is_some_and(|w| w.ends_with(&suffix));
-            if is_it { words.get(4)?.parse().ok() } else { None }
+            let is_match = words.get(1) == Some(&"FLOCK") && words.get(5).is_some_and(|w| w.ends_with(&suffix));
+            if is_match { words.get(4)?.parse().ok() } else { None }
         })
         .collect();
     owners.dedup();
@@ -256,8 +256,8 @@ mod tests {
     #[test]
     fn a_folder_is_held_once_and_nothing_stays_in_it() {
         let dir = tempfile::tempdir().unwrap();
-        let (of_folder, path) = (File::open(dir.path()).unwrap(), dir.path().join(LOCK));
-        flock(&of_folder, FlockOperation::NonBlockingLockExclusive).unwrap();
+        let (folder, path) = (File::open(dir.path()).unwrap(), dir.path().join(LOCK));
+        flock(&folder, FlockOperation::NonBlockingLockExclusive).unwrap();
         let first = held(dir.path()).unwrap();
         assert!(first.holds());
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);

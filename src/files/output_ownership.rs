@@ -19,7 +19,7 @@ const MAX_FILE_BYTES: u64 = 1 << 24;
 pub struct OutputDigests {
     /// The file that keeps the digests after the process has ended.
     file: Option<PathBuf>,
-    of: DigestsByPart,
+    digests: DigestsByPart,
 }
 
 type DigestsByPart = BTreeMap<String, BTreeMap<String, Vec<String>>>;
@@ -33,7 +33,7 @@ struct DigestsFile {
 impl OutputDigests {
     /// Creates an empty set that is stored in the folder `checkpoints`, if one is given.
     pub fn empty(checkpoints: Option<&Path>) -> Self {
-        Self { file: checkpoints.map(|folder| folder.join(FILE_NAME)), of: DigestsByPart::new() }
+        Self { file: checkpoints.map(|folder| folder.join(FILE_NAME)), digests: DigestsByPart::new() }
     }
 
     /// Returns the digests of the run whose checkpoints are in the folder `checkpoints`.
@@ -41,13 +41,13 @@ impl OutputDigests {
         let file = checkpoints.join(FILE_NAME);
         let found =
             read_text(&file, MAX_FILE_BYTES).ok().and_then(|text| serde_json::from_str::<DigestsFile>(&text).ok());
-        Self { file: Some(file), of: found.unwrap_or_default().written }
+        Self { file: Some(file), digests: found.unwrap_or_default().written }
     }
 
     /// Returns whether the file at `path` was written by the run and is unchanged.
     pub fn is_own(&self, part: &str, path: &Path) -> bool {
         let name = path.file_name().and_then(|name| name.to_str());
-        let known = name.and_then(|name| self.of.get(part)?.get(name));
+        let known = name.and_then(|name| self.digests.get(part)?.get(name));
         let is_file = || path.symlink_metadata().is_ok_and(|found| found.is_file());
         known.is_some_and(|known| is_file() && digest(path).is_ok_and(|digest| known.contains(&digest)))
     }
@@ -55,7 +55,7 @@ impl OutputDigests {
     /// Checks that the run may write its files into the folder: the folder must contain unchanged files of the run, and
     /// no other file with one of their names. Otherwise, returns the reason as an error.
     pub fn may_replace(&self, part: &str, folder: &Path) -> std::result::Result<(), String> {
-        let names = self.of.get(part).into_iter().flatten().map(|(name, _)| folder.join(name));
+        let names = self.digests.get(part).into_iter().flatten().map(|(name, _)| folder.join(name));
         let (own, others): (Vec<_>, Vec<_>) =
             names.filter(|path| path.symlink_metadata().is_ok()).partition(|path| self.is_own(part, path));
         match (own.is_empty(), others.first()) {
@@ -70,7 +70,7 @@ impl OutputDigests {
 
     /// Records that the files in `new` are about to replace those of the same part.
     pub fn begin(&mut self, part: &str, new: &Path) -> Result<()> {
-        let known = self.of.entry(part.into()).or_default();
+        let known = self.digests.entry(part.into()).or_default();
         for entry in std::fs::read_dir(new)? {
             let entry = entry?;
             if let Ok(name) = entry.file_name().into_string() {
@@ -80,31 +80,31 @@ impl OutputDigests {
                 digests.push(digest);
             }
         }
-        self.remember()
+        self.save()
     }
 
     /// Records that a file with these bytes is about to be written under a name.
     pub fn begin_file(&mut self, part: &str, name: &str, bytes: &[u8]) -> Result<()> {
-        let digests = self.of.entry(part.into()).or_default().entry(name.into()).or_default();
+        let digests = self.digests.entry(part.into()).or_default().entry(name.into()).or_default();
         digests.drain(..digests.len().saturating_sub(1));
         digests.push(format!("{}-{:016x}", bytes.len(), twox_hash::XxHash3_64::oneshot(bytes)));
-        self.remember()
+        self.save()
     }
 
     /// Records that the replacement is complete.
     pub fn end(&mut self, part: &str) -> Result<()> {
-        for digests in self.of.entry(part.into()).or_default().values_mut() {
+        for digests in self.digests.entry(part.into()).or_default().values_mut() {
             digests.drain(..digests.len().saturating_sub(1));
         }
-        self.remember()
+        self.save()
     }
 
-    fn remember(&self) -> Result<()> {
+    fn save(&self) -> Result<()> {
         let Some(path) = &self.file else { return Ok(()) };
         std::fs::create_dir_all(super::folder_of(path))?;
-        let text = serde_json::to_string_pretty(&DigestsFile { written: self.of.clone() })?;
+        let text = serde_json::to_string_pretty(&DigestsFile { written: self.digests.clone() })?;
         // Usually the content is unchanged, and nothing is written.
-        if read(path, MAX_FILE_BYTES).is_ok_and(|before| before == text.as_bytes()) {
+        if read(path, MAX_FILE_BYTES).is_ok_and(|existing| existing == text.as_bytes()) {
             return Ok(());
         }
         let mut file = AtomicFile::beside(path)?;
@@ -147,24 +147,24 @@ mod tests {
         // If the run was killed in between, both the older and the newer file belong to it.
         new("2");
         written.begin("result", &at("new")).unwrap();
-        let again = || OutputDigests::of_run(&at("ck"));
-        assert!(again().is_own("result", &at("out/a.json")));
-        assert_eq!(again().may_replace("result", &at("out")), Ok(()));
+        let reload = || OutputDigests::of_run(&at("ck"));
+        assert!(reload().is_own("result", &at("out/a.json")));
+        assert_eq!(reload().may_replace("result", &at("out")), Ok(()));
         std::fs::write(at("out/a.json"), "2").unwrap();
-        assert!(again().is_own("result", &at("out/a.json")) && !again().is_own("best", &at("out/a.json")));
+        assert!(reload().is_own("result", &at("out/a.json")) && !reload().is_own("best", &at("out/a.json")));
         written.end("result").unwrap();
         std::fs::write(at("out/a.json"), "1").unwrap();
         assert_eq!(
-            again().may_replace("result", &at("out")),
+            reload().may_replace("result", &at("out")),
             Err("its a.json is not the one that this run wrote".into())
         );
         std::fs::remove_file(at("out/a.json")).unwrap();
         std::os::unix::fs::symlink(at("new/a.json"), at("out/a.json")).unwrap();
-        assert!(!again().is_own("result", &at("out/a.json")));
+        assert!(!reload().is_own("result", &at("out/a.json")));
         std::fs::remove_file(at("out/a.json")).unwrap();
         std::fs::write(at("out/mine"), "x").unwrap();
         assert_eq!(
-            again().may_replace("result", &at("out")),
+            reload().may_replace("result", &at("out")),
             Err("it has files that were not written by this run".into())
         );
     }

@@ -68,7 +68,7 @@ struct NamedPath<K> {
 /// A named path with its resolved form.
 struct NamedResolvedPath<'a, K> {
     named: &'a NamedPath<K>,
-    place: ResolvedPath,
+    resolved: ResolvedPath,
 }
 
 /// The locks on this job's outputs, held until dropped.
@@ -102,20 +102,20 @@ impl InputOutputPaths {
         let reads = self
             .reads
             .iter()
-            .filter_map(|named| Some(NamedResolvedPath { place: ResolvedPath::of(&named.path).ok()?, named }));
-        let reads: Vec<_> = reads.filter(|read| read.place.exists()).collect();
+            .filter_map(|named| Some(NamedResolvedPath { resolved: ResolvedPath::of(&named.path).ok()?, named }));
+        let reads: Vec<_> = reads.filter(|read| read.resolved.exists()).collect();
         let writes = self.writes.iter().filter(|named| !(named.kind == OutputKind::Lines && is_device(&named.path)));
         let writes = writes.map(|named| {
-            let place = ResolvedPath::of(&named.path).map_err(|e| refused(&named.path, e.to_string()))?;
-            Ok(NamedResolvedPath { place, named })
+            let resolved = ResolvedPath::of(&named.path).map_err(|e| refused(&named.path, e.to_string()))?;
+            Ok(NamedResolvedPath { resolved, named })
         });
         let writes = writes.collect::<Result<Vec<_>>>()?;
         for write in &writes {
             write.check_kind()?;
             reads.iter().try_for_each(|read| write.check_input(read))?;
         }
-        for (at, first) in writes.iter().enumerate() {
-            writes[at + 1..].iter().try_for_each(|second| {
+        for (index, first) in writes.iter().enumerate() {
+            writes[index + 1..].iter().try_for_each(|second| {
                 first.check_other(second)?;
                 second.check_other(first)
             })?;
@@ -138,23 +138,23 @@ impl InputOutputPaths {
 impl NamedResolvedPath<'_, OutputKind> {
     /// Checks that the path can be an output of its kind.
     fn check_kind(&self) -> Result<()> {
-        let Self { named: NamedPath { path, kind: kind_of, .. }, place } = self;
-        let is_folder = matches!(kind_of, OutputKind::Folder | OutputKind::Checkpoints | OutputKind::Shared);
-        let Ok(found) = place.path().metadata() else {
+        let Self { named: NamedPath { path, kind: output_kind, .. }, resolved } = self;
+        let is_folder = matches!(output_kind, OutputKind::Folder | OutputKind::Checkpoints | OutputKind::Shared);
+        let Ok(found) = resolved.path().metadata() else {
             let parent = folder_of(path);
             if !is_folder && !parent.is_dir() {
                 return Err(refused(path, format!("there is no folder {}", parent.display())));
             }
-            let above = place.path();
-            let above = above.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"));
-            return match may_write(above) {
+            let ancestor = resolved.path();
+            let ancestor = ancestor.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"));
+            return match may_write(ancestor) {
                 true => Ok(()),
-                false => Err(refused(path, format!("the folder {} is read-only for this user", above.display()))),
+                false => Err(refused(path, format!("the folder {} is read-only for this user", ancestor.display()))),
             };
         };
         let kind = found.file_type();
-        let what = match () {
-            () if *kind_of == OutputKind::Folder && !kind.is_dir() => {
+        let problem = match () {
+            () if *output_kind == OutputKind::Folder && !kind.is_dir() => {
                 "the output must be a new or empty folder, but this is a file"
             }
             () if is_folder && !kind.is_dir() => "it is a file, but a folder is needed",
@@ -164,17 +164,19 @@ impl NamedResolvedPath<'_, OutputKind> {
             () if kind.is_socket() => "it is a socket, but a file is needed",
             () => "it is a device, but a file is needed",
         };
-        Err(refused(path, what.into()))
+        Err(refused(path, problem.into()))
     }
 
     /// Checks that the output does not change an input.
     fn check_input(&self, read: &NamedResolvedPath<'_, InputKind>) -> Result<()> {
         let relation = match read.named.kind {
-            _ if self.place.is(&read.place) => "is",
-            _ if self.named.kind == OutputKind::Folder && read.place.is_in(&self.place) => "contains",
+            _ if self.resolved.is(&read.resolved) => "is",
+            _ if self.named.kind == OutputKind::Folder && read.resolved.is_in(&self.resolved) => "contains",
             InputKind::File => return Ok(()),
             InputKind::Model if self.is_of_model(read) => "is a file of",
-            InputKind::Checkpoints if self.place.is_in(&read.place) && self.is_in_checkpoint(&read.place) => "is in",
+            InputKind::Checkpoints if self.resolved.is_in(&read.resolved) && self.is_in_checkpoint(&read.resolved) => {
+                "is in"
+            }
             _ => return Ok(()),
         };
         Err(OutputError::Input {
@@ -189,34 +191,35 @@ impl NamedResolvedPath<'_, OutputKind> {
 
     /// Returns whether the output is, or would be, one of the files of the model in a folder.
     fn is_of_model(&self, read: &NamedResolvedPath<'_, InputKind>) -> bool {
-        let folder = read.place.path();
+        let folder = read.resolved.path();
         if !folder.is_dir() {
             return false;
         }
-        let is_here = ResolvedPath::of(folder_of(&self.place.path())).is_ok_and(|parent| parent.is(&read.place));
-        let is_named = self.place.path().file_name().is_some_and(is_models_name);
+        let is_in_folder =
+            ResolvedPath::of(folder_of(&self.resolved.path())).is_ok_and(|parent| parent.is(&read.resolved));
+        let is_named = self.resolved.path().file_name().is_some_and(is_model_file_name);
         let is_file = matches!(self.named.kind, OutputKind::File | OutputKind::Lines);
-        is_file && is_here && is_named || self.place.id().is_some_and(|id| files_in(&folder).contains(&id))
+        is_file && is_in_folder && is_named || self.resolved.id().is_some_and(|id| files_in(&folder).contains(&id))
     }
 
     /// Returns whether the output would be inside one of the checkpoints in a folder, rather than next to them.
     fn is_in_checkpoint(&self, folder: &ResolvedPath) -> bool {
         /// Marker files of this library's and DeepSpeed's checkpoints.
         const CHECKPOINT_MARKERS: [&str; 2] = ["manifest.json", "mp_rank_00_model_states.pt"];
-        let (path, folder) = (self.place.path(), folder.path());
+        let (path, folder) = (self.resolved.path(), folder.path());
         let is_checkpoint = |path: &Path| {
             CHECKPOINT_MARKERS.iter().any(|name| path.join(name).exists())
                 || path.join("zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
         };
-        path.ancestors().skip(1).take_while(|above| above.starts_with(&folder)).any(is_checkpoint)
+        path.ancestors().skip(1).take_while(|ancestor| ancestor.starts_with(&folder)).any(is_checkpoint)
     }
 
     /// Checks that the output does not collide with another output.
     fn check_other(&self, other: &NamedResolvedPath<'_, OutputKind>) -> Result<()> {
         let relation = match other.named.kind {
-            _ if self.place.is(&other.place) => "is",
-            OutputKind::Folder if self.place.is_in(&other.place) => "is in",
-            OutputKind::Checkpoints if self.is_named_as_checkpoints(&other.place) => {
+            _ if self.resolved.is(&other.resolved) => "is",
+            OutputKind::Folder if self.resolved.is_in(&other.resolved) => "is in",
+            OutputKind::Checkpoints if self.is_named_as_checkpoints(&other.resolved) => {
                 "has the name of a checkpoint file of"
             }
             _ => return Ok(()),
@@ -233,7 +236,7 @@ impl NamedResolvedPath<'_, OutputKind> {
 
     /// Returns whether the output is in a folder of checkpoints under a name that checkpoints need.
     fn is_named_as_checkpoints(&self, folder: &ResolvedPath) -> bool {
-        let (path, folder) = (self.place.path(), folder.path());
+        let (path, folder) = (self.resolved.path(), folder.path());
         let first = path.strip_prefix(folder).ok().and_then(|rest| rest.iter().next()).and_then(OsStr::to_str);
         first
             .is_some_and(|name| name == "latest" || name.starts_with(".candle-zero") || name.starts_with("global_step"))
@@ -246,7 +249,7 @@ fn is_device(path: &Path) -> bool {
 }
 
 /// Returns whether a model loader might open a file with that name.
-fn is_models_name(name: &OsStr) -> bool {
+fn is_model_file_name(name: &OsStr) -> bool {
     const MODEL_FILE_SUFFIXES: [&str; 9] =
         [".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".bin", ".pt", ".py"];
     let name = name.to_string_lossy().to_lowercase();
@@ -256,7 +259,7 @@ fn is_models_name(name: &OsStr) -> bool {
 /// Returns the ids of the files in a model's folder, including those that links lead to.
 fn files_in(folder: &Path) -> HashSet<FileId> {
     let files = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let files = files.filter(|file| is_models_name(&file.file_name()));
+    let files = files.filter(|file| is_model_file_name(&file.file_name()));
     files.filter_map(|file| file.path().metadata().ok()).filter(|m| m.is_file()).map(|m| (m.dev(), m.ino())).collect()
 }
 
@@ -268,26 +271,26 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
     if *kind == OutputKind::Shared || is_device(path) {
         return Ok(None);
     }
-    let wrong = |action| move |source| Error::Io { action, path: path.clone(), source };
-    let place = ResolvedPath::of(path).map_err(wrong("find"))?.path();
-    let beside = folder_of(&place);
+    let io_error = |action| move |source| Error::Io { action, path: path.clone(), source };
+    let resolved = ResolvedPath::of(path).map_err(io_error("find"))?.path();
+    let parent = folder_of(&resolved);
     if *kind == OutputKind::Checkpoints {
-        std::fs::create_dir_all(&place).map_err(wrong("create"))?;
+        std::fs::create_dir_all(&resolved).map_err(io_error("create"))?;
     } else if *kind == OutputKind::Folder {
-        std::fs::create_dir_all(beside).map_err(wrong("create"))?;
+        std::fs::create_dir_all(parent).map_err(io_error("create"))?;
     }
-    let stays = place.is_dir() && must_stay(&place);
-    sweep(if stays { &place } else { beside }, WRITING);
-    sweep_locks(beside, |name| {
+    let is_fixed = resolved.is_dir() && must_stay(&resolved);
+    sweep(if is_fixed { &resolved } else { parent }, WRITING);
+    sweep_locks(parent, |name| {
         name != LOCK && name.as_encoded_bytes().starts_with(b".") && name.as_encoded_bytes().ends_with(LOCK.as_bytes())
     });
     let file = match kind {
         // This is in addition to the lock that saving a checkpoint takes there.
-        OutputKind::Checkpoints => place.join(".candle-zero-job.lock"),
-        _ if stays => place.join(LOCK),
+        OutputKind::Checkpoints => resolved.join(".candle-zero-job.lock"),
+        _ if is_fixed => resolved.join(LOCK),
         // The folder is read-only, so no lock file can be created next to the output.
-        _ if !may_write(beside) => return Ok(None),
-        _ => beside.join(lock_name(place.file_name().unwrap_or_default())),
+        _ if !may_write(parent) => return Ok(None),
+        _ => parent.join(lock_name(resolved.file_name().unwrap_or_default())),
     };
     let start = Instant::now();
     loop {
@@ -331,7 +334,7 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     /// Returns the problem, without the path of the test's folder.
-    fn wrong(dir: &Path, outputs: &InputOutputPaths) -> String {
+    fn problem(dir: &Path, outputs: &InputOutputPaths) -> String {
         let text = outputs.check().map_or_else(|e| e.to_string(), |()| "nothing".into());
         text.replace(&format!("{}/", dir.display()), "")
     }
@@ -348,28 +351,28 @@ mod tests {
         std::fs::hard_link(at("d.jsonl"), at("hard")).unwrap();
         symlink(at("m"), at("link")).unwrap();
         symlink(at("m/w.safetensors"), at("weights")).unwrap();
-        let of = |kind, path: &str| {
+        let check = |kind, path: &str| {
             let outputs = InputOutputPaths::default()
                 .reads("MODEL", at("m"), InputKind::Model)
                 .reads("--data", at("d.jsonl"), InputKind::File)
                 .reads("--data", at("m/data/d.jsonl"), InputKind::File)
                 .reads("DIR", at("ck"), InputKind::Checkpoints)
                 .writes("--out", at(path), kind);
-            wrong(dir.path(), &outputs)
+            problem(dir.path(), &outputs)
         };
-        insta::assert_snapshot!(of(OutputKind::Folder, "link/../m"), @"--out link/../m is MODEL m, which is an input; give another path");
-        insta::assert_snapshot!(of(OutputKind::Folder, "m/data"), @"--out m/data contains --data m/data/d.jsonl, which is an input; give another path");
-        insta::assert_snapshot!(of(OutputKind::Lines, "hard"), @"--out hard is --data d.jsonl, which is an input; give another path");
-        insta::assert_snapshot!(of(OutputKind::File, "weights"), @"--out weights is a file of MODEL m, which is an input; give another path");
-        insta::assert_snapshot!(of(OutputKind::File, "link/model.safetensors.index.json"), @"--out link/model.safetensors.index.json is a file of MODEL m, which is an input; give another path");
-        insta::assert_snapshot!(of(OutputKind::Folder, "ck/global_step3/x"), @"--out ck/global_step3/x is in DIR ck, which is an input; give another path");
+        insta::assert_snapshot!(check(OutputKind::Folder, "link/../m"), @"--out link/../m is MODEL m, which is an input; give another path");
+        insta::assert_snapshot!(check(OutputKind::Folder, "m/data"), @"--out m/data contains --data m/data/d.jsonl, which is an input; give another path");
+        insta::assert_snapshot!(check(OutputKind::Lines, "hard"), @"--out hard is --data d.jsonl, which is an input; give another path");
+        insta::assert_snapshot!(check(OutputKind::File, "weights"), @"--out weights is a file of MODEL m, which is an input; give another path");
+        insta::assert_snapshot!(check(OutputKind::File, "link/model.safetensors.index.json"), @"--out link/model.safetensors.index.json is a file of MODEL m, which is an input; give another path");
+        insta::assert_snapshot!(check(OutputKind::Folder, "ck/global_step3/x"), @"--out ck/global_step3/x is in DIR ck, which is an input; give another path");
         for (kind, path) in [
             (OutputKind::Folder, "link/new"),
             (OutputKind::Folder, "ck/new"),
             (OutputKind::Lines, "m/m.jsonl"),
             (OutputKind::Shared, "."),
         ] {
-            assert_eq!(of(kind, path), "nothing", "{path}");
+            assert_eq!(check(kind, path), "nothing", "{path}");
         }
     }
 
@@ -379,18 +382,18 @@ mod tests {
         let at = |name: &str| dir.path().join(name);
         std::fs::create_dir(at("d")).unwrap();
         symlink(at("d"), at("e")).unwrap();
-        let of = |out: &str, save: &str, metrics: &str| {
+        let check = |out: &str, save: &str, metrics: &str| {
             let outputs = InputOutputPaths::default()
                 .writes("--out", at(out), OutputKind::Folder)
                 .writes("--save", at(save), OutputKind::Checkpoints)
                 .writes("--metrics", at(metrics), OutputKind::Lines);
-            wrong(dir.path(), &outputs)
+            problem(dir.path(), &outputs)
         };
-        insta::assert_snapshot!(of("d/new", "e/./new", "m"), @"--out d/new is --save e/./new, but both are outputs; give each its own path");
-        insta::assert_snapshot!(of("o", "o/ck", "m"), @"--save o/ck is in --out o, but both are outputs; give each its own path");
-        insta::assert_snapshot!(of("d", "ck", "e/m"), @"--metrics e/m is in --out d, but both are outputs; give each its own path");
-        insta::assert_snapshot!(of("o", "d", "e/latest"), @"--metrics e/latest has the name of a checkpoint file of --save d, but both are outputs; give each its own path");
-        assert_eq!(of("d/out", "d", "d/m.jsonl"), "nothing");
+        insta::assert_snapshot!(check("d/new", "e/./new", "m"), @"--out d/new is --save e/./new, but both are outputs; give each its own path");
+        insta::assert_snapshot!(check("o", "o/ck", "m"), @"--save o/ck is in --out o, but both are outputs; give each its own path");
+        insta::assert_snapshot!(check("d", "ck", "e/m"), @"--metrics e/m is in --out d, but both are outputs; give each its own path");
+        insta::assert_snapshot!(check("o", "d", "e/latest"), @"--metrics e/latest has the name of a checkpoint file of --save d, but both are outputs; give each its own path");
+        assert_eq!(check("d/out", "d", "d/m.jsonl"), "nothing");
     }
 
     #[test]
@@ -402,15 +405,16 @@ mod tests {
         symlink("nowhere", at("dangling")).unwrap();
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
         rustix::fs::mknodat(rustix::fs::CWD, at("pipe"), rustix::fs::FileType::Fifo, mode, 0).unwrap();
-        let of = |kind, path: &str| wrong(dir.path(), &InputOutputPaths::default().writes("--out", at(path), kind));
-        insta::assert_snapshot!(of(OutputKind::Folder, "file"), @"cannot write to file: the output must be a new or empty folder, but this is a file; give another path");
-        insta::assert_snapshot!(of(OutputKind::Folder, "file/x"), @"cannot write to file/x: Not a directory (os error 20); give another path");
-        insta::assert_snapshot!(of(OutputKind::Lines, "folder"), @"cannot write to folder: it is a folder, but a file is needed; give another path");
-        insta::assert_snapshot!(of(OutputKind::Lines, "pipe"), @"cannot write to pipe: it is a pipe, but a file is needed; give another path");
-        insta::assert_snapshot!(of(OutputKind::File, "dangling"), @"cannot write to dangling: it is a broken link, or leads through one; give another path");
-        assert_eq!(of(OutputKind::Folder, "a/b/c"), "nothing");
-        assert!(of(OutputKind::File, "a/b").starts_with("cannot write to a/b: there is no folder"));
-        let null = |kind| wrong(dir.path(), &InputOutputPaths::default().writes("--out", "/dev/null", kind));
+        let check =
+            |kind, path: &str| problem(dir.path(), &InputOutputPaths::default().writes("--out", at(path), kind));
+        insta::assert_snapshot!(check(OutputKind::Folder, "file"), @"cannot write to file: the output must be a new or empty folder, but this is a file; give another path");
+        insta::assert_snapshot!(check(OutputKind::Folder, "file/x"), @"cannot write to file/x: Not a directory (os error 20); give another path");
+        insta::assert_snapshot!(check(OutputKind::Lines, "folder"), @"cannot write to folder: it is a folder, but a file is needed; give another path");
+        insta::assert_snapshot!(check(OutputKind::Lines, "pipe"), @"cannot write to pipe: it is a pipe, but a file is needed; give another path");
+        insta::assert_snapshot!(check(OutputKind::File, "dangling"), @"cannot write to dangling: it is a broken link, or leads through one; give another path");
+        assert_eq!(check(OutputKind::Folder, "a/b/c"), "nothing");
+        assert!(check(OutputKind::File, "a/b").starts_with("cannot write to a/b: there is no folder"));
+        let null = |kind| problem(dir.path(), &InputOutputPaths::default().writes("--out", "/dev/null", kind));
         assert_eq!(null(OutputKind::Lines), "nothing");
         insta::assert_snapshot!(null(OutputKind::File), @"cannot write to /dev/null: it is a device, but a file is needed; give another path");
     }

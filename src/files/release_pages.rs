@@ -11,7 +11,7 @@ const FAULT_AROUND: usize = 64 << 10;
 /// from the file.
 ///
 /// # Panics
-/// Panics if `bytes` does not lie inside the map.
+/// Panics if `bytes` is not inside the map.
 pub fn release_pages(map: &Mmap, bytes: Range<usize>) {
     assert!(bytes.start <= bytes.end && bytes.end <= map.len(), "bytes outside the map");
     let bytes = bytes.start.saturating_sub(FAULT_AROUND)..map.len().min(bytes.end.saturating_add(FAULT_AROUND));

@@ -19,7 +19,7 @@ pub(crate) struct ResolvedPath {
     /// The ids of `existing`, its parent folder, and all further ancestors up to the root.
     ids: Vec<FileId>,
     /// Whether the file system ignores case in names.
-    folds: bool,
+    folds_case: bool,
 }
 
 impl ResolvedPath {
@@ -35,7 +35,7 @@ impl ResolvedPath {
                 Component::Normal(name) => {
                     let next = existing.join(name);
                     match next.symlink_metadata() {
-                        Ok(_) => existing = next.canonicalize().map_err(to_nothing)?,
+                        Ok(_) => existing = next.canonicalize().map_err(broken_link_error)?,
                         Err(e) if e.kind() == ErrorKind::NotFound => rest.push(name.to_owned()),
                         Err(e) => return Err(e),
                     }
@@ -46,8 +46,8 @@ impl ResolvedPath {
         }
         let ids = existing.ancestors().map(|folder| folder.metadata().map(|m| (m.dev(), m.ino())));
         let ids = ids.collect::<Result<Vec<_>>>()?;
-        let folds = !rest.is_empty() && ignores_case(&existing);
-        Ok(Self { existing, rest, ids, folds })
+        let folds_case = !rest.is_empty() && ignores_case(&existing);
+        Ok(Self { existing, rest, ids, folds_case })
     }
 
     /// Returns the path without links or `..`.
@@ -69,27 +69,27 @@ impl ResolvedPath {
 
     /// Returns whether both paths are the same file or folder, or will be.
     pub fn is(&self, other: &Self) -> bool {
-        self.ids[0] == other.ids[0] && self.rest.len() == other.rest.len() && self.begins(other)
+        self.ids[0] == other.ids[0] && self.rest.len() == other.rest.len() && self.rest_starts_with(other)
     }
 
     /// Returns whether this path is in `other`, at any depth, or will be.
     pub fn is_in(&self, other: &Self) -> bool {
         match other.rest.is_empty() {
             true => self.ids[usize::from(self.rest.is_empty())..].contains(&other.ids[0]),
-            false => self.ids[0] == other.ids[0] && self.rest.len() > other.rest.len() && self.begins(other),
+            false => self.ids[0] == other.ids[0] && self.rest.len() > other.rest.len() && self.rest_starts_with(other),
         }
     }
 
     /// Returns whether the names that do not exist yet begin with those of `other`.
-    fn begins(&self, other: &Self) -> bool {
+    fn rest_starts_with(&self, other: &Self) -> bool {
         let same = |(a, b): (&OsString, &OsString)| {
-            a == b || self.folds && a.to_string_lossy().to_lowercase() == b.to_string_lossy().to_lowercase()
+            a == b || self.folds_case && a.to_string_lossy().to_lowercase() == b.to_string_lossy().to_lowercase()
         };
         self.rest.iter().zip(&other.rest).all(same)
     }
 }
 
-fn to_nothing(error: Error) -> Error {
+fn broken_link_error(error: Error) -> Error {
     match error.kind() {
         ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "it is a broken link, or leads through one"),
         _ => error,
@@ -98,18 +98,18 @@ fn to_nothing(error: Error) -> Error {
 
 /// Returns whether the file system of `folder` ignores case, judging by existing names.
 fn ignores_case(folder: &Path) -> bool {
-    let swapped = |name: &str| -> String {
+    let swap_case = |name: &str| -> String {
         name.chars().map(|c| if c.is_lowercase() { c.to_ascii_uppercase() } else { c.to_ascii_lowercase() }).collect()
     };
-    let other = |path: &Path| Some(path.with_file_name(swapped(path.file_name()?.to_str()?)));
+    let swapped = |path: &Path| Some(path.with_file_name(swap_case(path.file_name()?.to_str()?)));
     let id = |path: &Path| path.symlink_metadata().ok().map(|m| (m.dev(), m.ino()));
-    // An entry shows the behaviour of this folder; the folder's own name shows that of its parent, which is most
+    // An entry shows the behavior of this folder; the folder's own name shows that of its parent, which is most
     // likely on the same disk.
     let entry = std::fs::read_dir(folder).ok().and_then(|mut entries| entries.find_map(|e| Some(e.ok()?.path())));
     [entry.as_deref(), Some(folder)]
         .into_iter()
         .flatten()
-        .any(|path| other(path).is_some_and(|other| other != *path && id(path).is_some() && id(&other) == id(path)))
+        .any(|path| swapped(path).is_some_and(|other| other != *path && id(path).is_some() && id(&other) == id(path)))
 }
 
 #[cfg(test)]
@@ -148,9 +148,9 @@ mod tests {
         }
         assert!(place("a/file").path().is_file());
         assert_eq!(place("a/b/../n").path(), at("a").canonicalize().unwrap().join("n"));
-        let wrong = |name: &str| ResolvedPath::of(&at(name)).unwrap_err().to_string();
-        assert_eq!(wrong("dangling"), "it is a broken link, or leads through one");
-        assert_eq!(wrong("dangling/x"), "it is a broken link, or leads through one");
-        assert_eq!(wrong("a/file/x"), "Not a directory (os error 20)");
+        let error = |name: &str| ResolvedPath::of(&at(name)).unwrap_err().to_string();
+        assert_eq!(error("dangling"), "it is a broken link, or leads through one");
+        assert_eq!(error("dangling/x"), "it is a broken link, or leads through one");
+        assert_eq!(error("a/file/x"), "Not a directory (os error 20)");
     }
 }

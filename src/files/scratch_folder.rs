@@ -34,10 +34,10 @@ impl ScratchFolder {
     pub fn new(parent: &Path, prefix: &str) -> Result<Self> {
         const MAX_ATTEMPTS: usize = 100;
         sweep(parent, prefix);
-        let only_mine = Permissions::from_mode(0o700);
+        let owner_only = Permissions::from_mode(0o700);
         for _ in 0..MAX_ATTEMPTS {
-            let made = tempfile::Builder::new().prefix(prefix).permissions(only_mine.clone()).tempdir_in(parent)?;
-            let path = made.keep();
+            let folder = tempfile::Builder::new().prefix(prefix).permissions(owner_only.clone()).tempdir_in(parent)?;
+            let path = folder.keep();
             match Self::mark(&path) {
                 Ok(Some(folder)) => return Ok(Self { path, folder, is_kept: false }),
                 // A process that was cleaning up mistook the folder for a dead job's, because it was neither locked nor
@@ -55,10 +55,10 @@ impl ScratchFolder {
 
     /// Locks and marks a newly created folder; returns `None` if it is gone or another process has locked it.
     fn mark(path: &Path) -> Result<Option<File>> {
-        let gone = |e: Error| if e.kind() == ErrorKind::NotFound { Ok(None) } else { Err(e) };
+        let none_if_gone = |e: Error| if e.kind() == ErrorKind::NotFound { Ok(None) } else { Err(e) };
         let folder = match open_folder(path) {
             Ok(folder) => folder,
-            Err(e) => return gone(e),
+            Err(e) => return none_if_gone(e),
         };
         // If the file system does not support locks, no process cleans up either.
         if flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
@@ -66,7 +66,7 @@ impl ScratchFolder {
         }
         match File::create_new(path.join(MARK)).and_then(|mut mark| mark.write_all(MARK_TEXT.as_bytes())) {
             Ok(()) => Ok(Some(folder)),
-            Err(e) => gone(e),
+            Err(e) => none_if_gone(e),
         }
     }
 
@@ -97,10 +97,10 @@ impl Drop for ScratchFolder {
 
 /// Removes folders of dead jobs in `parent` whose names begin with `prefix`. Folders that cannot be removed stay.
 pub fn sweep(parent: &Path, prefix: &str) {
-    let me = rustix::process::geteuid().as_raw();
+    let uid = rustix::process::geteuid().as_raw();
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
         if !is_named(&entry.file_name(), prefix)
-            || !entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == me)
+            || !entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == uid)
         {
             continue;
         }

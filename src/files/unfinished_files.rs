@@ -83,7 +83,7 @@ mod tests {
         assert!(
             names[1..].iter().all(|name| at("killed").join(name).exists()) && at("killed/.writing-folder").exists()
         );
-        assert!(!at("killed").join(LOCK).exists(), "the folder is not locked any more");
+        assert!(!at("killed").join(LOCK).exists(), "the folder is no longer locked");
 
         remove_unfinished(&at("running"));
         assert!(!first("running"));

@@ -11,7 +11,7 @@ thread_local! {
 }
 
 /// Runs `run` with the products of linear layers computed in `format` if their operands are f32. With `None`, operands
-/// are multiplied as they are. The thread's previous format is restored afterwards.
+/// keep their format. The thread's previous format is restored afterwards.
 pub(crate) fn autocast<T>(format: Option<DType>, run: impl FnOnce() -> T) -> T {
     struct AutocastGuard(Option<DType>);
     impl Drop for AutocastGuard {

@@ -115,10 +115,10 @@ pub(crate) fn with_token(
     value: (Storage, Shape),
 ) -> Result<Tensor> {
     let id = Arc::new(OnceLock::new());
-    let (entry, of_candle) = (AutogradRemovalGuard(id.clone()), slot.clone());
+    let (entry, candle_slot) = (AutogradRemovalGuard(id.clone()), slot.clone());
     let tensor = prepared(name, &token, value, move |token, grad| {
         let _ = &entry;
-        of_candle.add(Grad::Shared(grad.clone()))?;
+        candle_slot.add(Grad::Shared(grad.clone()))?;
         Ok(Some(token.detach()))
     })?;
     // The id is set before the entry exists, because any thread that sees the entry can remove it.

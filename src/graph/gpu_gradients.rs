@@ -50,8 +50,8 @@ impl GradSlot {
         }
         self.compute_deferred()?;
         let Some(grad) = self.take() else {
-            let made = cuda::written(device, dtype, len, |grad| write(grad, false))?;
-            return self.add(Grad::of_storage(made, len));
+            let storage = cuda::written(device, dtype, len, |grad| write(grad, false))?;
+            return self.add(Grad::of_storage(storage, len));
         };
         if grad.dtype() != dtype {
             candle_core::bail!("gradients of one tensor have the dtypes {:?} and {dtype:?}", grad.dtype())

@@ -118,8 +118,8 @@ pub(crate) fn abandon() {
 pub(crate) struct GradSlot {
     grad: Mutex<Option<(u64, Grad)>>,
     /// The parts that are computed later, in the order of arrival, with the generation in which each of them arrived.
-    later: Mutex<Vec<(u64, DeferredPart)>>,
-    before: Mutex<Vec<BackwardHook>>,
+    deferred: Mutex<Vec<(u64, DeferredPart)>>,
+    hooks: Mutex<Vec<BackwardHook>>,
     /// The gate that decides whether gradients are taken now. Without a gate, they always are.
     gate: Option<GradGate>,
 }
@@ -136,33 +136,33 @@ pub(super) struct DeferredPart {
 pub(crate) struct DeferredGradient {
     /// The sum of the parts that were computed immediately.
     first: Option<Grad>,
-    later: Vec<DeferredPart>,
+    deferred: Vec<DeferredPart>,
 }
 
 impl DeferredGradient {
     /// Takes the gradient that has arrived in `slot`, if there is one.
     pub fn taken_from(slot: &GradSlot) -> Option<Self> {
-        let (first, later) = (slot.take(), slot.take_later());
-        (first.is_some() || !later.is_empty()).then_some(Self { first, later })
+        let (first, deferred) = (slot.take(), slot.take_deferred());
+        (first.is_some() || !deferred.is_empty()).then_some(Self { first, deferred })
     }
 
     /// Returns the bytes of memory that the gradient keeps. An input that several layers share is counted for
     /// each of them.
     pub fn bytes(&self) -> usize {
-        self.first.as_ref().map_or(0, Grad::bytes) + self.later.iter().map(|part| part.bytes).sum::<usize>()
+        self.first.as_ref().map_or(0, Grad::bytes) + self.deferred.iter().map(|part| part.bytes).sum::<usize>()
     }
 
     /// Returns the number of parts that are computed later.
     #[cfg(test)]
     pub fn parts_left(&self) -> usize {
-        self.later.len()
+        self.deferred.len()
     }
 
     /// Computes the gradient: the sum of its parts, added in the order in which a complete backward pass adds them.
     pub fn compute(self) -> Result<Grad> {
         let slot = Arc::new(GradSlot::default());
         self.first.map_or(Ok(()), |first| slot.add(first))?;
-        self.later.into_iter().try_for_each(|part| (part.compute)(slot.clone()))?;
+        self.deferred.into_iter().try_for_each(|part| (part.compute)(slot.clone()))?;
         match slot.take() {
             Some(grad) => Ok(grad),
             None => candle_core::bail!("a layer deferred the gradient of a weight and then delivered none"),
@@ -192,8 +192,8 @@ impl GradSlot {
         self.gate.is_some()
     }
 
-    /// Adds a gradient. The first one is kept as it is. Each later one is added in the order of arrival, and the sum is
-    /// rounded to the tensor's dtype.
+    /// Adds a gradient. The first one is kept unchanged. Each later one is added in the order of arrival, and the sum
+    /// is rounded to the tensor's dtype.
     pub fn add(&self, grad: Grad) -> Result<()> {
         if !self.is_open() {
             return Ok(());
@@ -218,18 +218,18 @@ impl GradSlot {
 
     /// Adds a part that is computed later.
     pub(super) fn add_later(&self, part: DeferredPart) {
-        lock(&self.later).push((PASS.get(), part));
+        lock(&self.deferred).push((PASS.get(), part));
     }
 
     /// Takes the parts that are computed later and have arrived in this backward pass.
-    fn take_later(&self) -> Vec<DeferredPart> {
-        let parts = std::mem::take(&mut *lock(&self.later));
+    fn take_deferred(&self) -> Vec<DeferredPart> {
+        let parts = std::mem::take(&mut *lock(&self.deferred));
         parts.into_iter().filter(|(pass, _)| *pass == PASS.get()).map(|(_, part)| part).collect()
     }
 
     /// Computes the parts that were left for later, because a part that must follow them is about to arrive.
     pub(super) fn compute_deferred(&self) -> Result<()> {
-        if lock(&self.later).is_empty() {
+        if lock(&self.deferred).is_empty() {
             return Ok(());
         }
         if let Some(deferred) = DeferredGradient::taken_from(self) {
@@ -240,17 +240,17 @@ impl GradSlot {
 
     /// Returns whether no gradient has arrived.
     pub fn is_empty(&self) -> bool {
-        lock(&self.later).is_empty() && lock(&self.grad).as_ref().is_none_or(|(pass, _)| *pass != PASS.get())
+        lock(&self.deferred).is_empty() && lock(&self.grad).as_ref().is_none_or(|(pass, _)| *pass != PASS.get())
     }
 
     /// Registers `hook` to run before the operation that produced the tensor is differentiated.
     pub fn before_backward(&self, hook: BackwardHook) {
-        lock(&self.before).push(hook);
+        lock(&self.hooks).push(hook);
     }
 
     /// Runs the hooks that [`GradSlot::before_backward`] has registered.
     pub fn about_to_run(&self) -> Result<()> {
-        lock(&self.before).iter().try_for_each(|hook| hook())
+        lock(&self.hooks).iter().try_for_each(|hook| hook())
     }
 
     /// Calls `look` with the gradient that has arrived in this backward pass, if there is one.

@@ -41,7 +41,7 @@ pub(crate) fn one(device: &Device) -> Result<(Storage, Shape)> {
 }
 
 /// Returns whether parameters may have this type. A loss or an output may have other types, such as f64.
-fn is_of_training(dtype: DType) -> bool {
+fn is_trainable_dtype(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }
 
@@ -54,7 +54,7 @@ pub(crate) fn copy_of(tensor: &Tensor) -> Result<(Storage, Shape)> {
             cuda.copy_strided_src(&mut copy, 0, layout)?;
             Storage::Cuda(copy)
         }
-        Storage::Cpu(cpu) if !is_of_training(cpu.dtype()) => {
+        Storage::Cpu(cpu) if !is_trainable_dtype(cpu.dtype()) => {
             let mut copy = CpuDevice.zeros_impl(layout.shape(), cpu.dtype())?;
             cpu.copy_strided_src(&mut copy, 0, layout)?;
             Storage::Cpu(copy)

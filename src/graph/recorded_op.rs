@@ -163,7 +163,7 @@ impl<const N: usize> OpInputs<N> {
         let AutogradMeta { token, slot, .. } = match node_of(input) {
             Some(node) if !node.is_wanted() => return Ok(InputGradSink(None)),
             Some(node) => node,
-            None => adapted(input)?,
+            None => adapter_token(input)?,
         };
         self.tokens.push(token);
         Ok(InputGradSink(Some(slot)))
@@ -193,22 +193,22 @@ impl<const N: usize> OpInputs<N> {
             return Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false));
         }
         let sinks = self.sinks;
-        recorded(self.tokens, name, (storage, shape), Box::new(move |grad| backward(grad, &sinks)))
+        record(self.tokens, name, (storage, shape), Box::new(move |grad| backward(grad, &sinks)))
     }
 }
 
 /// Returns the result of an operation that a backward pass differentiates.
-fn recorded(inputs: Vec<Tensor>, name: &'static str, result: (Storage, Shape), backward: BackwardFn) -> Result<Tensor> {
+fn record(inputs: Vec<Tensor>, name: &'static str, result: (Storage, Shape), backward: BackwardFn) -> Result<Tensor> {
     let slot = Arc::new(GradSlot::default());
     let operation = RecordedOp { name, slot: slot.clone(), backward: Mutex::new(Some(backward)) };
-    with_token(operation.over(inputs)?, slot, name, result)
+    with_token(operation.into_token(inputs)?, slot, name, result)
 }
 
 /// Creates a token for a tensor that has none, for one use.
-fn adapted(input: &Tensor) -> Result<AutogradMeta> {
+fn adapter_token(input: &Tensor) -> Result<AutogradMeta> {
     let slot = Arc::new(GradSlot::default());
-    let arrived = slot.clone();
-    let token = prepared("adapted-input", input, one(input.device())?, move |input, _| match arrived.take() {
+    let grad_source = slot.clone();
+    let token = prepared("adapted-input", input, one(input.device())?, move |input, _| match grad_source.take() {
         Some(grad) => grad.into_tensor(input.shape(), input.device()).map(Some),
         // Candle requests a gradient of every tensor that it tracks.
         None => input.zeros_like().map(Some),
@@ -269,7 +269,7 @@ struct RecordedOp {
 
 impl RecordedOp {
     /// Creates the operation's token.
-    fn over(self, mut tokens: Vec<Tensor>) -> Result<Tensor> {
+    fn into_token(self, mut tokens: Vec<Tensor>) -> Result<Tensor> {
         // The tokens are joined in reverse. The second argument of a join is differentiated first, and therefore the
         // last inputs come first.
         while let [.., a, b] = &tokens[..] {
@@ -322,9 +322,9 @@ impl CustomOp1 for RecordedOp {
 }
 
 /// Creates a token on the same GPU as another token.
-fn one_on_cuda(beside: &CudaStorage) -> Result<(CudaStorage, Shape)> {
+fn one_on_cuda(token: &CudaStorage) -> Result<(CudaStorage, Shape)> {
     use candle_core::backend::BackendStorage;
-    match one(&Device::Cuda(beside.device().clone()))? {
+    match one(&Device::Cuda(token.device().clone()))? {
         (Storage::Cuda(storage), shape) => Ok((storage, shape)),
         _ => candle_core::bail!("a token for the GPU was created on another device"),
     }
@@ -351,15 +351,15 @@ impl CustomOp2 for JoinTokensOp {
     }
 }
 
-/// Returns a scalar whose backward pass delivers `of_output`, the gradient of `output`, after `of_weight`, a part of
-/// the gradient of `weight`.
-pub(crate) fn delivering(output: &Tensor, of_output: Tensor, weight: &Tensor, of_weight: Grad) -> Result<Tensor> {
+/// Returns a scalar whose backward pass delivers `output_grad`, the gradient of `output`, after `weight_grad`, a part
+/// of the gradient of `weight`.
+pub(crate) fn delivering(output: &Tensor, output_grad: Tensor, weight: &Tensor, weight_grad: Grad) -> Result<Tensor> {
     let (storage, _) = one(output.device())?;
-    let of_weight = Mutex::new(Some(of_weight));
+    let weight_grad = Mutex::new(Some(weight_grad));
     let result = OpInputs::of([Some(output), Some(weight)])?;
     result.result("delivered-gradients", ResultStorage(storage), Shape::from(()), move |_, [to_output, to_weight]| {
-        lock(&of_weight).take().map_or(Ok(()), |grad| to_weight.give(grad))?;
-        to_output.give(Grad::Shared(of_output.clone()))
+        lock(&weight_grad).take().map_or(Ok(()), |grad| to_weight.give(grad))?;
+        to_output.give(Grad::Shared(output_grad.clone()))
     })
 }
 

@@ -139,13 +139,13 @@ pub(super) fn read(
         Some(_) => {}
     }
     let mut body = Vec::new();
-    let mut left = length;
-    while left > 0 {
-        let part = left.min(GROWTH);
+    let mut remaining = length;
+    while remaining > 0 {
+        let part = remaining.min(GROWTH);
         if from.take(part).read_to_end(&mut body)? as u64 != part {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
         }
-        left -= part;
+        remaining -= part;
     }
     Ok((kind, body))
 }

@@ -19,13 +19,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The time for which a rank tries to reach a server that is not listening yet.
-const PATIENCE: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time between two attempts, and between two checks of whether another rank has failed.
-const INTERVAL: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The time for which a rank waits for the server's reason after another rank of its island has failed.
-const REASON: Duration = Duration::from_secs(1);
+const REASON_TIMEOUT: Duration = Duration::from_secs(1);
 /// The time limit of one attempt to connect.
-const ATTEMPT: Duration = Duration::from_secs(10);
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The number of parts of a donation that are received ahead.
 const PARTS_AHEAD: usize = 8;
 
@@ -88,10 +88,10 @@ struct SharedInbox {
 struct Inbox {
     welcome: Option<Welcome>,
     means: BTreeMap<RoundKey, ExchangedMean>,
-    donated: VecDeque<JoinMessage>,
+    join_messages: VecDeque<JoinMessage>,
     /// The reason why nothing more arrives.
     failed: Option<IslandError>,
-    ends: bool,
+    is_closed: bool,
 }
 
 impl IslandLink {
@@ -102,22 +102,22 @@ impl IslandLink {
     /// Fails if the server cannot be reached, is another program or refuses the island, or if another rank has failed.
     pub fn connect(address: &str, hello: &Hello, failure: &dyn Fn() -> Option<Error>) -> Result<Self> {
         let stream = reach(address, failure)?;
-        let wrong = |error: std::io::Error| lost(address, error.to_string());
-        stream.set_nodelay(true).map_err(wrong)?;
-        stream.set_read_timeout(Some(DEFAULT_SILENCE)).map_err(wrong)?;
-        stream.set_write_timeout(Some(DEFAULT_SILENCE)).map_err(wrong)?;
-        let word = [&MAGIC[..], &VERSION.to_le_bytes()].concat();
-        (&stream).write_all(&word).map_err(wrong)?;
+        let io_error = |error: std::io::Error| lost(address, error.to_string());
+        stream.set_nodelay(true).map_err(io_error)?;
+        stream.set_read_timeout(Some(DEFAULT_SILENCE)).map_err(io_error)?;
+        stream.set_write_timeout(Some(DEFAULT_SILENCE)).map_err(io_error)?;
+        let preamble = [&MAGIC[..], &VERSION.to_le_bytes()].concat();
+        (&stream).write_all(&preamble).map_err(io_error)?;
         let (outbox, inbox) = (Arc::new(Outbox::default()), Arc::new(SharedInbox::default()));
         let text = serde_json::to_vec(hello)
             .unwrap_or_else(|error| unreachable!("numbers and strings are valid JSON: {error}"));
         outbox.push(Frame::new(FrameKind::Hello, text));
-        let mut reader = stream.try_clone().map_err(wrong)?;
-        let writing = start_writer(outbox.clone(), stream.try_clone().map_err(wrong)?, BEAT).map_err(wrong)?;
-        let reading = std::thread::Builder::new().name("island-reader".into()).spawn({
-            let (inbox, address, tells) = (inbox.clone(), address.to_owned(), hello.position == 0);
+        let mut reader = stream.try_clone().map_err(io_error)?;
+        let writer = start_writer(outbox.clone(), stream.try_clone().map_err(io_error)?, BEAT).map_err(io_error)?;
+        let reader_thread = std::thread::Builder::new().name("island-reader".into()).spawn({
+            let (inbox, address, prints_notices) = (inbox.clone(), address.to_owned(), hello.position == 0);
             let max_mean = hello.lens.iter().filter_map(|len| hello.run.format.encoded_len(*len)).max().unwrap_or(0);
-            move || inbox.receive(&mut reader, &address, max_mean, tells)
+            move || inbox.receive(&mut reader, &address, max_mean, prints_notices)
         });
         let mut link = Self {
             address: address.to_owned(),
@@ -125,7 +125,7 @@ impl IslandLink {
             outbox,
             stream,
             inbox,
-            threads: vec![writing, reading.map_err(wrong)?],
+            threads: vec![writer, reader_thread.map_err(io_error)?],
             welcome: Welcome { slot: 0, joins: false },
         };
         link.welcome = link.wait(|inbox| inbox.welcome.take(), failure)?;
@@ -162,7 +162,7 @@ impl IslandLink {
     /// # Errors
     /// Fails if the server is lost or refuses the island, or if another rank has failed.
     pub fn received(&self, failure: &dyn Fn() -> Option<Error>) -> Result<JoinMessage> {
-        let received = self.wait(|inbox| inbox.donated.pop_front(), failure)?;
+        let received = self.wait(|inbox| inbox.join_messages.pop_front(), failure)?;
         // There is room for another part.
         self.inbox.changed.notify_all();
         Ok(received)
@@ -204,11 +204,11 @@ impl IslandLink {
             }
             match failed {
                 // The server's own reason, which all ranks of the island get, is more specific.
-                Some((_, since)) if since.elapsed() < REASON => {}
+                Some((_, since)) if since.elapsed() < REASON_TIMEOUT => {}
                 Some((error, _)) => return Err(error),
                 None => failed = failure().map(|error| (error, Instant::now())),
             }
-            (inbox, _) = self.inbox.changed.wait_timeout(inbox, INTERVAL).unwrap_or_else(PoisonError::into_inner);
+            (inbox, _) = self.inbox.changed.wait_timeout(inbox, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
@@ -221,13 +221,13 @@ impl std::fmt::Debug for IslandLink {
 
 impl Drop for IslandLink {
     fn drop(&mut self) {
-        lock(&self.inbox.inbox).ends = true;
+        lock(&self.inbox.inbox).is_closed = true;
         self.inbox.changed.notify_all();
         // Waiting frames are still sent. If the server no longer reads, the write timeout ends the attempt.
         self.outbox.close();
         let mut threads = self.threads.drain(..);
-        if let Some(writing) = threads.next() {
-            _ = writing.join();
+        if let Some(writer) = threads.next() {
+            _ = writer.join();
         }
         _ = self.stream.shutdown(Shutdown::Both);
         threads.for_each(|thread| _ = thread.join());
@@ -236,7 +236,7 @@ impl Drop for IslandLink {
 
 impl SharedInbox {
     /// Receives frames until the connection ends.
-    fn receive(&self, reader: &mut impl Read, address: &str, max_mean: u64, tells: bool) {
+    fn receive(&self, reader: &mut impl Read, address: &str, max_mean: u64, prints_notices: bool) {
         let failed = loop {
             let limit = |kind| match kind {
                 FrameKind::Ping | FrameKind::Begin | FrameKind::DonationAborted | FrameKind::Joined => Some(0),
@@ -251,7 +251,7 @@ impl SharedInbox {
                 Ok(frame) => frame,
                 Err(error) => break failure_of(error, address, lock(&self.inbox).welcome.is_some()),
             };
-            if let Err(failed) = self.take(kind, body, address, tells) {
+            if let Err(failed) = self.take(kind, body, address, prints_notices) {
                 break failed;
             }
         };
@@ -260,7 +260,7 @@ impl SharedInbox {
         self.changed.notify_all();
     }
 
-    fn take(&self, kind: FrameKind, body: Vec<u8>, address: &str, tells: bool) -> Result<(), IslandError> {
+    fn take(&self, kind: FrameKind, body: Vec<u8>, address: &str, prints_notices: bool) -> Result<(), IslandError> {
         let foreign = || IslandError::NoServer {
             address: address.to_owned(),
             why: format!("a message of kind {kind:?} cannot be read"),
@@ -275,35 +275,35 @@ impl SharedInbox {
                 let (key, mean) = mean_of(body).ok_or_else(foreign)?;
                 lock(&self.inbox).means.insert(key, mean);
             }
-            FrameKind::Notice if tells => emit(&format!("local_steps: {}", String::from_utf8_lossy(&body))),
+            FrameKind::Notice if prints_notices => emit(&format!("local_steps: {}", String::from_utf8_lossy(&body))),
             FrameKind::Refused => {
                 let why = String::from_utf8_lossy(&body).into_owned();
                 return Err(IslandError::Refused { address: address.to_owned(), why });
             }
-            FrameKind::Begin => self.donated(JoinMessage::Begin),
-            FrameKind::Joined => self.donated(JoinMessage::Joined),
-            FrameKind::DonationAborted => self.donated(JoinMessage::Aborted),
+            FrameKind::Begin => self.push_join_message(JoinMessage::Begin),
+            FrameKind::Joined => self.push_join_message(JoinMessage::Joined),
+            FrameKind::DonationAborted => self.push_join_message(JoinMessage::Aborted),
             FrameKind::DonationHead => {
-                self.donated(JoinMessage::Head(serde_json::from_slice(&body).map_err(|_| foreign())?));
+                self.push_join_message(JoinMessage::Head(serde_json::from_slice(&body).map_err(|_| foreign())?));
             }
             FrameKind::DonationPart => {
                 let number = number(&body)?;
-                self.donated(JoinMessage::Part(number, body));
+                self.push_join_message(JoinMessage::Part(number, body));
             }
-            FrameKind::DonationEnd => self.donated(JoinMessage::End(number(&body)?)),
+            FrameKind::DonationEnd => self.push_join_message(JoinMessage::End(number(&body)?)),
             _ => {}
         }
         self.changed.notify_all();
         Ok(())
     }
 
-    /// Keeps a message to an island that joins. If many messages are kept already, this call waits until one is taken.
-    fn donated(&self, received: JoinMessage) {
+    /// Queues a message to an island that joins. If the queue is full, waits until a message is taken.
+    fn push_join_message(&self, received: JoinMessage) {
         let mut inbox = lock(&self.inbox);
-        while inbox.donated.len() >= PARTS_AHEAD && !inbox.ends {
+        while inbox.join_messages.len() >= PARTS_AHEAD && !inbox.is_closed {
             inbox = self.changed.wait(inbox).unwrap_or_else(PoisonError::into_inner);
         }
-        inbox.donated.push_back(received);
+        inbox.join_messages.push_back(received);
     }
 }
 
@@ -343,12 +343,12 @@ fn failure_of(error: ReadError, address: &str, was_welcome: bool) -> IslandError
 /// Connects to the server, which may still be starting.
 fn reach(address: &str, failure: &dyn Fn() -> Option<Error>) -> Result<TcpStream> {
     let unreachable = |why: String| Error::from(IslandError::Unreachable { address: address.to_owned(), why });
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + CONNECT_TIMEOUT;
     loop {
-        let all = address.to_socket_addrs().map_err(|error| unreachable(error.to_string()))?;
+        let addresses = address.to_socket_addrs().map_err(|error| unreachable(error.to_string()))?;
         let mut why = "the name has no address".to_string();
-        for one in all {
-            match TcpStream::connect_timeout(&one, ATTEMPT) {
+        for socket_address in addresses {
+            match TcpStream::connect_timeout(&socket_address, ATTEMPT_TIMEOUT) {
                 Ok(stream) => return Ok(stream),
                 Err(error) => why = error.to_string(),
             }
@@ -359,6 +359,6 @@ fn reach(address: &str, failure: &dyn Fn() -> Option<Error>) -> Result<TcpStream
         if Instant::now() >= end {
             return Err(unreachable(why));
         }
-        std::thread::sleep(INTERVAL);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }

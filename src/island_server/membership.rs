@@ -161,9 +161,9 @@ impl Membership {
     }
 
     /// Returns the slot and the position of a rank.
-    fn place_of(&self, connection: ConnectionId) -> Option<(usize, usize)> {
+    fn slot_and_position(&self, connection: ConnectionId) -> Option<(usize, usize)> {
         self.islands.iter().find_map(|(slot, island)| {
-            let position = island.connections.iter().position(|own| *own == connection)?;
+            let position = island.connections.iter().position(|id| *id == connection)?;
             Some((*slot, position))
         })
     }
@@ -195,20 +195,20 @@ impl Membership {
         {
             self.lens = island.lens;
             let connections = island.connections.into_iter().flatten().collect();
-            self.place(connections, &island.hello);
+            self.assign_slot(connections, &island.hello);
         }
     }
 
     /// Checks a rank's numbers, and compares its island with the others.
     fn check(&self, hello: &Hello) -> Result<(), String> {
         /// The maximum number of ranks, and of slots. The maximum number of fragments is 16 times as large.
-        const MOST: usize = 1 << 16;
+        const MAX_COUNT: usize = 1 << 16;
         let Hello { position, run, lens, slot, .. } = hello;
-        let fits = (1..=MOST).contains(&run.ranks)
+        let fits = (1..=MAX_COUNT).contains(&run.ranks)
             && *position < run.ranks
-            && (1..=MOST).contains(&run.slots)
+            && (1..=MAX_COUNT).contains(&run.slots)
             && (1..=run.slots).contains(&run.min_islands)
-            && (1..=MOST << 4).contains(&lens.len())
+            && (1..=MAX_COUNT << 4).contains(&lens.len())
             && run.fingerprint.len() <= 64
             && lens.iter().all(|len| run.format.encoded_len(*len).is_some());
         if !fits {
@@ -222,14 +222,14 @@ impl Membership {
             ));
         }
         let Some(shape) = &self.shape else { return Ok(()) };
-        if let Some(what) = run.difference(shape) {
+        if let Some(property) = run.difference(shape) {
             return Err(format!(
-                "it and the islands of the run have different {what}; start the same program with the same \
+                "it and the islands of the run have different {property}; start the same program with the same \
                  files and configuration for all islands"
             ));
         }
         match self.lens.get(*position) {
-            Some(Some(own)) if own != lens => Err("it and the islands of the run have different lengths of \
+            Some(Some(expected)) if expected != lens => Err("it and the islands of the run have different lengths of \
                                                     fragments; start the same program with the same configuration for \
                                                     all islands"
                 .into()),
@@ -238,20 +238,22 @@ impl Membership {
     }
 
     /// Gives an island a slot.
-    fn place(&mut self, connections: Vec<ConnectionId>, hello: &Hello) {
+    fn assign_slot(&mut self, connections: Vec<ConnectionId>, hello: &Hello) {
         let slots = hello.run.slots;
-        let before = self.islands.iter().find(|(_, island)| island.launcher == hello.launcher).map(|(slot, _)| *slot);
-        if let Some(slot) = before {
+        let previous_slot =
+            self.islands.iter().find(|(_, island)| island.launcher == hello.launcher).map(|(slot, _)| *slot);
+        if let Some(slot) = previous_slot {
             self.remove(slot, "its launcher has started it again", None);
         }
-        let free = |slot: &usize| !self.islands.contains_key(slot);
-        let own = self.slots_of_launchers.get(&hello.launcher).copied().filter(|slot| *slot < slots).filter(free);
+        let is_free = |slot: &usize| !self.islands.contains_key(slot);
+        let last_slot =
+            self.slots_of_launchers.get(&hello.launcher).copied().filter(|slot| *slot < slots).filter(is_free);
         let slot = match hello.slot {
-            Some(slot) if free(&slot) => Ok(slot),
+            Some(slot) if is_free(&slot) => Ok(slot),
             Some(slot) => {
                 Err(format!("slot {slot} is taken by another island; request a different slot, or end that island"))
             }
-            None => own.or_else(|| (0..slots).find(free)).ok_or_else(|| {
+            None => last_slot.or_else(|| (0..slots).find(is_free)).ok_or_else(|| {
                 format!(
                     "all {} are taken; end an island, or start all islands with a larger local_steps.islands",
                     counted(slots, "slot")
@@ -287,7 +289,7 @@ impl Membership {
 
     /// Takes a rank's change.
     pub fn change(&mut self, connection: ConnectionId, body: Vec<u8>) {
-        let Some((slot, position)) = self.place_of(connection) else { return };
+        let Some((slot, position)) = self.slot_and_position(connection) else { return };
         if let Err(why) = self.add_change(slot, position, body) {
             self.remove(slot, &why, Some(&why));
         }
@@ -295,14 +297,14 @@ impl Membership {
     }
 
     fn add_change(&mut self, slot: usize, position: usize, mut body: Vec<u8>) -> Result<(), String> {
-        let broken = || "it does not follow the protocol".to_string();
-        let (key, rest) = RoundKey::split(&body).ok_or_else(broken)?;
-        let ([samples, weights], rest) = split_numbers(rest).ok_or_else(broken)?;
-        let (shape, island) = (self.shape.as_ref().ok_or_else(broken)?, &self.islands[&slot]);
+        let protocol_error = || "it does not follow the protocol".to_string();
+        let (key, rest) = RoundKey::split(&body).ok_or_else(protocol_error)?;
+        let ([samples, weights], rest) = split_numbers(rest).ok_or_else(protocol_error)?;
+        let (shape, island) = (self.shape.as_ref().ok_or_else(protocol_error)?, &self.islands[&slot]);
         let len = self.lens.get(position).and_then(Option::as_ref);
-        let len = len.and_then(|lens| lens.get(usize::try_from(key.fragment).ok()?)).ok_or_else(broken)?;
+        let len = len.and_then(|lens| lens.get(usize::try_from(key.fragment).ok()?)).ok_or_else(protocol_error)?;
         if shape.format.encoded_len(*len) != Some(rest.len() as u64) || !island.state.is_needed_in(key) {
-            return Err(broken());
+            return Err(protocol_error());
         }
         if island.last[position].is_some_and(|last| last >= key) || self.last_closed.is_some_and(|last| last >= key) {
             let last = self.last_closed.or(island.last[position]).map_or(0, |last| last.step);
@@ -316,8 +318,8 @@ impl Membership {
         let header = body.len() - rest.len();
         body.drain(..header);
         let changes = self.rounds.entry(key).or_default();
-        let of_island = changes.entry(slot).or_insert_with(|| (0..ranks).map(|_| None).collect());
-        of_island[position] = Some(RankPseudoGradient { samples, weights, bytes: body });
+        let island_changes = changes.entry(slot).or_insert_with(|| (0..ranks).map(|_| None).collect());
+        island_changes[position] = Some(RankPseudoGradient { samples, weights, bytes: body });
         if let Some(island) = self.islands.get_mut(&slot) {
             island.last[position] = Some(key);
         }
@@ -349,8 +351,8 @@ impl Membership {
         let (joiners, donor): (Vec<usize>, usize) = match recorded {
             Some(recorded) => (recorded.joins.iter().map(|(slot, _)| *slot).collect(), recorded.joins.first()?.1),
             None => {
-                let waits = |island: &Island| island.state == IslandState::Waiting;
-                let joiners = self.islands.iter().filter(|(_, island)| waits(island)).map(|(slot, _)| *slot);
+                let is_waiting = |island: &Island| island.state == IslandState::Waiting;
+                let joiners = self.islands.iter().filter(|(_, island)| is_waiting(island)).map(|(slot, _)| *slot);
                 (joiners.collect(), *members.first()?)
             }
         };
@@ -374,7 +376,7 @@ impl Membership {
     /// Returns the connections to which a frame of a donation is passed on: those of the joining ranks at the same
     /// position.
     pub fn donation(&mut self, connection: ConnectionId, kind: FrameKind, body: &[u8]) -> Vec<ConnectionId> {
-        let Some((slot, position)) = self.place_of(connection) else { return Vec::new() };
+        let Some((slot, position)) = self.slot_and_position(connection) else { return Vec::new() };
         let Some(donation) = self.donation.as_mut().filter(|donation| donation.donor == slot) else {
             return Vec::new();
         };
@@ -393,7 +395,7 @@ impl Membership {
 
     /// Counts a rank of the donor whose complete state has been passed on.
     pub fn donation_ended(&mut self, connection: ConnectionId) {
-        let Some((slot, _)) = self.place_of(connection) else { return };
+        let Some((slot, _)) = self.slot_and_position(connection) else { return };
         let ranks = self.lens.len();
         let Some(donation) = self.donation.as_mut().filter(|donation| donation.donor == slot) else { return };
         donation.ended += 1;
@@ -412,9 +414,9 @@ impl Membership {
         self.advance();
     }
 
-    /// Ends the participation of an island whose program has ended.
+    /// Removes an island whose program has ended.
     pub fn goodbye(&mut self, connection: ConnectionId) {
-        if let Some((slot, _)) = self.place_of(connection) {
+        if let Some((slot, _)) = self.slot_and_position(connection) {
             if matches!(self.islands[&slot].state, IslandState::Member { .. }) {
                 self.has_ended = true;
             }
@@ -424,9 +426,9 @@ impl Membership {
         }
     }
 
-    /// Ends the participation of an island that has lost a rank.
+    /// Removes an island that has lost a rank.
     pub fn lost(&mut self, connection: ConnectionId, why: &str) {
-        if let Some((slot, position)) = self.place_of(connection) {
+        if let Some((slot, position)) = self.slot_and_position(connection) {
             let why = format!("the connection of rank {position} of this island has ended ({why})");
             return self.remove(slot, &why, Some(&why));
         }

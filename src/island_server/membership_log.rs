@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 const MAX_RECORD_BYTES: u64 = 1 << 30;
 /// The version of the format.
 const VERSION: u32 = 1;
-/// What to do about a file that is not a record.
+/// The advice for a file that is not a record.
 const GIVE_A_RECORD: &str = "give a file that `zerorun island-server --record` wrote";
 
 /// An event in a run of islands.
@@ -107,19 +107,19 @@ impl Replay {
     /// [`IslandError::Record`] for a file that cannot be read or contains no exchange, and for a line that cannot be
     /// read or does not fit the lines before it.
     pub fn read(path: &Path) -> Result<Self> {
-        let wrong = |why: String| IslandError::Record { path: path.to_owned(), why };
+        let invalid = |why: String| IslandError::Record { path: path.to_owned(), why };
         let text = crate::files::read_text(path, MAX_RECORD_BYTES)
-            .map_err(|error| wrong(format!("{error}; {GIVE_A_RECORD}")))?;
+            .map_err(|error| invalid(format!("{error}; {GIVE_A_RECORD}")))?;
         // A server that was killed may have left a partial line.
-        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+        let complete_lines = text.rfind('\n').map_or("", |end| &text[..end]);
         let mut replay = Self::default();
-        for (number, line) in whole.lines().enumerate() {
+        for (number, line) in complete_lines.lines().enumerate() {
             let event = serde_json::from_str(line).map_err(|error| format!("{error}; {GIVE_A_RECORD}"));
-            event.and_then(|event| replay.add(event)).map_err(|why| wrong(format!("line {}: {why}", number + 1)))?;
+            event.and_then(|event| replay.add(event)).map_err(|why| invalid(format!("line {}: {why}", number + 1)))?;
         }
         if replay.rounds.is_empty() {
             return Err(
-                wrong("it has no exchange; give the record of a run in which islands have exchanged".into()).into()
+                invalid("it has no exchange; give the record of a run in which islands have exchanged".into()).into()
             );
         }
         Ok(replay)
@@ -202,9 +202,9 @@ mod tests {
         assert_eq!(replay.rounds.iter().map(|round| round.key).collect::<Vec<_>>(), [key(5), key(10)]);
         assert_eq!(replay.rounds[0].joins, [(1, 0)]);
         insta::assert_snapshot!(std::fs::read_to_string(&path).unwrap().lines().nth(3).unwrap(), @r#"{"event":"round","exchange":{"step":5,"call":0,"fragment":0},"members":[{"slot":0,"samples":8},{"slot":2,"samples":4}],"weights":"0f"}"#);
-        let again =
+        let error =
             RecordFile::create(&path).unwrap_err().to_string().replace(&dir.path().display().to_string(), "DIR");
-        insta::assert_snapshot!(again, @"the record DIR/record cannot be used: it exists; give the name of a new file");
+        insta::assert_snapshot!(error, @"the record DIR/record cannot be used: it exists; give the name of a new file");
     }
 
     #[test]

@@ -30,8 +30,8 @@ impl RoundKey {
 
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
-        for (place, number) in bytes.chunks_exact_mut(8).zip([self.step, self.call, self.fragment]) {
-            place.copy_from_slice(&number.to_le_bytes());
+        for (chunk, number) in bytes.chunks_exact_mut(8).zip([self.step, self.call, self.fragment]) {
+            chunk.copy_from_slice(&number.to_le_bytes());
         }
         bytes
     }
@@ -48,8 +48,8 @@ pub(super) fn split_numbers<const N: usize>(bytes: &[u8]) -> Option<([u64; N], &
     let mut numbers = [0; N];
     let mut rest = bytes;
     for number in &mut numbers {
-        let (first, after) = rest.split_first_chunk::<8>()?;
-        (*number, rest) = (u64::from_le_bytes(*first), after);
+        let (first, remaining) = rest.split_first_chunk::<8>()?;
+        (*number, rest) = (u64::from_le_bytes(*first), remaining);
     }
     Some((numbers, rest))
 }
@@ -95,14 +95,14 @@ impl RunShape {
             ("numbers of ranks per island", self.ranks, other.ranks),
             ("values of local_steps.min_islands", self.min_islands, other.min_islands),
         ];
-        if let Some((what, own, theirs)) = numbers.into_iter().find(|(_, own, theirs)| own != theirs) {
-            return Some(format!("{what}: {own} and {theirs}"));
+        if let Some((property, own, theirs)) = numbers.into_iter().find(|(_, own, theirs)| own != theirs) {
+            return Some(format!("{property}: {own} and {theirs}"));
         }
         if self.format != other.format {
             return Some("values of local_steps.wire_dtype".into());
         }
-        let differs = self.fingerprint.iter().zip(&other.fingerprint).find(|(own, theirs)| own != theirs);
-        match differs {
+        let difference = self.fingerprint.iter().zip(&other.fingerprint).find(|(own, theirs)| own != theirs);
+        match difference {
             Some(((name, _), _)) => Some(name.clone()),
             None => (self.fingerprint.len() != other.fingerprint.len()).then(|| "fingerprints".into()),
         }

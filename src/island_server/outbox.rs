@@ -67,10 +67,10 @@ impl Outbox {
     }
 
     /// Returns the next frame, a ping if none comes in time, or `None` at the end.
-    fn next(&self, beat: Duration) -> Option<Frame> {
+    fn next(&self, interval: Duration) -> Option<Frame> {
         let state = lock(&self.state);
         let idle = |state: &mut OutboxState| state.frames.is_empty() && !state.closed && !state.broken;
-        let waited = self.changed.wait_timeout_while(state, beat, idle);
+        let waited = self.changed.wait_timeout_while(state, interval, idle);
         let (mut state, _) = waited.unwrap_or_else(std::sync::PoisonError::into_inner);
         match state.frames.front() {
             _ if state.broken => None,
@@ -81,25 +81,29 @@ impl Outbox {
     }
 
     /// Frees the space of a frame that was sent.
-    fn sent(&self, frame: &Frame) {
+    fn release(&self, frame: &Frame) {
         let mut state = lock(&self.state);
         state.bytes = state.bytes.saturating_sub(frame.len());
         self.changed.notify_all();
     }
 }
 
-/// Starts the thread that sends the frames of `outbox`, and a ping whenever no frame has been sent for `beat`.
-pub(super) fn start_writer(outbox: Arc<Outbox>, stream: TcpStream, beat: Duration) -> std::io::Result<JoinHandle<()>> {
+/// Starts the thread that sends the frames of `outbox`, and a ping whenever no frame has been sent for `interval`.
+pub(super) fn start_writer(
+    outbox: Arc<Outbox>,
+    stream: TcpStream,
+    interval: Duration,
+) -> std::io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name("island-writer".into()).spawn(move || {
-        let mut to = BufWriter::new(&stream);
-        while let Some(frame) = outbox.next(beat) {
-            if frame.write(&mut to).and_then(|()| to.flush()).is_err() {
+        let mut writer = BufWriter::new(&stream);
+        while let Some(frame) = outbox.next(interval) {
+            if frame.write(&mut writer).and_then(|()| writer.flush()).is_err() {
                 outbox.break_off();
                 break;
             }
-            outbox.sent(&frame);
+            outbox.release(&frame);
         }
-        drop(to);
+        drop(writer);
         // On a broken connection, this also ends the reader.
         let broken = lock(&outbox.state).broken;
         _ = stream.shutdown(if broken { Shutdown::Both } else { Shutdown::Write });

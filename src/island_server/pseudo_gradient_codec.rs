@@ -42,8 +42,8 @@ impl PseudoGradientFormat {
     /// Returns the number of bytes of `elements` elements, or `None` if no memory could hold that many.
     pub fn encoded_len(self, elements: u64) -> Option<u64> {
         /// More elements than any memory could hold.
-        const MOST: u64 = 1 << 48;
-        let elements = usize::try_from(elements).ok().filter(|elements| *elements as u64 <= MOST)?;
+        const MAX_ELEMENTS: u64 = 1 << 48;
+        let elements = usize::try_from(elements).ok().filter(|elements| *elements as u64 <= MAX_ELEMENTS)?;
         Some(match self {
             Self::Fp32 => elements as u64 * 4,
             Self::Bf16 => elements as u64 * 2,
@@ -74,14 +74,14 @@ impl PseudoGradientFormat {
     pub fn decode(self, bytes: &[u8], len: usize) -> Vec<f32> {
         assert_eq!(Some(bytes.len() as u64), self.encoded_len(len as u64), "the length was checked on arrival");
         let mut values = vec![0f32; len];
-        let exact = |dtype: DType, values: &mut [f32]| {
+        let decode_floats = |dtype: DType, values: &mut [f32]| {
             let mut flat = Flat::zeros(dtype, len);
             flat.as_bytes_mut().copy_from_slice(bytes);
             FlatMut::F32(values).copy_cast(flat.as_ref());
         };
         match self {
-            Self::Fp32 => exact(DType::F32, &mut values),
-            Self::Bf16 => exact(DType::BF16, &mut values),
+            Self::Fp32 => decode_floats(DType::F32, &mut values),
+            Self::Bf16 => decode_floats(DType::BF16, &mut values),
             Self::Int8 => IntFormat::Int8.decode(bytes, FlatMut::F32(&mut values)),
             Self::Int4 => IntFormat::Int4.decode(bytes, FlatMut::F32(&mut values)),
         }
@@ -91,10 +91,10 @@ impl PseudoGradientFormat {
     /// Returns the encoded mean of encoded changes of `len` elements, each weighted by its samples: the sum in the
     /// order of the changes, in f32. In fp32, it has the same bits as in an exchange without a server.
     pub fn mean(self, changes: &[(u64, &[u8])], len: usize) -> Vec<u8> {
-        let all: f64 = changes.iter().map(|(samples, _)| *samples as f64).sum();
+        let total: f64 = changes.iter().map(|(samples, _)| *samples as f64).sum();
         let mut sum: Option<Vec<f32>> = None;
         for (samples, bytes) in changes {
-            let weight = (*samples as f64 / all) as f32;
+            let weight = (*samples as f64 / total) as f32;
             let values = self.decode(bytes, len);
             match &mut sum {
                 None => sum = Some(values.into_iter().map(|value| value * weight).collect()),

@@ -79,7 +79,7 @@ struct SharedServer {
     state: Mutex<ServerState>,
     silence: Duration,
     prints: bool,
-    ends: AtomicBool,
+    is_closing: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -104,10 +104,10 @@ impl IslandServer {
     /// read.
     pub fn start(options: &IslandServerOptions) -> Result<Self> {
         let replay = options.replay.as_deref().map(Replay::read).transpose()?;
-        let refused =
+        let listen_error =
             |error: std::io::Error| IslandError::Listen { address: options.listen.clone(), why: error.to_string() };
-        let listener = TcpListener::bind(&options.listen).map_err(refused)?;
-        let address = listener.local_addr().map_err(refused)?;
+        let listener = TcpListener::bind(&options.listen).map_err(listen_error)?;
+        let address = listener.local_addr().map_err(listen_error)?;
         let record = options.record.as_deref().map(RecordFile::create).transpose()?;
         let shared = Arc::new(SharedServer {
             state: Mutex::new(ServerState {
@@ -118,13 +118,13 @@ impl IslandServer {
             }),
             silence: options.silence.max(4 * BEAT),
             prints: options.prints,
-            ends: AtomicBool::new(false),
+            is_closing: AtomicBool::new(false),
         });
         let acceptor = std::thread::Builder::new().name("island-server".into()).spawn({
             let shared = shared.clone();
             move || accept(&listener, &shared)
         });
-        Ok(Self { address, shared, acceptor: Some(acceptor.map_err(refused)?) })
+        Ok(Self { address, shared, acceptor: Some(acceptor.map_err(listen_error)?) })
     }
 
     /// Returns the address on which the server listens.
@@ -141,7 +141,7 @@ impl IslandServer {
 
 impl Drop for IslandServer {
     fn drop(&mut self) {
-        self.shared.ends.store(true, Ordering::Release);
+        self.shared.is_closing.store(true, Ordering::Release);
         // The acceptor is waiting for a connection, so connecting to it wakes it up.
         let mut address = self.address;
         if address.ip().is_unspecified() {
@@ -161,20 +161,20 @@ impl Drop for IslandServer {
 
 fn accept(listener: &TcpListener, shared: &Arc<SharedServer>) {
     for stream in listener.incoming() {
-        if shared.ends.load(Ordering::Acquire) {
+        if shared.is_closing.load(Ordering::Acquire) {
             return;
         }
         match stream {
             Ok(stream) => {
-                let serving = shared.clone();
+                let server = shared.clone();
                 let started =
-                    std::thread::Builder::new().name("island-reader".into()).spawn(move || serving.serve(stream));
+                    std::thread::Builder::new().name("island-reader".into()).spawn(move || server.serve(stream));
                 if let Err(error) = started {
-                    shared.tell(&format!("a connection is refused: {error}"));
+                    shared.print_event(&format!("a connection is refused: {error}"));
                 }
             }
             Err(error) => {
-                shared.tell(&format!("a connection failed: {error}"));
+                shared.print_event(&format!("a connection failed: {error}"));
                 // If no file descriptors are left, every attempt fails immediately.
                 std::thread::park_timeout(Duration::from_millis(50));
             }
@@ -183,7 +183,7 @@ fn accept(listener: &TcpListener, shared: &Arc<SharedServer>) {
 }
 
 impl SharedServer {
-    fn tell(&self, message: &str) {
+    fn print_event(&self, message: &str) {
         if self.prints {
             emit(&format!("island server: {message}"));
         }
@@ -192,14 +192,14 @@ impl SharedServer {
     /// Serves a connection until it ends.
     fn serve(&self, stream: TcpStream) {
         let peer = stream.peer_addr().map_or("unknown".into(), |peer| peer.to_string());
-        let prepared = stream
+        let streams = stream
             .set_read_timeout(Some(self.silence))
             .and_then(|()| stream.set_write_timeout(Some(self.silence)))
             .and_then(|()| stream.set_nodelay(true))
             .and_then(|()| Ok((stream.try_clone()?, stream.try_clone()?)));
-        let Ok((mut reader, writer)) = prepared else { return };
+        let Ok((mut reader, writer)) = streams else { return };
         let outbox = Arc::new(Outbox::default());
-        let Ok(sending) = start_writer(outbox.clone(), writer, BEAT) else { return };
+        let Ok(writer_thread) = start_writer(outbox.clone(), writer, BEAT) else { return };
         let id = {
             let mut state = lock(&self.state);
             if state.connections.len() >= MAX_CONNECTIONS {
@@ -211,7 +211,7 @@ impl SharedServer {
             state.connections.insert(id, Connection { outbox: outbox.clone(), stream });
             id
         };
-        let why = match greet(&mut reader) {
+        let why = match read_preamble(&mut reader) {
             Ok(()) => self.read_frames(id, &mut reader),
             Err(why) => {
                 outbox.push(Frame::new(FrameKind::Refused, why.as_bytes().to_vec()));
@@ -220,22 +220,22 @@ impl SharedServer {
         };
         self.handle(|membership| membership.lost(id, &why));
         if let DisconnectCause::Foreign = DisconnectCause::of(&why) {
-            self.tell(&format!("the connection from {peer} is refused: {why}"));
+            self.print_event(&format!("the connection from {peer} is refused: {why}"));
         }
         outbox.close();
-        _ = sending.join();
+        _ = writer_thread.join();
         drain(&mut reader);
         lock(&self.state).connections.remove(&id);
     }
 
     /// Reads frames until the connection ends, and returns why it has ended.
     fn read_frames(&self, id: ConnectionId, reader: &mut impl Read) -> String {
-        let mut is_known = false;
+        let mut has_sent_hello = false;
         loop {
             let limit = |kind| match kind {
-                FrameKind::Hello if !is_known => Some(MAX_SHORT),
+                FrameKind::Hello if !has_sent_hello => Some(MAX_SHORT),
                 FrameKind::Ping => Some(0),
-                _ if !is_known => None,
+                _ if !has_sent_hello => None,
                 // The lengths of fragments are known when all ranks of an island are connected.
                 FrameKind::Change => Some(lock(&self.state).membership.max_change()),
                 FrameKind::DonationHead => Some(MAX_MANIFEST),
@@ -252,10 +252,10 @@ impl SharedServer {
                 FrameKind::Ping => {}
                 FrameKind::Hello => match serde_json::from_slice::<Hello>(&body) {
                     Ok(hello) => {
-                        is_known = true;
+                        has_sent_hello = true;
                         self.handle(|membership| membership.hello(id, hello));
                     }
-                    Err(error) => return format!("{FOREIGN}: its first message cannot be read ({error})"),
+                    Err(error) => return format!("{NOT_AN_ISLAND}: its first message cannot be read ({error})"),
                 },
                 FrameKind::Change => self.handle(|membership| membership.change(id, body)),
                 FrameKind::Goodbye => {
@@ -267,7 +267,7 @@ impl SharedServer {
         }
     }
 
-    /// Passes a part of a donation on. If a receiver is slower than the donor, this call waits.
+    /// Passes on a part of a donation. If a receiver is slower than the donor, this call waits.
     fn relay(&self, id: ConnectionId, kind: FrameKind, body: Vec<u8>) {
         let receivers: Vec<Arc<Outbox>> = {
             let mut state = lock(&self.state);
@@ -300,7 +300,7 @@ impl SharedServer {
                     }
                 }
                 ServerAction::Record(event) => self.record(&mut state, &event),
-                ServerAction::Tell(message) => self.tell(&message),
+                ServerAction::Tell(message) => self.print_event(&message),
             }
         }
     }
@@ -312,8 +312,8 @@ impl SharedServer {
     }
 }
 
-/// The beginning of each reason that concerns the program at the other end and not the network.
-const FOREIGN: &str = "it is not an island";
+/// The beginning of each reason that concerns the program at the other end rather than the network.
+const NOT_AN_ISLAND: &str = "it is not an island";
 
 /// The cause of a connection's end.
 enum DisconnectCause {
@@ -323,7 +323,7 @@ enum DisconnectCause {
 
 impl DisconnectCause {
     fn of(why: &str) -> Self {
-        if why.starts_with(FOREIGN) { Self::Foreign } else { Self::Network }
+        if why.starts_with(NOT_AN_ISLAND) { Self::Foreign } else { Self::Network }
     }
 }
 
@@ -339,17 +339,17 @@ fn drain(reader: &mut impl Read) {
 }
 
 /// Reads the first word and the version.
-fn greet(reader: &mut impl Read) -> std::result::Result<(), String> {
-    let mut word = [0; 12];
-    reader.read_exact(&mut word).map_err(|error| format!("{FOREIGN}: {error}"))?;
-    let (magic, version) = word.split_at(8);
+fn read_preamble(reader: &mut impl Read) -> std::result::Result<(), String> {
+    let mut preamble = [0; 12];
+    reader.read_exact(&mut preamble).map_err(|error| format!("{NOT_AN_ISLAND}: {error}"))?;
+    let (magic, version) = preamble.split_at(8);
     if magic != MAGIC {
-        return Err(format!("{FOREIGN}: its first bytes are not those of an island"));
+        return Err(format!("{NOT_AN_ISLAND}: its first bytes are not those of an island"));
     }
     let version = version.try_into().map_or(0, u32::from_le_bytes);
     (version == VERSION).then_some(()).ok_or_else(|| {
         format!(
-            "{FOREIGN} of this version: it uses version {version} of the protocol, and this server uses version \
+            "{NOT_AN_ISLAND} of this version: it uses version {version} of the protocol, and this server uses version \
              {VERSION}"
         )
     })
@@ -357,7 +357,7 @@ fn greet(reader: &mut impl Read) -> std::result::Result<(), String> {
 
 fn reason(error: ReadError, silence: Duration) -> String {
     match error {
-        ReadError::Foreign(why) => format!("{FOREIGN}: {why}"),
+        ReadError::Foreign(why) => format!("{NOT_AN_ISLAND}: {why}"),
         ReadError::Io(error) => match error.kind() {
             std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
                 format!("no sign of life for {} s", silence.as_secs_f64())

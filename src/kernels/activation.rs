@@ -47,7 +47,7 @@ pub fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
             y,
             math::normal,
             #[inline(always)]
-            |x, below| x * below,
+            |x, probability| x * probability,
         ),
         Activation::Silu => map(x, y, math::silu_odds, math::gated_by_odds),
         Activation::ReluSquared => map(
@@ -55,7 +55,7 @@ pub fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
             y,
             math::positive_part,
             #[inline(always)]
-            |_, above| above * above,
+            |_, positive| positive * positive,
         ),
     }
 }
@@ -102,14 +102,14 @@ fn gated_slopes_in_tasks<E: Element>(
             if E::KIND == ElementDtype::F32 {
                 return gated_slopes(gate, up, dy, dgate, dup, &function);
             }
-            let mut room = [[0f32; BLOCK]; 5];
+            let mut buffer = [[0f32; BLOCK]; 5];
             for start in (0..dgate.len()).step_by(BLOCK) {
                 let range = start..dgate.len().min(start + BLOCK);
-                let [to_gate, to_up, mut rooms @ ..] = room.each_mut().map(|room| &mut room[..range.len()]);
-                for (room, x) in rooms.iter_mut().zip([gate, up, dy]) {
-                    f32_access::widen(&x[range.clone()], room);
+                let [to_gate, to_up, mut inputs @ ..] = buffer.each_mut().map(|buffer| &mut buffer[..range.len()]);
+                for (buffer, x) in inputs.iter_mut().zip([gate, up, dy]) {
+                    f32_access::widen(&x[range.clone()], buffer);
                 }
-                let [gate, up, dy] = rooms;
+                let [gate, up, dy] = inputs;
                 gated_slopes(gate, up, dy, to_gate, to_up, &function);
                 f32_access::narrow(to_gate, &mut dgate[range.clone()]);
                 f32_access::narrow(to_up, &mut dup[range]);

@@ -22,7 +22,7 @@ impl BatchNormSizes {
         self.images * self.pixels
     }
 
-    fn run(self, image: usize, channel: usize) -> std::ops::Range<usize> {
+    fn channel_range(self, image: usize, channel: usize) -> std::ops::Range<usize> {
         let start = (image * self.channels + channel) * self.pixels;
         start..start + self.pixels
     }
@@ -37,15 +37,15 @@ impl BatchNormSizes {
         let mut sums = vec![0f64; self.channels];
         for_each_part(self.channels, ParallelChunks::new(&mut sums, 1), |channel, sum| {
             let add = add(channel);
-            let mut room = [const { Vec::new() }; N];
-            room.iter_mut().for_each(|room| room.resize(self.pixels, 0f32));
+            let mut buffer = [const { Vec::new() }; N];
+            buffer.iter_mut().for_each(|buffer| buffer.resize(self.pixels, 0f32));
             let mut lanes = [0f64; LANES];
             for image in 0..self.images {
                 vectorized!({
-                    let mut rooms = room.iter_mut();
+                    let mut buffers = buffer.iter_mut();
                     let runs = inputs.map(|input| {
-                        let room = rooms.next().map(Vec::as_mut_slice).unwrap_or_default();
-                        as_f32(&input[self.run(image, channel)], room)
+                        let buffer = buffers.next().map(Vec::as_mut_slice).unwrap_or_default();
+                        as_f32(&input[self.channel_range(image, channel)], buffer)
                     });
                     add_in_lanes(&mut lanes, runs, &add);
                 });
@@ -56,27 +56,27 @@ impl BatchNormSizes {
     }
 
     /// Computes each element of `y` from the inputs' elements at the same position, with the function that
-    /// `of(channel)` returns. With `add`, the results are added to `y`.
+    /// `f(channel)` returns. With `add`, the results are added to `y`.
     fn map<E: Element, F: Fn([f32; N]) -> f32, const N: usize>(
         self,
         inputs: [&[E]; N],
         y: &mut [E],
         add: bool,
-        of: impl Fn(usize) -> F + Sync,
+        f: impl Fn(usize) -> F + Sync,
     ) {
         let image_len = (self.channels * self.pixels).max(1);
         for_each_part(y.len().div_ceil(image_len), ParallelChunks::new(y, image_len), |image, y| {
             for (channel, y) in y.chunks_mut(self.pixels).enumerate() {
-                let inputs = inputs.map(|input| &input[self.run(image, channel)]);
-                let of = of(channel);
+                let inputs = inputs.map(|input| &input[self.channel_range(image, channel)]);
+                let f = f(channel);
                 vectorized!(match add {
                     true => f32_access::update(
                         y,
                         inputs,
                         #[inline(always)]
-                        |y, x| y + of(x),
+                        |y, x| y + f(x),
                     ),
-                    false => f32_access::map(inputs, y, of),
+                    false => f32_access::map(inputs, y, f),
                 });
             }
         });
@@ -87,9 +87,9 @@ impl BatchNormSizes {
 #[inline(always)]
 fn add_in_lanes<const N: usize>(lanes: &mut [f64; LANES], runs: [&[f32]; N], add: impl Fn([f32; N]) -> f64) {
     let groups = runs.map(|run| run.as_chunks::<LANES>());
-    let count = groups.iter().map(|(whole, _)| whole.len()).min().unwrap_or(0);
+    let count = groups.iter().map(|(chunks, _)| chunks.len()).min().unwrap_or(0);
     for group in 0..count {
-        let values = groups.map(|(whole, _)| whole[group]);
+        let values = groups.map(|(chunks, _)| chunks[group]);
         for lane in 0..LANES {
             lanes[lane] += add(values.map(
                 #[inline(always)]
@@ -132,12 +132,12 @@ pub struct ChannelStatistics {
 pub fn forward<E: Element>(
     x: &[E],
     sizes: BatchNormSizes,
-    normal: &[ChannelStatistics],
+    statistics: &[ChannelStatistics],
     affine: Option<[&[f32]; 2]>,
     y: &mut [E],
 ) {
     sizes.map([x], y, false, |channel| {
-        let ChannelStatistics { mean, inverse } = normal[channel];
+        let ChannelStatistics { mean, inverse } = statistics[channel];
         let affine = affine.map(|affine| affine.map(|values| values[channel]));
         #[inline(always)]
         move |[x]: [f32; 1]| {
@@ -155,14 +155,14 @@ pub fn backward_sums<E: Element>(
     x: &[E],
     dy: &[E],
     sizes: BatchNormSizes,
-    normal: &[ChannelStatistics],
+    statistics: &[ChannelStatistics],
 ) -> Vec<[f64; 2]> {
     let sums = sizes.sums([dy], |_| {
         #[inline(always)]
         |[dy]: [f32; 1]| f64::from(dy)
     });
     let products = sizes.sums([x, dy], |channel| {
-        let ChannelStatistics { mean, inverse } = normal[channel];
+        let ChannelStatistics { mean, inverse } = statistics[channel];
         #[inline(always)]
         move |[x, dy]: [f32; 2]| f64::from((x - mean) * inverse) * f64::from(dy)
     });
@@ -174,13 +174,13 @@ pub fn backward_sums<E: Element>(
 pub fn backward<E: Element>(
     [x, dy]: [&[E]; 2],
     sizes: BatchNormSizes,
-    normal: &[ChannelStatistics],
+    statistics: &[ChannelStatistics],
     weight: Option<&[f32]>,
     means: &[[f32; 2]],
     (dx, add): (&mut [E], bool),
 ) {
     sizes.map([x, dy], dx, add, |channel| {
-        let ChannelStatistics { mean, inverse } = normal[channel];
+        let ChannelStatistics { mean, inverse } = statistics[channel];
         let [mean_dy, mean_product] = means[channel];
         let weight = weight.map_or(1.0, |weight| weight[channel]);
         #[inline(always)]

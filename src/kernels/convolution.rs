@@ -56,7 +56,7 @@ impl ConvolutionSizes {
     }
 
     /// Returns the sizes whose product is the number of multiply-adds of each pass.
-    fn products(self) -> [usize; 4] {
+    fn mac_sizes(self) -> [usize; 4] {
         [self.batch * self.groups, self.c_out, self.patch(), self.l_out]
     }
 
@@ -65,9 +65,9 @@ impl ConvolutionSizes {
         self.c_in * self.kernel
     }
 
-    /// Returns which of the results in `columns` use an element of the input with the tap `tap`, and the element that
-    /// the first of them uses.
-    fn seen(self, tap: usize, columns: &Range<usize>) -> (Range<usize>, usize) {
+    /// Returns those of `columns` whose output reads an element of the input (not the padding) through the tap `tap`,
+    /// and the element that the first of them reads.
+    fn columns_of_tap(self, tap: usize, columns: &Range<usize>) -> (Range<usize>, usize) {
         let ahead = tap * self.dilation;
         let first = self.padding.saturating_sub(ahead).div_ceil(self.stride).clamp(columns.start, columns.end);
         let end = (self.l_in + self.padding).saturating_sub(ahead).div_ceil(self.stride).clamp(first, columns.end);
@@ -80,12 +80,12 @@ impl ConvolutionSizes {
         for_each_part(self.c_in, ParallelChunks::new(patches, self.kernel * width), |channel, rows| {
             let x = &x[channel * self.l_in..][..self.l_in];
             for (tap, row) in rows.chunks_exact_mut(width).enumerate() {
-                let (seen, start) = self.seen(tap, columns);
-                row[..seen.start - columns.start].fill(0.0);
-                row[seen.end - columns.start..].fill(0.0);
-                let row = &mut row[seen.start - columns.start..seen.end - columns.start];
+                let (inside, start) = self.columns_of_tap(tap, columns);
+                row[..inside.start - columns.start].fill(0.0);
+                row[inside.end - columns.start..].fill(0.0);
+                let row = &mut row[inside.start - columns.start..inside.end - columns.start];
                 if self.stride == 1 {
-                    row.copy_from_slice(&x[start..start + seen.len()]);
+                    row.copy_from_slice(&x[start..start + inside.len()]);
                 } else {
                     row.iter_mut()
                         .zip(x[start.min(x.len())..].iter().step_by(self.stride))
@@ -102,10 +102,10 @@ impl ConvolutionSizes {
         for_each_part(self.c_in, ParallelChunks::new(dx, self.l_in), |channel, dx| {
             let rows = &patches[channel * self.kernel * width..][..self.kernel * width];
             for (tap, row) in rows.chunks_exact(width).enumerate() {
-                let (seen, start) = self.seen(tap, columns);
-                let row = &row[seen.start - columns.start..seen.end - columns.start];
+                let (inside, start) = self.columns_of_tap(tap, columns);
+                let row = &row[inside.start - columns.start..inside.end - columns.start];
                 if self.stride == 1 {
-                    dx[start..start + seen.len()].iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+                    dx[start..start + inside.len()].iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
                 } else {
                     let start = start.min(dx.len());
                     dx[start..].iter_mut().step_by(self.stride).zip(row).for_each(|(sum, value)| *sum += value);
@@ -116,7 +116,7 @@ impl ConvolutionSizes {
 
     /// Computes the convolution, and adds `bias` (one value for each channel of the result).
     pub fn forward(self, x: &[f32], weight: &[f32], bias: Option<&[f32]>, y: &mut [f32]) {
-        let images = || {
+        let convolve_images = || {
             for_each_part(self.batch * self.groups, ParallelChunks::new(y, self.output()), |image, y| {
                 let group = image % self.groups;
                 let x = &x[image * self.input()..][..self.input()];
@@ -135,13 +135,13 @@ impl ConvolutionSizes {
                 }
             })
         };
-        mac_count::on_this_thread(self.products(), images);
+        mac_count::on_this_thread(self.mac_sizes(), convolve_images);
     }
 
     /// Computes the gradient of the input from that of the result. This is also the transposed convolution of `dy`,
     /// with one `bias` value for each channel of the input.
     pub fn input_gradient(self, dy: &[f32], weight: &[f32], bias: Option<&[f32]>, dx: &mut [f32]) {
-        let images = || {
+        let compute_images = || {
             for_each_part(self.batch * self.groups, ParallelChunks::new(dx, self.input()), |image, dx| {
                 let group = image % self.groups;
                 let dy = &dy[image * self.output()..][..self.output()];
@@ -162,12 +162,12 @@ impl ConvolutionSizes {
                 }
             })
         };
-        mac_count::on_this_thread(self.products(), images);
+        mac_count::on_this_thread(self.mac_sizes(), compute_images);
     }
 
     /// Computes the gradient of the weight from that of the result.
     pub fn weight_gradient(self, x: &[f32], dy: &[f32], dw: &mut [f32]) {
-        mac_count::on_this_thread(self.products(), || self.sum_weight_gradients(x, dy, dw));
+        mac_count::on_this_thread(self.mac_sizes(), || self.sum_weight_gradients(x, dy, dw));
     }
 
     fn sum_weight_gradients(self, x: &[f32], dy: &[f32], dw: &mut [f32]) {
@@ -175,22 +175,22 @@ impl ConvolutionSizes {
         let parts = if self.weights() > MANY_WEIGHTS { 1 } else { self.batch.clamp(1, PARTS) };
         if parts == 1 {
             return for_each_part(self.groups, ParallelChunks::new(dw, self.weights()), |group, dw| {
-                self.add_weight_gradient(x, dy, (0..self.batch, group), dw)
+                self.group_weight_gradient(x, dy, (0..self.batch, group), dw)
             });
         }
-        let all = dw.len();
-        let mut sums = buffer::<f32>(parts * all);
+        let len = dw.len();
+        let mut sums = buffer::<f32>(parts * len);
         for_each_part(parts * self.groups, ParallelChunks::new(&mut sums, self.weights()), |task, dw| {
             let part = task / self.groups;
             let images = part * self.batch / parts..(part + 1) * self.batch / parts;
-            self.add_weight_gradient(x, dy, (images, task % self.groups), dw)
+            self.group_weight_gradient(x, dy, (images, task % self.groups), dw)
         });
-        dw.copy_from_slice(&sums[..all]);
-        sums[all..].chunks_exact(all).for_each(|part| add_into(dw, part));
+        dw.copy_from_slice(&sums[..len]);
+        sums[len..].chunks_exact(len).for_each(|part| add_into(dw, part));
     }
 
     /// Writes the gradient of one group's weight, summed over some images, to `dw`.
-    fn add_weight_gradient(self, x: &[f32], dy: &[f32], (images, group): (Range<usize>, usize), dw: &mut [f32]) {
+    fn group_weight_gradient(self, x: &[f32], dy: &[f32], (images, group): (Range<usize>, usize), dw: &mut [f32]) {
         dw.fill(0.0);
         let mut patches = buffer::<f32>(self.patch() * self.l_out.min(COLUMNS));
         for image in images.map(|image| image * self.groups + group) {
@@ -244,9 +244,9 @@ mod tests {
         }
     }
 
-    fn close(got: &[f32], want: &[f64], what: &str) {
+    fn close(got: &[f32], want: &[f64], name: &str) {
         for (i, (got, want)) in got.iter().zip(want).enumerate() {
-            assert!((f64::from(*got) - want).abs() <= 1e-5 * want.abs().max(10.0), "{what} {i}: {got} not {want}");
+            assert!((f64::from(*got) - want).abs() <= 1e-5 * want.abs().max(10.0), "{name} {i}: {got} not {want}");
         }
     }
 
@@ -259,11 +259,11 @@ mod tests {
             for (kernel, stride, padding, dilation) in
                 [(1, 1, 0, 1), (3, 1, 1, 1), (3, 2, 1, 1), (4, 3, 2, 2), (5, 1, 7, 3), (2, 5, 0, 1), (1, 2, 3, 1)]
             {
-                let reach = dilation * (kernel - 1) + 1;
-                if l_in + 2 * padding < reach {
+                let extent = dilation * (kernel - 1) + 1;
+                if l_in + 2 * padding < extent {
                     continue;
                 }
-                let l_out = (l_in + 2 * padding - reach) / stride + 1;
+                let l_out = (l_in + 2 * padding - extent) / stride + 1;
                 all.push(ConvolutionSizes {
                     batch,
                     groups,

@@ -29,7 +29,7 @@ pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], 
             *loss = vectorized!({
                 widen(logits, &mut row);
                 if let Some(cap) = cap {
-                    bound(&mut row, cap);
+                    apply_cap(&mut row, cap);
                 }
                 softmax(&mut row, targets[first + i]).0
             });
@@ -65,13 +65,13 @@ pub(crate) fn gradients<E: Element>(
             vectorized!({
                 widen(logits, &mut row);
                 if let Some(cap) = cap {
-                    bound(&mut row, cap);
+                    apply_cap(&mut row, cap);
                     for (slope, x) in slopes.iter_mut().zip(&row) {
                         *slope = 1.0 - (x / cap) * (x / cap);
                     }
                 }
-                let (at_target, total) = softmax(&mut row, target);
-                *loss = at_target;
+                let (row_loss, total) = softmax(&mut row, target);
+                *loss = row_loss;
                 row[target as usize] -= total;
                 let factor = scale / total;
                 if cap.is_some() {
@@ -100,7 +100,7 @@ fn rows_per_task(classes: usize) -> usize {
 
 /// Applies the cap to a row.
 #[inline(always)]
-fn bound(row: &mut [f32], cap: f32) {
+fn apply_cap(row: &mut [f32], cap: f32) {
     for x in row.iter_mut() {
         *x = cap * tanh(*x / cap);
     }
@@ -146,26 +146,30 @@ mod tests {
         let targets: Vec<u32> = (0..rows).map(|i| ((i * 31) % classes) as u32).collect();
         let mut wide = vec![0f32; values.len()];
         E::widen(&values, &mut wide);
-        let (mut only, mut with) = (vec![0f32; rows], vec![0f32; rows]);
-        losses(&values, classes, &targets, cap, &mut only);
-        gradients(&mut values, classes, &targets, cap, |row| 0.5 + row as f32, &mut with);
-        assert_eq!(only, with);
+        let (mut forward_losses, mut backward_losses) = (vec![0f32; rows], vec![0f32; rows]);
+        losses(&values, classes, &targets, cap, &mut forward_losses);
+        gradients(&mut values, classes, &targets, cap, |row| 0.5 + row as f32, &mut backward_losses);
+        assert_eq!(forward_losses, backward_losses);
         let mut got = vec![0f32; values.len()];
         E::widen(&values, &mut got);
         for (row, target) in targets.iter().enumerate() {
             let row_of = |data: &[f32]| data[row * classes..][..classes].to_vec();
-            let bent =
+            let capped =
                 |x: f64| cap.map(f64::from).map_or((x, 1.0), |c| (c * (x / c).tanh(), 1.0 - (x / c).tanh().powi(2)));
-            let (x, slopes): (Vec<f64>, Vec<f64>) = row_of(&wide).iter().map(|x| bent(f64::from(*x))).unzip();
+            let (x, slopes): (Vec<f64>, Vec<f64>) = row_of(&wide).iter().map(|x| capped(f64::from(*x))).unzip();
             let total: f64 = x.iter().map(|x| x.exp()).sum();
             let loss = total.ln() - x[*target as usize];
-            assert!((loss - f64::from(only[row])).abs() < 1e-5 * (1.0 + loss.abs()), "{loss} {}", only[row]);
+            assert!(
+                (loss - f64::from(forward_losses[row])).abs() < 1e-5 * (1.0 + loss.abs()),
+                "{loss} {}",
+                forward_losses[row]
+            );
             for (j, got) in row_of(&got).iter().enumerate() {
                 let hot = if j == *target as usize { 1.0 } else { 0.0 };
                 let want = (0.5 + row as f64) * (x[j].exp() / total - hot) * slopes[j];
                 // For large logits, 1 - tanh^2 has lost digits to cancellation.
-                let lost = if cap.is_some() { 1e-6 * (0.5 + row as f64) } else { 0.0 };
-                assert!((want - f64::from(*got)).abs() <= tolerance * (want.abs() + 1e-4) + lost, "{want} {got}");
+                let slack = if cap.is_some() { 1e-6 * (0.5 + row as f64) } else { 0.0 };
+                assert!((want - f64::from(*got)).abs() <= tolerance * (want.abs() + 1e-4) + slack, "{want} {got}");
             }
         }
     }

@@ -3,7 +3,7 @@
 use super::parallel;
 use super::simd::{SimdLoop, level};
 
-/// The number of bytes of a task.
+/// The number of bytes that one task digests.
 const CHUNK: usize = 1 << 18;
 /// The number of 64-bit words that are absorbed together.
 const LANES: usize = 8;
@@ -15,7 +15,7 @@ pub(crate) fn digest(bytes: &[u8]) -> u64 {
     let chunks = parallel::map(bytes.len().div_ceil(CHUNK), |i| {
         level().run(DigestChunk(&bytes[i * CHUNK..bytes.len().min((i + 1) * CHUNK)]))
     });
-    chunks.into_iter().fold(mixed(bytes.len() as u64), |all, chunk| mixed(all ^ chunk).wrapping_add(chunk))
+    chunks.into_iter().fold(mix(bytes.len() as u64), |all, chunk| mix(all ^ chunk).wrapping_add(chunk))
 }
 
 /// The loop that computes the digest of one chunk.
@@ -33,7 +33,7 @@ impl SimdLoop for DigestChunk<'_> {
         let mut last = [0; 8 * LANES];
         last[..rest.len()].copy_from_slice(rest);
         absorb(&last, &mut keys, &mut sums);
-        sums.into_iter().fold(0, |all, sum| mixed(all ^ sum))
+        sums.into_iter().fold(0, |all, sum| mix(all ^ sum))
     }
 }
 
@@ -60,7 +60,7 @@ fn absorb(stripe: &[u8; 8 * LANES], keys: &mut [u64; LANES], sums: &mut [u64; LA
 
 /// Spreads every bit over all others (the finalizer of MurmurHash3).
 #[inline(always)]
-fn mixed(mut x: u64) -> u64 {
+fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
     x = (x ^ (x >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
     x ^ (x >> 33)

@@ -66,14 +66,14 @@ fn keep<E: Element>(x: &[E], words: &[u32], bound: u32, scale: f32, y: &mut [E])
         }
         return;
     }
-    let mut room = [0f32; GROUP];
-    let room = &mut room[..x.len()];
-    widen(x, room);
-    for (x, word) in room.iter_mut().zip(words) {
+    let mut scratch = [0f32; GROUP];
+    let scratch = &mut scratch[..x.len()];
+    widen(x, scratch);
+    for (x, word) in scratch.iter_mut().zip(words) {
         let scaled = *x * scale;
         *x = if *word < bound { 0.0 } else { scaled };
     }
-    narrow(room, y);
+    narrow(scratch, y);
 }
 
 /// Returns the words of positions `64 * group` to `64 * group + 63`. Word i of counter `16 * group + lane` belongs to
@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn the_generator_gives_the_published_vectors() {
         // Random123's kat_vectors, philox4x32 with 10 rounds.
-        let known = [
+        let vectors = [
             ([0; 4], [0; 2], [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]),
             ([u32::MAX; 4], [u32::MAX; 2], [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]),
             (
@@ -131,7 +131,7 @@ mod tests {
                 [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1],
             ),
         ];
-        for (counter, key, want) in known {
+        for (counter, key, want) in vectors {
             assert_eq!(philox(counter.map(|c| [c; LANES]), key), want.map(|w| [w; LANES]));
         }
     }

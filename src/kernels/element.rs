@@ -17,8 +17,8 @@ pub trait Element: Copy + Default + Send + Sync + bytemuck::Pod + 'static {
         vectorized!(widen(src, dst));
     }
 
-    /// Rounds `src` into `dst` of the same length, to nearest even. In a loop that is compiled for a SIMD level, use
-    /// [`f32_access::narrow`](super::f32_access::narrow).
+    /// Rounds `src` to nearest even into `dst`, which has the same length. In a loop that is compiled for a SIMD level,
+    /// use [`f32_access::narrow`](super::f32_access::narrow).
     fn narrow(src: &[f32], dst: &mut [Self]) {
         assert_eq!(src.len(), dst.len(), "the slice lengths differ");
         vectorized!(narrow(src, dst));

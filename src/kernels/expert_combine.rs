@@ -91,17 +91,17 @@ pub fn sum_slots_backward<E: Element>(
         dweights.map(|dweights| ParallelChunks::new(dweights, per_task)),
     );
     for_each_part(row_of.len().div_ceil(per_task), parts, |task, (mut dy, mut dweights)| {
-        let mut rooms = vec![0f32; 3 * width];
-        let [of_y, of_grad, product] = thirds(&mut rooms, width);
+        let mut scratch = vec![0f32; 3 * width];
+        let [y_scratch, dout_scratch, product] = thirds(&mut scratch, width);
         let slots = task * per_task..row_of.len().min((task + 1) * per_task);
         for (i, slot) in slots.enumerate() {
             let weight = weights[slot];
             let dout = &dout[row_of[slot] as usize * width..][..width];
             vectorized!({
-                let dout = as_f32(dout, of_grad);
+                let dout = as_f32(dout, dout_scratch);
                 if let Some(dweights) = &mut dweights {
                     dweights[i] = reduce(
-                        as_f32(&y[slot * width..][..width], of_y),
+                        as_f32(&y[slot * width..][..width], y_scratch),
                         dout,
                         #[inline(always)]
                         |y, dout| y * dout,
@@ -116,24 +116,24 @@ pub fn sum_slots_backward<E: Element>(
     });
 }
 
-fn thirds(rooms: &mut [f32], width: usize) -> [&mut [f32]; 3] {
-    let (a, rest) = rooms.split_at_mut(width);
+fn thirds(scratch: &mut [f32], width: usize) -> [&mut [f32]; 3] {
+    let (a, rest) = scratch.split_at_mut(width);
     let (b, c) = rest.split_at_mut(width);
     [a, b, c]
 }
 
-/// Computes y = onto + sigmoid(gate) * x for rows of `width` elements with one gate each, rounded once.
-pub fn add_gated<E: Element>(onto: &[E], gates: &[f32], x: &[E], width: usize, y: &mut [E]) {
-    assert_eq!([onto.len(), x.len(), gates.len() * width], [y.len(); 3], "the numbers of rows differ");
+/// Computes y = base + sigmoid(gate) * x for rows of `width` elements with one gate each, rounded once.
+pub fn add_gated<E: Element>(base: &[E], gates: &[f32], x: &[E], width: usize, y: &mut [E]) {
+    assert_eq!([base.len(), x.len(), gates.len() * width], [y.len(); 3], "the numbers of rows differ");
     let per_task = rows_per_task(width);
     for_each_part(gates.len().div_ceil(per_task), ParallelChunks::new(y, per_task * width), |task, y| {
         for (row, y) in (task * per_task..).zip(y.chunks_exact_mut(width.max(1))) {
-            let (factor, at) = (math::sigmoid(gates[row]), row * width..(row + 1) * width);
+            let (factor, range) = (math::sigmoid(gates[row]), row * width..(row + 1) * width);
             vectorized!(map(
-                [&onto[at.clone()], &x[at]],
+                [&base[range.clone()], &x[range]],
                 y,
                 #[inline(always)]
-                |[onto, x]| onto + factor * x,
+                |[base, x]| base + factor * x,
             ));
         }
     });
@@ -150,13 +150,13 @@ pub fn add_gated_backward<E: Element>(
     let per_task = rows_per_task(width);
     let parts = (ParallelChunks::new(dgates, per_task), ParallelChunks::new(dx, per_task * width));
     for_each_part(gates.len().div_ceil(per_task), parts, |task, (dgates, dx)| {
-        let mut rooms = vec![0f32; 3 * width];
-        let [of_x, of_grad, product] = thirds(&mut rooms, width);
+        let mut scratch = vec![0f32; 3 * width];
+        let [x_scratch, dy_scratch, product] = thirds(&mut scratch, width);
         let rows = dgates.iter_mut().zip(dx.chunks_exact_mut(width.max(1)));
         for (row, (dgate, dx)) in (task * per_task..).zip(rows) {
-            let (factor, at) = (math::sigmoid(gates[row]), row * width..(row + 1) * width);
+            let (factor, range) = (math::sigmoid(gates[row]), row * width..(row + 1) * width);
             vectorized!({
-                let (x, dy) = (as_f32(&x[at.clone()], of_x), as_f32(&dy[at.clone()], of_grad));
+                let (x, dy) = (as_f32(&x[range.clone()], x_scratch), as_f32(&dy[range.clone()], dy_scratch));
                 let sum = reduce(
                     x,
                     dy,

@@ -42,14 +42,14 @@ pub(crate) fn narrow<E: Element>(src: &[f32], dst: &mut [E]) {
     element::narrow(src, dst);
 }
 
-/// Returns a row as f32: the row itself, or its elements widened into `room`, which has the same length.
+/// Returns a row as f32: the row itself, or its elements widened into `scratch`, which has the same length.
 #[inline(always)]
-pub(crate) fn as_f32<'a, E: Element>(row: &'a [E], room: &'a mut [f32]) -> &'a [f32] {
+pub(crate) fn as_f32<'a, E: Element>(row: &'a [E], scratch: &'a mut [f32]) -> &'a [f32] {
     if E::KIND == ElementDtype::F32 {
         return bytemuck::cast_slice(row);
     }
-    widen(row, room);
-    room
+    widen(row, scratch);
+    scratch
 }
 
 /// Computes `y[i] = f(element i of each input)`, for slices of the same length.
@@ -81,11 +81,11 @@ pub(crate) fn map_in_steps<E: Element>(
 ) {
     assert_eq!(x.len(), y.len(), "the slice lengths differ");
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<BLOCK>(), y.as_chunks_mut::<BLOCK>());
-    let mut room = [[0f32; BLOCK]; 3];
+    let mut scratch = [[0f32; BLOCK]; 3];
     for (x, y) in x.iter().zip(y) {
-        block_in_steps(x, y, &mut room, &first, &second);
+        block_in_steps(x, y, &mut scratch, &first, &second);
     }
-    block_in_steps(x_rest, y_rest, &mut room, &first, &second);
+    block_in_steps(x_rest, y_rest, &mut scratch, &first, &second);
 }
 
 /// Does the same as [`map_in_steps`] for at most one block. In calls with a full block, the compiler knows the length.
@@ -93,24 +93,24 @@ pub(crate) fn map_in_steps<E: Element>(
 fn block_in_steps<E: Element>(
     x: &[E],
     y: &mut [E],
-    room: &mut [[f32; BLOCK]; 3],
+    scratch: &mut [[f32; BLOCK]; 3],
     first: &impl Fn(f32) -> f32,
     second: &impl Fn(f32, f32) -> f32,
 ) {
-    let [wide, between, after] = room.each_mut().map(|room| &mut room[..y.len()]);
+    let [wide, intermediate, output] = scratch.each_mut().map(|scratch| &mut scratch[..y.len()]);
     let x = as_f32(x, wide);
-    for (between, x) in between.iter_mut().zip(x) {
-        *between = first(*x);
+    for (intermediate, x) in intermediate.iter_mut().zip(x) {
+        *intermediate = first(*x);
     }
     if E::KIND == ElementDtype::F32 {
-        for ((y, x), between) in y.iter_mut().zip(x).zip(&*between) {
-            *y = put(second(*x, *between));
+        for ((y, x), intermediate) in y.iter_mut().zip(x).zip(&*intermediate) {
+            *y = put(second(*x, *intermediate));
         }
     } else {
-        for ((after, x), between) in after.iter_mut().zip(x).zip(&*between) {
-            *after = second(*x, *between);
+        for ((output, x), intermediate) in output.iter_mut().zip(x).zip(&*intermediate) {
+            *output = second(*x, *intermediate);
         }
-        narrow(after, y);
+        narrow(output, y);
     }
 }
 
@@ -122,20 +122,20 @@ pub(crate) fn update<I: Element, E: Element, const N: usize>(
     f: impl Fn(f32, [f32; N]) -> f32,
 ) {
     if I::KIND != ElementDtype::F16 && E::KIND != ElementDtype::F16 {
-        return revise(y, inputs, f);
+        return compute_in_place(y, inputs, f);
     }
-    let (mut before, mut room) = ([0f32; BLOCK], [[0f32; BLOCK]; N]);
+    let (mut widened, mut scratch) = ([0f32; BLOCK], [[0f32; BLOCK]; N]);
     for start in (0..y.len()).step_by(BLOCK) {
         let range = start..y.len().min(start + BLOCK);
         let y = &mut y[range.clone()];
         if E::KIND == ElementDtype::F32 {
-            revise(y, block(inputs, range, &mut room), &f);
+            compute_in_place(y, block(inputs, range, &mut scratch), &f);
             continue;
         }
-        let before = &mut before[..y.len()];
-        widen(y, before);
-        revise(before, block(inputs, range, &mut room), &f);
-        narrow(before, y);
+        let widened = &mut widened[..y.len()];
+        widen(y, widened);
+        compute_in_place(widened, block(inputs, range, &mut scratch), &f);
+        narrow(widened, y);
     }
 }
 
@@ -152,16 +152,16 @@ pub(crate) fn add_to<E: Element>(sum: &mut [f32], x: &[E]) {
 
 #[inline(always)]
 fn map_in_blocks<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
-    let (mut after, mut room) = ([0f32; BLOCK], [[0f32; BLOCK]; N]);
+    let (mut output, mut scratch) = ([0f32; BLOCK], [[0f32; BLOCK]; N]);
     for start in (0..y.len()).step_by(BLOCK) {
         let range = start..y.len().min(start + BLOCK);
         if E::KIND == ElementDtype::F32 {
-            compute(block(inputs, range.clone(), &mut room), &mut y[range], &f);
+            compute(block(inputs, range.clone(), &mut scratch), &mut y[range], &f);
             continue;
         }
-        let after = &mut after[..range.len()];
-        compute(block(inputs, range.clone(), &mut room), after, &f);
-        narrow(after, &mut y[range]);
+        let output = &mut output[..range.len()];
+        compute(block(inputs, range.clone(), &mut scratch), output, &f);
+        narrow(output, &mut y[range]);
     }
 }
 
@@ -170,19 +170,23 @@ fn map_in_blocks<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &
 fn block<'a, I: Element, const N: usize>(
     inputs: [&'a [I]; N],
     range: Range<usize>,
-    room: &'a mut [[f32; BLOCK]; N],
+    scratch: &'a mut [[f32; BLOCK]; N],
 ) -> [&'a [f32]; N] {
     let len = range.len();
     if I::KIND != ElementDtype::F32 {
-        for (room, x) in room.iter_mut().zip(inputs) {
-            widen(&x[range.clone()], &mut room[..len]);
+        for (scratch, x) in scratch.iter_mut().zip(inputs) {
+            widen(&x[range.clone()], &mut scratch[..len]);
         }
     }
-    let room = &*room;
+    let scratch = &*scratch;
     std::array::from_fn(
         #[inline(always)]
         |i| {
-            if I::KIND == ElementDtype::F32 { &bytemuck::cast_slice(inputs[i])[range.clone()] } else { &room[i][..len] }
+            if I::KIND == ElementDtype::F32 {
+                &bytemuck::cast_slice(inputs[i])[range.clone()]
+            } else {
+                &scratch[i][..len]
+            }
         },
     )
 }
@@ -191,21 +195,25 @@ fn block<'a, I: Element, const N: usize>(
 fn compute<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
     assert!(inputs.iter().all(|x| x.len() == y.len()), "the slice lengths differ");
     for (i, y) in y.iter_mut().enumerate() {
-        *y = put(f(at(&inputs, i)));
+        *y = put(f(elements_at(&inputs, i)));
     }
 }
 
 #[inline(always)]
-fn revise<I: Element, E: Element, const N: usize>(y: &mut [E], inputs: [&[I]; N], f: impl Fn(f32, [f32; N]) -> f32) {
+fn compute_in_place<I: Element, E: Element, const N: usize>(
+    y: &mut [E],
+    inputs: [&[I]; N],
+    f: impl Fn(f32, [f32; N]) -> f32,
+) {
     assert!(inputs.iter().all(|x| x.len() == y.len()), "the slice lengths differ");
     for (i, y) in y.iter_mut().enumerate() {
-        *y = put(f(get(*y), at(&inputs, i)));
+        *y = put(f(get(*y), elements_at(&inputs, i)));
     }
 }
 
 /// Returns element `i` of each input. All inputs must be longer than `i`.
 #[inline(always)]
-fn at<I: Element, const N: usize>(inputs: &[&[I]; N], i: usize) -> [f32; N] {
+fn elements_at<I: Element, const N: usize>(inputs: &[&[I]; N], i: usize) -> [f32; N] {
     inputs.map(
         #[inline(always)]
         |x| {
@@ -227,8 +235,8 @@ mod tests {
         for n in [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 77] {
             let [a, b]: [Vec<E>; 2] = [0.37, -0.011].map(|f| (0..n).map(|i| put(i as f32 * f + 3.0)).collect());
             let wide = |x: &[E]| x.iter().map(|x| get(*x)).collect::<Vec<f32>>();
-            let mut room = vec![0f32; n];
-            assert_eq!(as_f32(&a, &mut room), wide(&a));
+            let mut scratch = vec![0f32; n];
+            assert_eq!(as_f32(&a, &mut scratch), wide(&a));
             let want: Vec<E> = a.iter().zip(&b).map(|(a, b)| put(get(*a) * 2.0 - get(*b))).collect();
             let mut y = vec![E::default(); n];
             map([&a, &b], &mut y, |[a, b]| a * 2.0 - b);

@@ -52,9 +52,9 @@ impl ExpertActivation {
             Self::Clamped { alpha, limit } => {
                 let (g, u) = (at_most(gate, limit), at_least(at_most(up, limit), -limit));
                 let s = math::sigmoid(alpha * g);
-                let of_gate = (u + 1.0) * (s + alpha * g * s * (1.0 - s));
-                let of_up = g * s;
-                (if gate > limit { 0.0 } else { of_gate }, if up > limit || up < -limit { 0.0 } else { of_up })
+                let gate_slope = (u + 1.0) * (s + alpha * g * s * (1.0 - s));
+                let up_slope = g * s;
+                (if gate > limit { 0.0 } else { gate_slope }, if up > limit || up < -limit { 0.0 } else { up_slope })
             }
         }
     }
@@ -77,8 +77,8 @@ pub fn gated<E: Element>(gate: ExpertActivation, order: GateUpOrder, x: &[E], wi
     assert_eq!(x.len(), 2 * y.len(), "gate and up must have twice as many elements as the result");
     let per_task = rows_per_task(width);
     for_each_part(y.len().div_ceil(per_task * width.max(1)), ParallelChunks::new(y, per_task * width), |task, y| {
-        let mut rooms = vec![0f32; 3 * width];
-        let [gates, ups, values] = thirds(&mut rooms, width);
+        let mut scratch = vec![0f32; 3 * width];
+        let [gates, ups, values] = thirds(&mut scratch, width);
         let x = &x[2 * task * per_task * width..][..2 * y.len()];
         vectorized!(for (x, y) in x.chunks_exact(2 * width.max(1)).zip(y.chunks_exact_mut(width.max(1))) {
             split(order, x, gates, ups);
@@ -102,17 +102,17 @@ pub fn gated_backward<E: Element>(
     let per_task = rows_per_task(width);
     let tasks = dy.len().div_ceil(per_task * width.max(1));
     for_each_part(tasks, ParallelChunks::new(dx, 2 * per_task * width), |task, dx| {
-        let (mut rooms, mut grads) = (vec![0f32; 3 * width], vec![0f32; 2 * width]);
-        let [gates, ups, of_y] = thirds(&mut rooms, width);
-        let at = 2 * task * per_task * width;
-        let (x, dy) = (&x[at..][..dx.len()], &dy[at / 2..][..dx.len() / 2]);
+        let (mut scratch, mut grads) = (vec![0f32; 3 * width], vec![0f32; 2 * width]);
+        let [gates, ups, dy_scratch] = thirds(&mut scratch, width);
+        let start = 2 * task * per_task * width;
+        let (x, dy) = (&x[start..][..dx.len()], &dy[start / 2..][..dx.len() / 2]);
         let rows = x.chunks_exact(2 * width.max(1)).zip(dy.chunks_exact(width.max(1)));
         vectorized!(for ((x, dy), dx) in rows.zip(dx.chunks_exact_mut(2 * width.max(1))) {
             split(order, x, gates, ups);
-            let dy = as_f32(dy, of_y);
+            let dy = as_f32(dy, dy_scratch);
             for i in 0..width {
-                let (of_gate, of_up) = gate.slopes(gates[i], ups[i]);
-                (gates[i], ups[i]) = (dy[i] * of_gate, dy[i] * of_up);
+                let (gate_slope, up_slope) = gate.slopes(gates[i], ups[i]);
+                (gates[i], ups[i]) = (dy[i] * gate_slope, dy[i] * up_slope);
             }
             match order {
                 GateUpOrder::Halves => {
@@ -147,8 +147,8 @@ fn split<E: Element>(order: GateUpOrder, row: &[E], gates: &mut [f32], ups: &mut
     }
 }
 
-fn thirds(rooms: &mut [f32], width: usize) -> [&mut [f32]; 3] {
-    let (a, rest) = rooms.split_at_mut(width);
+fn thirds(scratch: &mut [f32], width: usize) -> [&mut [f32]; 3] {
+    let (a, rest) = scratch.split_at_mut(width);
     let (b, c) = rest.split_at_mut(width);
     [a, b, c]
 }

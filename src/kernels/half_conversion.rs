@@ -148,14 +148,14 @@ mod tests {
     }
 
     /// Returns every 1009th f32, and the ties of both formats.
-    fn many() -> Vec<f32> {
+    fn samples() -> Vec<f32> {
         let [step, ties] = if cfg!(miri) { [0x80_0009, 0x100_1000] } else { [1009, 1 << 12] };
         (0..=u32::MAX).step_by(step).chain((0..=u32::MAX).step_by(ties)).map(f32::from_bits).collect()
     }
 
     #[test]
     fn f32_rounds_as_the_half_crate_rounds_it() {
-        for x in many() {
+        for x in samples() {
             assert!(bf16_from_f32(x) == bf16::from_f32(x).to_bits(), "{:x}", x.to_bits());
             assert!(f16_from_f32(x) == f16::from_f32(x).to_bits(), "{:x}", x.to_bits());
         }
@@ -169,7 +169,7 @@ mod tests {
         assert!(wide.iter().zip(&narrow).all(|(x, h)| x.to_bits() == f32_from_f16(*h).to_bits()));
         widen_bf16(&narrow, &mut wide);
         assert!(wide.iter().zip(&narrow).all(|(x, b)| x.to_bits() == u32::from(*b) << 16));
-        let wide = many();
+        let wide = samples();
         let mut narrow = vec![0u16; wide.len()];
         narrow_f16(&wide, &mut narrow);
         assert!(wide.iter().zip(&narrow).all(|(x, h)| *h == f16_from_f32(*x)));

@@ -94,18 +94,18 @@ impl InstructionSet {
     }
 
     /// Returns the level that a value of the variable selects on this CPU.
-    fn wanted(value: Option<OsString>) -> Result<Self, SimdLevelError> {
+    fn selected_by(value: Option<OsString>) -> Result<Self, SimdLevelError> {
         let Some(value) = value.filter(|value| !value.is_empty() && value != AUTO) else { return Ok(Self::best()) };
         let found = value.to_string_lossy().into_owned();
         match Self::ALL.iter().find(|level| level.name() == found) {
             Some(level) if level.is_available() => Ok(*level),
-            Some(_) => Err(SimdLevelError::LevelNotAvailable { found, available: Self::names_available() }),
-            None => Err(SimdLevelError::UnknownLevel { found, available: Self::names_available() }),
+            Some(_) => Err(SimdLevelError::LevelNotAvailable { found, available: Self::available_names() }),
+            None => Err(SimdLevelError::UnknownLevel { found, available: Self::available_names() }),
         }
     }
 
     /// Returns the names of the levels that this CPU has, widest first.
-    fn names_available() -> Vec<&'static str> {
+    fn available_names() -> Vec<&'static str> {
         Self::available().map(Self::name).collect()
     }
 }
@@ -133,7 +133,7 @@ const INTEL: [u32; 3] = [u32::from_le_bytes(*b"Genu"), u32::from_le_bytes(*b"ine
 /// value counts as `auto`.
 pub fn checked_level() -> Result<InstructionSet, SimdLevelError> {
     static LEVEL: OnceLock<Result<InstructionSet, SimdLevelError>> = OnceLock::new();
-    LEVEL.get_or_init(|| InstructionSet::wanted(std::env::var_os(SIMD))).clone()
+    LEVEL.get_or_init(|| InstructionSet::selected_by(std::env::var_os(SIMD))).clone()
 }
 
 /// Returns the level of [`checked_level`], for use in kernels. Code that runs kernels (the engine, `zerorun`, the
@@ -153,27 +153,27 @@ pub(crate) fn level() -> InstructionSet {
 mod tests {
     use super::*;
 
-    fn wanted(value: &str) -> Result<InstructionSet, String> {
-        InstructionSet::wanted(Some(value.into())).map_err(|error| error.to_string())
+    fn selected_by(value: &str) -> Result<InstructionSet, String> {
+        InstructionSet::selected_by(Some(value.into())).map_err(|error| error.to_string())
     }
 
     #[test]
     fn nothing_and_auto_are_the_best_level_and_a_name_is_that_level() {
-        assert_eq!(InstructionSet::wanted(None), Ok(InstructionSet::best()));
-        assert_eq!((wanted(""), wanted("auto")), (Ok(InstructionSet::best()), Ok(InstructionSet::best())));
+        assert_eq!(InstructionSet::selected_by(None), Ok(InstructionSet::best()));
+        assert_eq!((selected_by(""), selected_by("auto")), (Ok(InstructionSet::best()), Ok(InstructionSet::best())));
         assert_eq!(InstructionSet::available().next(), Some(InstructionSet::best()));
         for level in InstructionSet::available() {
-            assert_eq!(wanted(level.name()), Ok(level));
+            assert_eq!(selected_by(level.name()), Ok(level));
         }
-        assert_eq!(wanted("portable"), Ok(InstructionSet::Portable), "every CPU has it");
+        assert_eq!(selected_by("portable"), Ok(InstructionSet::Portable), "every CPU has it");
     }
 
     #[test]
     fn a_level_that_the_cpu_lacks_is_an_error_that_lists_those_it_has() {
         for level in InstructionSet::ALL.iter().filter(|level| !level.is_available()) {
-            let error = wanted(level.name()).expect_err("it is not available");
+            let error = selected_by(level.name()).expect_err("it is not available");
             assert!(error.contains(&format!("`{}`", level.name())), "{error}");
-            assert!(error.ends_with(&format!("{} or auto", InstructionSet::names_available().join(", "))), "{error}");
+            assert!(error.ends_with(&format!("{} or auto", InstructionSet::available_names().join(", "))), "{error}");
         }
     }
 
@@ -184,12 +184,12 @@ mod tests {
         insta::assert_snapshot!(unknown, @"environment variable CANDLE_ZERO_SIMD is `AVX2`, which is not a SIMD level; use avx2, portable or auto");
         let lacking = SimdLevelError::LevelNotAvailable { found: "avx512".into(), available };
         insta::assert_snapshot!(lacking, @"environment variable CANDLE_ZERO_SIMD is `avx512`, which this processor does not support; use avx2, portable or auto");
-        let error = wanted("sse9").expect_err("no such level");
+        let error = selected_by("sse9").expect_err("no such level");
         assert!(error.contains("`sse9`"), "{error}");
     }
 
     #[test]
     fn kernels_run_at_the_level_of_the_environment() {
-        assert_eq!(Ok(level()), InstructionSet::wanted(std::env::var_os(SIMD)));
+        assert_eq!(Ok(level()), InstructionSet::selected_by(std::env::var_os(SIMD)));
     }
 }

@@ -5,7 +5,8 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
-/// ln(2) in two parts. The first has so few digits that its product with an exponent is exact.
+/// ln(2) in two parts. The first has so few significant bits that its product with an exponent is
+/// exact.
 const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// Adding 1.5 x 2^23 rounds to an integer, which is then in the low bits.
@@ -61,10 +62,11 @@ fn power_of_2(shifted: f32) -> f32 {
     f32::from_bits(shifted.to_bits() << 23)
 }
 
-/// The bound to which arguments of the hyperbolic tangent are clamped. Beyond it, the tangent differs from 1 or -1 by less
-/// than 3e-7.
+/// The bound to which arguments of the hyperbolic tangent are clamped. Beyond it, the tangent differs from 1 or -1 by
+/// less than 3e-7.
 pub(crate) const TANH_BOUND: f32 = 7.905_311;
-/// tanh(x) is x p(x^2) / q(x^2): the coefficients of p and of q, highest power first (Eigen's).
+/// tanh(x) is x p(x^2) / q(x^2): the coefficients of p ([`TANH_ABOVE`]) and of q ([`TANH_BELOW`]), highest
+/// power first (Eigen's).
 pub(crate) const TANH_ABOVE: [f32; 7] =
     [-2.760_768_5e-16, 2.000_188e-13, -8.604_672e-11, 5.122_297e-8, 1.485_722_4e-5, 6.372_619_3e-4, 4.893_524_6e-3];
 pub(crate) const TANH_BELOW: [f32; 4] = [1.198_258_4e-6, 1.185_347_1e-4, 2.268_434_6e-3, 4.893_525e-3];
@@ -72,14 +74,14 @@ pub(crate) const TANH_BELOW: [f32; 4] = [1.198_258_4e-6, 1.185_347_1e-4, 2.268_4
 /// Returns tanh(x), with a relative error of at most 6e-7.
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
-    let x = between(x, TANH_BOUND);
+    let x = clamp_to(x, TANH_BOUND);
     let x2 = x * x;
     x * polynomial(&TANH_ABOVE, x2) / polynomial(&TANH_BELOW, x2)
 }
 
 /// Clamps x to the range from -bound to bound. NaN passes through.
 #[inline(always)]
-fn between(x: f32, bound: f32) -> f32 {
+fn clamp_to(x: f32, bound: f32) -> f32 {
     let x = if x < -bound { -bound } else { x };
     if x > bound { bound } else { x }
 }
@@ -106,7 +108,7 @@ pub fn gelu(x: f32) -> f32 {
 pub fn gelu_slope(x: f32) -> f32 {
     // exp(-x^2 / 2) / sqrt(2 pi).
     let density = 0.398_942_3 * exp_below_0(-0.5 * (x * x));
-    normal(x) + between(x, 1e15) * density
+    normal(x) + clamp_to(x, 1e15) * density
 }
 
 /// Returns the normal distribution function at x: (1 + erf(x / sqrt(2))) / 2, to within 2e-7.
@@ -119,12 +121,12 @@ pub(crate) fn normal(x: f32) -> f32 {
 /// For |x| of at least 4, it is 1 or -1 in f32.
 #[inline(always)]
 pub fn erf(x: f32) -> f32 {
-    let x = between(x, 4.0);
+    let x = clamp_to(x, 4.0);
     let x2 = x * x;
-    let above =
+    let numerator =
         [-2.726_142_3e-10, 2.770_681_4e-8, -2.101_024e-6, -5.692_506_4e-5, -7.349_906e-4, -2.954_6e-3, -1.609_603_3e-2];
-    let below = [-1.456_607_2e-5, -2.133_740_6e-4, -1.682_827e-3, -7.373_329e-3, -1.426_473_9e-2];
-    let y = x * polynomial(&above, x2) / polynomial(&below, x2);
+    let denominator = [-1.456_607_2e-5, -2.133_740_6e-4, -1.682_827e-3, -7.373_329e-3, -1.426_473_9e-2];
+    let y = x * polynomial(&numerator, x2) / polynomial(&denominator, x2);
     let y = if x <= -4.0 { -1.0 } else { y };
     if x >= 4.0 { 1.0 } else { y }
 }
@@ -156,8 +158,8 @@ pub fn silu_slope(x: f32) -> f32 {
 /// Returns max(x, 0)^2.
 #[inline(always)]
 pub fn relu_squared(x: f32) -> f32 {
-    let above = positive_part(x);
-    above * above
+    let positive = positive_part(x);
+    positive * positive
 }
 
 /// Returns the derivative of [`relu_squared`].
@@ -355,9 +357,9 @@ mod tests {
         for i in -1000..=1000 {
             let x = i as f32 / 200.0;
             let wide = f64::from(x);
-            let below = 0.5 + 0.5 * erf_in_f64(wide * std::f64::consts::FRAC_1_SQRT_2);
-            let slope = below + wide * (-0.5 * wide * wide).exp() / (2.0 * std::f64::consts::PI).sqrt();
-            assert!((f64::from(gelu(x)) - wide * below).abs() <= 3e-7 * (1.0 + wide.abs()), "{x}");
+            let cdf = 0.5 + 0.5 * erf_in_f64(wide * std::f64::consts::FRAC_1_SQRT_2);
+            let slope = cdf + wide * (-0.5 * wide * wide).exp() / (2.0 * std::f64::consts::PI).sqrt();
+            assert!((f64::from(gelu(x)) - wide * cdf).abs() <= 3e-7 * (1.0 + wide.abs()), "{x}");
             assert!((f64::from(gelu_slope(x)) - slope).abs() <= 4e-7, "{x}: {} {slope}", gelu_slope(x));
         }
         for x in [20f32, 1e4, 1e18] {

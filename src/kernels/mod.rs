@@ -50,15 +50,15 @@ pub(crate) fn buffer<E: Element>(len: usize) -> Vec<E> {
         }
         buffer.set_len(len);
     }
-    // In tests, the buffer is filled with NaN, which spoils every result that uses it. Miri runs no assembly and keeps
-    // the memory uninitialized: it reports every read of memory that has not been written.
+    // In tests, the buffer is filled with NaN, which spoils every result that depends on it. Miri runs no assembly and
+    // keeps the memory uninitialized: it reports every read of memory that has not been written.
     #[cfg(all(test, not(miri)))]
     bytemuck::cast_slice_mut::<E, u8>(&mut buffer).fill(0xff);
     buffer
 }
 
-/// Returns the step at which tests with very many cases go through them: 1, or 4 on an emulated processor, which would
-/// take minutes for all of them.
+/// Returns the step with which tests with very many cases iterate over them: 1, or 4 on an emulated processor, which
+/// would take minutes for all of them.
 #[cfg(test)]
 fn case_step() -> usize {
     if std::env::var_os("CANDLE_ZERO_TEST_EMULATED").is_some() { 4 } else { 1 }

@@ -22,12 +22,12 @@ pub fn layer_norm<E: Element>(x: &[E], weight: &[f32], bias: &[f32], eps: f32, y
     let width = check(x.len(), weight.len(), stats.len());
     assert_eq!([y.len(), bias.len()], [x.len(), width], "the slice lengths of a layer norm do not match");
     let parts = (ParallelChunks::new(y, ROWS_PER_TASK * width), ParallelChunks::new(stats, ROWS_PER_TASK));
-    for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
+    for_each_part(task_count(x.len(), width), parts, |task, (y, stats)| {
         let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
-        let mut room = vec![0f32; width];
+        let mut scratch = vec![0f32; width];
         vectorized!({
             for ((x, y), stats) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(stats) {
-                let row = as_f32(x, &mut room);
+                let row = as_f32(x, &mut scratch);
                 let n = width as f32;
                 let mean = reduce(
                     row,
@@ -72,7 +72,7 @@ pub fn layer_norm_backward<E: Element>(
     normalized_backward(x, weight, dy, dx, dweight, dbias, |row| RowNormStatistics {
         mean: stats[row][0],
         factor: stats[row][1],
-        centered: 1.0 / width as f32,
+        mean_factor: 1.0 / width as f32,
     });
 }
 
@@ -82,12 +82,12 @@ pub fn rms_norm<E: Element>(x: &[E], weight: &[f32], eps: f32, y: &mut [E], stat
     let width = check(x.len(), weight.len(), stats.len());
     assert_eq!(y.len(), x.len(), "the slice lengths of a norm differ");
     let parts = (ParallelChunks::new(y, ROWS_PER_TASK * width), ParallelChunks::new(stats, ROWS_PER_TASK));
-    for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
+    for_each_part(task_count(x.len(), width), parts, |task, (y, stats)| {
         let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
-        let mut room = vec![0f32; width];
+        let mut scratch = vec![0f32; width];
         vectorized!({
             for ((x, y), stats) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(stats) {
-                let row = as_f32(x, &mut room);
+                let row = as_f32(x, &mut scratch);
                 let square = reduce(
                     row,
                     row,
@@ -121,7 +121,7 @@ pub fn rms_norm_backward<E: Element>(
     normalized_backward(x, weight, dy, dx, dweight, None, |row| RowNormStatistics {
         mean: 0.0,
         factor: stats[row],
-        centered: 0.0,
+        mean_factor: 0.0,
     });
 }
 
@@ -132,7 +132,7 @@ struct RowNormStatistics {
     /// The factor by which the row was then multiplied.
     factor: f32,
     /// The factor of the sum of d: 1 / width if the forward pass subtracted the mean, otherwise 0.
-    centered: f32,
+    mean_factor: f32,
 }
 
 /// Computes the backward pass of both norms.
@@ -152,7 +152,7 @@ fn normalized_backward<E: Element>(
     if let Some(dx) = &dx {
         assert_eq!(dx.len(), x.len(), "the slice lengths of a norm's gradient differ");
     }
-    let tasks = stats_tasks(x.len(), width);
+    let tasks = task_count(x.len(), width);
     let task_elements = ROWS_PER_TASK * width;
     let mut weight_parts = vec![0f32; if dweight.is_some() { tasks * width } else { 0 }];
     let mut bias_parts = vec![0f32; if dbias.is_some() { tasks * width } else { 0 }];
@@ -163,17 +163,17 @@ fn normalized_backward<E: Element>(
     for_each_part(tasks, parts, |task, (mut dx, (dw, db))| {
         let rows = task * task_elements..x.len().min((task + 1) * task_elements);
         let (x, dy) = (&x[rows.clone()], &dy[rows]);
-        let [mut h, mut d, mut room] = [(); 3].map(|()| vec![0f32; width]);
+        let [mut h, mut d, mut scratch] = [(); 3].map(|()| vec![0f32; width]);
         vectorized!({
             for (i, (x, dy)) in x.chunks_exact(width).zip(dy.chunks_exact(width)).enumerate() {
-                let RowNormStatistics { mean, factor, centered } = statistics(task * ROWS_PER_TASK + i);
+                let RowNormStatistics { mean, factor, mean_factor } = statistics(task * ROWS_PER_TASK + i);
                 map(
                     [x],
                     &mut h,
                     #[inline(always)]
                     |[x]| (x - mean) * factor,
                 );
-                let dy = as_f32(dy, &mut room);
+                let dy = as_f32(dy, &mut scratch);
                 for (dw, (dy, h)) in dw.iter_mut().zip(dy.iter().zip(&h)) {
                     *dw += dy * h;
                 }
@@ -189,8 +189,8 @@ fn normalized_backward<E: Element>(
                     &d,
                     #[inline(always)]
                     |d, _| d,
-                ) * centered;
-                let along = reduce(
+                ) * mean_factor;
+                let mean_dh = reduce(
                     &d,
                     &h,
                     #[inline(always)]
@@ -203,14 +203,14 @@ fn normalized_backward<E: Element>(
                         dx,
                         slopes,
                         #[inline(always)]
-                        |before, [d, h]| factor * (d - mean - h * along) + before,
+                        |previous, [d, h]| factor * (d - mean - h * mean_dh) + previous,
                     );
                 } else {
                     map(
                         slopes,
                         dx,
                         #[inline(always)]
-                        |[d, h]| factor * (d - mean - h * along),
+                        |[d, h]| factor * (d - mean - h * mean_dh),
                     );
                 }
             }
@@ -240,7 +240,7 @@ fn check(elements: usize, width: usize, rows: usize) -> usize {
     width
 }
 
-fn stats_tasks(elements: usize, width: usize) -> usize {
+fn task_count(elements: usize, width: usize) -> usize {
     (elements / width).div_ceil(ROWS_PER_TASK)
 }
 
@@ -263,7 +263,7 @@ mod tests {
         x.iter().map(|x| f64::from(get(*x))).collect()
     }
 
-    fn near<E: Element>(got: &[E], want: &[f64], accuracy: f64) {
+    fn assert_close<E: Element>(got: &[E], want: &[f64], accuracy: f64) {
         assert_eq!(got.len(), want.len());
         for (i, (got, want)) in got.iter().zip(want).enumerate() {
             let error = (f64::from(get(*got)) - want).abs();
@@ -293,47 +293,47 @@ mod tests {
                 let (h, factors) = reference(&wx, width, centered, f64::from(eps));
 
                 let mut y = vec![E::default(); x.len()];
-                let (mut pairs, mut singles) = (vec![[0f32; 2]; rows], vec![0f32; rows]);
+                let (mut ln_stats, mut rms_stats) = (vec![[0f32; 2]; rows], vec![0f32; rows]);
                 if centered {
-                    layer_norm(&x, &wide(&weight), &wide(&bias), eps, &mut y, &mut pairs);
+                    layer_norm(&x, &wide(&weight), &wide(&bias), eps, &mut y, &mut ln_stats);
                 } else {
-                    rms_norm(&x, &wide(&weight), eps, &mut y, &mut singles);
+                    rms_norm(&x, &wide(&weight), eps, &mut y, &mut rms_stats);
                 }
                 let shift = |i: usize| if centered { wb[i % width] } else { 0.0 };
                 let want: Vec<f64> = (0..x.len()).map(|i| h[i] * ww[i % width] + shift(i)).collect();
-                near(&y, &want, accuracy);
+                assert_close(&y, &want, accuracy);
 
                 let (mut want_dw, mut want_db) = (vec![0f64; width], vec![0f64; width]);
                 let mut want_dx = Vec::new();
                 for (r, factor) in factors.iter().enumerate() {
-                    let at = |i: usize| r * width + i;
-                    let d: Vec<f64> = (0..width).map(|i| wdy[at(i)] * ww[i]).collect();
+                    let index = |i: usize| r * width + i;
+                    let d: Vec<f64> = (0..width).map(|i| wdy[index(i)] * ww[i]).collect();
                     let mean = if centered { d.iter().sum::<f64>() / width as f64 } else { 0.0 };
-                    let along = (0..width).map(|i| d[i] * h[at(i)]).sum::<f64>() / width as f64;
+                    let mean_dh = (0..width).map(|i| d[i] * h[index(i)]).sum::<f64>() / width as f64;
                     for i in 0..width {
-                        want_dx.push(factor * (d[i] - mean - h[at(i)] * along));
-                        want_dw[i] += wdy[at(i)] * h[at(i)];
-                        want_db[i] += wdy[at(i)];
+                        want_dx.push(factor * (d[i] - mean - h[index(i)] * mean_dh));
+                        want_dw[i] += wdy[index(i)] * h[index(i)];
+                        want_db[i] += wdy[index(i)];
                     }
                 }
                 let before = numbers::<E>(x.len(), 5);
                 let (mut dw, mut db) = (vec![7f32; width], vec![7f32; width]);
                 for accumulate in [false, true] {
                     let mut dx = before.clone();
-                    let into = Some((&mut dx[..], accumulate));
+                    let dx_arg = Some((&mut dx[..], accumulate));
                     if centered {
-                        layer_norm_backward(&x, &wide(&weight), &pairs, &dy, into, Some(&mut dw), Some(&mut db));
-                        near(&db, &want_db, 1e-5);
+                        layer_norm_backward(&x, &wide(&weight), &ln_stats, &dy, dx_arg, Some(&mut dw), Some(&mut db));
+                        assert_close(&db, &want_db, 1e-5);
                     } else {
-                        rms_norm_backward(&x, &wide(&weight), &singles, &dy, into, Some(&mut dw));
+                        rms_norm_backward(&x, &wide(&weight), &rms_stats, &dy, dx_arg, Some(&mut dw));
                     }
                     let base = |i: usize| if accumulate { f64::from(get(before[i])) } else { 0.0 };
                     let want: Vec<f64> = want_dx.iter().enumerate().map(|(i, dx)| dx + base(i)).collect();
                     // With one element, only the rounding error is left, multiplied by a large factor.
                     if width > 1 {
-                        near(&dx, &want, accuracy.max(2e-6));
+                        assert_close(&dx, &want, accuracy.max(2e-6));
                     }
-                    near(&dw, &want_dw, 1e-5);
+                    assert_close(&dw, &want_dw, 1e-5);
                 }
             }
         }

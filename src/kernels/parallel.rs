@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Runs `task(0)`, ..., `task(n_tasks - 1)`. Each free thread takes the next task in this order.
 ///
-/// The calling thread takes part, so it never waits for other threads to wake up. With one thread or one task,
+/// The calling thread also runs tasks, so it never waits for other threads to wake up. With one thread or one task,
 /// everything runs on the calling thread, in order.
 pub fn for_each(n_tasks: usize, task: impl Fn(usize) + Sync) {
     run_tasks(n_tasks, &task);

@@ -40,9 +40,9 @@ impl RotaryLayout {
 pub struct RotaryTable {
     layout: RotaryLayout,
     /// The number of rotated pairs in a head.
-    half: usize,
+    pairs: usize,
     time: usize,
-    /// The cosines `[time, half]`.
+    /// The cosines `[time, pairs]`.
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
@@ -53,23 +53,23 @@ impl RotaryTable {
     ///
     /// Panics if a head has fewer elements than the pairs need, or an odd number of elements.
     pub fn new(time: usize, layout: RotaryLayout, frequencies: &[f64], factor: impl Fn(usize) -> f64) -> Self {
-        let half = frequencies.len();
+        let pairs = frequencies.len();
         assert!(
-            2 * half <= layout.head && layout.head.is_multiple_of(2),
+            2 * pairs <= layout.head && layout.head.is_multiple_of(2),
             "{} {} not fit into a head of {}",
-            counted(half, "pair"),
-            if half == 1 { "does" } else { "do" },
+            counted(pairs, "pair"),
+            if pairs == 1 { "does" } else { "do" },
             counted(layout.head, "element")
         );
         let [cos, sin] = [f64::cos, f64::sin].map(|f| {
-            let mut table = Vec::with_capacity(time * half);
+            let mut table = Vec::with_capacity(time * pairs);
             for t in 0..time {
                 let factor = factor(t);
                 table.extend(frequencies.iter().map(|frequency| (factor * f(t as f64 * frequency)) as f32));
             }
             table
         });
-        Self { layout, half, time, cos, sin }
+        Self { layout, pairs, time, cos, sin }
     }
 
     /// Returns the number of positions.
@@ -81,26 +81,32 @@ impl RotaryTable {
     /// `[time, pairs]`.
     #[cfg(feature = "cuda")]
     pub fn tables(&self) -> (RotaryLayout, usize, [&[f32]; 2]) {
-        (self.layout, self.half, [&self.cos, &self.sin])
+        (self.layout, self.pairs, [&self.cos, &self.sin])
     }
 
-    /// Rotates x into y, for rows `[rows, heads * head]`. Row r is at position `at(r)`.
+    /// Rotates x into y, for rows `[rows, heads * head]`. Row r is at position `position_of(r)`.
     ///
     /// Panics if the lengths differ or are not a multiple of `width`, if `width` is not a multiple of the size of a
     /// head, or if the table does not cover a position.
-    pub fn forward<E: Element>(&self, x: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, y: &mut [E]) {
-        self.rotate(x, at, width, y, 1.0);
+    pub fn forward<E: Element>(&self, x: &[E], position_of: impl Fn(usize) -> usize + Sync, width: usize, y: &mut [E]) {
+        self.rotate(x, position_of, width, y, 1.0);
     }
 
     /// Rotates dy back into dx: the gradient of [`RotaryTable::forward`]'s input. Panics under the same conditions.
-    pub fn backward<E: Element>(&self, dy: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, dx: &mut [E]) {
-        self.rotate(dy, at, width, dx, -1.0);
+    pub fn backward<E: Element>(
+        &self,
+        dy: &[E],
+        position_of: impl Fn(usize) -> usize + Sync,
+        width: usize,
+        dx: &mut [E],
+    ) {
+        self.rotate(dy, position_of, width, dx, -1.0);
     }
 
     fn rotate<E: Element>(
         &self,
         x: &[E],
-        at: impl Fn(usize) -> usize + Sync,
+        position_of: impl Fn(usize) -> usize + Sync,
         width: usize,
         y: &mut [E],
         direction: f32,
@@ -123,23 +129,23 @@ impl RotaryTable {
         let task = ROWS_PER_TASK * width;
         for_each_part(x.len().div_ceil(task), ParallelChunks::new(y, task), |i, y| {
             let x = &x[i * task..][..y.len()];
-            let mut room = [(); 2].map(|()| vec![0f32; if E::KIND == ElementDtype::F32 { 0 } else { width }]);
+            let mut scratch = [(); 2].map(|()| vec![0f32; if E::KIND == ElementDtype::F32 { 0 } else { width }]);
             vectorized!({
                 for (r, (x, y)) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).enumerate() {
-                    let t = at(i * ROWS_PER_TASK + r);
+                    let t = position_of(i * ROWS_PER_TASK + r);
                     assert!(
                         t < self.time,
                         "position {t} is outside the table, which has {}",
                         counted(self.time, "position")
                     );
-                    let angles = [&self.cos, &self.sin].map(|table| &table[t * self.half..][..self.half]);
+                    let angles = [&self.cos, &self.sin].map(|table| &table[t * self.pairs..][..self.pairs]);
                     if E::KIND == ElementDtype::F32 {
-                        self.turn_row(bytemuck::cast_slice(x), angles, direction, bytemuck::cast_slice_mut(y));
+                        self.rotate_row(bytemuck::cast_slice(x), angles, direction, bytemuck::cast_slice_mut(y));
                         continue;
                     }
-                    let [x_room, y_room] = &mut room;
-                    self.turn_row(as_f32(x, x_room), angles, direction, y_room);
-                    narrow(y_room, y);
+                    let [x_scratch, y_scratch] = &mut scratch;
+                    self.rotate_row(as_f32(x, x_scratch), angles, direction, y_scratch);
+                    narrow(y_scratch, y);
                 }
             });
         });
@@ -147,13 +153,13 @@ impl RotaryTable {
 
     /// Rotates the heads of a row.
     #[inline(always)]
-    fn turn_row(&self, x: &[f32], angles: [&[f32]; 2], direction: f32, y: &mut [f32]) {
-        let (head, turned) = (self.layout.head, 2 * self.half);
+    fn rotate_row(&self, x: &[f32], angles: [&[f32]; 2], direction: f32, y: &mut [f32]) {
+        let (head, rotated) = (self.layout.head, 2 * self.pairs);
         for (x, y) in x.chunks_exact(head).zip(y.chunks_exact_mut(head)) {
-            let ((x, rest), (y, y_rest)) = (x.split_at(turned), y.split_at_mut(turned));
+            let ((x, rest), (y, y_rest)) = (x.split_at(rotated), y.split_at_mut(rotated));
             match self.layout.pairs {
-                RotaryPairs::Halves => turn_halves(x, angles, direction, y),
-                RotaryPairs::Adjacent => turn_adjacent(x, angles, direction, y),
+                RotaryPairs::Halves => rotate_halves(x, angles, direction, y),
+                RotaryPairs::Adjacent => rotate_adjacent(x, angles, direction, y),
             }
             y_rest.copy_from_slice(rest);
         }
@@ -161,7 +167,7 @@ impl RotaryTable {
 }
 
 #[inline(always)]
-fn turn_halves(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]) {
+fn rotate_halves(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]) {
     let half = cos.len();
     let (y_first, y_second) = y.split_at_mut(half);
     let (first, second) = x.split_at(half);
@@ -175,7 +181,7 @@ fn turn_halves(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]
 }
 
 #[inline(always)]
-fn turn_adjacent(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]) {
+fn rotate_adjacent(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]) {
     let (x, y) = (x.as_chunks::<2>().0, y.as_chunks_mut::<2>().0);
     for ((y, [a, b]), (cos, sin)) in y.iter_mut().zip(x).zip(cos.iter().zip(sin)) {
         *y = [a * cos - b * (sin * direction), b * cos + a * (sin * direction)];
@@ -211,23 +217,26 @@ mod tests {
             RotaryTable::new(time + 3, layout, &frequencies, factor).forward(&x, position, width, &mut back);
             let rotary = RotaryTable::new(time + 3, layout, &frequencies, |_| 1.0);
             rotary.forward(&x, position, width, &mut y);
-            for at in 0..x.len() {
-                let (t, i) = (position(at / width), at % head);
-                let start = at - i;
+            for index in 0..x.len() {
+                let (t, i) = (position(index / width), index % head);
+                let start = index - i;
                 let wide = |i: usize| f64::from(get(x[start + i]));
-                let turned = |pair: usize, [first, second]: [usize; 2]| {
+                let rotated = |pair: usize, [first, second]: [usize; 2]| {
                     let (sin, cos) = (t as f64 * frequency(pair)).sin_cos();
                     let (a, b) = (wide(first), wide(second));
                     if i == first { a * cos - b * sin } else { b * cos + a * sin }
                 };
-                let (want, by) = match pairs {
+                let (want, scale) = match pairs {
                     _ if i >= 2 * half => (wide(i), 1.0),
-                    Halves => (turned(i % half, [i % half, i % half + half]), factor(t)),
-                    Adjacent => (turned(i / 2, [i / 2 * 2, i / 2 * 2 + 1]), factor(t)),
+                    Halves => (rotated(i % half, [i % half, i % half + half]), factor(t)),
+                    Adjacent => (rotated(i / 2, [i / 2 * 2, i / 2 * 2 + 1]), factor(t)),
                 };
-                assert!((f64::from(get(y[at])) - want).abs() <= f64::from(accuracy), "{at}");
+                assert!((f64::from(get(y[index])) - want).abs() <= f64::from(accuracy), "{index}");
                 // The products are rounded, so the bound grows with them.
-                assert!((f64::from(get(back[at])) - by * want).abs() <= 2.0 * by * f64::from(accuracy), "{at}");
+                assert!(
+                    (f64::from(get(back[index])) - scale * want).abs() <= 2.0 * scale * f64::from(accuracy),
+                    "{index}"
+                );
             }
             rotary.backward(&y, position, width, &mut back);
             for (back, x) in back.iter().zip(&x) {

@@ -34,18 +34,18 @@ pub fn top(row: &[f32], top: &mut [u32]) {
         (x, y) if x.is_nan() || y.is_nan() => !x.is_nan() || (y.is_nan() && a < b),
         (x, y) => x > y || (x == y && a < b),
     };
-    let mut found = 0;
+    let mut count = 0;
     for candidate in 0..row.len() as u32 {
-        if found == top.len() {
-            if found == 0 || !precedes(candidate, top[found - 1]) {
+        if count == top.len() {
+            if count == 0 || !precedes(candidate, top[count - 1]) {
                 continue;
             }
-            found -= 1;
+            count -= 1;
         }
-        let at = top[..found].partition_point(|other| precedes(*other, candidate));
-        top.copy_within(at..found, at + 1);
-        top[at] = candidate;
-        found += 1;
+        let position = top[..count].partition_point(|other| precedes(*other, candidate));
+        top.copy_within(position..count, position + 1);
+        top[position] = candidate;
+        count += 1;
     }
 }
 

@@ -20,17 +20,17 @@ const ELEMENTS_PER_TASK: usize = 1 << 14;
 impl ScatterIndices {
     /// Calls `write` for each element of the source that has a target, with the index of this element and a reference
     /// to its target. Elements with the same target come in the source's order.
-    fn each(&self, y: &mut [f32], write: impl Fn(usize, &mut f32) + Sync) {
+    fn for_each_target(&self, y: &mut [f32], write: impl Fn(usize, &mut f32) + Sync) {
         // Each task reads all targets, and uses those in its part of the result.
         let tasks = (y.len() / ELEMENTS_PER_TASK).clamp(1, rayon::current_num_threads());
         let chunk = y.len().div_ceil(tasks).max(1);
         for_each_part(tasks, ParallelChunks::new(y, chunk), |task, y| {
             let start = task * chunk;
-            for (number, place) in self.places.iter().enumerate() {
-                if let Some(at) = place.checked_sub(start)
-                    && let Some(value) = y.get_mut(at)
+            for (index, place) in self.places.iter().enumerate() {
+                if let Some(offset) = place.checked_sub(start)
+                    && let Some(value) = y.get_mut(offset)
                 {
-                    write(number, value);
+                    write(index, value);
                 }
             }
         });
@@ -38,23 +38,23 @@ impl ScatterIndices {
 
     /// Overwrites elements of `y`. If several elements of the source have the same target, the last one wins.
     pub fn set(&self, source: &[f32], y: &mut [f32]) {
-        self.each(y, |number, value| *value = source[number]);
+        self.for_each_target(y, |index, value| *value = source[index]);
     }
 
     /// Adds to elements of `y`.
     pub fn add(&self, source: &[f32], y: &mut [f32]) {
-        self.each(y, |number, value| *value += source[number]);
+        self.for_each_target(y, |index, value| *value += source[index]);
     }
 
     /// Returns, for each element of the source, whether it remains in the result (of `results` elements) after
     /// [`ScatterIndices::set`]: it has a target, and no later element overwrites it.
     pub fn survives(&self, results: usize) -> Vec<bool> {
-        let mut taken = vec![false; results];
-        let mut stays = vec![false; self.places.len()];
-        for (number, place) in self.places.iter().enumerate().rev() {
-            stays[number] = *place != NOWHERE && !std::mem::replace(&mut taken[*place], true);
+        let mut overwritten = vec![false; results];
+        let mut survives = vec![false; self.places.len()];
+        for (index, place) in self.places.iter().enumerate().rev() {
+            survives[index] = *place != NOWHERE && !std::mem::replace(&mut overwritten[*place], true);
         }
-        stays
+        survives
     }
 
     /// Returns the elements of `dy` at the targets of the source's elements, and 0 for elements that are not written.

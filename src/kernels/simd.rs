@@ -86,26 +86,26 @@ pub(crate) fn prefetch<T>(values: &[T], ahead: usize) {
 
 /// Prefetches the cache line of an address, which need not be valid.
 #[inline(always)]
-pub(crate) fn prefetch_at<T>(place: *const T) {
+pub(crate) fn prefetch_at<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: a prefetch reads nothing that the program could see and never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(place.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = place;
+    let _ = address;
 }
 
 /// Prefetches the cache line of an address that will be written.
 #[inline(always)]
-pub(crate) fn prefetch_to_write<T>(place: *const T) {
+pub(crate) fn prefetch_to_write<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
         // SAFETY: same as above.
-        unsafe { _mm_prefetch::<_MM_HINT_ET0>(place.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_ET0>(address.cast()) }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = place;
+    let _ = address;
 }

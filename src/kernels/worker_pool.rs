@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!   caller:  open ── works ─────────────── close ── waits for those inside ── returns
-//!   helper:     looks ── enters ── works ── leaves ── looks ... sleeps
+//!   helper:     polls ── enters ── works ── leaves ── polls ... sleeps
 //! ```
 //!
 //! The state of a job is in one word, `state`: the number of the job, the number of helpers that may still enter, and
@@ -92,11 +92,11 @@ mod tests {
     }
 
     /// Returns work that ends once `n` threads run it at the same time.
-    fn together(n: u32) -> impl Fn() + Sync {
-        let here = AtomicU32::new(0);
+    fn meeting_of(n: u32) -> impl Fn() + Sync {
+        let arrived = AtomicU32::new(0);
         move || {
-            here.fetch_add(1, Ordering::SeqCst);
-            while here.load(Ordering::SeqCst) < n {
+            arrived.fetch_add(1, Ordering::SeqCst);
+            while arrived.load(Ordering::SeqCst) < n {
                 std::thread::yield_now();
             }
         }
@@ -127,7 +127,7 @@ mod tests {
     fn helpers_that_sleep_are_woken() {
         let pool = pool();
         for _ in 0..5 {
-            pool.run(2, &together(3));
+            pool.run(2, &meeting_of(3));
             while pool.0.asleep.load(Ordering::SeqCst) < 2 {
                 std::thread::yield_now();
             }
@@ -139,26 +139,26 @@ mod tests {
         let pool = pool();
         let me = std::thread::current().id();
         for (caller, helper) in [(false, true), (true, false), (true, true), (false, true)] {
-            let all = together(2);
+            let meet = meeting_of(2);
             let work = || {
-                all();
+                meet();
                 let panics = if std::thread::current().id() == me { caller } else { helper };
-                assert!(!panics, "as planted");
+                assert!(!panics, "deliberate panic");
             };
             let panic = catch_unwind(AssertUnwindSafe(|| pool.run(1, &work))).expect_err("a panic");
-            assert_eq!(panic.downcast_ref(), Some(&"as planted"));
-            pool.run(1, &together(2));
+            assert_eq!(panic.downcast_ref(), Some(&"deliberate panic"));
+            pool.run(1, &meeting_of(2));
         }
     }
 
     #[test]
     fn a_second_caller_works_alone() {
-        let (pool, alone) = (pool(), AtomicU32::new(0));
-        let both = together(2);
+        let (pool, calls) = (pool(), AtomicU32::new(0));
+        let meet = meeting_of(2);
         pool.run(1, &|| {
-            both();
-            pool.run(1, &|| _ = alone.fetch_add(1, Ordering::SeqCst));
+            meet();
+            pool.run(1, &|| _ = calls.fetch_add(1, Ordering::SeqCst));
         });
-        assert_eq!(alone.load(Ordering::SeqCst), 2);
+        assert_eq!(calls.load(Ordering::SeqCst), 2);
     }
 }

@@ -49,11 +49,11 @@ impl FragmentSchedule {
 
     /// Returns the fragment that is sent after step `step` (counted from 1), if there is one.
     pub fn sent_after(self, step: u64) -> Option<usize> {
-        let in_window = step.checked_sub(1)? % self.steps + 1;
-        // The first fragment whose turn in the window is after this step or a later one.
-        let fragment = (u128::from(in_window) * u128::from(self.fragments)).div_ceil(u128::from(self.steps)) - 1;
+        let step_in_window = step.checked_sub(1)? % self.steps + 1;
+        // The first fragment whose turn in the window comes after this step or a later one.
+        let fragment = (u128::from(step_in_window) * u128::from(self.fragments)).div_ceil(u128::from(self.steps)) - 1;
         let turn = (fragment + 1) * u128::from(self.steps) / u128::from(self.fragments);
-        (turn == u128::from(in_window)).then(|| usize::try_from(fragment).unwrap_or(usize::MAX))
+        (turn == u128::from(step_in_window)).then(|| usize::try_from(fragment).unwrap_or(usize::MAX))
     }
 
     /// Returns the fragment that takes effect after step `step` (counted from 1), if there is one.
@@ -66,10 +66,10 @@ impl FragmentSchedule {
 /// each parameter. A fragment consists of consecutive parameters.
 pub(crate) fn fragments_of(elements: &[usize], fragments: usize) -> Vec<usize> {
     let total: u128 = elements.iter().map(|elements| *elements as u128).sum();
-    let mut before = 0u128;
+    let mut preceding = 0u128;
     let mut fragment = |elements: &usize| {
-        let middle = 2 * before + *elements as u128;
-        before += *elements as u128;
+        let middle = 2 * preceding + *elements as u128;
+        preceding += *elements as u128;
         let fragment = (middle * fragments as u128).checked_div(2 * total).unwrap_or(0);
         usize::try_from(fragment).unwrap_or(usize::MAX).min(fragments - 1)
     };
@@ -108,7 +108,7 @@ mod tests {
                     (1..=steps).filter_map(|step| schedule.sent_after(window * steps + step)).collect();
                 prop_assert_eq!(sent, (0..schedule.fragments()).collect::<Vec<_>>());
             }
-            let (mut in_flight, mut most) = (std::collections::BTreeSet::new(), 0);
+            let (mut in_flight, mut max) = (std::collections::BTreeSet::new(), 0);
             for step in 1..=4 * steps {
                 if let Some(fragment) = schedule.sent_after(step) {
                     prop_assert!(in_flight.insert(fragment));
@@ -116,20 +116,20 @@ mod tests {
                 if let Some(fragment) = schedule.arrives_after(step) {
                     prop_assert!(in_flight.remove(&fragment));
                 }
-                most = most.max(in_flight.len());
+                max = max.max(in_flight.len());
             }
-            prop_assert_eq!(most, schedule.most_in_flight());
+            prop_assert_eq!(max, schedule.most_in_flight());
         }
 
         #[test]
         fn fragments_are_consecutive_parameters_of_about_equal_size(
             elements in proptest::collection::vec(0usize..1000, 0..60), fragments in 1usize..8,
         ) {
-            let of = fragments_of(&elements, fragments);
-            prop_assert!(of.is_sorted() && of.iter().all(|fragment| *fragment < fragments));
+            let assigned = fragments_of(&elements, fragments);
+            prop_assert!(assigned.is_sorted() && assigned.iter().all(|fragment| *fragment < fragments));
             let (total, largest) = (elements.iter().sum::<usize>(), elements.iter().max().copied().unwrap_or(0));
             for fragment in 0..fragments {
-                let size: usize = of.iter().zip(&elements).filter(|(f, _)| **f == fragment).map(|(_, n)| n).sum();
+                let size: usize = assigned.iter().zip(&elements).filter(|(f, _)| **f == fragment).map(|(_, n)| n).sum();
                 prop_assert!(size <= total / fragments + 1 + largest);
             }
         }

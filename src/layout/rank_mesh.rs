@@ -42,7 +42,7 @@ impl MeshAxis {
     /// All axes in their usual order, the outermost first.
     pub const ALL: [Self; 6] = [Self::Island, Self::Data, Self::Pipeline, Self::Sequence, Self::Expert, Self::Tensor];
 
-    /// Returns the name for messages.
+    /// Returns the axis's name, as used in messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::Island => "island",
@@ -97,8 +97,8 @@ impl fmt::Display for MeshError {
                 let axes = if axes.is_empty() { "no axis" } else { axes };
                 write!(
                     f,
-                    "{} {} not fit the lengths of the axes ({axes}), which require {needed}; start a different number of ranks \
-                     or change these lengths",
+                    "{} {} not fit the lengths of the axes ({axes}), which require {needed}; start a different number \
+                     of ranks or change these lengths",
                     counted(*world_size, "rank"),
                     if *world_size == 1 { "does" } else { "do" }
                 )
@@ -177,8 +177,8 @@ impl RankMesh {
     #[must_use]
     pub fn with_outermost(self, axis: MeshAxis) -> Self {
         let mut order = self.order;
-        let at = order.iter().position(|other| *other == axis).expect("every axis has its place");
-        order[..=at].rotate_right(1);
+        let index = order.iter().position(|other| *other == axis).expect("the order contains every axis");
+        order[..=index].rotate_right(1);
         Self { order, ..self }
     }
 
@@ -234,11 +234,11 @@ impl RankMesh {
 impl fmt::Display for RankMesh {
     /// Writes the axes that have more than one rank, the outermost first: `data 2 x pipeline 4`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let long: Vec<_> = self.order.iter().filter(|axis| self.len(**axis) > 1).collect();
-        if long.is_empty() {
+        let longer_axes: Vec<_> = self.order.iter().filter(|axis| self.len(**axis) > 1).collect();
+        if longer_axes.is_empty() {
             return f.write_str("1 rank");
         }
-        let text: Vec<String> = long.into_iter().map(|axis| format!("{axis} {}", self.len(*axis))).collect();
+        let text: Vec<String> = longer_axes.into_iter().map(|axis| format!("{axis} {}", self.len(*axis))).collect();
         f.write_str(&text.join(" x "))
     }
 }
@@ -302,8 +302,8 @@ mod tests {
             for rank in 0..mesh.world_size() {
                 let coordinates = MeshAxis::ALL.map(|axis| mesh.coordinate(rank, axis));
                 prop_assert!(seen.insert(coordinates));
-                let back = MeshAxis::ALL.into_iter().fold(0, |at, axis| {
-                    mesh.moved(at, axis, coordinates[axis as usize])
+                let back = MeshAxis::ALL.into_iter().fold(0, |rank_so_far, axis| {
+                    mesh.moved(rank_so_far, axis, coordinates[axis as usize])
                 });
                 prop_assert_eq!(back, rank);
             }
@@ -313,17 +313,17 @@ mod tests {
         fn groups_along_some_axes_divide_the_ranks_and_meet_groups_along_the_others_once(
             mesh in meshes(), chosen in proptest::collection::vec(any::<bool>(), 6),
         ) {
-            let (along, across): (Vec<_>, Vec<_>) =
+            let (chosen_axes, other_axes): (Vec<_>, Vec<_>) =
                 MeshAxis::ALL.into_iter().partition(|axis| chosen[*axis as usize]);
-            let groups = mesh.groups(&along);
-            let size: usize = along.iter().map(|axis| mesh.len(*axis)).product();
+            let groups = mesh.groups(&chosen_axes);
+            let size: usize = chosen_axes.iter().map(|axis| mesh.len(*axis)).product();
             prop_assert!(groups.iter().all(|group| group.len() == size && group.is_sorted()));
             let mut all = groups.concat();
             all.sort_unstable();
             prop_assert_eq!(all, (0..mesh.world_size()).collect::<Vec<_>>());
             for rank in 0..mesh.world_size() {
-                let other = mesh.group(rank, &across);
-                let group = mesh.group(rank, &along);
+                let other = mesh.group(rank, &other_axes);
+                let group = mesh.group(rank, &chosen_axes);
                 let common: Vec<_> = group.iter().filter(|member| other.contains(member)).copied().collect();
                 prop_assert_eq!(common, [rank]);
             }

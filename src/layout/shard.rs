@@ -29,15 +29,16 @@ pub fn shard_range(numel: usize, world_size: usize, rank: usize) -> Range<usize>
 pub struct ShardCut {
     /// The number of elements of the parameter.
     pub numel: usize,
-    /// The number of elements that must be on the same rank: 1, or the length of the blocks in which a state is quantized.
+    /// The number of elements that must be on the same rank: 1, or the length of the blocks in which a state is
+    /// quantized.
     pub block: usize,
     /// The ranks that hold the parameter, if not all ranks hold it.
     pub expert: Option<ExpertPlace>,
 }
 
 /// The ranks that hold the parameters of an expert: with expert parallelism, those with the expert's position along the
-/// expert axis. The position along this axis changes fastest with the number of the rank, so the expert is on every
-/// `size`-th rank.
+/// expert axis. The position along this axis changes fastest with the rank number, so the expert is on every `size`-th
+/// rank.
 ///
 /// ```text
 ///   4 ranks, 2 along the expert axis: ranks 0 1 2 3 have positions 0 1 0 1
@@ -171,10 +172,11 @@ mod tests {
 
         #[test]
         fn an_expert_lies_on_the_ranks_of_its_position(
-            numel in 0usize..5000, block in 1usize..40, size in 1usize..6, copies in 1usize..5, each in 1usize..4, at in 0usize..24,
+            numel in 0usize..5000, block in 1usize..40, size in 1usize..6, copies in 1usize..5, each in 1usize..4,
+            expert in 0usize..24,
         ) {
             let (count, world) = (size * each, size * copies);
-            let place = ExpertPlace::of(at % count, count, size);
+            let place = ExpertPlace::of(expert % count, count, size);
             let cut = ShardCut { numel, block, expert: Some(place) };
             let mut next = 0;
             for rank in 0..world {
@@ -189,7 +191,7 @@ mod tests {
             }
             prop_assert_eq!(next, numel);
             prop_assert_eq!((0..world).filter(|rank| cut.is_on(*rank)).count(), copies);
-            prop_assert_eq!((0..count).filter(|number| ExpertPlace::of(*number, count, size) == place).count(), each);
+            prop_assert_eq!((0..count).filter(|expert| ExpertPlace::of(*expert, count, size) == place).count(), each);
         }
 
         #[test]

@@ -118,10 +118,10 @@ impl ShardMesh {
     }
 
     /// Sorts one value per rank into the order of the ranks' pieces.
-    pub fn by_piece<T>(self, of_ranks: Vec<T>) -> Vec<T> {
-        let mut all: Vec<(usize, T)> = of_ranks.into_iter().enumerate().collect();
+    pub fn by_piece<T>(self, values: Vec<T>) -> Vec<T> {
+        let mut all: Vec<(usize, T)> = values.into_iter().enumerate().collect();
         all.sort_by_key(|(rank, _)| self.piece_of(*rank));
-        all.into_iter().map(|(_, of_rank)| of_rank).collect()
+        all.into_iter().map(|(_, value)| value).collect()
     }
 }
 
@@ -134,8 +134,8 @@ mod tests {
     fn four_ranks_in_groups_of_two() {
         let mesh = ShardMesh::in_groups(4, 2);
         let cut = ShardCut::anywhere(10);
-        let of_ranks: Vec<_> = (0..4).map(|rank| (mesh.shard_of(rank), mesh.piece_of(rank))).collect();
-        assert_eq!(of_ranks, [(0, 0), (1, 2), (0, 1), (1, 3)]);
+        let positions: Vec<_> = (0..4).map(|rank| (mesh.shard_of(rank), mesh.piece_of(rank))).collect();
+        assert_eq!(positions, [(0, 0), (1, 2), (0, 1), (1, 3)]);
         assert_eq!([0, 1].map(|shard| mesh.shard(cut, shard)), [0..6, 6..10]);
         assert_eq!([0, 1, 2, 3].map(|piece| mesh.piece(cut, piece)), [0..3, 3..6, 6..9, 9..10]);
         assert_eq!(mesh.by_piece(vec![0, 1, 2, 3]), [0, 2, 1, 3]);
@@ -158,8 +158,8 @@ mod tests {
             prop_assert_eq!(next, numel);
             let mut pieces: Vec<usize> = (0..shards * copies).map(|rank| mesh.piece_of(rank)).collect();
             for (rank, piece) in pieces.iter().enumerate() {
-                let (own, held) = (mesh.piece(cut, *piece), mesh.shard(cut, mesh.shard_of(rank)));
-                prop_assert!(held.start <= own.start && own.end <= held.end);
+                let (piece_range, shard_range) = (mesh.piece(cut, *piece), mesh.shard(cut, mesh.shard_of(rank)));
+                prop_assert!(shard_range.start <= piece_range.start && piece_range.end <= shard_range.end);
                 prop_assert!(mesh.pieces_of(mesh.shard_of(rank)).contains(piece));
             }
             prop_assert_eq!(mesh.by_piece(pieces.clone()), (0..shards * copies).collect::<Vec<_>>());

@@ -1,4 +1,4 @@
-//! The positions of a rank's shares of parameters: the sub-group, the first element, and the reserved room.
+//! The positions of a rank's shares of parameters: the sub-group, the first element, and the reserved space.
 //!
 //! The engine lays out its buffers and files accordingly, and `zerorun estimate` counts on the same basis.
 
@@ -9,7 +9,7 @@ use super::shard::SubGroupFill;
 pub struct ShareLayout {
     /// Whether a rank owns only its shard of a parameter.
     sharded: bool,
-    /// The reserved room is a multiple of this number of elements.
+    /// The reserved space is a multiple of this number of elements.
     step: usize,
     /// The maximum number of elements of weights that stay in memory, if the others are in a file.
     weights_in_memory: Option<usize>,
@@ -17,7 +17,7 @@ pub struct ShareLayout {
     /// The open sub-group of each class.
     rules: Vec<SubGroupFill>,
     /// The number of elements of weights in memory so far; `None` after the first share that is in a file.
-    kept: Option<usize>,
+    elements_kept: Option<usize>,
 }
 
 /// The position of one parameter's share.
@@ -40,7 +40,7 @@ impl ShareLayout {
     /// Creates a layout with sub-groups of about `sub_group_size` elements of shards. Shares are full parameters unless
     /// `sharded`.
     pub fn new(sharded: bool, sub_group_size: usize) -> Self {
-        Self { sharded, step: 1, weights_in_memory: None, sub_group_size, rules: Vec::new(), kept: Some(0) }
+        Self { sharded, step: 1, weights_in_memory: None, sub_group_size, rules: Vec::new(), elements_kept: Some(0) }
     }
 
     /// Returns the layout for state in files, in which each share begins at a multiple of `step` elements.
@@ -52,12 +52,12 @@ impl ShareLayout {
     }
 
     /// Places a parameter's share, which has `shard` elements if shares are shards, and `whole` elements otherwise. The
-    /// share's room is a number of complete blocks of `block` elements. Parameters of different classes (numbers from
-    /// 0) are in different sub-groups, because they have different states.
+    /// share's reserved space is a number of complete blocks of `block` elements. Parameters of different classes
+    /// (numbers from 0) are in different sub-groups, because they have different states.
     pub fn push(&mut self, shard: usize, whole: usize, class: usize, block: usize) -> SharePosition {
         let share = if self.sharded { shard } else { whole };
         let room = share.next_multiple_of(block).next_multiple_of(self.step);
-        let begins = self.fills_memory(room);
+        let begins = self.is_first_in_file(room);
         if begins {
             // The weights of a sub-group are either all in memory or all in files.
             self.rules.clear();
@@ -67,14 +67,14 @@ impl ShareLayout {
         }
         // The rule counts shards at every stage, so that sub-groups are the same at every stage.
         let closes = self.rules[class].push(shard);
-        SharePosition { share, room, begins, closes, spills: self.kept.is_none() }
+        SharePosition { share, room, begins, closes, spills: self.elements_kept.is_none() }
     }
 
     /// Returns whether this share is the first that is in a file. The first weights stay in memory.
-    fn fills_memory(&mut self, room: usize) -> bool {
-        let (Some(limit), Some(kept)) = (self.weights_in_memory, self.kept) else { return false };
-        self.kept = kept.checked_add(room).filter(|total| *total <= limit);
-        self.kept.is_none()
+    fn is_first_in_file(&mut self, room: usize) -> bool {
+        let (Some(limit), Some(elements_kept)) = (self.weights_in_memory, self.elements_kept) else { return false };
+        self.elements_kept = elements_kept.checked_add(room).filter(|total| *total <= limit);
+        self.elements_kept.is_none()
     }
 }
 
@@ -90,31 +90,31 @@ mod tests {
 
     #[test]
     fn weights_beyond_the_limit_begin_a_sub_group_in_the_file() {
-        let mut sharing = ShareLayout::new(true, 100).in_files(8, Some(24));
-        let laid: Vec<SharePosition> =
-            [20, 21, 10, 300, 2].into_iter().map(|numel: usize| sharing.push(numel.div_ceil(2), numel, 0, 1)).collect();
-        let rooms: Vec<_> = laid.iter().map(|l| (l.share, l.room)).collect();
+        let mut layout = ShareLayout::new(true, 100).in_files(8, Some(24));
+        let positions: Vec<SharePosition> =
+            [20, 21, 10, 300, 2].into_iter().map(|numel: usize| layout.push(numel.div_ceil(2), numel, 0, 1)).collect();
+        let rooms: Vec<_> = positions.iter().map(|l| (l.share, l.room)).collect();
         assert_eq!(rooms, [(10, 16), (11, 16), (5, 8), (150, 152), (1, 8)]);
         // 16 elements stay in memory; 32 would be too many. Later shares are in the file too.
-        assert_eq!(laid.iter().map(|l| l.spills).collect::<Vec<_>>(), [false, true, true, true, true]);
-        assert_eq!(laid.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, true, false, false, false]);
-        assert_eq!(laid.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, false, true, false]);
+        assert_eq!(positions.iter().map(|l| l.spills).collect::<Vec<_>>(), [false, true, true, true, true]);
+        assert_eq!(positions.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, true, false, false, false]);
+        assert_eq!(positions.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, false, true, false]);
     }
 
     #[test]
     fn without_files_every_share_lies_next_to_the_one_before() {
-        let mut sharing = ShareLayout::new(false, 3);
-        let laid = sharing.push(3, 10, 0, 1);
-        assert_eq!(laid, SharePosition { share: 10, room: 10, begins: false, closes: true, spills: false });
+        let mut layout = ShareLayout::new(false, 3);
+        let positions = layout.push(3, 10, 0, 1);
+        assert_eq!(positions, SharePosition { share: 10, room: 10, begins: false, closes: true, spills: false });
     }
 
     #[test]
     fn classes_fill_sub_groups_of_their_own_until_the_weights_spill() {
-        let mut sharing = ShareLayout::new(true, 10).in_files(1, Some(16));
-        let laid: Vec<SharePosition> =
-            [(6, 0), (6, 1), (4, 0), (1, 1), (9, 1)].map(|(n, class)| sharing.push(n, n, class, 1)).into();
-        assert_eq!(laid.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, true, false, true]);
-        assert_eq!(laid.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, false, false, true, false]);
+        let mut layout = ShareLayout::new(true, 10).in_files(1, Some(16));
+        let positions: Vec<SharePosition> =
+            [(6, 0), (6, 1), (4, 0), (1, 1), (9, 1)].map(|(n, class)| layout.push(n, n, class, 1)).into();
+        assert_eq!(positions.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, true, false, true]);
+        assert_eq!(positions.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, false, false, true, false]);
     }
 
     #[test]

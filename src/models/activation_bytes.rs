@@ -28,40 +28,41 @@ impl DecoderConfig {
     pub fn activation_bytes(&self, pass: ActivationBytesOptions) -> usize {
         let ActivationBytesOptions { tokens, element, recompute, trains_base } = pass;
         let (width, blocks) = (self.hidden_size, self.blocks.len());
-        let of_tokens = |bytes: usize| tokens.saturating_mul(bytes);
+        let times_tokens = |bytes: usize| tokens.saturating_mul(bytes);
         // Blocks differ in the layers that follow attention.
         let sparse = self.sparse_blocks().count();
-        let [of_dense, of_sparse] = [BlockMlp::Dense, BlockMlp::Mixture].map(|mlp| self.kept_by_block(mlp, element));
+        let [dense_bytes, sparse_bytes] =
+            [BlockMlp::Dense, BlockMlp::Mixture].map(|mlp| self.bytes_per_token(mlp, element));
         let largest = match (sparse, blocks - sparse) {
-            (0, _) => of_dense,
-            (_, 0) => of_sparse,
-            _ => of_dense.max(of_sparse),
+            (0, _) => dense_bytes,
+            (_, 0) => sparse_bytes,
+            _ => dense_bytes.max(sparse_bytes),
         };
-        let all = of_tokens(sparse * of_sparse + (blocks - sparse) * of_dense);
-        let whole = of_tokens(largest);
+        let all_blocks = times_tokens(sparse * sparse_bytes + (blocks - sparse) * dense_bytes);
+        let largest_block = times_tokens(largest);
         // The gradients of the MLP's intermediate values and of the residual stream, together with the values that are
         // recomputed.
         let (has_dense, has_sparse) = (blocks == 0 || sparse < blocks, blocks == 0 || sparse > 0);
         let dense = if has_dense { self.intermediate_size } else { 0 };
         let inner = self.mixture.as_ref().filter(|_| has_sparse).map_or(0, |mixture| mixture.intermediate(width));
-        let passing = of_tokens((2 * dense.max(inner) + 3 * width) * element);
+        let block_gradients = times_tokens((2 * dense.max(inner) + 3 * width) * element);
         let output = if trains_base { self.vocab.saturating_mul(width).saturating_mul(4 + element) } else { 0 };
         // If there are few logits, they are counted twice, because the operands of their products have a similar size.
         let logits = MAX_LOGITS_BYTES
-            .min(2 * of_tokens(self.vocab * element))
+            .min(2 * times_tokens(self.vocab * element))
             .max(MIN_LOGITS_ROWS.min(tokens) * self.vocab * element);
-        let loss = of_tokens(width * (4 + 3 * element)).saturating_add(logits).saturating_add(output);
+        let loss = times_tokens(width * (4 + 3 * element)).saturating_add(logits).saturating_add(output);
         if !recompute {
-            return all.saturating_add(passing.max(loss));
+            return all_blocks.saturating_add(block_gradients.max(loss));
         }
-        let inputs = of_tokens(blocks.saturating_mul(width * element));
+        let inputs = times_tokens(blocks.saturating_mul(width * element));
         // The result of a frozen embedding has no graph. The first block is then not recomputed, and keeps everything.
-        let first = if trains_base { 0 } else { whole };
-        inputs.saturating_add(first).saturating_add(loss.max(whole.saturating_add(passing)))
+        let first = if trains_base { 0 } else { largest_block };
+        inputs.saturating_add(first).saturating_add(loss.max(largest_block.saturating_add(block_gradients)))
     }
 
     /// Returns the number of bytes per token that a block keeps.
-    fn kept_by_block(&self, mlp: BlockMlp, element: usize) -> usize {
+    fn bytes_per_token(&self, mlp: BlockMlp, element: usize) -> usize {
         let width = self.hidden_size;
         let mixture = self.mixture.as_ref().filter(|_| mlp == BlockMlp::Mixture);
         let inner = mixture.map_or(self.intermediate_size, |mixture| mixture.intermediate(width));
@@ -86,10 +87,10 @@ impl DecoderConfig {
         }
         let adapted = |lora: &crate::nn::LoraConfig| {
             // Assumes that all projections are adapted, which is the maximum.
-            let thin = 7 * 4 * lora.r;
+            let low_rank = 7 * 4 * lora.r;
             let products = if lora.dora { (q + 2 * kv + width + 2 * inner + width) * element } else { 0 };
             let middle = if self.gated { 0 } else { inner * element };
-            thin + products + middle
+            low_rank + products + middle
         };
         // One sum of exponentials per head.
         elements * element + self.num_attention_heads * 4 + self.lora.as_ref().map_or(0, adapted)

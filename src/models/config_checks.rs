@@ -6,20 +6,20 @@ use std::fmt::Display;
 /// Returns the preset called `name`.
 ///
 /// # Errors
-/// An unknown name; the message lists the known ones.
+/// Returns an error that lists the known names if `name` is not one of them.
 pub(super) fn find_preset<'a, P>(presets: &'a [P], name_of: impl Fn(&P) -> &'static str, name: &str) -> Result<&'a P> {
     if let Some(preset) = presets.iter().find(|preset| name_of(preset) == name) {
         return Ok(preset);
     }
     let names: Vec<&str> = presets.iter().map(name_of).collect();
-    let near = names
+    let nearest = names
         .iter()
         .map(|known| (strsim::damerau_levenshtein(known, name), known))
         .filter(|(distance, _)| *distance <= 3)
         .min_by_key(|(distance, _)| *distance);
     Err(ModelError::UnknownPreset {
         found: name.to_string(),
-        suggestion: near.map(|(_, known)| known.to_string()),
+        suggestion: nearest.map(|(_, known)| known.to_string()),
         known: names.join(", "),
     }
     .into())
@@ -54,10 +54,10 @@ pub(super) fn require_blocks(key: &'static str, blocks: usize) -> Result<()> {
 
 /// Checks that no size is 0 or exceeds the range of a token id or a dimension.
 pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
-    let most = u32::MAX as usize;
-    match sizes.iter().find(|(_, size)| !(1..=most).contains(size)) {
+    let max_size = u32::MAX as usize;
+    match sizes.iter().find(|(_, size)| !(1..=max_size).contains(size)) {
         Some((key, 0)) => Err(refused(key, 0, "at least 1")),
-        Some((key, size)) => Err(refused(key, size, &format!("at most {most}"))),
+        Some((key, size)) => Err(refused(key, size, &format!("at most {max_size}"))),
         None => Ok(()),
     }
 }

@@ -25,7 +25,7 @@ pub trait IntoDecoderConfig: Clone {
     /// Returns the decoder's configuration.
     ///
     /// # Errors
-    /// Invalid sizes.
+    /// Returns an error if a size is invalid.
     fn decoder(&self) -> crate::Result<DecoderConfig>;
 
     /// Returns the maximum length of an input, in tokens.
@@ -90,7 +90,7 @@ impl<C> DecoderLayers<C> {
     }
 
     /// Returns the input of the first block for tokens that start at position `first`.
-    fn embedded(&self, ids: &Tensor, first: usize, sequences: Option<&Sequences>) -> Result<Tensor> {
+    fn embed(&self, ids: &Tensor, first: usize, sequences: Option<&Sequences>) -> Result<Tensor> {
         self.input.forward(self.embedding.forward(ids)?, first, sequences)
     }
 }
@@ -217,14 +217,15 @@ impl DecoderOutputLayers {
 pub(super) struct SharedRotaries(Vec<(RotaryConfig, [Rotary; 2])>);
 
 impl SharedRotaries {
-    pub(super) fn of(&mut self, config: &DecoderConfig, rule: &BlockConfig) -> Result<Option<[Rotary; 2]>> {
-        let Some(rule) = rule.rotary.as_ref().filter(|_| config.learned_positions.is_none()) else { return Ok(None) };
-        if let Some((_, known)) = self.0.iter().find(|(known, _)| known == rule) {
-            return Ok(Some(known.clone()));
+    pub(super) fn of(&mut self, config: &DecoderConfig, block: &BlockConfig) -> Result<Option<[Rotary; 2]>> {
+        let rotary = block.rotary.as_ref().filter(|_| config.learned_positions.is_none());
+        let Some(rotary) = rotary else { return Ok(None) };
+        if let Some((_, tables)) = self.0.iter().find(|(key, _)| key == rotary) {
+            return Ok(Some(tables.clone()));
         }
-        let rotary = rule.rotations(config.head_dim, config.rotary_pairs, config.ctx)?;
-        self.0.push((rule.clone(), rotary.clone()));
-        Ok(Some(rotary))
+        let tables = rotary.rotations(config.head_dim, config.rotary_pairs, config.ctx)?;
+        self.0.push((rotary.clone(), tables.clone()));
+        Ok(Some(tables))
     }
 }
 
@@ -240,7 +241,7 @@ impl<C: IntoDecoderConfig> Architecture for DecoderLayers<C> {
     }
 
     fn states(&self, ids: &Tensor, sequences: Option<&Sequences>) -> Result<Tensor> {
-        let mut x = self.embedded(ids, 0, sequences)?;
+        let mut x = self.embed(ids, 0, sequences)?;
         for block in &self.blocks {
             let sequences = sequences.cloned();
             x = block.forward_by(&x, move |block, x| {
@@ -254,7 +255,7 @@ impl<C: IntoDecoderConfig> Architecture for DecoderLayers<C> {
         let Some(routers) = &self.routers else {
             return Ok(RoutedStates { states: self.states(ids, sequences)?, routings: Vec::new() });
         };
-        let mut x = self.embedded(ids, 0, sequences)?;
+        let mut x = self.embed(ids, 0, sequences)?;
         let (width, mut routings) = (x.dims3()?.2, Vec::with_capacity(routers.blocks.len()));
         for (number, block) in self.blocks.iter().enumerate() {
             let (sequences, router) = (sequences.cloned(), routers.blocks.get(&number));
@@ -282,7 +283,7 @@ impl<C: IntoDecoderConfig> Architecture for DecoderLayers<C> {
     }
 
     fn states_after(&self, ids: &Tensor, caches: &mut [KeyValueCache]) -> Result<Tensor> {
-        let mut x = self.embedded(ids, caches.first().map_or(0, KeyValueCache::len), None)?;
+        let mut x = self.embed(ids, caches.first().map_or(0, KeyValueCache::len), None)?;
         for (block, cache) in self.blocks.iter().zip(caches) {
             x = block
                 .evaluate(|block| block.run(&x, BlockContext { cache: Some(cache), ..BlockContext::default() }))?;

@@ -47,24 +47,24 @@ pub(super) struct BlockContext<'a> {
 }
 
 impl DecoderBlock {
-    /// Builds a block of `config` with the settings in `rule` and the tables in `rotary`. Initial weights of
+    /// Builds a block of `config` with the settings in `block` and the tables in `rotary`. Initial weights of
     /// projections onto the residual stream are smaller by a factor of sqrt(2 num_hidden_layers).
     pub(super) fn new(
         config: &DecoderConfig,
-        rule: &BlockConfig,
+        block: &BlockConfig,
         rotary: Option<[Rotary; 2]>,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
         let names = BlockParameterNames::of(config);
         let placement = config.norm_placement;
-        let norm = |is_there: bool, name: &str| is_there.then(|| BlockNorm::new(config, vb.pp(name))).transpose();
-        let has_before = placement != NormPlacement::After;
+        let norm = |is_present: bool, name: &str| is_present.then(|| BlockNorm::new(config, vb.pp(name))).transpose();
+        let has_input_norms = placement != NormPlacement::After;
         Ok(Self {
-            before_attention: norm(has_before, names.before_attention)?,
-            attention: BlockAttention::new(config, rule, rotary, &vb.pp(names.attention))?,
+            before_attention: norm(has_input_norms, names.before_attention)?,
+            attention: BlockAttention::new(config, block, rotary, &vb.pp(names.attention))?,
             after_attention: norm(placement.is_after(), names.after_attention)?,
-            before_mlp: norm(has_before && placement != NormPlacement::Parallel, names.before_mlp)?,
-            mlp: match rule.mlp {
+            before_mlp: norm(has_input_norms && placement != NormPlacement::Parallel, names.before_mlp)?,
+            mlp: match block.mlp {
                 BlockMlp::Dense => {
                     MlpOrMixture::Mlp(Box::new(Mlp::new(config, config.intermediate_size, &vb.pp("mlp"))?))
                 }
@@ -79,16 +79,16 @@ impl DecoderBlock {
 
     /// Applies the block to `x` `[batch, time, hidden_size]`.
     ///
-    /// If the router's logits are wanted, they are part of the result, so that a loss outside a block that recomputes
-    /// can depend on them. The result is then `[batch, time, hidden_size + experts]`.
-    pub(super) fn run(&self, x: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
+    /// If the router's logits are requested, they are part of the result, so that a loss outside a block that
+    /// recomputes can depend on them. The result is then `[batch, time, hidden_size + experts]`.
+    pub(super) fn run(&self, x: &Tensor, context: BlockContext<'_>) -> Result<Tensor> {
         let normalized = |norm: &Option<BlockNorm>, x: &Tensor| match norm {
             Some(norm) => norm.forward(x),
             None => Ok(x.clone()),
         };
-        let with_router_logits = around.with_router_logits;
+        let with_router_logits = context.with_router_logits;
         let h = normalized(&self.before_attention, x)?;
-        let attended = self.attention.forward(&h, around)?;
+        let attended = self.attention.forward(&h, context)?;
         let x = &self.add_projected(x, &self.attention.output, &attended, self.after_attention.as_ref())?;
         let h = if self.is_parallel { h } else { normalized(&self.before_mlp, x)? };
         match &self.mlp {
@@ -227,7 +227,7 @@ struct BlockAttention {
 /// The projections to queries, keys and values.
 #[derive(Debug, Clone)]
 enum QkvProjections {
-    Apart([Projection; 3]),
+    Split([Projection; 3]),
     /// One projection with queries, keys and values side by side.
     Fused(Projection),
 }
@@ -235,7 +235,7 @@ enum QkvProjections {
 impl BlockAttention {
     fn new(
         config: &DecoderConfig,
-        rule: &BlockConfig,
+        block: &BlockConfig,
         rotary: Option<[Rotary; 2]>,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
@@ -244,7 +244,7 @@ impl BlockAttention {
         let projection = |name: &str, outputs| config.projection(name, [d, outputs], config.qkv_bias, false, vb);
         let input = match config.naming {
             ParameterNaming::Llama | ParameterNaming::Glm | ParameterNaming::StarCoder2 => {
-                QkvProjections::Apart([projection("q_proj", q)?, projection("k_proj", kv)?, projection("v_proj", kv)?])
+                QkvProjections::Split([projection("q_proj", q)?, projection("k_proj", kv)?, projection("v_proj", kv)?])
             }
             ParameterNaming::Phi3 | ParameterNaming::Gpt2 => QkvProjections::Fused(projection(names.qkv, q + 2 * kv)?),
         };
@@ -275,7 +275,7 @@ impl BlockAttention {
             options: AttentionOptions {
                 scale: config.query_scale,
                 soft_cap: config.attention_soft_cap,
-                window: rule.window,
+                window: block.window,
                 ..AttentionOptions::default()
             },
             output,
@@ -283,11 +283,11 @@ impl BlockAttention {
     }
 
     /// Returns the input of the output projection.
-    fn forward(&self, h: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
-        let BlockContext { sequences, cache, .. } = around;
+    fn forward(&self, h: &Tensor, context: BlockContext<'_>) -> Result<Tensor> {
+        let BlockContext { sequences, cache, .. } = context;
         let first = cache.as_ref().map_or(0, |cache| cache.len());
         let [q, k, v] = match &self.input {
-            QkvProjections::Apart([q, k, v]) => [q.forward(h)?, k.forward(h)?, v.forward(h)?],
+            QkvProjections::Split([q, k, v]) => [q.forward(h)?, k.forward(h)?, v.forward(h)?],
             QkvProjections::Fused(qkv) => {
                 let qkv = qkv.forward(h)?;
                 if self.takes_fused() {
@@ -310,19 +310,19 @@ impl BlockAttention {
         sequences: Option<&Sequences>,
         cache: Option<&mut KeyValueCache>,
     ) -> Result<Tensor> {
-        let turned = |x: Tensor, which: usize| {
+        let rotated = |x: Tensor, index: usize| {
             let x = match &self.query_key_norms {
-                Some(norms) => norms[which].forward(&x)?,
+                Some(norms) => norms[index].forward(&x)?,
                 None => x,
             };
             let x = self.clipped(x)?;
             match (&self.rotary, sequences) {
-                (Some(rotary), Some(sequences)) => rotary[which].forward_in(&x, sequences),
-                (Some(rotary), None) => rotary[which].forward_from(&x, first),
+                (Some(rotary), Some(sequences)) => rotary[index].forward_in(&x, sequences),
+                (Some(rotary), None) => rotary[index].forward_from(&x, first),
                 (None, _) => Ok(x),
             }
         };
-        let (q, k, v) = (turned(q, 0)?, turned(k, 1)?, self.clipped(v)?);
+        let (q, k, v) = (rotated(q, 0)?, rotated(k, 1)?, self.clipped(v)?);
         let (heads, kv_heads, options) = (self.heads, self.kv_heads, &self.options);
         match (cache, &self.sinks) {
             (Some(cache), None) => cache.attention(&q, &k, &v, heads, kv_heads, options),

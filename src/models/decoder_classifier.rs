@@ -2,7 +2,7 @@
 
 use super::unpadded_batch::{UnpaddedBatch, rows};
 use super::{Architecture, DecoderConfig, DecoderLayers, SequenceClassifier};
-use crate::error::Result as OwnResult;
+use crate::error::Result as CrateResult;
 use crate::models::config_checks::{refused, require_sizes};
 use crate::nn::{Linear, normal, refuse};
 use candle_core::{Result, Tensor};
@@ -31,7 +31,7 @@ impl DecoderClassifierConfig {
     /// # Errors
     /// The errors of [`DecoderConfig::validate`]; no labels; a padding token outside the vocabulary; a standard
     /// deviation that is negative or not finite.
-    pub fn validate(&self) -> OwnResult<()> {
+    pub fn validate(&self) -> CrateResult<()> {
         self.decoder.validate()?;
         require_sizes(&[("the number of labels", self.labels.len())])?;
         if let Some(padding) = self.pad_token_id.filter(|padding| *padding as usize >= self.decoder.vocab) {

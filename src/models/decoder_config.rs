@@ -92,8 +92,7 @@ pub struct DecoderConfig {
 /// The settings that differ between the blocks of a decoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BlockConfig {
-    /// The number of positions that a position sees, itself included. Without a number, it sees all positions up to its
-    /// own.
+    /// The number of positions that a position attends to, including itself. `None` means all positions up to its own.
     pub window: Option<usize>,
     /// The rotary positions, or `None` for a block without positions. They are not used with learned positions.
     pub rotary: Option<RotaryConfig>,
@@ -358,10 +357,11 @@ impl DecoderConfig {
 
     /// Checks the rotary positions of all blocks.
     fn check_rotary(&self) -> Result<()> {
-        let rules = || self.blocks.iter().map(|block| &block.rotary);
+        let rotaries = || self.blocks.iter().map(|block| &block.rotary);
         // Most blocks have the same settings as the block before them, so only changes are checked.
-        let changes = rules().zip(std::iter::once(&None).chain(rules())).filter(|(rule, before)| rule != before);
-        changes.filter_map(|(rule, _)| rule.as_ref()).try_for_each(|rule| rule.check(self.head_dim, self.ctx))
+        let pairs = rotaries().zip(std::iter::once(&None).chain(rotaries()));
+        let changes = pairs.filter(|(rotary, previous)| rotary != previous);
+        changes.filter_map(|(rotary, _)| rotary.as_ref()).try_for_each(|rotary| rotary.check(self.head_dim, self.ctx))
     }
 
     /// Returns the number of elements of all parameters except those of adapters. A tied output projection counts once.
@@ -384,7 +384,7 @@ impl DecoderConfig {
         let wide = |size: usize| size as u128;
         let [d, inner, head, vocab] = [self.hidden_size, self.intermediate_size, self.head_dim, self.vocab].map(wide);
         let (q, kv) = (wide(self.num_attention_heads) * head, wide(self.num_key_value_heads) * head);
-        let if_so = |is_so: bool, elements: u128| if is_so { elements } else { 0 };
+        let count_if = |condition: bool, elements: u128| if condition { elements } else { 0 };
         let ups = if self.gated { 2 } else { 1 };
         let norm = d * if matches!(self.norm, NormKind::Layer | NormKind::LayerPlusOne) { 2 } else { 1 };
         let query_key_norms = match self.query_key_norms {
@@ -393,17 +393,17 @@ impl DecoderConfig {
             QueryKeyNorms::AllHeads => q + kv,
         };
         let attention = (2 * q).saturating_add(2 * kv).saturating_mul(d);
-        let others = if_so(self.qkv_bias, q + 2 * kv)
-            + if_so(self.output_bias, d)
-            + if_so(self.attention_sinks, wide(self.num_attention_heads))
+        let other_elements = count_if(self.qkv_bias, q + 2 * kv)
+            + count_if(self.output_bias, d)
+            + count_if(self.attention_sinks, wide(self.num_attention_heads))
             + query_key_norms
             + norm * self.norm_placement.count() as u128;
-        let mlp = ((ups + 1) * inner).saturating_mul(d).saturating_add(if_so(self.mlp_bias, ups * inner + d));
+        let mlp = ((ups + 1) * inner).saturating_mul(d).saturating_add(count_if(self.mlp_bias, ups * inner + d));
         let sparse = self.sparse_blocks().count();
         let mixtures = self.mixture.as_ref().map_or(0, |mixture| mixture.elements(d)).saturating_mul(wide(sparse));
         let mlps = mlp.saturating_mul(wide(self.blocks.len() - sparse));
-        let rows = if_so(!self.tie_word_embeddings, vocab) + vocab + wide(self.learned_positions.unwrap_or(0));
-        let blocks = wide(self.blocks.len()).saturating_mul(attention.saturating_add(others));
+        let rows = count_if(!self.tie_word_embeddings, vocab) + vocab + wide(self.learned_positions.unwrap_or(0));
+        let blocks = wide(self.blocks.len()).saturating_mul(attention.saturating_add(other_elements));
         let blocks = blocks.saturating_add(mlps).saturating_add(mixtures);
         blocks.saturating_add(rows.saturating_mul(d)).saturating_add(norm)
     }

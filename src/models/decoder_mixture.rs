@@ -49,11 +49,11 @@ impl Mixture {
             candle_core::bail!("{}: a sparse block needs the sizes of a mixture", vb.prefix())
         };
         let (module, d) = (vb.pp(mixture.naming.module()), config.hidden_size);
-        let of_router = module.pp(mixture.naming.router());
+        let router_vb = module.pp(mixture.naming.router());
         let router = Router {
-            weight: of_router.get_with_hints((mixture.experts, d), "weight", normal(config.initial_std(false)))?,
+            weight: router_vb.get_with_hints((mixture.experts, d), "weight", normal(config.initial_std(false)))?,
             bias: match mixture.naming.has_biases() {
-                true => Some(of_router.get_with_hints(mixture.experts, "bias", init::ZERO)?),
+                true => Some(router_vb.get_with_hints(mixture.experts, "bias", init::ZERO)?),
                 false => None,
             },
             choices: GradientCheckedRouter::new(mixture.router),
@@ -62,7 +62,7 @@ impl Mixture {
         let adapters =
             ExpertAdapterBuilder { lora: config.lora.as_ref(), experts: mixture.experts, vb: vb.pp(EXPERTS) };
         let [first, second] = adapters.build([[d, 2 * mixture.expert_width], [mixture.expert_width, d]])?;
-        let with = |projection: ExpertProjection, adapter: Option<ExpertAdapter>| match adapter {
+        let adapted = |projection: ExpertProjection, adapter: Option<ExpertAdapter>| match adapter {
             Some(adapter) => projection.with_adapter(adapter),
             None => Ok(projection),
         };
@@ -70,7 +70,7 @@ impl Mixture {
             MixtureNaming::GptOss => GateUpOrder::Interleaved,
             MixtureNaming::Mixtral | MixtureNaming::Qwen => GateUpOrder::Halves,
         };
-        let experts = ExpertMlp::new(with(gate_up, first)?, with(down, second)?, mixture.gate, order)?;
+        let experts = ExpertMlp::new(adapted(gate_up, first)?, adapted(down, second)?, mixture.gate, order)?;
         let experts = match units {
             Some(units) => experts.with_units(units)?,
             None => experts,
@@ -118,7 +118,7 @@ fn projections(
         return Ok((gate_up, fused([experts, width, d], down, to_output)?, None));
     };
     // The parameters of an expert follow one another, as in files.
-    let (of_experts, units) = routed_units(vb.clone(), experts, |_, vb| {
+    let (expert_tensors, units) = routed_units(vb.clone(), experts, |_, vb| {
         let shapes = [(width, d, to_inner), (width, d, to_inner), (d, width, to_output)];
         let tensors = names
             .into_iter()
@@ -126,9 +126,10 @@ fn projections(
             .map(|(name, (outputs, inputs, init))| vb.pp(name).get_with_hints((outputs, inputs), "weight", init));
         tensors.collect::<Result<Vec<Tensor>>>()
     })?;
-    let all = |part: usize| ExpertTensors::Separate(of_experts.iter().map(|tensors| tensors[part].clone()).collect());
+    let separate =
+        |part: usize| ExpertTensors::Separate(expert_tensors.iter().map(|tensors| tensors[part].clone()).collect());
     let projection = |weights| ExpertProjection::new(weights, Vec::new(), WeightLayout::OutIn);
-    Ok((projection(vec![all(0), all(1)])?, projection(vec![all(2)])?, Some(units)))
+    Ok((projection(vec![separate(0), separate(1)])?, projection(vec![separate(2)])?, Some(units)))
 }
 
 /// A builder of the adapters of a block's experts, with PEFT's names: the adapter of the first adapted parameter wraps

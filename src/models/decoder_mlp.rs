@@ -48,8 +48,8 @@ impl Mlp {
             }
             MlpInput::Gated([gate, up]) => self.gated(&gate.forward(x)?, &up.forward(x)?),
             MlpInput::FusedGated(gate_up, inner) => {
-                let both = gate_up.forward(x)?;
-                self.gated(&columns(&both, 0..*inner)?, &columns(&both, *inner..2 * inner)?)
+                let gate_and_up = gate_up.forward(x)?;
+                self.gated(&columns(&gate_and_up, 0..*inner)?, &columns(&gate_and_up, *inner..2 * inner)?)
             }
         }
     }

@@ -50,19 +50,19 @@ impl DecoderBatch {
 pub fn decoder_pipeline(sizes: &impl IntoDecoderConfig) -> Result<PipelineModule<DecoderBatch>> {
     let config = Arc::new(sizes.decoder()?);
     if config.mixture.as_ref().is_some_and(|mixture| mixture.balance_coefficient.is_some()) {
-        let allowed = "absent in a pipeline, whose stages do not have the routers of all blocks; turn the load-balancing \
-                       loss off";
+        let allowed = "absent in a pipeline, whose stages do not have the routers of all blocks; turn the \
+                       load-balancing loss off";
         return Err(refused("router_aux_loss_coef", "present", allowed));
     }
     let rotaries = Arc::new(Mutex::new(SharedRotaries::default()));
-    let of = |config: &Arc<DecoderConfig>| config.clone();
+    let shared = |config: &Arc<DecoderConfig>| config.clone();
     let module = PipelineModule::new(|batch: &DecoderBatch| Ok(batch.ids.clone()), |loss, _| Ok(loss.clone()));
-    let (embedding, input, output) = (of(&config), of(&config), of(&config));
+    let (embedding, input, output) = (shared(&config), shared(&config), shared(&config));
     let mut module = module
         .layer("", move |vb| embedding.token_embedding(&vb))
         .layer("", move |vb| DecoderInputLayers::new(&input, &vb).map(InputLayer));
     for block in 0..config.blocks.len() {
-        let (config, rotaries) = (of(&config), rotaries.clone());
+        let (config, rotaries) = (shared(&config), rotaries.clone());
         module = module.layer("", move |vb| {
             let block = config.block(block, &mut lock(&rotaries), &vb)?;
             Ok(BlockLayer { block, ctx: config.ctx })
@@ -106,8 +106,8 @@ impl PipelineLayer<DecoderBatch> for BlockLayer {
     fn infer(&self, x: &Tensor, batch: &DecoderBatch, state: &mut InferenceState) -> candle_core::Result<Tensor> {
         match state.kept(|| KeyValueCache::new(self.ctx)) {
             Some(cache) => {
-                let around = BlockContext { cache: Some(cache), ..BlockContext::default() };
-                self.block.evaluate(|block| block.run(x, around))
+                let context = BlockContext { cache: Some(cache), ..BlockContext::default() };
+                self.block.evaluate(|block| block.run(x, context))
             }
             None => self.forward(x, batch),
         }

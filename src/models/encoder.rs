@@ -36,7 +36,7 @@ pub struct Encoder {
 struct EncoderEmbeddings {
     words: Embedding,
     positions: Option<Embedding>,
-    kinds: Option<Embedding>,
+    token_types: Option<Embedding>,
     norm: LayerNorm,
     drop: Option<Dropout>,
     projection: Option<Linear>,
@@ -57,7 +57,7 @@ impl EncoderEmbeddings {
             EncoderPositions::LearnedAfterPadding(rows) => Some(table(rows, "position_embeddings")?.padding(padding)),
             EncoderPositions::Rotary(_) => None,
         };
-        let kinds = (config.type_vocab_size > 0).then(|| table(config.type_vocab_size, "token_type_embeddings"));
+        let token_types = (config.type_vocab_size > 0).then(|| table(config.type_vocab_size, "token_type_embeddings"));
         let norm = config.norm(width, inner.pp(norm))?;
         let project = || {
             let init = normal(config.initializer_range);
@@ -65,17 +65,17 @@ impl EncoderEmbeddings {
         };
         let projection = (width != config.hidden_size).then(project).transpose()?;
         let drop = dropout(config.dropout.embeddings);
-        Ok(Self { words, positions, kinds: kinds.transpose()?, norm, drop, projection })
+        Ok(Self { words, positions, token_types: token_types.transpose()?, norm, drop, projection })
     }
 
-    /// Returns the input of the first block, `[1, tokens, hidden_size]`, for `texts`. `kinds` contains the types of the
-    /// tokens; with `None`, all types are 0.
-    fn forward(&self, config: &EncoderConfig, texts: &UnpaddedBatch, kinds: Option<&Tensor>) -> Result<Tensor> {
+    /// Returns the input of the first block, `[1, tokens, hidden_size]`, for `texts`. `token_types` contains the types
+    /// of the tokens; with `None`, all types are 0.
+    fn forward(&self, config: &EncoderConfig, texts: &UnpaddedBatch, token_types: Option<&Tensor>) -> Result<Tensor> {
         let device = texts.ids.device();
         let mut x = self.words.forward(&texts.ids)?;
-        if let Some(table) = &self.kinds {
-            let kinds = kinds.map_or_else(|| texts.ids.zeros_like(), |kinds| texts.join(kinds))?;
-            x = add(&x, &table.forward(&kinds)?)?;
+        if let Some(table) = &self.token_types {
+            let types = token_types.map_or_else(|| texts.ids.zeros_like(), |types| texts.join(types))?;
+            x = add(&x, &table.forward(&types)?)?;
         }
         if let Some(table) = &self.positions {
             let positions = match config.positions {
@@ -98,14 +98,14 @@ impl EncoderEmbeddings {
 /// Returns the positions of the tokens of all texts, one text after the other. In each text, the first token that is
 /// not padding has position `padding` + 1, and the next one `padding` + 2. Padding tokens have position `padding`.
 fn positions_after(padding: u32, texts: &[Vec<u32>]) -> Vec<u32> {
-    let of_text = |ids: &Vec<u32>| {
+    let text_positions = |ids: &Vec<u32>| {
         let position = |count: &mut u32, id: &u32| {
             *count += u32::from(*id != padding);
             Some(if *id == padding { padding } else { padding + *count })
         };
         ids.iter().scan(0u32, position).collect::<Vec<_>>()
     };
-    texts.iter().flat_map(of_text).collect()
+    texts.iter().flat_map(text_positions).collect()
 }
 
 /// The layers from states to logits.
@@ -200,15 +200,15 @@ impl Encoder {
             if !matches!(config.positions, EncoderPositions::Rotary(_)) {
                 return Ok(None);
             }
-            if let Some((_, known)) = tables.iter().find(|(known, _)| *known == theta) {
-                return Ok(Some(known.clone()));
+            if let Some((_, cached)) = tables.iter().find(|(cached, _)| *cached == theta) {
+                return Ok(Some(cached.clone()));
             }
             let table = Rotary::new(config.hidden_size / config.num_attention_heads, positions, theta)?;
             tables.push((theta, table.clone()));
             Ok(Some(table))
         };
-        let block = |(i, rule): (usize, &super::EncoderBlockConfig)| {
-            let rotary = rotary(rule.theta)?;
+        let block = |(i, block_config): (usize, &super::EncoderBlockConfig)| {
+            let rotary = rotary(block_config.theta)?;
             let block = unit(inner.pp(format!("{list}.{i}")), |vb| EncoderBlock::new(config, i, rotary, vb))?;
             Ok(block.checkpointed(config.checkpoint_activations))
         };
@@ -226,25 +226,26 @@ impl Encoder {
 
     /// Returns the states after the last block and the final norm, if there is one, `[batch, time, hidden_size]`, for
     /// ids `[batch, time]` (u32). The rows contain texts of the given lengths, each at least 1, followed by arbitrary
-    /// ids. `kinds` `[batch, time]` (u32) contains the tokens' types, usually 0 for a first text and 1 for a second;
-    /// without `kinds`, all types are 0. Models without types ignore `kinds`. States after the end of a text have no
-    /// meaning.
+    /// ids. `token_types` `[batch, time]` (u32) contains the tokens' types, usually 0 for a first text and 1 for a
+    /// second; with `None`, all types are 0. Models without types ignore `token_types`. States after the end of a text
+    /// have no meaning.
     ///
     /// # Errors
     /// More tokens than the model has positions, an id outside the vocabulary, or lengths that do not match the tokens.
-    pub fn states(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
+    pub fn states(&self, ids: &Tensor, token_types: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
         let (batch, time) = ids.dims2()?;
         let texts = UnpaddedBatch::new(ids, lengths, self.config.ctx())?;
-        let states = self.of_texts(&texts, kinds)?;
+        let states = self.states_of_texts(&texts, token_types)?;
         // After a text, its last state is repeated.
         let starts = texts.starts();
-        let places = starts.iter().zip(lengths).flat_map(|(first, len)| (0..time).map(move |i| first + i.min(len - 1)));
-        rows(&states, places)?.reshape((batch, time, ()))
+        let indices =
+            starts.iter().zip(lengths).flat_map(|(first, len)| (0..time).map(move |i| first + i.min(len - 1)));
+        rows(&states, indices)?.reshape((batch, time, ()))
     }
 
     /// Returns the states of all texts, one after the other without gaps, `[tokens, hidden_size]`.
-    fn of_texts(&self, texts: &UnpaddedBatch, kinds: Option<&Tensor>) -> Result<Tensor> {
-        let mut x = self.embeddings.forward(&self.config, texts, kinds)?;
+    fn states_of_texts(&self, texts: &UnpaddedBatch, token_types: Option<&Tensor>) -> Result<Tensor> {
+        let mut x = self.embeddings.forward(&self.config, texts, token_types)?;
         for block in &self.blocks {
             let sequences = texts.sequences.clone();
             x = block.forward_by(&x, move |block, x| block.run(x, &sequences))?;
@@ -259,9 +260,9 @@ impl Encoder {
     ///
     /// # Errors
     /// The errors of [`Encoder::states`].
-    pub fn forward(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
+    pub fn forward(&self, ids: &Tensor, token_types: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
         let texts = UnpaddedBatch::new(ids, lengths, self.config.ctx())?;
-        self.head.forward(&self.of_texts(&texts, kinds)?, &texts)
+        self.head.forward(&self.states_of_texts(&texts, token_types)?, &texts)
     }
 
     /// Returns the cross entropy, an f32 scalar: the sum over `labels` `[batch]` (u32, or i64 with -100 for labels
@@ -273,13 +274,13 @@ impl Encoder {
     pub fn loss(
         &self,
         ids: &Tensor,
-        kinds: Option<&Tensor>,
+        token_types: Option<&Tensor>,
         lengths: &[usize],
         labels: &Tensor,
         divisor: Option<f64>,
     ) -> Result<Tensor> {
         let options = LossOptions { divisor, ..LossOptions::default() };
-        cross_entropy_with(&self.forward(ids, kinds, lengths)?, labels, options)
+        cross_entropy_with(&self.forward(ids, token_types, lengths)?, labels, options)
     }
 }
 

@@ -157,7 +157,7 @@ struct EncoderAttention {
 /// The projections to queries, keys and values.
 #[derive(Debug, Clone)]
 enum EncoderQkv {
-    Apart([Projection; 3]),
+    Split([Projection; 3]),
     /// One projection with queries, keys and values side by side, each with this number of columns.
     Fused(Projection, usize),
 }
@@ -166,17 +166,17 @@ impl EncoderAttention {
     fn new(
         config: &EncoderConfig,
         names: &EncoderBlockParameterNames,
-        rule: &EncoderBlockConfig,
+        block: &EncoderBlockConfig,
         rotary: Option<Rotary>,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
         let (d, bias) = (config.hidden_size, config.attention_bias);
         let projection = |name: &str, outputs| config.projection(name, [d, outputs], bias, vb);
         let input = match *names.qkv {
-            [q, k, v] => EncoderQkv::Apart([projection(q, d)?, projection(k, d)?, projection(v, d)?]),
+            [q, k, v] => EncoderQkv::Split([projection(q, d)?, projection(k, d)?, projection(v, d)?]),
             _ => EncoderQkv::Fused(projection(names.qkv[0], 3 * d)?, d),
         };
-        let options = AttentionOptions { window: rule.window, bidirectional: true, ..AttentionOptions::default() };
+        let options = AttentionOptions { window: block.window, bidirectional: true, ..AttentionOptions::default() };
         let (heads, output) = (config.num_attention_heads, projection(names.attention_output, d)?);
         Ok(Self { heads, input, rotary, options, output })
     }
@@ -184,17 +184,17 @@ impl EncoderAttention {
     /// Returns the input of the output projection.
     fn forward(&self, h: &Tensor, sequences: &Sequences) -> Result<Tensor> {
         let [q, k, v] = match &self.input {
-            EncoderQkv::Apart([q, k, v]) => [q.forward(h)?, k.forward(h)?, v.forward(h)?],
+            EncoderQkv::Split([q, k, v]) => [q.forward(h)?, k.forward(h)?, v.forward(h)?],
             EncoderQkv::Fused(qkv, d) => {
                 let qkv = qkv.forward(h)?;
                 [columns(&qkv, 0..*d)?, columns(&qkv, *d..2 * d)?, columns(&qkv, 2 * d..3 * d)?]
             }
         };
-        let turned = |x: Tensor| match &self.rotary {
+        let rotated = |x: Tensor| match &self.rotary {
             Some(rotary) => rotary.forward_in(&x, sequences),
             None => Ok(x),
         };
-        attention(&turned(q)?, &turned(k)?, &v, self.heads, self.heads, &self.options, Some(sequences))
+        attention(&rotated(q)?, &rotated(k)?, &v, self.heads, self.heads, &self.options, Some(sequences))
     }
 }
 
@@ -230,8 +230,8 @@ impl EncoderMlp {
                 self.up.forward_then(x, LinearEpilogue { activation, ..LinearEpilogue::default() })?
             }
             Some(inner) => {
-                let both = self.up.forward(x)?;
-                let (gate, up) = (columns(&both, 0..inner)?, columns(&both, inner..2 * inner)?);
+                let gate_and_up = self.up.forward(x)?;
+                let (gate, up) = (columns(&gate_and_up, 0..inner)?, columns(&gate_and_up, inner..2 * inner)?);
                 match self.activation {
                     Activation::Silu => swiglu(&gate, &up)?,
                     Activation::GeluTanh => gelu_gated(&gate, &up)?,

@@ -63,8 +63,8 @@ pub struct EncoderConfig {
 /// The settings that differ between the blocks of an encoder.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EncoderBlockConfig {
-    /// The window: a position sees the positions whose distance from it is less than this number. Without a window, it
-    /// sees all positions.
+    /// The window: a position attends to the positions whose distance from it is less than this number. `None` means
+    /// that it attends to all positions.
     pub window: Option<usize>,
     /// The base of the wavelengths of rotary positions. It is not used with learned positions.
     pub theta: f64,
@@ -243,8 +243,8 @@ impl EncoderConfig {
         }
         let EncoderDropout { embeddings, attention, intermediate, mlp, pooled, classifier } = self.dropout;
         let hidden = [embeddings, attention, intermediate, mlp];
-        for (key, of_key) in [("hidden_dropout_prob", &hidden[..]), ("classifier_dropout", &[classifier, pooled])] {
-            if let Some(p) = of_key.iter().find(|p| !(0.0..1.0).contains(*p)) {
+        for (key, values) in [("hidden_dropout_prob", &hidden[..]), ("classifier_dropout", &[classifier, pooled])] {
+            if let Some(p) = values.iter().find(|p| !(0.0..1.0).contains(*p)) {
                 return Err(refused(key, p, "at least 0 and below 1"));
             }
         }
@@ -258,8 +258,10 @@ impl EncoderConfig {
         match self.positions {
             EncoderPositions::Learned(_) => (),
             EncoderPositions::LearnedAfterPadding(_) if self.ctx() == 0 => {
-                let allowed =
-                    format!("above pad_token_id + 1 ({}): the rows before are not used", self.pad_token_id as u64 + 1);
+                let allowed = format!(
+                    "above pad_token_id + 1 ({}): the rows up to pad_token_id are not used",
+                    self.pad_token_id as u64 + 1
+                );
                 return Err(refused(key, rows, &allowed));
             }
             EncoderPositions::LearnedAfterPadding(_) => (),

@@ -27,8 +27,8 @@ pub struct ExpertPart {
 impl DecoderConfig {
     /// Returns, for each sparse block, the names of the parameters of all experts. These parameters can have adapters.
     pub fn expert_parameters(&self) -> Vec<String> {
-        let of_block = |block| self.expert_parameters_of(block);
-        self.sparse_blocks().flat_map(of_block).collect()
+        let names_in = |block| self.expert_parameters_of(block);
+        self.sparse_blocks().flat_map(names_in).collect()
     }
 
     fn expert_parameters_of(&self, block: usize) -> [String; 2] {
@@ -50,22 +50,22 @@ impl DecoderConfig {
             let path = format!("{module}{}", wrapper?);
             Some(path.trim_end_matches('.').to_owned())
         });
-        let [of_gate_up, of_down] = adapters;
+        let [gate_up_adapter, down_adapter] = adapters;
         let (experts, projection) = match mixture.naming.of_expert() {
-            None => (0..mixture.experts, EXPERT_PARAMETERS.iter().position(|known| *known == rest)? * 2),
+            None => (0..mixture.experts, EXPERT_PARAMETERS.iter().position(|candidate| *candidate == rest)? * 2),
             Some(names) => {
                 let (expert, module) = rest.strip_suffix(".weight")?.split_once('.')?;
                 let expert = expert.parse().ok().filter(|expert| *expert < mixture.experts)?;
-                (expert..expert + 1, names.iter().position(|known| *known == module)?)
+                (expert..expert + 1, names.iter().position(|candidate| *candidate == module)?)
             }
         };
         let is_fused = mixture.naming == MixtureNaming::GptOss;
         let layout = if is_fused { WeightLayout::InOut } else { WeightLayout::OutIn };
         let (adapter, outputs, inputs) = match projection {
-            0 if is_fused => (of_gate_up, 0..2 * width, d),
-            0 => (of_gate_up, 0..width, d),
-            1 => (of_gate_up, width..2 * width, d),
-            _ => (of_down, 0..d, width),
+            0 if is_fused => (gate_up_adapter, 0..2 * width, d),
+            0 => (gate_up_adapter, 0..width, d),
+            1 => (gate_up_adapter, width..2 * width, d),
+            _ => (down_adapter, 0..d, width),
         };
         Some(ExpertPart { adapter, experts, of: mixture.experts, outputs, inputs, layout })
     }

@@ -46,7 +46,7 @@ impl GptConfig {
     /// "gpt2-medium", "gpt2-large" and "gpt2-xl" as published.
     ///
     /// # Errors
-    /// An unknown name; the message lists the known ones.
+    /// Returns an error that lists the known names if `name` is not one of them.
     pub fn preset(name: &str) -> Result<Self> {
         let &(_, n_layer, n_head, n_embd, ctx, vocab) = find_preset(&PRESETS, |preset| preset.0, name)?;
         let (eps, checkpoint_activations, dropout) = (1e-5, false, 0.0);

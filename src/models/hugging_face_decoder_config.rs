@@ -61,9 +61,9 @@ impl DecoderConfig {
 fn parse(file: &Path) -> Result<Value> {
     let io = |source| Error::Io { action: "read", path: file.to_owned(), source };
     let text = files::read_text(file, MAX_CONFIG_BYTES).map_err(io)?;
-    let bad = |e: serde_json::Error| ModelError::NoJson { file: file.to_owned(), why: e.to_string() }.into();
+    let invalid_json = |e: serde_json::Error| ModelError::NoJson { file: file.to_owned(), why: e.to_string() }.into();
     // Some Windows editors write a byte order mark before the text.
-    serde_json::from_str(text.strip_prefix('\u{FEFF}').unwrap_or(&text)).map_err(bad)
+    serde_json::from_str(text.strip_prefix('\u{FEFF}').unwrap_or(&text)).map_err(invalid_json)
 }
 
 /// Reads the configuration from `config`, the content of `file`.
@@ -106,8 +106,8 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
 
 /// Checks that weights are not quantized, except the experts of gpt-oss in MXFP4.
 fn check_quantization(keys: &JsonObjectReader<'_>) -> Result<()> {
-    let Some(given) = keys.get("quantization_config") else { return Ok(()) };
-    let is_mxfp4 = given.get("quant_method").is_some_and(|method| method == "mxfp4");
+    let Some(quantization) = keys.get("quantization_config") else { return Ok(()) };
+    let is_mxfp4 = quantization.get("quant_method").is_some_and(|method| method == "mxfp4");
     match keys.text("model_type")? {
         Some("gpt_oss") if is_mxfp4 => Ok(()),
         Some("gpt_oss") => Err(keys.refuse("quantization_config", "absent or of quant_method mxfp4")),
@@ -136,15 +136,15 @@ fn decoder(keys: &JsonObjectReader<'_>, family: &ModelFamily) -> Result<DecoderC
     let hidden_size = size("hidden_size", family.hidden)?;
     let vocab = size("vocab_size", family.vocab)?;
     let heads = size("num_attention_heads", family.heads)?;
-    let own_or = |key: &str, default: Option<usize>| match keys.is_null(key) {
+    let size_or = |key: &str, default: Option<usize>| match keys.is_null(key) {
         true => Ok::<Option<usize>, Error>(None),
         false => Ok(keys.size(key)?.or(default)),
     };
-    let kv_heads = own_or("num_key_value_heads", family.kv_heads)?.unwrap_or(heads);
+    let kv_heads = size_or("num_key_value_heads", family.kv_heads)?.unwrap_or(heads);
     let head_dim = match family.head {
         HeadDimRule::OfHiddenSize => None,
-        HeadDimRule::Key => own_or("head_dim", None)?,
-        HeadDimRule::KeyOr(default) => own_or("head_dim", Some(default))?,
+        HeadDimRule::Key => size_or("head_dim", None)?,
+        HeadDimRule::KeyOr(default) => size_or("head_dim", Some(default))?,
     };
     let head_dim = match head_dim {
         Some(head_dim) => head_dim,
@@ -175,24 +175,24 @@ fn decoder(keys: &JsonObjectReader<'_>, family: &ModelFamily) -> Result<DecoderC
     // Multiplications by 1 take time and change nothing.
     let factor = |factor: Option<f64>| factor.filter(|factor| *factor != 1.0);
     let is_parallel = family.is("stablelm") && keys.flag("use_parallel_residual", false)?;
-    let mut rules = block_rules(keys, family, blocks, ctx)?;
+    let mut block_configs = block_rules(keys, family, blocks, ctx)?;
     let (mixture, mlps) = mixture(keys, family, blocks)?;
     let activation = activation(keys, family.activation_key, family.activation, family.gated)?;
     if mixture.is_some() && activation != Activation::Silu {
         return Err(keys.refuse(family.activation_key, "silu or swish in a mixture of experts"));
     }
-    rules.iter_mut().zip(mlps).for_each(|(rule, mlp)| rule.mlp = mlp);
+    block_configs.iter_mut().zip(mlps).for_each(|(block, mlp)| block.mlp = mlp);
     Ok(DecoderConfig {
         naming: family.naming,
         prefix: "model.",
         vocab,
-        ctx: longest_input(ctx, &rules),
+        ctx: longest_input(ctx, &block_configs),
         hidden_size,
         intermediate_size: size("intermediate_size", family.inner)?,
         num_attention_heads: heads,
         num_key_value_heads: kv_heads,
         head_dim,
-        blocks: rules,
+        blocks: block_configs,
         learned_positions: None,
         norm: family.norm,
         norm_eps: keys.positive(family.eps_key)?.unwrap_or(family.eps),
@@ -226,12 +226,12 @@ fn decoder(keys: &JsonObjectReader<'_>, family: &ModelFamily) -> Result<DecoderC
 
 /// Returns the maximum length of an input to a model with this `max_position_embeddings`. With dynamic frequencies,
 /// this is `max_position_embeddings` times the scaling factor, but at most [`MAX_POSITIONS`].
-fn longest_input(ctx: usize, rules: &[BlockConfig]) -> usize {
-    let factor = |rule: &BlockConfig| match rule.rotary.as_ref()?.scaling {
+fn longest_input(ctx: usize, block_configs: &[BlockConfig]) -> usize {
+    let factor = |block: &BlockConfig| match block.rotary.as_ref()?.scaling {
         RotaryScaling::Dynamic { factor, .. } => Some(factor),
         _ => None,
     };
-    let longest = rules.iter().filter_map(factor).fold(1.0, f64::max) * ctx as f64;
+    let longest = block_configs.iter().filter_map(factor).fold(1.0, f64::max) * ctx as f64;
     (longest as usize).clamp(ctx, MAX_POSITIONS.max(ctx))
 }
 

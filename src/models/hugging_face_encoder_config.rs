@@ -247,12 +247,12 @@ impl EncoderConfigReader<'_> {
     fn equal_blocks(&self, key: &'static str, default: usize) -> Result<Vec<EncoderBlockConfig>> {
         let blocks = self.size(key, default)?;
         // The number is checked before memory for the blocks is allocated.
-        super::config_checks::require_blocks(key, blocks).map_err(|error| self.of_file(error))?;
+        super::config_checks::require_blocks(key, blocks).map_err(|error| self.with_file(error))?;
         Ok(vec![EncoderBlockConfig { window: None, theta: 1e4 }; blocks])
     }
 
     /// Adds the file to an error about a value.
-    fn of_file(&self, error: Error) -> Error {
+    fn with_file(&self, error: Error) -> Error {
         match error {
             Error::Model(ModelError::Config { key, found, allowed }) => self.0.refuse_as(key, found, allowed),
             other => other,
@@ -358,8 +358,8 @@ impl EncoderConfigReader<'_> {
                     Some("sliding_attention") => Some(false),
                     _ => None,
                 };
-                let kinds: Option<Vec<bool>> = found.as_array().and_then(|kinds| kinds.iter().map(is_full).collect());
-                kinds.filter(|kinds| kinds.len() == blocks).ok_or_else(|| {
+                let flags: Option<Vec<bool>> = found.as_array().and_then(|flags| flags.iter().map(is_full).collect());
+                flags.filter(|flags| flags.len() == blocks).ok_or_else(|| {
                     let allowed = format!(
                         "a list of num_hidden_layers ({blocks}) values, \"full_attention\" or \"sliding_attention\""
                     );
@@ -387,17 +387,17 @@ impl EncoderConfigReader<'_> {
     /// Returns the base of the wavelengths in blocks of `kind`, if a base is given: from `rope_parameters`, as
     /// transformers 5 writes it, or from `old_key`.
     fn theta(&self, kind: &str, prefix: &'static str, old_key: &str) -> Result<Option<f64>> {
-        let of_kind = match self.0.object("rope_parameters", "rope_parameters.")? {
+        let layer_rope = match self.0.object("rope_parameters", "rope_parameters.")? {
             Some(kinds) => {
-                let known = ["full_attention", "sliding_attention"];
-                if let Some(other) = kinds.keys().find(|key| !known.contains(key)) {
+                let allowed_keys = ["full_attention", "sliding_attention"];
+                if let Some(other) = kinds.keys().find(|key| !allowed_keys.contains(key)) {
                     return Err(kinds.refuse(other, "left out: the keys are full_attention and sliding_attention"));
                 }
                 kinds.object(kind, prefix)?
             }
             None => None,
         };
-        let Some(rope) = of_kind else { return self.0.positive(old_key) };
+        let Some(rope) = layer_rope else { return self.0.positive(old_key) };
         if rope.get("rope_type").is_some_and(|found| found != "default") {
             return Err(rope.refuse("rope_type", "\"default\": no scaling of rotary positions is known for ModernBERT"));
         }

@@ -16,9 +16,9 @@ pub(super) fn mixture(
     family: &ModelFamily,
     blocks: usize,
 ) -> Result<(Option<MixtureConfig>, Vec<BlockMlp>)> {
-    let Some(of_family) = &family.mixture else { return Ok((None, vec![BlockMlp::Dense; blocks])) };
-    let mlps = block_mlps(keys, of_family, blocks)?;
-    let config = config(keys, of_family)?;
+    let Some(mixture_family) = &family.mixture else { return Ok((None, vec![BlockMlp::Dense; blocks])) };
+    let mlps = block_mlps(keys, mixture_family, blocks)?;
+    let config = config(keys, mixture_family)?;
     let has_sparse = mlps.contains(&BlockMlp::Mixture);
     Ok((has_sparse.then_some(config), mlps))
 }
@@ -68,7 +68,7 @@ fn config(keys: &JsonObjectReader<'_>, family: &MixtureFamily) -> Result<Mixture
     })
 }
 
-/// The key of the number of experts that each token chooses.
+/// The key of the number of experts that the router chooses for each token.
 const PER_TOKEN: &str = "num_experts_per_tok";
 
 /// Reads the number of experts, whose key differs between versions of transformers.
@@ -101,10 +101,10 @@ fn block_mlps(keys: &JsonObjectReader<'_>, family: &MixtureFamily, blocks: usize
         return Ok(vec![BlockMlp::Mixture; blocks]);
     }
     let step = keys.size("decoder_sparse_step")?.unwrap_or(1);
-    let of = |block: usize| if (block + 1).is_multiple_of(step) { BlockMlp::Mixture } else { BlockMlp::Dense };
-    let mut mlps: Vec<BlockMlp> = (0..blocks).map(of).collect();
+    let default_mlp = |block: usize| if (block + 1).is_multiple_of(step) { BlockMlp::Mixture } else { BlockMlp::Dense };
+    let mut mlps: Vec<BlockMlp> = (0..blocks).map(default_mlp).collect();
     let Some(dense) = keys.get(DENSE) else { return Ok(mlps) };
-    let numbers = dense.as_array().map(|all| all.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
+    let numbers = dense.as_array().map(|values| values.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
     let Some(Some(numbers)) = numbers else { return Err(keys.refuse(DENSE, "a list of layer numbers")) };
     for number in numbers {
         let mlp = usize::try_from(number).ok().and_then(|number| mlps.get_mut(number));

@@ -35,7 +35,7 @@ pub(super) fn block_rules(
         false => rotary(keys, family, kind, ctx),
     };
     let (full, sliding) = (rotary(FULL)?, rotary(SLIDING)?);
-    let rule = |(kind, no_positions): (&&str, &bool)| {
+    let block_config = |(kind, no_positions): (&&str, &bool)| {
         let (window, rotary) = match (*kind, window) {
             (FULL, _) => (None, &full),
             (_, Some(window)) => (Some(window), &sliding),
@@ -47,7 +47,7 @@ pub(super) fn block_rules(
         let has_none = *no_positions || (family.is("cohere2") && window.is_none());
         Ok(BlockConfig { window, rotary: (!has_none).then(|| rotary.clone()), mlp: BlockMlp::Dense })
     };
-    types.iter().zip(&without_positions).map(rule).collect()
+    types.iter().zip(&without_positions).map(block_config).collect()
 }
 
 /// Reads which blocks of SmolLM 3 have no positions.
@@ -56,13 +56,13 @@ fn blocks_without_positions(keys: &JsonObjectReader<'_>, family: &ModelFamily, b
     if family.layers != SlidingWindowRule::SmolLm3 {
         return Ok(vec![false; blocks]);
     }
-    let Some(given) = keys.get(KEY) else {
+    let Some(value) = keys.get(KEY) else {
         let interval = keys.size("no_rope_layer_interval")?.unwrap_or(4);
         return Ok((0..blocks).map(|block| (block + 1) % interval == 0).collect());
     };
-    let flags = given.as_array().map(|all| {
-        let flag = |value: &Value| value.as_u64().filter(|flag| *flag <= 1).map(|flag| flag == 0);
-        all.iter().map(flag).collect::<Option<Vec<_>>>()
+    let flags = value.as_array().map(|values| {
+        let flag = |entry: &Value| entry.as_u64().filter(|flag| *flag <= 1).map(|flag| flag == 0);
+        values.iter().map(flag).collect::<Option<Vec<_>>>()
     });
     let Some(Some(flags)) = flags else {
         return Err(keys.refuse(KEY, "a list of 1s (blocks with rotary positions) and 0s (blocks without)"));
@@ -89,24 +89,25 @@ fn block_types<'a>(
         SlidingWindowRule::Qwen | SlidingWindowRule::SmolLm3 => keys.flag("use_sliding_window", false)?,
         SlidingWindowRule::TypesOrWindowed | SlidingWindowRule::Pattern { .. } => true,
     };
-    if let Some(given) = keys.get("layer_types") {
-        let all = given.as_array().map(|all| all.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
-        let Some(Some(all)) = all else { return Err(keys.refuse("layer_types", "a list of strings")) };
-        if all.len() != blocks {
-            let found = format!("a list of length {}", all.len());
+    if let Some(value) = keys.get("layer_types") {
+        let types = value.as_array().map(|types| types.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
+        let Some(Some(types)) = types else { return Err(keys.refuse("layer_types", "a list of strings")) };
+        if types.len() != blocks {
+            let found = format!("a list of length {}", types.len());
             return Err(keys.refuse_as("layer_types", found, format!("of length num_hidden_layers ({blocks})")));
         }
-        if let Some(other) = all.iter().find(|kind| ![FULL, SLIDING].contains(kind)) {
+        if let Some(other) = types.iter().find(|kind| ![FULL, SLIDING].contains(kind)) {
             let found = format!("a list that contains {other:?}");
             return Err(keys.refuse_as("layer_types", found, format!("a list of {FULL} and {SLIDING}")));
         }
-        if !slides && all.contains(&SLIDING) {
+        if !slides && types.contains(&SLIDING) {
             let allowed = format!("true if layer_types contains {SLIDING}");
             return Err(keys.refuse("use_sliding_window", allowed));
         }
-        return Ok(all);
+        return Ok(types);
     }
-    let of = |is_full: &dyn Fn(usize) -> bool| (0..blocks).map(|i| if is_full(i) { FULL } else { SLIDING }).collect();
+    let types_by =
+        |is_full: &dyn Fn(usize) -> bool| (0..blocks).map(|i| if is_full(i) { FULL } else { SLIDING }).collect();
     match family.layers {
         SlidingWindowRule::Qwen => {
             // Unlike sizes, this number may be 0.
@@ -116,13 +117,13 @@ fn block_types<'a>(
                     value.as_u64().ok_or_else(|| keys.refuse("max_window_layers", "a whole number of at least 0"))?
                 }
             };
-            Ok(of(&|i| !slides || (i as u64) < first))
+            Ok(types_by(&|i| !slides || (i as u64) < first))
         }
-        SlidingWindowRule::SmolLm3 => Ok(of(&|i| !slides || window.is_none() || !without_positions[i])),
+        SlidingWindowRule::SmolLm3 => Ok(types_by(&|i| !slides || window.is_none() || !without_positions[i])),
         SlidingWindowRule::Pattern { default, keys: names } => {
-            let given = names.iter().map(|key| keys.size(key)).collect::<Result<Vec<_>>>()?;
-            let pattern = given.into_iter().flatten().next().unwrap_or(default);
-            Ok(of(&|i| (i + 1) % pattern == 0))
+            let sizes = names.iter().map(|key| keys.size(key)).collect::<Result<Vec<_>>>()?;
+            let pattern = sizes.into_iter().flatten().next().unwrap_or(default);
+            Ok(types_by(&|i| (i + 1) % pattern == 0))
         }
         SlidingWindowRule::Full | SlidingWindowRule::Windowed | SlidingWindowRule::TypesOrWindowed => Ok(windowed()),
     }
@@ -139,7 +140,7 @@ fn local_rotary(keys: &JsonObjectReader<'_>, family: &ModelFamily, ctx: usize) -
 
 /// Reads the rotary positions of blocks with attention type `kind`.
 fn rotary(keys: &JsonObjectReader<'_>, family: &ModelFamily, kind: &str, ctx: usize) -> Result<RotaryConfig> {
-    let plain = keys.positive("rope_theta")?;
+    let outer_theta = keys.positive("rope_theta")?;
     let outer = RotaryScalingContext {
         family,
         ctx,
@@ -151,67 +152,67 @@ fn rotary(keys: &JsonObjectReader<'_>, family: &ModelFamily, kind: &str, ctx: us
     let partial = keys.positive(PARTIAL)?;
     // In transformers, only the classes of Phi-3 and of models that rotate parts of heads read the key.
     let rotates_complete = family.partial == 1.0 && !family.is("phi3");
-    let complete = |keys: &JsonObjectReader<'_>| match rotates_complete
+    let check_complete = |keys: &JsonObjectReader<'_>| match rotates_complete
         && keys.positive(PARTIAL)?.is_some_and(|part| part != 1.0)
     {
         true => Err(keys.refuse(PARTIAL, "1: complete heads are rotated")),
         false => Ok(()),
     };
-    complete(keys)?;
+    check_complete(keys)?;
     let old = keys.object("rope_scaling", "rope_scaling.")?;
-    let old = old.map(|given| Ok::<_, crate::Error>((scaling(&given, outer)?, growth(&given)?))).transpose()?;
-    let given = match (keys.object("rope_parameters", "rope_parameters.")?, &old) {
-        (Some(given), _) => given,
+    let old = old.map(|keys| Ok::<_, crate::Error>((scaling(&keys, outer)?, growth(&keys)?))).transpose()?;
+    let parameters = match (keys.object("rope_parameters", "rope_parameters.")?, &old) {
+        (Some(parameters), _) => parameters,
         (None, Some((scaling, query_growth))) => {
             // OLMo 3 scales only the positions of blocks without a window.
             let is_scaled = !(family.is("olmo3") && kind == SLIDING);
             return Ok(RotaryConfig {
-                theta: plain.unwrap_or(family.theta),
+                theta: outer_theta.unwrap_or(family.theta),
                 scaling: if is_scaled { scaling.clone() } else { RotaryScaling::None },
                 partial: partial.unwrap_or(family.partial),
                 query_growth: *query_growth,
             });
         }
         (None, None) => {
-            let theta = plain.unwrap_or(family.theta);
+            let theta = outer_theta.unwrap_or(family.theta);
             let partial = partial.unwrap_or(family.partial);
             let default = RotaryConfig { theta, partial, ..RotaryConfig::default() };
             return Ok(match family.model_type {
-                "ministral3" if plain.is_none() => ministral3(),
+                "ministral3" if outer_theta.is_none() => ministral3(),
                 "gpt_oss" => RotaryConfig { scaling: gpt_oss(), ..default },
                 _ => default,
             });
         }
     };
     // There is an entry for each attention type, or one for all.
-    let given = match given.keys().any(|key| [FULL, SLIDING].contains(&key)) {
-        false => given,
-        true if kind == FULL => given.object(FULL, "rope_parameters.full_attention.")?.unwrap_or(given),
-        true => given.object(SLIDING, "rope_parameters.sliding_attention.")?.unwrap_or(given),
+    let parameters = match parameters.keys().any(|key| [FULL, SLIDING].contains(&key)) {
+        false => parameters,
+        true if kind == FULL => parameters.object(FULL, "rope_parameters.full_attention.")?.unwrap_or(parameters),
+        true => parameters.object(SLIDING, "rope_parameters.sliding_attention.")?.unwrap_or(parameters),
     };
-    let own = given.positive("rope_theta")?;
-    if let (Some(own), Some(plain)) = (own, plain)
-        && own != plain
+    let inner = parameters.positive("rope_theta")?;
+    if let (Some(inner), Some(outer_theta)) = (inner, outer_theta)
+        && inner != outer_theta
         && kind == FULL
     {
-        return Err(given.refuse("rope_theta", format!("equal to the outer rope_theta ({plain})")));
+        return Err(parameters.refuse("rope_theta", format!("equal to the outer rope_theta ({outer_theta})")));
     }
-    complete(&given)?;
-    let own_partial = given.positive(PARTIAL)?;
-    if let (Some(own), Some(outer)) = (own_partial, partial)
-        && own != outer
+    check_complete(&parameters)?;
+    let inner_partial = parameters.positive(PARTIAL)?;
+    if let (Some(inner), Some(outer)) = (inner_partial, partial)
+        && inner != outer
     {
         let allowed = format!("equal to the outer partial_rotary_factor ({outer})");
-        return Err(given.refuse(PARTIAL, allowed));
+        return Err(parameters.refuse(PARTIAL, allowed));
     }
-    let (scaling, query_growth) = (scaling(&given, outer)?, growth(&given)?);
+    let (scaling, query_growth) = (scaling(&parameters, outer)?, growth(&parameters)?);
     if kind == FULL && old.is_some_and(|(old, _)| old != scaling) {
         return Err(keys.refuse("rope_scaling", "absent or equal to rope_parameters"));
     }
     Ok(RotaryConfig {
-        theta: own.or(plain).unwrap_or(family.theta),
+        theta: inner.or(outer_theta).unwrap_or(family.theta),
         scaling,
-        partial: own_partial.or(partial).unwrap_or(family.partial),
+        partial: inner_partial.or(partial).unwrap_or(family.partial),
         query_growth,
     })
 }
@@ -258,38 +259,38 @@ struct RotaryScalingContext<'a> {
 }
 
 /// Reads the growth of queries.
-fn growth(given: &JsonObjectReader<'_>) -> Result<Option<QueryGrowth>> {
-    let Some(beta) = given.positive("llama_4_scaling_beta")? else { return Ok(None) };
-    let original = given.size(ORIGINAL)?.ok_or_else(|| given.refuse(ORIGINAL, "a whole number"))?;
+fn growth(keys: &JsonObjectReader<'_>) -> Result<Option<QueryGrowth>> {
+    let Some(beta) = keys.positive("llama_4_scaling_beta")? else { return Ok(None) };
+    let original = keys.size(ORIGINAL)?.ok_or_else(|| keys.refuse(ORIGINAL, "a whole number"))?;
     Ok(Some(QueryGrowth { beta, original }))
 }
 
 /// Reads the frequency scaling.
-fn scaling(given: &JsonObjectReader<'_>, outer: RotaryScalingContext<'_>) -> Result<RotaryScaling> {
-    let (new, old) = (given.text("rope_type")?, given.text("type")?);
+fn scaling(keys: &JsonObjectReader<'_>, outer: RotaryScalingContext<'_>) -> Result<RotaryScaling> {
+    let (new, old) = (keys.text("rope_type")?, keys.text("type")?);
     if let (Some(new), Some(old)) = (new, old)
         && new != old
     {
-        return Err(given.refuse("type", format!("equal to rope_type ({new:?})")));
+        return Err(keys.refuse("type", format!("equal to rope_type ({new:?})")));
     }
-    let need = |key: &str| given.positive(key)?.ok_or_else(|| given.refuse(key, "a positive number"));
-    let original = || Ok::<_, crate::Error>(outer.original.or(given.size(ORIGINAL)?).unwrap_or(outer.ctx));
+    let required = |key: &str| keys.positive(key)?.ok_or_else(|| keys.refuse(key, "a positive number"));
+    let original = || Ok::<_, crate::Error>(outer.original.or(keys.size(ORIGINAL)?).unwrap_or(outer.ctx));
     match new.or(old) {
         None | Some("default") => Ok(RotaryScaling::None),
-        Some("linear") => Ok(RotaryScaling::Linear { factor: need("factor")? }),
-        Some("dynamic") => Ok(RotaryScaling::Dynamic { factor: need("factor")?, original: outer.ctx }),
+        Some("linear") => Ok(RotaryScaling::Linear { factor: required("factor")? }),
+        Some("dynamic") => Ok(RotaryScaling::Dynamic { factor: required("factor")?, original: outer.ctx }),
         // In earlier files of Phi-3, longrope is named su or yarn.
-        Some("longrope" | "su") => longrope(given, original()?, outer.ctx),
-        Some("yarn") if outer.family.is("phi3") => longrope(given, original()?, outer.ctx),
-        Some("yarn") => yarn(given, original()?, outer.ctx),
+        Some("longrope" | "su") => longrope(keys, original()?, outer.ctx),
+        Some("yarn") if outer.family.is("phi3") => longrope(keys, original()?, outer.ctx),
+        Some("yarn") => yarn(keys, original()?, outer.ctx),
         Some("llama3") => {
-            let original = given.size(ORIGINAL)?.ok_or_else(|| given.refuse(ORIGINAL, "a whole number"))?;
-            let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
+            let original = keys.size(ORIGINAL)?.ok_or_else(|| keys.refuse(ORIGINAL, "a whole number"))?;
+            let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
             if low >= high {
-                return Err(given.refuse("high_freq_factor", format!("above low_freq_factor ({low})")));
+                return Err(keys.refuse("high_freq_factor", format!("above low_freq_factor ({low})")));
             }
             Ok(RotaryScaling::Llama3(Llama3RopeScaling {
-                factor: need("factor")?,
+                factor: required("factor")?,
                 low_freq_factor: low,
                 high_freq_factor: high,
                 original_max_position_embeddings: original,
@@ -297,20 +298,20 @@ fn scaling(given: &JsonObjectReader<'_>, outer: RotaryScalingContext<'_>) -> Res
         }
         Some(_) => {
             let key = if new.is_some() { "rope_type" } else { "type" };
-            Err(given.refuse(key, "default, linear, dynamic, yarn, longrope or llama3"))
+            Err(keys.refuse(key, "default, linear, dynamic, yarn, longrope or llama3"))
         }
     }
 }
 
 /// Reads YaRN's parameters.
-fn yarn(given: &JsonObjectReader<'_>, original: usize, ctx: usize) -> Result<RotaryScaling> {
-    let factor = match given.is_null("factor") {
+fn yarn(keys: &JsonObjectReader<'_>, original: usize, ctx: usize) -> Result<RotaryScaling> {
+    let factor = match keys.is_null("factor") {
         true => ctx as f64 / original as f64,
-        false => given.positive("factor")?.ok_or_else(|| given.refuse("factor", "a positive number"))?,
+        false => keys.positive("factor")?.ok_or_else(|| keys.refuse("factor", "a positive number"))?,
     };
     let growth = |scale: f64, mscale: f64| if scale <= 1.0 { 1.0 } else { 0.1 * mscale * scale.ln() + 1.0 };
-    let (given_factor, mscale) = (given.positive("attention_factor")?, given.number("mscale")?);
-    let attention_factor = match (given_factor, mscale, given.number("mscale_all_dim")?) {
+    let (given_factor, mscale) = (keys.positive("attention_factor")?, keys.number("mscale")?);
+    let attention_factor = match (given_factor, mscale, keys.number("mscale_all_dim")?) {
         (Some(factor), ..) => factor,
         (None, Some(mscale), Some(all)) if mscale != 0.0 && all != 0.0 => growth(factor, mscale) / growth(factor, all),
         _ => growth(factor, 1.0),
@@ -318,9 +319,9 @@ fn yarn(given: &JsonObjectReader<'_>, original: usize, ctx: usize) -> Result<Rot
     Ok(RotaryScaling::Yarn(YarnScaling {
         frequencies: YarnRopeScaling {
             factor,
-            beta_fast: given.positive("beta_fast")?.unwrap_or(32.0),
-            beta_slow: given.positive("beta_slow")?.unwrap_or(1.0),
-            truncate: given.flag("truncate", true)?,
+            beta_fast: keys.positive("beta_fast")?.unwrap_or(32.0),
+            beta_slow: keys.positive("beta_slow")?.unwrap_or(1.0),
+            truncate: keys.flag("truncate", true)?,
             original_max_position_embeddings: original,
         },
         attention_factor,
@@ -328,24 +329,24 @@ fn yarn(given: &JsonObjectReader<'_>, original: usize, ctx: usize) -> Result<Rot
 }
 
 /// Reads LongRoPE's parameters.
-fn longrope(given: &JsonObjectReader<'_>, original: usize, ctx: usize) -> Result<RotaryScaling> {
+fn longrope(keys: &JsonObjectReader<'_>, original: usize, ctx: usize) -> Result<RotaryScaling> {
     let factors = |key: &str| {
-        let all = given.get(key).and_then(Value::as_array);
+        let values = keys.get(key).and_then(Value::as_array);
         let positive = |value: &Value| value.as_f64().filter(|factor| *factor > 0.0 && factor.is_finite());
-        let all = all.and_then(|all| all.iter().map(positive).collect::<Option<Vec<f64>>>());
-        all.ok_or_else(|| given.refuse(key, "a list of positive numbers, one for each pair of elements of a head"))
+        let values = values.and_then(|values| values.iter().map(positive).collect::<Option<Vec<f64>>>());
+        values.ok_or_else(|| keys.refuse(key, "a list of positive numbers, one for each pair of elements of a head"))
     };
     let (short, long) = (factors("short_factor")?, factors("long_factor")?);
     if short.len() != long.len() {
         let found = format!("a list of length {}", long.len());
         let allowed = format!("a list of the length of short_factor ({})", short.len());
-        return Err(given.refuse_as("long_factor", found, allowed));
+        return Err(keys.refuse_as("long_factor", found, allowed));
     }
-    let factor = given.positive("factor")?.unwrap_or(ctx as f64 / original as f64);
-    let attention_factor = match given.positive("attention_factor")? {
-        Some(given) => given,
+    let factor = keys.positive("factor")?.unwrap_or(ctx as f64 / original as f64);
+    let attention_factor = match keys.positive("attention_factor")? {
+        Some(factor) => factor,
         None if factor <= 1.0 => 1.0,
-        None if original < 2 => return Err(given.refuse_as(ORIGINAL, original, "at least 2 with rope type longrope")),
+        None if original < 2 => return Err(keys.refuse_as(ORIGINAL, original, "at least 2 with rope type longrope")),
         None => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
     };
     Ok(RotaryScaling::LongRope(Arc::new(LongRopeScaling { short, long, original, attention_factor })))

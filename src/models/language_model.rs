@@ -201,8 +201,8 @@ impl<A: Architecture> LanguageModel<A> {
     /// session.
     ///
     /// # Errors
-    /// No tokens, an id outside the vocabulary, or a session that a model of a different shape began. The session is
-    /// then unchanged.
+    /// No tokens, an id outside the vocabulary, or a session that was started by a model of a different shape. The
+    /// session is then unchanged.
     pub fn extend(&self, session: &mut Session, tokens: &[u32]) -> Result<Vec<f32>> {
         require_tokens(tokens)?;
         let text = [session.tokens(), tokens].concat();
@@ -211,8 +211,8 @@ impl<A: Architecture> LanguageModel<A> {
             session.saw_without_keeping(text);
             return Ok(logits);
         }
-        let (seen, caches) = session.caches(self.layers.blocks(), A::ctx(&self.config))?;
-        let logits = self.logits_after(&text[seen..], |ids| self.layers.states_after(ids, caches))?;
+        let (cached, caches) = session.caches(self.layers.blocks(), A::ctx(&self.config))?;
+        let logits = self.logits_after(&text[cached..], |ids| self.layers.states_after(ids, caches))?;
         session.saw(text);
         Ok(logits)
     }

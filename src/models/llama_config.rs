@@ -72,7 +72,7 @@ impl LlamaConfig {
     /// context ends at 8192. This is right for training from scratch, but wrong for those weights.
     ///
     /// # Errors
-    /// An unknown name; the message lists the known ones.
+    /// Returns an error that lists the known names if `name` is not one of them.
     pub fn preset(name: &str) -> Result<Self> {
         let preset = find_preset(&PRESETS, |preset| preset.name, name)?;
         Ok(Self {

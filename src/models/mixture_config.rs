@@ -12,7 +12,7 @@ pub struct MixtureConfig {
     pub naming: MixtureNaming,
     /// The number of experts.
     pub experts: usize,
-    /// The number of experts that each token chooses, and how the router weights them.
+    /// The number of experts that the router chooses for each token, and how it weights them.
     pub router: RouterOptions,
     /// The width of an expert's intermediate layer.
     pub expert_width: usize,

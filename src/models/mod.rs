@@ -76,7 +76,7 @@ pub use session::Session;
 /// Returns `name` if it is a preset of any architecture.
 ///
 /// # Errors
-/// An unknown name; the message lists the known ones.
+/// Returns an error that lists the known names if `name` is not one of them.
 #[doc(hidden)]
 pub fn preset_named(name: &str) -> crate::Result<&'static str> {
     let names: Vec<&str> = GptConfig::preset_names().chain(LlamaConfig::preset_names()).collect();

@@ -25,7 +25,7 @@ pub(super) struct ModelFamily {
     pub eps: f64,
     pub eps_key: &'static str,
     pub theta: f64,
-    /// The share of a head that is rotated.
+    /// The fraction of a head that is rotated.
     pub partial: f64,
     pub pairs: RotaryPairs,
     pub tied: bool,
@@ -63,7 +63,7 @@ pub(super) enum HeadDimRule {
 /// The rule that determines which blocks of a family have a sliding window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlidingWindowRule {
-    /// All blocks see all earlier positions.
+    /// All blocks attend to all earlier positions.
     Full,
     /// All blocks have a window if the configuration has one.
     Windowed,
@@ -490,15 +490,15 @@ impl ModelFamily {
 
 /// Returns the names of all models that are read, in alphabetical order.
 pub(super) fn known_model_types() -> Vec<&'static str> {
-    let mut known: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
-    known.extend(WITH_TEXT_PART.iter().map(|(name, _)| *name));
-    known.sort_unstable();
-    known
+    let mut names: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
+    names.extend(WITH_TEXT_PART.iter().map(|(name, _)| *name));
+    names.sort_unstable();
+    names
 }
 
 /// Returns the names of the models that can be the text part of a model for images and text, in alphabetical order.
 pub(super) fn text_part_types() -> Vec<&'static str> {
-    let mut known: Vec<&str> = FAMILIES.iter().filter(|family| family.is_text_part()).map(|f| f.model_type).collect();
-    known.sort_unstable();
-    known
+    let mut names: Vec<&str> = FAMILIES.iter().filter(|family| family.is_text_part()).map(|f| f.model_type).collect();
+    names.sort_unstable();
+    names
 }

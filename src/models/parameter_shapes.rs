@@ -17,11 +17,11 @@ impl DecoderConfig {
     /// # Errors
     /// Invalid sizes.
     pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
-        let asked = ShapeRecorder::default();
+        let recorder = ShapeRecorder::default();
         self.validate()?;
         // The rotary tables need only one position.
-        DecoderLayers::<Self>::build(&Self { ctx: 1, ..self.clone() }, asked.builder())?;
-        Ok(asked.names())
+        DecoderLayers::<Self>::build(&Self { ctx: 1, ..self.clone() }, recorder.builder())?;
+        Ok(recorder.take_recorded())
     }
 
     /// Returns the paths of the projections that can have an adapter.
@@ -29,13 +29,13 @@ impl DecoderConfig {
     /// # Errors
     /// Invalid sizes.
     pub fn projections(&self) -> Result<Vec<String>> {
-        let all = Self { lora: Some(LoraConfig::default()), ..self.clone() };
-        Ok(adapted(all.parameters()?))
+        let with_adapters = Self { lora: Some(LoraConfig::default()), ..self.clone() };
+        Ok(adapter_paths(with_adapters.parameters()?))
     }
 }
 
 /// Returns the paths of the modules that have an adapter, according to the names of these parameters.
-fn adapted(parameters: NamedShapes) -> Vec<String> {
+fn adapter_paths(parameters: NamedShapes) -> Vec<String> {
     let names = parameters.into_iter().map(|(name, _)| name);
     names.filter_map(|name| Some(name.strip_suffix(".lora_A.weight")?.to_owned())).collect()
 }
@@ -47,11 +47,11 @@ impl EncoderConfig {
     /// # Errors
     /// Invalid sizes.
     pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
-        let asked = ShapeRecorder::default();
+        let recorder = ShapeRecorder::default();
         self.validate()?;
         // The rotary tables need only one position.
-        Encoder::with_positions(self, 1, asked.builder())?;
-        Ok(asked.names())
+        Encoder::with_positions(self, 1, recorder.builder())?;
+        Ok(recorder.take_recorded())
     }
 
     /// Returns the paths of the projections that can have an adapter: those of the blocks, and of BERT's pooler if
@@ -60,8 +60,8 @@ impl EncoderConfig {
     /// # Errors
     /// Invalid sizes.
     pub fn projections(&self) -> Result<Vec<String>> {
-        let all = Self { lora: Some(LoraConfig::default()), ..self.clone() };
-        let mut paths = adapted(all.parameters()?);
+        let with_adapters = Self { lora: Some(LoraConfig::default()), ..self.clone() };
+        let mut paths = adapter_paths(with_adapters.parameters()?);
         if self.adapts_pooler && self.naming == EncoderNaming::Bert {
             paths.push(self.naming.head_dense().to_owned());
         }
@@ -76,12 +76,12 @@ impl DecoderClassifierConfig {
     /// # Errors
     /// Invalid sizes.
     pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
-        let asked = ShapeRecorder::default();
+        let recorder = ShapeRecorder::default();
         self.validate()?;
         // The rotary tables need only one position.
         let decoder = DecoderConfig { ctx: 1, ..self.decoder.clone() };
-        DecoderClassifier::new(&Self { decoder, ..self.clone() }, asked.builder())?;
-        Ok(asked.names())
+        DecoderClassifier::new(&Self { decoder, ..self.clone() }, recorder.builder())?;
+        Ok(recorder.take_recorded())
     }
 }
 
@@ -98,7 +98,7 @@ impl ShapeRecorder {
     }
 
     /// Returns all requested names and shapes.
-    fn names(&self) -> NamedShapes {
+    fn take_recorded(&self) -> NamedShapes {
         std::mem::take(&mut *lock(&self.0))
     }
 }

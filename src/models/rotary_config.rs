@@ -14,7 +14,7 @@ pub struct RotaryConfig {
     pub theta: f64,
     /// The scaling of the frequencies that follow from the base.
     pub scaling: RotaryScaling,
-    /// The share of a head's elements that is rotated, beginning with the first element.
+    /// The fraction of a head's elements that is rotated, beginning with the first element.
     pub partial: f64,
     /// The growth of queries with their position.
     pub query_growth: Option<QueryGrowth>,
@@ -128,7 +128,7 @@ impl RotaryConfig {
     }
 
     /// Returns whether the frequencies depend on the length of the input.
-    fn is_by_length(&self) -> bool {
+    fn depends_on_length(&self) -> bool {
         matches!(self.scaling, RotaryScaling::Dynamic { .. } | RotaryScaling::LongRope(_))
     }
 
@@ -175,9 +175,9 @@ impl RotaryConfig {
     pub(super) fn rotations(&self, head: usize, pairs: RotaryPairs, ctx: usize) -> Result<[Rotary; 2]> {
         let layout = RotaryLayout { head, pairs };
         let factor = self.attention_factor();
-        let of = |growth: Option<QueryGrowth>| {
+        let build = |growth: Option<QueryGrowth>| {
             let factor = move |position| factor * growth.map_or(1.0, |growth| growth.at(position));
-            match self.is_by_length() {
+            match self.depends_on_length() {
                 false => Rotary::with(ctx, layout, self.frequencies(head, ctx)?, factor),
                 true => {
                     let config = self.clone();
@@ -185,12 +185,12 @@ impl RotaryConfig {
                 }
             }
         };
-        let of_keys = of(None)?;
-        let of_queries = match self.query_growth {
-            None => of_keys.clone(),
-            growth => of(growth)?,
+        let keys = build(None)?;
+        let queries = match self.query_growth {
+            None => keys.clone(),
+            growth => build(growth)?,
         };
-        Ok([of_queries, of_keys])
+        Ok([queries, keys])
     }
 }
 

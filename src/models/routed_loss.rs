@@ -8,13 +8,13 @@ use candle_core::{Result, Tensor, bail};
 
 impl<A: Architecture> LanguageModel<A> {
     /// Returns the loss of [`LanguageModel::loss_packed`], without the load-balancing loss, and a report of the routers
-    /// ([`RouterReport::add_to`] adds the two losses). `counts` has one element for each token; tokens with `false`
+    /// ([`RouterReport::add_to`] adds the two losses). `mask` has one element for each token; tokens with `false`
     /// (padding) count neither in the loads nor in the load-balancing loss.
     ///
     /// With a load-balancing loss, this is a collective operation in an engine: all ranks must call it.
     ///
     /// # Errors
-    /// The errors of [`LanguageModel::loss_packed`]; a length of `counts` that is not the number of tokens; with a
+    /// The errors of [`LanguageModel::loss_packed`]; a length of `mask` that is not the number of tokens; with a
     /// load-balancing loss, no token that counts on any rank.
     pub fn routed_loss(
         &self,
@@ -22,9 +22,9 @@ impl<A: Architecture> LanguageModel<A> {
         targets: &Tensor,
         sequences: Option<&Sequences>,
         divisor: Option<f64>,
-        counts: Option<&[bool]>,
+        mask: Option<&[bool]>,
     ) -> Result<(Tensor, RouterReport)> {
-        let (states, report) = self.routed(ids, sequences, counts)?;
+        let (states, report) = self.routed(ids, sequences, mask)?;
         let options = LossOptions { soft_cap: self.layers().logit_soft_cap(), divisor };
         let weight = self.layers().output();
         Ok((linear_cross_entropy_with(&states, weight, WeightLayout::OutIn, targets, options)?, report))
@@ -34,15 +34,15 @@ impl<A: Architecture> LanguageModel<A> {
     /// [`LanguageModel::routed_loss`].
     ///
     /// # Errors
-    /// The errors of [`LanguageModel::log_probabilities`], and of [`LanguageModel::routed_loss`] about `counts`.
+    /// The errors of [`LanguageModel::log_probabilities`], and of [`LanguageModel::routed_loss`] about `mask`.
     pub fn routed_log_probabilities(
         &self,
         ids: &Tensor,
         targets: &Tensor,
         sequences: Option<&Sequences>,
-        counts: Option<&[bool]>,
+        mask: Option<&[bool]>,
     ) -> Result<(Tensor, RouterReport)> {
-        let (states, report) = self.routed(ids, sequences, counts)?;
+        let (states, report) = self.routed(ids, sequences, mask)?;
         let (weight, cap) = (self.layers().output(), self.layers().logit_soft_cap());
         Ok((linear_log_probabilities(&states, weight, WeightLayout::OutIn, targets, cap)?, report))
     }
@@ -52,35 +52,35 @@ impl<A: Architecture> LanguageModel<A> {
         &self,
         ids: &Tensor,
         sequences: Option<&Sequences>,
-        counts: Option<&[bool]>,
+        mask: Option<&[bool]>,
     ) -> Result<(Tensor, RouterReport)> {
         self.check_length(ids)?;
-        if let Some(counts) = counts.filter(|counts| counts.len() != ids.elem_count()) {
+        if let Some(mask) = mask.filter(|mask| mask.len() != ids.elem_count()) {
             let tokens = ids.elem_count();
             bail!(
                 "the mask has {}; there {} {}",
-                counted(counts.len(), "element"),
+                counted(mask.len(), "element"),
                 is_or_are(tokens),
                 counted(tokens, "token")
             )
         }
         let RoutedStates { states, routings } = self.layers().routed_states(ids, sequences)?;
         let loads =
-            routings.iter().map(|(block, routing)| ExpertLoad { block: *block, choices: choices(routing, counts) });
+            routings.iter().map(|(block, routing)| ExpertLoad { block: *block, choices: choices(routing, mask) });
         let mut report = RouterReport { loads: loads.collect(), ..RouterReport::default() };
         if let Some(BalanceLossOptions { loss, coefficient }) = self.layers().balance_loss() {
             let routings: Vec<Routing> = routings.into_iter().map(|(_, routing)| routing).collect();
-            (report.balance, report.coefficient) = (Some(loss.loss(&routings, counts)?), coefficient);
+            (report.balance, report.coefficient) = (Some(loss.loss(&routings, mask)?), coefficient);
         }
         Ok((states, report))
     }
 }
 
-/// Returns the number of rows that chose each expert, among those that count.
-fn choices(routing: &Routing, counts: Option<&[bool]>) -> Vec<u64> {
+/// Returns the number of rows that were routed to each expert, among those that count.
+fn choices(routing: &Routing, mask: Option<&[bool]>) -> Vec<u64> {
     let mut choices = vec![0; routing.assignment().experts()];
     for (row, chosen) in routing.choices().chunks_exact(routing.experts_per_row()).enumerate() {
-        if counts.is_none_or(|counts| counts[row]) {
+        if mask.is_none_or(|mask| mask[row]) {
             chosen.iter().for_each(|expert| choices[*expert as usize] += 1);
         }
     }

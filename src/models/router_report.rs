@@ -26,7 +26,7 @@ pub struct BalanceLossOptions<'a> {
 pub struct ExpertLoad {
     /// The number of the block.
     pub block: usize,
-    /// The number of tokens that chose each expert.
+    /// The number of tokens that were routed to each expert.
     pub choices: Vec<u64>,
 }
 

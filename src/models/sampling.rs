@@ -45,10 +45,10 @@ pub fn next_token(logits: &[f32], temperature: f64, rng: &mut TokenRng) -> u32 {
         if w.is_nan() { 0.0 } else { w }
     };
     let total: f64 = logits.iter().map(weight).sum();
-    let mut left = rng.uniform() * total;
+    let mut remaining = rng.uniform() * total;
     for (i, x) in logits.iter().enumerate() {
-        left -= weight(x);
-        if left < 0.0 {
+        remaining -= weight(x);
+        if remaining < 0.0 {
             return i as u32;
         }
     }
@@ -67,25 +67,25 @@ pub fn keep_likeliest(logits: &mut [f32], top_k: usize, top_p: f64, temperature:
     logits.iter_mut().filter(|x| x.is_nan()).for_each(|x| *x = f32::NEG_INFINITY);
     let mut order: Vec<u32> = (0..logits.len() as u32).collect();
     let larger = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-    let mut kept = logits.len();
+    let mut count = logits.len();
     if by_rank {
         order.select_nth_unstable_by(top_k - 1, larger);
-        kept = top_k;
+        count = top_k;
     }
     if top_p < 1.0 {
-        order[..kept].sort_unstable_by(larger);
-        let most = order.first().map_or(0.0, |best| logits[*best as usize]);
-        let weight = |i: &u32| (f64::from(logits[*i as usize] - most) / temperature).exp();
-        let total: f64 = order[..kept].iter().map(weight).sum();
+        order[..count].sort_unstable_by(larger);
+        let max = order.first().map_or(0.0, |best| logits[*best as usize]);
+        let weight = |i: &u32| (f64::from(logits[*i as usize] - max) / temperature).exp();
+        let total: f64 = order[..count].iter().map(weight).sum();
         let mut sum = 0.0;
-        let before = |i: &&u32| {
+        let is_within_top_p = |i: &&u32| {
             let is_kept = sum < top_p * total;
             sum += weight(i);
             is_kept
         };
-        kept = order[..kept].iter().take_while(before).count().max(1);
+        count = order[..count].iter().take_while(is_within_top_p).count().max(1);
     }
-    order.iter().skip(kept).for_each(|i| logits[*i as usize] = f32::NEG_INFINITY);
+    order.iter().skip(count).for_each(|i| logits[*i as usize] = f32::NEG_INFINITY);
 }
 
 #[cfg(test)]

@@ -31,11 +31,11 @@ use candle_core::{Result, bail};
 pub struct Session {
     tokens: Vec<u32>,
     /// The number of leading tokens whose keys and values are in all caches.
-    seen: usize,
+    cached: usize,
     /// The caches, one for each block.
     caches: Vec<KeyValueCache>,
     /// The number of tokens to reserve memory for.
-    expected: usize,
+    reserved: usize,
 }
 
 impl Session {
@@ -52,13 +52,13 @@ impl Session {
     /// Sets the text length, in tokens, for which memory is allocated when the text begins or next outgrows its memory.
     /// The model's context limits this length. Without this call, memory doubles each time the text outgrows it.
     pub fn reserve(&mut self, tokens: usize) {
-        self.expected = tokens;
+        self.reserved = tokens;
     }
 
     /// Truncates the text to the first `len` tokens. Memory is kept.
     pub fn truncate(&mut self, len: usize) {
         self.tokens.truncate(len);
-        self.seen = self.seen.min(len);
+        self.cached = self.cached.min(len);
     }
 
     /// Returns the number of bytes allocated for keys and values, including room for more tokens.
@@ -79,20 +79,20 @@ impl Session {
             )
         }
         for cache in &mut self.caches {
-            cache.truncate(self.seen);
-            cache.reserve(self.expected);
+            cache.truncate(self.cached);
+            cache.reserve(self.reserved);
         }
-        Ok((self.seen, &mut self.caches))
+        Ok((self.cached, &mut self.caches))
     }
 
     /// Sets the text to `tokens`, all of which the caches hold.
     pub(super) fn saw(&mut self, tokens: Vec<u32>) {
-        self.seen = tokens.len();
+        self.cached = tokens.len();
         self.tokens = tokens;
     }
 
     /// Sets the text to `tokens`, none of which are cached.
     pub(super) fn saw_without_keeping(&mut self, tokens: Vec<u32>) {
-        *self = Self { tokens, expected: self.expected, ..Self::default() };
+        *self = Self { tokens, reserved: self.reserved, ..Self::default() };
     }
 }

@@ -11,8 +11,8 @@ use candle_core::{Result, Tensor, bail};
 pub(super) struct UnpaddedBatch {
     /// The token ids, `[1, tokens]`.
     pub ids: Tensor,
-    /// The places of the texts' tokens in the flattened batch.
-    places: Tensor,
+    /// The positions of the texts' tokens in the flattened batch.
+    positions: Tensor,
     lengths: Vec<usize>,
     /// The division of the row into texts.
     pub sequences: Sequences,
@@ -39,17 +39,17 @@ impl UnpaddedBatch {
             return Err(refuse(ModelError::SequenceTooLong { length, context }.into()));
         }
         let tokens = lengths.iter().sum();
-        let places = lengths.iter().enumerate().flat_map(|(row, length)| row * time..row * time + length);
-        let places: Vec<u32> = places.map(|place| place as u32).collect();
-        let places = Tensor::from_vec(places, tokens, ids.device())?;
+        let positions = lengths.iter().enumerate().flat_map(|(row, length)| row * time..row * time + length);
+        let positions: Vec<u32> = positions.map(|position| position as u32).collect();
+        let positions = Tensor::from_vec(positions, tokens, ids.device())?;
         let sequences = Sequences::from_lengths(&[lengths.to_vec()], tokens)?;
-        let ids = joined(ids, &places)?;
-        Ok(Self { ids, places, lengths: lengths.to_vec(), sequences })
+        let ids = gather(ids, &positions)?;
+        Ok(Self { ids, positions, lengths: lengths.to_vec(), sequences })
     }
 
     /// Joins other values `[batch, time]` in the same way.
     pub fn join(&self, values: &Tensor) -> Result<Tensor> {
-        joined(values, &self.places)
+        gather(values, &self.positions)
     }
 
     /// Returns the number of tokens in each text.
@@ -70,13 +70,13 @@ impl UnpaddedBatch {
     }
 }
 
-/// Returns the values at `places` of the flattened batch, `[1, tokens]`.
-fn joined(values: &Tensor, places: &Tensor) -> Result<Tensor> {
-    values.flatten_all()?.index_select(places, 0)?.unsqueeze(0)
+/// Returns the values at `positions` of the flattened batch, `[1, tokens]`.
+fn gather(values: &Tensor, positions: &Tensor) -> Result<Tensor> {
+    values.flatten_all()?.index_select(positions, 0)?.unsqueeze(0)
 }
 
-/// Returns the rows of `x` at `places`.
-pub(super) fn rows(x: &Tensor, places: impl Iterator<Item = usize>) -> Result<Tensor> {
-    let places: Vec<u32> = places.map(|place| place as u32).collect();
-    embedding(&Tensor::new(places, x.device())?, x)
+/// Returns the rows of `x` at `positions`.
+pub(super) fn rows(x: &Tensor, positions: impl Iterator<Item = usize>) -> Result<Tensor> {
+    let positions: Vec<u32> = positions.map(|position| position as u32).collect();
+    embedding(&Tensor::new(positions, x.device())?, x)
 }

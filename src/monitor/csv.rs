@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 pub struct CsvMonitor {
     folder: PathBuf,
     /// The files that have been opened before.
-    known: HashSet<PathBuf>,
+    opened: HashSet<PathBuf>,
 }
 
 impl CsvMonitor {
@@ -28,21 +28,21 @@ impl CsvMonitor {
         let folder = folder.as_ref();
         let probe = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
         probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
-        Ok(Self { folder: folder.into(), known: HashSet::new() })
+        Ok(Self { folder: folder.into(), opened: HashSet::new() })
     }
 
     fn append(&mut self, tag: &str, rows: &str) -> Result<()> {
         let path = self.folder.join(format!("{}.csv", file_stem(tag)));
         let mut write = || {
-            if let Ok(found) = path.metadata() {
-                files::only_a_file(&found)?;
+            if let Ok(metadata) = path.metadata() {
+                files::only_a_file(&metadata)?;
             }
             let mut file = OpenOptions::new().create(true).append(true).read(true).open(&path)?;
-            let header = format!("step,{}\n", quoted(tag.rsplit('/').next().unwrap_or(tag)));
-            if !self.known.contains(&path) {
-                only_values(&file, &header)?;
+            let header = format!("step,{}\n", quote(tag.rsplit('/').next().unwrap_or(tag)));
+            if !self.opened.contains(&path) {
+                reject_foreign_file(&file, &header)?;
                 end_last_line(&file)?;
-                self.known.insert(path.clone());
+                self.opened.insert(path.clone());
             }
             let header = if file.metadata()?.len() == 0 { header } else { String::new() };
             file.write_all((header + rows).as_bytes())
@@ -58,11 +58,11 @@ impl Monitor for CsvMonitor {
 }
 
 /// Rejects a file that begins neither with a header line nor with the part of one that a killed run left behind.
-fn only_values(file: &File, header: &str) -> std::io::Result<()> {
-    let mut begin = vec![0; header.len()];
-    let read = file.read_at(&mut begin, 0)?;
+fn reject_foreign_file(file: &File, header: &str) -> std::io::Result<()> {
+    let mut prefix = vec![0; header.len()];
+    let read = file.read_at(&mut prefix, 0)?;
     // An earlier run may have written a different name, but the first column is always the step.
-    if header.as_bytes().starts_with(&begin[..read]) || begin[..read].starts_with(b"step,") {
+    if header.as_bytes().starts_with(&prefix[..read]) || prefix[..read].starts_with(b"step,") {
         return Ok(());
     }
     let text =
@@ -78,7 +78,7 @@ fn file_stem(tag: &str) -> String {
 }
 
 /// Returns a field of a line, in quotes if it needs them.
-fn quoted(field: &str) -> String {
+fn quote(field: &str) -> String {
     match field.contains([',', '"', '\n', '\r']) {
         true => format!("\"{}\"", field.replace('"', "\"\"")),
         false => field.into(),

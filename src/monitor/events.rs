@@ -24,7 +24,7 @@ impl MonitorEvent {
     }
 }
 
-/// A destination of events: files, a port, or a custom implementation.
+/// A destination for events: files, a port, or a custom implementation.
 ///
 /// The constructor of a monitor should open the files or ports that it writes to, so that a folder that is not writable
 /// causes an error before the first step. A monitor that fails later is dropped with one message, and training

@@ -53,12 +53,12 @@ const MAX_CHARS: usize = 1000;
 /// hyperparameter, the setting's name is prefixed with `settings.`.
 pub(super) fn hyperparameters(run: &RunDescription) -> BTreeMap<String, Hyperparameter> {
     let defaults = leaves(defaults());
-    let of_config = leaves(&run.configuration).into_iter().filter(|(name, value)| {
+    let from_config = leaves(&run.configuration).into_iter().filter(|(name, value)| {
         let section = name.split('.').next().unwrap_or_default();
         let is_listed = ALWAYS_LISTED.contains(&name.as_str()) || defaults.get(name) != Some(value);
         is_listed && !OUTPUT_KEYS.contains(&section)
     });
-    let mut all: BTreeMap<String, Hyperparameter> = of_config.collect();
+    let mut all: BTreeMap<String, Hyperparameter> = from_config.collect();
     all.insert("world_size".into(), Hyperparameter::Number(run.world_size as f64));
     all.extend(run.total_steps.map(|steps| ("total_steps".into(), Hyperparameter::Number(steps as f64))));
     for (name, value) in leaves(&run.settings) {
@@ -88,13 +88,13 @@ fn leaves(tree: &Value) -> BTreeMap<String, Hyperparameter> {
 impl Hyperparameter {
     /// Returns the value of a leaf of JSON, if it has one.
     fn of(leaf: &Value) -> Option<Self> {
-        let short = |text: &str| Self::Text(text.chars().take(MAX_CHARS).collect());
+        let truncated = |text: &str| Self::Text(text.chars().take(MAX_CHARS).collect());
         match leaf {
             Value::Null | Value::Object(_) => None,
             Value::Bool(value) => Some(Self::Bool(*value)),
             Value::Number(number) => number.as_f64().map(Self::Number),
-            Value::String(text) => Some(short(text)),
-            Value::Array(_) => Some(short(&leaf.to_string())),
+            Value::String(text) => Some(truncated(text)),
+            Value::Array(_) => Some(truncated(&leaf.to_string())),
         }
     }
 }

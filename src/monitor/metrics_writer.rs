@@ -34,12 +34,12 @@ impl MetricsWriter {
     /// unchanged; [`MonitorError::MetricsBusy`] if another process is writing to the file.
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let wrong = |source| Error::Io { action: "create", path: path.into(), source };
-        let file = open_to_append(path).map_err(wrong)?;
+        let io_error = |source| Error::Io { action: "create", path: path.into(), source };
+        let file = open_to_append(path).map_err(io_error)?;
         // The file must not be emptied before this process has locked it.
         if claim(&file, path)? {
-            only_metrics(&file).map_err(wrong)?;
-            file.set_len(0).map_err(wrong)?;
+            require_metrics(&file).map_err(io_error)?;
+            file.set_len(0).map_err(io_error)?;
         }
         Ok(Self { file, path: path.into() })
     }
@@ -53,7 +53,7 @@ impl MetricsWriter {
         let open = || {
             let file = open_to_append(path)?;
             if file.metadata()?.is_file() {
-                only_metrics(&file)?;
+                require_metrics(&file)?;
             }
             end_last_line(&file)?;
             Ok(file)
@@ -70,30 +70,30 @@ impl MetricsWriter {
     /// [`Error::Io`]; [`MonitorError::MetricsBusy`] if another process is writing to the file.
     pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
         let path = path.as_ref();
-        let wrong = |source| Error::Io { action: "resume", path: path.into(), source };
-        let mut before = match files::open(path) {
+        let io_error = |source| Error::Io { action: "resume", path: path.into(), source };
+        let mut old_file = match files::open(path) {
             Ok(file) => file,
             Err(e) if e.kind() == ErrorKind::NotFound => return Self::create(path),
-            Err(e) => return Err(wrong(e)),
+            Err(e) => return Err(io_error(e)),
         };
-        claim(&before, path)?;
-        only_metrics(&before).map_err(wrong)?;
+        claim(&old_file, path)?;
+        require_metrics(&old_file).map_err(io_error)?;
         let mut text = String::new();
-        before.read_to_string(&mut text).map_err(wrong)?;
+        old_file.read_to_string(&mut text).map_err(io_error)?;
         let is_earlier = |line: &&str| {
             let line: Option<Value> = serde_json::from_str(line).ok();
             line.and_then(|line| line["step"].as_u64()).is_some_and(|s| s < step)
         };
-        let kept: String = text.lines().filter(is_earlier).map(|line| format!("{line}\n")).collect();
+        let kept_lines: String = text.lines().filter(is_earlier).map(|line| format!("{line}\n")).collect();
         // The new file is written under another name and then renamed, so that the metrics survive if the process is
         // killed.
         let replace = || {
             let mut new = AtomicFile::beside(path)?;
-            new.file().write_all(kept.as_bytes())?;
+            new.file().write_all(kept_lines.as_bytes())?;
             new.finish()
         };
-        replace().map_err(wrong)?;
-        let file = open_to_append(path).map_err(wrong)?;
+        replace().map_err(io_error)?;
+        let file = open_to_append(path).map_err(io_error)?;
         claim(&file, path)?;
         Ok(Self { file, path: path.into() })
     }
@@ -106,11 +106,11 @@ impl MetricsWriter {
         let write = |file: &mut File| {
             let mut line = serde_json::to_vec(record)?;
             line.push(b'\n');
-            let before = file.metadata()?;
+            let metadata = file.metadata()?;
             file.write_all(&line).inspect_err(|_| {
                 // If the disk is full, the written part is not a complete line and is removed.
-                if before.is_file() {
-                    _ = file.set_len(before.len());
+                if metadata.is_file() {
+                    _ = file.set_len(metadata.len());
                 }
             })
         };
@@ -129,50 +129,50 @@ impl Drop for MetricsWriter {
 /// Opens a file, which is created if it does not exist, or a character device. A pipe is rejected, because opening it
 /// would block.
 fn open_to_append(path: &Path) -> std::io::Result<File> {
-    if let Ok(found) = path.metadata()
-        && !found.file_type().is_char_device()
+    if let Ok(metadata) = path.metadata()
+        && !metadata.file_type().is_char_device()
     {
-        files::only_a_file(&found)?;
+        files::only_a_file(&metadata)?;
     }
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     OpenOptions::new().create(true).append(true).read(true).custom_flags(flags).open(path).or_else(|e| {
         // This is a device that cannot be read, or a file that this user can only write.
-        let again = OpenOptions::new().append(true).custom_flags(flags).open(path);
-        if e.kind() == ErrorKind::NotFound { Err(e) } else { again }
+        let reopened = OpenOptions::new().append(true).custom_flags(flags).open(path);
+        if e.kind() == ErrorKind::NotFound { Err(e) } else { reopened }
     })
 }
 
 /// Rejects a file that contains anything other than metrics. Each complete line in its first 64 KiB must be a summary,
 /// or an object with a number named `step` or `epoch`. Metrics contain no strings except the tag of an event.
-fn only_metrics(file: &File) -> std::io::Result<()> {
+fn require_metrics(file: &File) -> std::io::Result<()> {
     /// The number of bytes that are checked.
     const CHECKED_BYTES: usize = 1 << 16;
-    let mut begin = vec![0; CHECKED_BYTES];
+    let mut prefix = vec![0; CHECKED_BYTES];
     let mut filled = 0;
     loop {
-        match file.read_at(&mut begin[filled..], filled as u64)? {
+        match file.read_at(&mut prefix[filled..], filled as u64)? {
             0 => break,
             read => filled += read,
         }
     }
-    begin.truncate(filled);
+    prefix.truncate(filled);
     let is_metrics = |line: &[u8]| {
         let Ok(Value::Object(line)) = serde_json::from_slice(line) else { return false };
         let is_text = |(key, value): (&String, &Value)| value.is_string() && key != "tag";
         let is_step = ["step", "epoch"].iter().any(|key| line.get(*key).is_some_and(Value::is_number));
         line.get("summary") == Some(&Value::Bool(true)) || is_step && !line.iter().any(is_text)
     };
-    let whole = begin.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
-    let (lines, rest) = begin.split_at(whole);
+    let complete = prefix.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+    let (lines, rest) = prefix.split_at(complete);
     let mut lines = lines.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
     // A line that is incomplete, because the disk was full or the process was killed, must begin like metrics.
-    let is_cut = match (serde_json::from_slice::<Value>(rest), whole) {
+    let is_valid_rest = match (serde_json::from_slice::<Value>(rest), complete) {
         _ if rest.is_empty() => true,
         (Ok(_), _) => is_metrics(rest),
         (Err(_), 0) => rest.starts_with(b"{\"step\":") && filled < CHECKED_BYTES,
         (Err(_), _) => rest.starts_with(b"{"),
     };
-    if lines.all(is_metrics) && is_cut {
+    if lines.all(is_metrics) && is_valid_rest {
         return Ok(());
     }
     let text = "it contains something other than metrics, so it is not changed; give another file, or remove this one";
@@ -182,14 +182,14 @@ fn only_metrics(file: &File) -> std::io::Result<()> {
 /// Locks the file against other processes while it is open. Returns false for anything but a regular file: a device is
 /// shared.
 fn claim(file: &File, path: &Path) -> Result<bool> {
-    let found = file.metadata().map_err(|source| Error::Io { action: "read", path: path.into(), source })?;
-    if !found.is_file() {
+    let metadata = file.metadata().map_err(|source| Error::Io { action: "read", path: path.into(), source })?;
+    if !metadata.is_file() {
         return Ok(false);
     }
     let start = Instant::now();
     // If the file system does not support locks, the file is used without a lock.
     while flock(file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
-        match lock_owner(found.ino()) {
+        match lock_owner(metadata.ino()) {
             Some(owner) if owner == std::process::id() => break,
             owner if start.elapsed() > LOCK_RELEASE_TIMEOUT => {
                 return Err(MonitorError::MetricsBusy { path: path.into(), owner }.into());
@@ -205,8 +205,8 @@ fn claim(file: &File, path: &Path) -> Result<bool> {
 pub(crate) fn end_last_line(file: &File) -> std::io::Result<()> {
     /// The number of bytes that are read at a time, starting from the end.
     const READ_CHUNK: u64 = 4096;
-    let whole = file.metadata()?;
-    let mut end = if whole.is_file() { whole.len() } else { 0 };
+    let metadata = file.metadata()?;
+    let mut end = if metadata.is_file() { metadata.len() } else { 0 };
     while end > 0 {
         let start = end.saturating_sub(READ_CHUNK);
         let mut part = vec![0; (end - start) as usize];
@@ -217,7 +217,7 @@ pub(crate) fn end_last_line(file: &File) -> std::io::Result<()> {
         }
         end = start;
     }
-    if whole.is_file() && end < whole.len() { file.set_len(end) } else { Ok(()) }
+    if metadata.is_file() && end < metadata.len() { file.set_len(end) } else { Ok(()) }
 }
 
 #[cfg(test)]

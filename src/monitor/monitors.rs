@@ -31,7 +31,7 @@ enum MonitoredRun {
 
 impl Monitors {
     /// Opens the monitors requested by the configuration, the environment and the engine's builder.
-    pub fn open(config: &Monitoring, more: Vec<MonitorOpener>) -> Result<Self> {
+    pub fn open(config: &Monitoring, additional: Vec<MonitorOpener>) -> Result<Self> {
         let mut all: Vec<Box<dyn Monitor>> = Vec::new();
         if let Some(tensorboard) = &config.tensorboard {
             all.push(Box::new(TensorBoard::create(tensorboard.folder())?));
@@ -52,7 +52,7 @@ impl Monitors {
             Some(port) => all.push(Box::new(Prometheus::listen(port)?)),
             None => {}
         }
-        for open in more {
+        for open in additional {
             all.push(open()?);
         }
         Ok(Self { all, run: MonitoredRun::Ended })
@@ -107,14 +107,14 @@ impl Monitors {
     /// Writes to all monitors. A monitor that fails is dropped.
     pub fn write(&mut self, events: &[MonitorEvent]) {
         self.begin();
-        self.each(|monitor| monitor.write(events));
+        self.for_each(|monitor| monitor.write(events));
     }
 
     fn note(&mut self, milestone: &RunMilestone<'_>) {
-        self.each(|monitor| monitor.note(milestone));
+        self.for_each(|monitor| monitor.note(milestone));
     }
 
-    fn each(&mut self, mut call: impl FnMut(&mut dyn Monitor) -> Result<()>) {
+    fn for_each(&mut self, mut call: impl FnMut(&mut dyn Monitor) -> Result<()>) {
         self.all.retain_mut(|monitor| match call(&mut **monitor) {
             Ok(()) => true,
             Err(error) => {
@@ -132,18 +132,18 @@ mod tests {
     use crate::monitor::JsonLines;
     use std::sync::mpsc::{Sender, channel};
 
-    struct Told(Sender<usize>);
+    struct EventCounter(Sender<usize>);
 
-    impl Monitor for Told {
+    impl Monitor for EventCounter {
         fn write(&mut self, events: &[MonitorEvent]) -> Result<()> {
             self.0.send(events.len()).unwrap();
             Ok(())
         }
     }
 
-    struct Noted(Sender<String>);
+    struct MilestoneRecorder(Sender<String>);
 
-    impl Monitor for Noted {
+    impl Monitor for MilestoneRecorder {
         fn write(&mut self, events: &[MonitorEvent]) -> Result<()> {
             self.0.send(format!("{} events", events.len())).unwrap();
             Ok(())
@@ -164,7 +164,7 @@ mod tests {
     #[test]
     fn milestones_come_in_order_and_the_beginning_before_all_events() {
         let (sender, noted) = channel();
-        let open: MonitorOpener = Box::new(|| Ok(Box::new(Noted(sender))));
+        let open: MonitorOpener = Box::new(|| Ok(Box::new(MilestoneRecorder(sender))));
         let mut monitors = Monitors::open(&Monitoring::default(), vec![open]).unwrap();
         let run = RunDescription { name: "gpt".into(), ..RunDescription::default() };
         monitors.describe(run.clone());
@@ -191,14 +191,14 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn a_monitor_that_fails_is_dropped_and_the_others_go_on() {
-        let (sender, told) = channel();
+        let (sender, counts) = channel();
         let full: MonitorOpener = Box::new(|| Ok(Box::new(JsonLines::append("/dev/full")?)));
-        let own: MonitorOpener = Box::new(|| Ok(Box::new(Told(sender))));
-        let mut monitors = Monitors::open(&Monitoring::default(), vec![full, own]).unwrap();
-        for left in [2, 1, 1] {
-            assert_eq!(monitors.all.len(), left);
+        let custom: MonitorOpener = Box::new(|| Ok(Box::new(EventCounter(sender))));
+        let mut monitors = Monitors::open(&Monitoring::default(), vec![full, custom]).unwrap();
+        for remaining in [2, 1, 1] {
+            assert_eq!(monitors.all.len(), remaining);
             monitors.write(&[MonitorEvent::new("x", 1.0, 1)]);
         }
-        assert_eq!(told.try_iter().sum::<usize>(), 3);
+        assert_eq!(counts.try_iter().sum::<usize>(), 3);
     }
 }

@@ -21,12 +21,12 @@ pub fn available_memory() -> Option<u64> {
 /// `RLIMIT_AS`: `ulimit -d` and `ulimit -v`), or `None` if there is no limit or the system does not report it.
 pub fn process_limit() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let left = |resource, name| {
+    let remaining = |resource, name| {
         let limit = rustix::process::getrlimit(resource).current?;
         Some(limit.saturating_sub(bytes_of(name, &status)?))
     };
     use rustix::process::Resource;
-    [left(Resource::Data, "VmData:"), left(Resource::As, "VmSize:")].into_iter().flatten().min()
+    [remaining(Resource::Data, "VmData:"), remaining(Resource::As, "VmSize:")].into_iter().flatten().min()
 }
 
 fn bytes_of(name: &str, status: &str) -> Option<u64> {
@@ -61,17 +61,17 @@ mod tests {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
         // Large enough not to affect the tests that run in parallel.
         const WIDE: u64 = 16 << 40;
-        let before = [Resource::Data, Resource::As].map(|resource| (resource, getrlimit(resource)));
+        let previous = [Resource::Data, Resource::As].map(|resource| (resource, getrlimit(resource)));
         let set = |resource, maximum, current| setrlimit(resource, Rlimit { current, maximum }).expect("a lower limit");
-        for (i, (resource, limit)) in before.iter().enumerate() {
+        for (i, (resource, limit)) in previous.iter().enumerate() {
             let bytes = WIDE << i;
             set(*resource, limit.maximum, Some(bytes));
-            let left = process_limit().expect("a limit");
+            let remaining = process_limit().expect("a limit");
             let narrowest = if i == 0 { bytes } else { WIDE };
-            assert!(left < narrowest && left > narrowest / 2, "{left} of {narrowest}");
+            assert!(remaining < narrowest && remaining > narrowest / 2, "{remaining} of {narrowest}");
         }
-        set(before[0].0, before[0].1.maximum, before[0].1.current);
-        assert!(process_limit().is_some_and(|left| left < 2 * WIDE && left > WIDE));
-        set(before[1].0, before[1].1.maximum, before[1].1.current);
+        set(previous[0].0, previous[0].1.maximum, previous[0].1.current);
+        assert!(process_limit().is_some_and(|remaining| remaining < 2 * WIDE && remaining > WIDE));
+        set(previous[1].0, previous[1].1.maximum, previous[1].1.current);
     }
 }

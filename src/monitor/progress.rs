@@ -41,16 +41,16 @@ struct PrintInterval {
     every: Option<u64>,
     start: Instant,
     /// The number of steps that were done before the first reported one.
-    before: u64,
+    steps_before: u64,
     last_line: Option<Instant>,
     /// The time of the last line before the first step was reported.
-    last_within: Option<Instant>,
+    last_in_first_step: Option<Instant>,
 }
 
 impl Progress {
     /// Creates a display for `total` steps: a bar if standard error is a terminal (with feature `cli`), otherwise a
     /// line every `every` steps. Without `every`, a line is written about every second at first, and then less and less
-    /// often, down to one a minute. The first and the last step are always shown; all other lines end with an estimate
+    /// often, down to once a minute. The first and the last step are always shown; all other lines end with an estimate
     /// of the remaining time.
     pub fn new(total: u64, every: Option<u64>) -> Self {
         #[cfg(feature = "cli")]
@@ -85,21 +85,23 @@ impl Progress {
         }
     }
 
-    /// Shows the progress within the step after step `done`: `part` of `of` parts. Lines show it only in the first step
-    /// of a run, when there is nothing else to show yet, and not more often than every 10 seconds.
-    pub fn within(&mut self, done: u64, part: usize, of: usize) {
+    /// Shows the progress within the step after step `done`: `part` of `parts` parts. Lines show it only in the first
+    /// step of a run, when there is nothing else to show yet, and at most every 10 seconds.
+    pub fn within(&mut self, done: u64, part: usize, parts: usize) {
         match &mut self.display {
             ProgressDisplay::Nothing => {}
             #[cfg(feature = "cli")]
-            ProgressDisplay::Bar(bar) if part < of => bar.set_prefix(format!("{part}/{of} of step {} ", done + 1)),
+            ProgressDisplay::Bar(bar) if part < parts => {
+                bar.set_prefix(format!("{part}/{parts} of step {} ", done + 1));
+            }
             #[cfg(feature = "cli")]
             ProgressDisplay::Bar(bar) => bar.set_prefix(""),
-            ProgressDisplay::Lines(rhythm) => {
-                if part < of && rhythm.is_due_before_the_first(Instant::now()) {
+            ProgressDisplay::Lines(interval) => {
+                if part < parts && interval.is_due_in_first_step(Instant::now()) {
                     let total = self.total;
                     _ = writeln!(
                         std::io::stderr(),
-                        "step {done}/{total}: micro batch {part} of {of} of the next step is done"
+                        "step {done}/{total}: micro batch {part} of {parts} of the next step is done"
                     );
                 }
             }
@@ -115,17 +117,18 @@ impl Progress {
                 bar.set_message(in_unit(self.unit, message()));
                 bar.set_position(done);
             }
-            ProgressDisplay::Lines(rhythm) => {
+            ProgressDisplay::Lines(interval) => {
                 let now = Instant::now();
-                if rhythm.is_due(done, self.total, now) {
-                    let left = rhythm.left(done, self.total, now).map(|left| format!(", {} left", in_words(left)));
-                    let (total, left) = (self.total, left.unwrap_or_default());
+                if interval.is_due(done, self.total, now) {
+                    let time_left = interval.time_left(done, self.total, now);
+                    let time_left = time_left.map(|time| format!(", {} left", format_time(time)));
+                    let (total, time_left) = (self.total, time_left.unwrap_or_default());
                     let steps = if self.unit.is_none() { "step " } else { "" };
                     let message = in_unit(self.unit, message());
                     _ = writeln!(
                         std::io::stderr(),
                         "{}",
-                        format!("{steps}{done}/{total} {message}").trim_end().to_owned() + &left
+                        format!("{steps}{done}/{total} {message}").trim_end().to_owned() + &time_left
                     );
                 }
             }
@@ -165,14 +168,14 @@ fn bar(total: u64) -> ProgressBar {
 
 impl PrintInterval {
     fn new(every: Option<u64>, start: Instant) -> Self {
-        Self { every, start, before: 0, last_line: None, last_within: None }
+        Self { every, start, steps_before: 0, last_line: None, last_in_first_step: None }
     }
 
     fn is_due(&mut self, done: u64, total: u64, now: Instant) -> bool {
         let pause = (now.duration_since(self.start) / PAUSE_DIVISOR).clamp(MIN_PAUSE, MAX_PAUSE);
         let due = match (self.last_line, self.every) {
             (None, _) => {
-                self.before = done.saturating_sub(1);
+                self.steps_before = done.saturating_sub(1);
                 true
             }
             _ if done == total => true,
@@ -186,27 +189,27 @@ impl PrintInterval {
     }
 
     /// Returns whether a line is due within the first step.
-    fn is_due_before_the_first(&mut self, now: Instant) -> bool {
-        let since = now.duration_since(self.last_within.unwrap_or(self.start));
+    fn is_due_in_first_step(&mut self, now: Instant) -> bool {
+        let since = now.duration_since(self.last_in_first_step.unwrap_or(self.start));
         let due = self.last_line.is_none() && since >= FIRST_STEP_PAUSE;
         if due {
-            self.last_within = Some(now);
+            self.last_in_first_step = Some(now);
         }
         due
     }
 
     /// Returns the time that the rest will take at the speed so far, or `None` after the first step of this run, which
     /// is not representative, and after the last step.
-    fn left(&self, done: u64, total: u64, now: Instant) -> Option<Duration> {
-        let made = done.checked_sub(self.before).filter(|made| *made > 1)?;
+    fn time_left(&self, done: u64, total: u64, now: Instant) -> Option<Duration> {
+        let completed = done.checked_sub(self.steps_before).filter(|completed| *completed > 1)?;
         let rest = total.checked_sub(done).filter(|rest| *rest > 0)?;
-        let seconds = now.duration_since(self.start).as_secs_f64() * rest as f64 / made as f64;
+        let seconds = now.duration_since(self.start).as_secs_f64() * rest as f64 / completed as f64;
         Duration::try_from_secs_f64(seconds).ok()
     }
 }
 
 /// Formats a time such as `40s`, `3m 20s`, `2h 5m` or `4d 3h`.
-fn in_words(time: Duration) -> String {
+fn format_time(time: Duration) -> String {
     let seconds = time.as_secs_f64().round() as u64;
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
     match () {
@@ -221,24 +224,24 @@ fn in_words(time: Duration) -> String {
 mod tests {
     use super::*;
 
-    fn shown(every: Option<u64>, seconds_per_step: f64, steps: u64) -> Vec<u64> {
+    fn reported_steps(every: Option<u64>, seconds_per_step: f64, steps: u64) -> Vec<u64> {
         let start = Instant::now();
-        let mut rhythm = PrintInterval::new(every, start);
+        let mut interval = PrintInterval::new(every, start);
         let at = |step: u64| start + Duration::from_secs_f64(step as f64 * seconds_per_step);
-        (1..=steps).filter(|step| rhythm.is_due(*step, steps, at(*step))).collect()
+        (1..=steps).filter(|step| interval.is_due(*step, steps, at(*step))).collect()
     }
 
     #[test]
     fn lines_come_every_so_many_steps_or_every_second_and_first_and_last_always() {
-        assert_eq!(shown(Some(4), 0.001, 11), [1, 4, 8, 11]);
-        assert_eq!(shown(None, 0.25, 11), [1, 5, 9, 11]);
-        assert_eq!(shown(None, 2.0, 11), (1..=11).collect::<Vec<_>>());
-        assert_eq!(shown(None, 0.001, 11), [1, 11]);
+        assert_eq!(reported_steps(Some(4), 0.001, 11), [1, 4, 8, 11]);
+        assert_eq!(reported_steps(None, 0.25, 11), [1, 5, 9, 11]);
+        assert_eq!(reported_steps(None, 2.0, 11), (1..=11).collect::<Vec<_>>());
+        assert_eq!(reported_steps(None, 0.001, 11), [1, 11]);
     }
 
     #[test]
     fn lines_become_rarer_in_a_long_run_and_stay_one_a_minute() {
-        let ten_hours = shown(None, 1.0, 36_000);
+        let ten_hours = reported_steps(None, 1.0, 36_000);
         assert!((500..800).contains(&ten_hours.len()), "{} lines", ten_hours.len());
         assert_eq!(ten_hours[..5], [1, 2, 3, 4, 5]);
         assert!(ten_hours.windows(2).all(|pair| pair[1] - pair[0] <= 60));
@@ -247,14 +250,14 @@ mod tests {
     #[test]
     fn the_time_left_goes_by_the_steps_of_this_run() {
         let start = Instant::now();
-        let mut rhythm = PrintInterval::new(None, start);
+        let mut interval = PrintInterval::new(None, start);
         let at = |seconds| start + Duration::from_secs(seconds);
         // The run was resumed after step 100.
-        assert!(rhythm.is_due(101, 200, at(10)));
-        assert_eq!(rhythm.left(101, 200, at(10)), None, "one step is not enough");
-        assert_eq!(rhythm.left(120, 200, at(200)), Some(Duration::from_secs(800)));
-        assert_eq!(rhythm.left(200, 200, at(200)), None);
-        let words = [40, 200, 7500, 356_400].map(|seconds| in_words(Duration::from_secs(seconds)));
+        assert!(interval.is_due(101, 200, at(10)));
+        assert_eq!(interval.time_left(101, 200, at(10)), None, "one step is not enough");
+        assert_eq!(interval.time_left(120, 200, at(200)), Some(Duration::from_secs(800)));
+        assert_eq!(interval.time_left(200, 200, at(200)), None);
+        let words = [40, 200, 7500, 356_400].map(|seconds| format_time(Duration::from_secs(seconds)));
         assert_eq!(words, ["40s", "3m 20s", "2h 5m", "4d 3h"]);
     }
 }

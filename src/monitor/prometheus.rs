@@ -43,9 +43,9 @@ impl Prometheus {
     /// # Errors
     /// [`MonitorError::PrometheusPort`] if the port is taken or not allowed.
     pub fn listen(port: u16) -> Result<Self> {
-        let failed = |source| Error::from(MonitorError::PrometheusPort { port, source });
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(failed)?;
-        let address = listener.local_addr().map_err(failed)?;
+        let error = |source| Error::from(MonitorError::PrometheusPort { port, source });
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(error)?;
+        let address = listener.local_addr().map_err(error)?;
         let (last, stop) = (Arc::<Mutex<LastValues>>::default(), Arc::<AtomicBool>::default());
         let (values, stopped) = (last.clone(), stop.clone());
         let serve = move || {
@@ -61,7 +61,7 @@ impl Prometheus {
                 }
             }
         };
-        let thread = std::thread::Builder::new().name("prometheus".into()).spawn(serve).map_err(failed)?;
+        let thread = std::thread::Builder::new().name("prometheus".into()).spawn(serve).map_err(error)?;
         LISTENING_MONITORS.fetch_add(1, Ordering::Relaxed);
         emit(&format!("metrics for Prometheus: http://{address}/metrics"));
         Ok(Self { address, last, stop, thread: Some(thread) })
@@ -115,25 +115,25 @@ impl Drop for Prometheus {
 }
 
 fn answer(mut client: TcpStream, last: &Mutex<LastValues>) -> std::io::Result<()> {
-    let until = Instant::now() + CLIENT_TIMEOUT;
+    let deadline = Instant::now() + CLIENT_TIMEOUT;
     client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
-    let (mut request, mut part) = (Vec::new(), [0; 1024]);
+    let (mut request, mut chunk) = (Vec::new(), [0; 1024]);
     // Reads up to the end of the headers, so that a client that is still sending is not cut off.
     while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < MAX_REQUEST_BYTES {
-        let left = until.saturating_duration_since(Instant::now());
-        client.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-        let read = client.read(&mut part)?;
-        if read == 0 || left.is_zero() {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        client.set_read_timeout(Some(remaining.max(Duration::from_millis(1))))?;
+        let read = client.read(&mut chunk)?;
+        if read == 0 || remaining.is_zero() {
             return Ok(());
         }
-        request.extend_from_slice(&part[..read]);
+        request.extend_from_slice(&chunk[..read]);
     }
     // A scraper may add a query.
-    let asks_for = |path: &str| {
+    let requests = |path: &str| {
         let rest = request.strip_prefix(format!("GET {path}").as_bytes());
         rest.is_some_and(|rest| rest.starts_with(b" HTTP/") || rest.starts_with(b"?"))
     };
-    let (status, body) = match asks_for("/metrics") || asks_for("/") {
+    let (status, body) = match requests("/metrics") || requests("/") {
         true => ("200 OK", text(&lock(last).clone())),
         false => ("404 Not Found", "only GET /metrics is supported\n".to_string()),
     };

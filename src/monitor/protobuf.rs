@@ -149,15 +149,15 @@ mod tests {
     #[test]
     fn fields_are_read_back_and_a_cut_message_ends_early() {
         let inner = ProtobufMessage::default().varint(1, u64::MAX);
-        let whole =
+        let message =
             ProtobufMessage::default().varint(1, 7).message(300, &inner).double(4, 0.5).float(5, 0.5).text(6, "x");
-        let fields: Vec<_> = ProtobufReader(&whole.0).collect();
+        let fields: Vec<_> = ProtobufReader(&message.0).collect();
         assert_eq!(fields.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [1, 300, 4, 5, 6]);
         assert_eq!(fields[4].1, ProtobufValue::Bytes(b"x"));
-        let found = ProtobufReader(&whole.0).all_bytes(300).next().unwrap();
+        let found = ProtobufReader(&message.0).all_bytes(300).next().unwrap();
         assert_eq!(ProtobufReader(found).varint(1), Some(u64::MAX));
-        for end in 0..whole.0.len() {
-            assert!(ProtobufReader(&whole.0[..end]).count() < fields.len(), "{end}");
+        for end in 0..message.0.len() {
+            assert!(ProtobufReader(&message.0[..end]).count() < fields.len(), "{end}");
         }
         assert_eq!(ProtobufReader(&[0xff; 30]).count(), 0);
         assert_eq!(ProtobufReader(&[0x0f, 1]).count(), 0);

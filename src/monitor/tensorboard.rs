@@ -37,13 +37,13 @@ impl TensorBoard {
     /// [`Error::Io`].
     pub fn create(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
-        let failed = |path: &Path| {
+        let io_error = |path: &Path| {
             let path = path.to_path_buf();
             |source| Error::Io { action: "create", path, source }
         };
-        std::fs::create_dir_all(folder).map_err(failed(folder))?;
+        std::fs::create_dir_all(folder).map_err(io_error(folder))?;
         let path = folder.join(file_name());
-        let file = File::create_new(&path).map_err(failed(&path))?;
+        let file = File::create_new(&path).map_err(io_error(&path))?;
         let mut board = Self { file, path };
         board.append(&record(&ProtobufMessage::default().double(1, seconds()).bytes(3, b"brain.Event:2").0))?;
         Ok(board)
@@ -55,8 +55,8 @@ impl TensorBoard {
     }
 
     fn append(&mut self, records: &[u8]) -> Result<()> {
-        let failed = |source| Error::Io { action: "write", path: self.path.clone(), source };
-        self.file.write_all(records).map_err(failed)
+        let io_error = |source| Error::Io { action: "write", path: self.path.clone(), source };
+        self.file.write_all(records).map_err(io_error)
     }
 }
 
@@ -152,10 +152,10 @@ mod tests {
         !(rest as u32).reverse_bits()
     }
 
-    fn check(found: &[u8], of: &[u8]) {
-        let crc = crc_by_division(of);
+    fn check(checksum: &[u8], data: &[u8]) {
+        let crc = crc_by_division(data);
         let masked = crc.rotate_right(15).wrapping_add(0xa282_ead8);
-        assert_eq!(u32::from_le_bytes(found.try_into().unwrap()), masked);
+        assert_eq!(u32::from_le_bytes(checksum.try_into().unwrap()), masked);
     }
 
     /// Returns the messages of the complete records in a file, after checking their checksums.
@@ -226,12 +226,12 @@ mod tests {
         assert_eq!(field(read[0], 3).unwrap().0, b"brain.Event:2");
         for (event, message) in written.iter().zip(&read[1..]) {
             assert_eq!(field(message, 2).unwrap().1, event.step);
-            let wall = f64::from_le_bytes(field(message, 1).unwrap().0.try_into().unwrap());
-            assert!((seconds() - wall).abs() < 60.0, "{wall}");
+            let wall_time = f64::from_le_bytes(field(message, 1).unwrap().0.try_into().unwrap());
+            assert!((seconds() - wall_time).abs() < 60.0, "{wall_time}");
             let value = field(field(message, 5).unwrap().0, 1).unwrap().0;
             assert_eq!(field(value, 1).unwrap().0, event.tag.as_bytes());
-            let simple = f32::from_le_bytes(field(value, 2).unwrap().0.try_into().unwrap());
-            assert_eq!(simple.to_bits(), (event.value as f32).to_bits());
+            let simple_value = f32::from_le_bytes(field(value, 2).unwrap().0.try_into().unwrap());
+            assert_eq!(simple_value.to_bits(), (event.value as f32).to_bits());
         }
         // A run that is killed in the middle of a record leaves the records before it intact.
         assert_eq!(messages(&bytes[..bytes.len() - 3]).len(), written.len());

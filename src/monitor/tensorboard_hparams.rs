@@ -85,7 +85,7 @@ mod tests {
     use serde_json::json;
 
     /// Returns the message at a path of fields.
-    fn at<'a>(message: &'a [u8], path: &[u64]) -> &'a [u8] {
+    fn message_at<'a>(message: &'a [u8], path: &[u64]) -> &'a [u8] {
         path.iter().fold(message, |message, field| ProtobufReader(message).all_bytes(*field).next().unwrap())
     }
 
@@ -94,28 +94,29 @@ mod tests {
         let settings = json!({"model": "nano", "steps": 20, "shuffle": true});
         let run = RunDescription { world_size: 2, settings, ..RunDescription::default() };
         let [experiment, start] = beginning(&run, 12.5);
-        assert_eq!(at(&experiment.0, &[1]), EXPERIMENT.as_bytes());
-        assert_eq!(at(&start.0, &[1]), SESSION_START.as_bytes());
-        assert_eq!(at(&start.0, &[9, 1, 1]), b"hparams");
-        let start = at(&start.0, &[9, 1, 2, 3]);
+        assert_eq!(message_at(&experiment.0, &[1]), EXPERIMENT.as_bytes());
+        assert_eq!(message_at(&start.0, &[1]), SESSION_START.as_bytes());
+        assert_eq!(message_at(&start.0, &[9, 1, 1]), b"hparams");
+        let start = message_at(&start.0, &[9, 1, 2, 3]);
         let entries: Vec<String> = ProtobufReader(start)
             .all_bytes(1)
             .map(|entry| {
-                let (_, value) = ProtobufReader(at(entry, &[2])).next().unwrap();
+                let (_, value) = ProtobufReader(message_at(entry, &[2])).next().unwrap();
                 let value = match value {
                     ProtobufValue::Varint(bool) => format!("bool {bool}"),
                     ProtobufValue::Bytes(text) => format!("text {}", std::str::from_utf8(text).unwrap()),
                     ProtobufValue::Fixed(bytes) => f64::from_le_bytes(bytes.try_into().unwrap()).to_string(),
                 };
-                format!("{}: {value}", std::str::from_utf8(at(entry, &[1])).unwrap())
+                format!("{}: {value}", std::str::from_utf8(message_at(entry, &[1])).unwrap())
             })
             .collect();
         assert_eq!(entries, ["model: text nano", "shuffle: bool 1", "steps: 20", "world_size: 2"]);
-        let experiment = at(&experiment.0, &[9, 1, 2, 2]);
+        let experiment = message_at(&experiment.0, &[9, 1, 2, 2]);
         let types: Vec<u64> =
             ProtobufReader(experiment).all_bytes(4).map(|info| ProtobufReader(info).varint(4).unwrap()).collect();
         assert_eq!(types, [1, 2, 3, 3]);
-        let metrics: Vec<&[u8]> = ProtobufReader(experiment).all_bytes(5).map(|info| at(info, &[1, 2])).collect();
+        let metrics: Vec<&[u8]> =
+            ProtobufReader(experiment).all_bytes(5).map(|info| message_at(info, &[1, 2])).collect();
         assert_eq!(metrics, METRICS.map(str::as_bytes));
     }
 
@@ -123,7 +124,7 @@ mod tests {
     fn the_status_says_how_the_run_ended() {
         for (end, status) in [(RunEnding::Finished, 1), (RunEnding::Failed, 2)] {
             let value = ending(end, 1.0).unwrap();
-            assert_eq!(ProtobufReader(at(&value.0, &[9, 1, 2, 4])).varint(1), Some(status));
+            assert_eq!(ProtobufReader(message_at(&value.0, &[9, 1, 2, 4])).varint(1), Some(status));
         }
         assert!(ending(RunEnding::Stopped, 1.0).is_none());
     }

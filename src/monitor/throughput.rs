@@ -26,18 +26,18 @@ pub(crate) struct SamplesPerSecond {
 
 impl ThroughputTimer {
     /// Adds the time that a micro step took.
-    pub fn add(&mut self, took: Duration) {
-        self.step += took;
+    pub fn add(&mut self, duration: Duration) {
+        self.step += duration;
     }
 
     /// Ends an optimizer step of `samples` samples, and returns the throughput. The first two steps are not reported.
     pub fn boundary(&mut self, samples: usize) -> Option<SamplesPerSecond> {
-        let took = std::mem::take(&mut self.step);
+        let duration = std::mem::take(&mut self.step);
         self.steps += 1;
-        let timed = self.steps.checked_sub(WARM_UP_STEPS).filter(|timed| *timed > 0)?;
-        self.total += took;
-        let per_second = |steps: u64, took: Duration| steps as f64 * samples as f64 / took.as_secs_f64();
-        Some(SamplesPerSecond { current: per_second(1, took), average: per_second(timed, self.total) })
+        let timed_steps = self.steps.checked_sub(WARM_UP_STEPS).filter(|timed_steps| *timed_steps > 0)?;
+        self.total += duration;
+        let per_second = |steps: u64, duration: Duration| steps as f64 * samples as f64 / duration.as_secs_f64();
+        Some(SamplesPerSecond { current: per_second(1, duration), average: per_second(timed_steps, self.total) })
     }
 }
 

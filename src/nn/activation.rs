@@ -151,7 +151,7 @@ fn gated(
 /// Multiplies x by a number, which is rounded to x's dtype as PyTorch rounds a one-element tensor. Gemma scales its
 /// embeddings in this way. The product is computed in f32 and rounded once.
 pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
-    scaled_in_f32(x, rounded(factor, x.dtype()))
+    scaled_in_f32(x, round_to(factor, x.dtype()))
 }
 
 /// Multiplies x by a number as PyTorch multiplies a tensor by a Python number: the factor is in f32 and the product is
@@ -182,7 +182,7 @@ pub fn scaled_in_f32(x: &Tensor, factor: f64) -> Result<Tensor> {
 }
 
 /// Rounds a factor to a dtype.
-fn rounded(factor: f64, dtype: DType) -> f64 {
+fn round_to(factor: f64, dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => bf16::from_f64(factor).to_f64(),
         DType::F16 => f16::from_f64(factor).to_f64(),

@@ -57,11 +57,11 @@ pub fn fused_attention(
             }
             Ok(())
         })?;
-        let own = SavedResult::default();
-        let (result, options, sequences) = (own.clone(), *options, sequences.cloned());
-        let y = inputs.result(NAME, E::storage(y), (batch, time, width), move |grad, [sink]| {
+        let saved = SavedResult::default();
+        let (result, options, sequences) = (saved.clone(), *options, sequences.cloned());
+        let y = inputs.result(NAME, E::storage(y), (batch, time, width), move |grad, [to_qkv]| {
             let rule = options.rule(heads.head, sequences.as_ref())?;
-            sink.make::<E>(qkv.elem_count(), |dqkv| {
+            to_qkv.make::<E>(qkv.elem_count(), |dqkv| {
                 if dqkv.is_empty() {
                     return Ok(());
                 }
@@ -76,7 +76,7 @@ pub fn fused_attention(
                 })
             })
         })?;
-        Ok(own.save(y))
+        Ok(saved.save(y))
     })
 }
 
@@ -165,8 +165,8 @@ pub(super) fn with_some_sinks(
             }
             Ok(())
         })?;
-        let own = SavedResult::default();
-        let (result, options, sequences) = (own.clone(), *options, sequences.cloned());
+        let saved = SavedResult::default();
+        let (result, options, sequences) = (saved.clone(), *options, sequences.cloned());
         let sinks_dtype = sinks.map(Tensor::dtype);
         let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_q, to_k, to_v, to_sinks]| {
             let rule = options.rule(heads.head, sequences.as_ref())?;
@@ -189,7 +189,7 @@ pub(super) fn with_some_sinks(
             to_k.give(Grad::own(dk))?;
             to_v.give(Grad::own(dv))
         })?;
-        Ok(own.save(y))
+        Ok(saved.save(y))
     })
 }
 

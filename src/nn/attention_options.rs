@@ -23,13 +23,13 @@ pub struct AttentionOptions {
 impl AttentionOptions {
     /// Returns the attention rule for heads of `head` elements.
     pub(super) fn rule<'a>(&self, head: usize, sequences: Option<&'a Sequences>) -> Result<AttentionRule<'a>> {
-        let above_0 = |x: Option<f64>| x.is_none_or(|x| x > 0.0 && x.is_finite());
-        if !above_0(self.scale) || !above_0(self.soft_cap) || self.window == Some(0) {
+        let is_positive = |x: Option<f64>| x.is_none_or(|x| x > 0.0 && x.is_finite());
+        if !is_positive(self.scale) || !is_positive(self.soft_cap) || self.window == Some(0) {
             bail!("attention: scale, soft cap and window must be positive and finite; they are {self:?}")
         }
-        let usual = AttentionRule::causal(head);
+        let default = AttentionRule::causal(head);
         Ok(AttentionRule {
-            scale: self.scale.map_or(usual.scale, |scale| scale as f32),
+            scale: self.scale.map_or(default.scale, |scale| scale as f32),
             soft_cap: self.soft_cap.map(|cap| cap as f32),
             window: self.window,
             bidirectional: self.bidirectional,

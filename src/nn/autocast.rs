@@ -23,7 +23,7 @@ pub(super) fn linear_then(
     weight: &Tensor,
     bias: Option<&Tensor>,
     layout: WeightLayout,
-    then: LinearEpilogue<'_>,
+    epilogue: LinearEpilogue<'_>,
     dtype: DType,
 ) -> Result<Tensor> {
     let y = if x.device().is_cpu() {
@@ -32,7 +32,7 @@ pub(super) fn linear_then(
         let bias = bias.map(|bias| bias.to_dtype(dtype)).transpose()?;
         composed::linear(&x.to_dtype(dtype)?, &weight.to_dtype(dtype)?, bias.as_ref(), layout)?.to_dtype(DType::F32)?
     };
-    f32_weight_linear::follow(y, then)
+    f32_weight_linear::follow(y, epilogue)
 }
 
 const NAME: &str = "linear (autocast)";
@@ -50,15 +50,15 @@ fn linear<L: TensorElement>(
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;
     let inputs = OpInputs::of([Some(&x), Some(&weight), bias.as_ref()])?;
-    let low_x = rounded::<L>(&x)?;
+    let low_x = round_to::<L>(&x)?;
     let mut y = buffer::<L>(shape.elem_count());
     {
-        let (w, bias) = (rounded::<L>(&weight)?, bias.as_ref().map(rounded::<L>).transpose()?);
+        let (w, bias) = (round_to::<L>(&weight)?, bias.as_ref().map(round_to::<L>).transpose()?);
         let epilogue = Epilogue { bias: bias.as_deref(), ..Epilogue::default() };
         s.product(&low_x, &w, &mut y, epilogue);
     }
-    let kept = Arc::new(if inputs.are_wanted() { low_x } else { Vec::new() });
-    inputs.result(NAME, f32::storage(widened(&y)), shape, move |grad, [to_x, to_weight, to_bias]| {
+    let saved_x = Arc::new(if inputs.are_wanted() { low_x } else { Vec::new() });
+    inputs.result(NAME, f32::storage(widen(&y)), shape, move |grad, [to_x, to_weight, to_bias]| {
         let mut g = buffer::<L>(grad.len());
         grad.read::<f32, _>(NAME, |dy| {
             L::narrow(dy, &mut g);
@@ -70,27 +70,27 @@ fn linear<L: TensorElement>(
             column_sums(rows, &mut sums);
             to_bias.give_sums::<f32>(&sums)?;
         }
-        let kept = kept.clone();
-        to_weight.now_or_later(&g, size_of_val(&kept[..]), move |g, to_weight| {
+        let saved_x = saved_x.clone();
+        to_weight.now_or_later(&g, size_of_val(&saved_x[..]), move |g, to_weight| {
             to_weight.accumulate::<f32>(s.inputs * s.outputs, |dw, add| {
                 let mut low = buffer::<L>(dw.len());
-                s.weight_gradient(&kept, Matrix::new(g, s.rows, s.outputs), &mut low, Epilogue::default());
-                put(&low, dw, add);
+                s.weight_gradient(&saved_x, Matrix::new(g, s.rows, s.outputs), &mut low, Epilogue::default());
+                write_gradient(&low, dw, add);
                 Ok(())
             })
         })?;
         to_x.accumulate::<f32>(s.rows * s.inputs, |dx, add| {
-            let w = rounded::<L>(&weight)?;
+            let w = round_to::<L>(&weight)?;
             let mut low = buffer::<L>(dx.len());
             s.input_gradient(rows, &w, &mut low, Epilogue::default());
-            put(&low, dx, add);
+            write_gradient(&low, dx, add);
             Ok(())
         })
     })
 }
 
 /// Returns the values of an f32 tensor, rounded to `L`.
-fn rounded<L: TensorElement>(tensor: &Tensor) -> Result<Vec<L>> {
+fn round_to<L: TensorElement>(tensor: &Tensor) -> Result<Vec<L>> {
     with_elements::<f32, _>(tensor, NAME, |values| {
         let mut low = buffer::<L>(values.len());
         L::narrow(values, &mut low);
@@ -98,16 +98,16 @@ fn rounded<L: TensorElement>(tensor: &Tensor) -> Result<Vec<L>> {
     })
 }
 
-fn widened<L: TensorElement>(low: &[L]) -> Vec<f32> {
+fn widen<L: TensorElement>(low: &[L]) -> Vec<f32> {
     let mut wide = vec![0f32; low.len()];
     L::widen(low, &mut wide);
     wide
 }
 
 /// Widens a gradient to f32, and writes it to `grad` or, with `add`, adds it to `grad`.
-fn put<L: TensorElement>(low: &[L], grad: &mut [f32], add: bool) {
+fn write_gradient<L: TensorElement>(low: &[L], grad: &mut [f32], add: bool) {
     if add {
-        grad.iter_mut().zip(widened(low)).for_each(|(sum, value)| *sum += value);
+        grad.iter_mut().zip(widen(low)).for_each(|(sum, value)| *sum += value);
     } else {
         L::widen(low, grad);
     }

@@ -97,9 +97,9 @@ impl SyncBatchNorm {
                 Some((weight, bias)) => Some((host(weight)?, host(bias)?)),
                 None => None,
             };
-            return self.normalized(&host(x)?, sizes, affine)?.to_device(&device);
+            return self.normalize_batch(&host(x)?, sizes, affine)?.to_device(&device);
         }
-        self.normalized(x, sizes, self.weight_and_bias.clone())
+        self.normalize_batch(x, sizes, self.weight_and_bias.clone())
     }
 
     /// Normalizes by the running statistics, with gradients for x, weight and bias.
@@ -134,7 +134,7 @@ impl SyncBatchNorm {
     }
 
     /// Runs the forward pass of training on the CPU.
-    fn normalized(&self, x: &Tensor, sizes: BatchNormSizes, affine: Option<(Tensor, Tensor)>) -> Result<Tensor> {
+    fn normalize_batch(&self, x: &Tensor, sizes: BatchNormSizes, affine: Option<(Tensor, Tensor)>) -> Result<Tensor> {
         let x = x.contiguous()?;
         let (weight, bias) = match affine {
             Some((weight, bias)) => (Some(weight.contiguous()?), Some(bias.contiguous()?)),
@@ -147,14 +147,14 @@ impl SyncBatchNorm {
         let shape = x.shape().clone();
         with_element!(x.dtype(), NAME, E => {
             let moments = with_elements::<E, _>(&x, NAME, |x| Ok(kernel::moments(x, sizes)))?;
-            let (count, moments) = self.over_ranks(sizes.count(), moments)?;
+            let (count, moments) = self.merge_over_ranks(sizes.count(), moments)?;
             if count < 2.0 {
                 bail!(
                     "{NAME}: the number of elements per feature on all ranks together is {count}; the variance needs \
                      at least two"
                 )
             }
-            let normal: Vec<ChannelStatistics> = moments.iter().map(|[mean, squares]| ChannelStatistics {
+            let statistics: Vec<ChannelStatistics> = moments.iter().map(|[mean, squares]| ChannelStatistics {
                 mean: *mean as f32,
                 inverse: (1.0 / (squares / count + self.eps).sqrt()) as f32,
             }).collect();
@@ -162,19 +162,19 @@ impl SyncBatchNorm {
             let mut y = buffer::<E>(x.elem_count());
             let (w, b) = (widened(weight.as_ref())?, widened(bias.as_ref())?);
             with_elements::<E, _>(&x, NAME, |x| {
-                kernel::forward(x, sizes, &normal, w.as_deref().zip(b.as_deref()).map(|(w, b)| [w, b]), &mut y);
+                kernel::forward(x, sizes, &statistics, w.as_deref().zip(b.as_deref()).map(|(w, b)| [w, b]), &mut y);
                 Ok(())
             })?;
             let layer = self.clone();
             inputs.result(NAME, E::storage(y), shape, move |grad, [to_x, to_weight, to_bias]| {
-                let sums = with_grad::<E, _>(&x, &grad, |x, dy| kernel::backward_sums(x, dy, sizes, &normal))?;
+                let sums = with_grad::<E, _>(&x, &grad, |x, dy| kernel::backward_sums(x, dy, sizes, &statistics))?;
                 if to_x.is_wanted() {
                     let means: Vec<[f32; 2]> =
                         layer.sums_over_ranks(&sums)?.iter().map(|sums| sums.map(|sum| (sum / count) as f32)).collect();
                     let weight = widened(weight.as_ref())?;
                     to_x.accumulate::<E>(grad.len(), |dx, add| {
                         with_grad::<E, _>(&x, &grad, |x, dy| {
-                            kernel::backward([x, dy], sizes, &normal, weight.as_deref(), &means, (dx, add));
+                            kernel::backward([x, dy], sizes, &statistics, weight.as_deref(), &means, (dx, add));
                         })
                     })?;
                 }
@@ -187,35 +187,35 @@ impl SyncBatchNorm {
 
     /// Returns the number of elements, and the mean and sum of squared deviations of each feature, over all ranks. This
     /// is a collective operation in an engine.
-    fn over_ranks(&self, count: usize, own: Vec<[f64; 2]>) -> Result<(f64, Vec<[f64; 2]>)> {
-        let Some(core) = self.link.core() else { return Ok((count as f64, own)) };
-        let values = std::iter::once(count as f64).chain(own.into_iter().flatten()).collect();
+    fn merge_over_ranks(&self, count: usize, local: Vec<[f64; 2]>) -> Result<(f64, Vec<[f64; 2]>)> {
+        let Some(core) = self.link.core() else { return Ok((count as f64, local)) };
+        let values = std::iter::once(count as f64).chain(local.into_iter().flatten()).collect();
         let ranks = core.numbers_of_all(values)?;
         let total: f64 = ranks.iter().map(|rank| rank[0]).sum();
         let features = ranks[0].len() / 2;
-        let merged = |feature: usize| {
+        let merge = |feature: usize| {
             // Merges the ranks' statistics as if all elements were one batch (Chan, Golub and LeVeque 1979).
-            let (mut seen, mut mean, mut squares) = (0.0, 0.0, 0.0);
+            let (mut merged_count, mut mean, mut squares) = (0.0, 0.0, 0.0);
             for rank in &ranks {
-                let [n, its_mean, its_squares] = [rank[0], rank[1 + 2 * feature], rank[2 + 2 * feature]];
+                let [n, rank_mean, rank_squares] = [rank[0], rank[1 + 2 * feature], rank[2 + 2 * feature]];
                 if n > 0.0 {
-                    let distance = its_mean - mean;
-                    squares += its_squares + distance * distance * seen * n / (seen + n);
-                    mean += distance * n / (seen + n);
-                    seen += n;
+                    let distance = rank_mean - mean;
+                    squares += rank_squares + distance * distance * merged_count * n / (merged_count + n);
+                    mean += distance * n / (merged_count + n);
+                    merged_count += n;
                 }
             }
             [mean, squares]
         };
-        Ok((total, (0..features).map(merged).collect()))
+        Ok((total, (0..features).map(merge).collect()))
     }
 
     /// Returns the sums over all ranks. This is a collective operation in an engine.
-    fn sums_over_ranks(&self, own: &[[f64; 2]]) -> Result<Vec<[f64; 2]>> {
-        let Some(core) = self.link.core() else { return Ok(own.to_vec()) };
-        let ranks = core.numbers_of_all(own.iter().flatten().copied().collect())?;
+    fn sums_over_ranks(&self, local: &[[f64; 2]]) -> Result<Vec<[f64; 2]>> {
+        let Some(core) = self.link.core() else { return Ok(local.to_vec()) };
+        let ranks = core.numbers_of_all(local.iter().flatten().copied().collect())?;
         let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
-        Ok((0..own.len()).map(|feature| [sum(2 * feature), sum(2 * feature + 1)]).collect())
+        Ok((0..local.len()).map(|feature| [sum(2 * feature), sum(2 * feature + 1)]).collect())
     }
 
     /// Updates the running statistics with those of a batch. The variance is the sample variance.
@@ -252,7 +252,7 @@ fn widened(parameter: Option<&Tensor>) -> Result<Option<Vec<f32>>> {
     parameter.map(|parameter| norm::widened(parameter, NAME)).transpose()
 }
 
-/// Calls `look` with an input and the gradient of the result.
-fn with_grad<E: TensorElement, T>(x: &Tensor, grad: &Grad, look: impl FnOnce(&[E], &[E]) -> T) -> Result<T> {
-    with_elements::<E, _>(x, NAME, |x| grad.read::<E, _>(NAME, |dy| Ok(look(x, dy))))
+/// Calls `f` with an input and the gradient of the result.
+fn with_grad<E: TensorElement, T>(x: &Tensor, grad: &Grad, f: impl FnOnce(&[E], &[E]) -> T) -> Result<T> {
+    with_elements::<E, _>(x, NAME, |x| grad.read::<E, _>(NAME, |dy| Ok(f(x, dy))))
 }

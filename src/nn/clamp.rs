@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "clamped";
 /// The number of elements that one task computes.
-const PART: usize = 1 << 14;
+const CHUNK: usize = 1 << 14;
 
 /// Limits every element of `x` to the range from `-limit` to `limit` (OLMoE's `clip_qkv`). The gradient passes through
 /// the elements within the range, its ends included, as in PyTorch.
@@ -30,8 +30,8 @@ pub fn clamped(x: &Tensor, limit: f64) -> Result<Tensor> {
     with_element!(x.dtype(), NAME, E => {
         let mut y = buffer::<E>(x.elem_count());
         with_elements::<E, _>(&x, NAME, |x| {
-            for_each_part(x.len().div_ceil(PART), ParallelChunks::new(&mut y, PART), |task, y| {
-                for (y, x) in y.iter_mut().zip(&x[task * PART..]) {
+            for_each_part(x.len().div_ceil(CHUNK), ParallelChunks::new(&mut y, CHUNK), |task, y| {
+                for (y, x) in y.iter_mut().zip(&x[task * CHUNK..]) {
                     let wide = get(*x);
                     // NaN remains NaN.
                     *y = if wide > limit { put(limit) } else if wide < -limit { put(-limit) } else { *x };
@@ -39,12 +39,12 @@ pub fn clamped(x: &Tensor, limit: f64) -> Result<Tensor> {
             });
             Ok(())
         })?;
-        let kept = SavedTensor::of(&x);
+        let saved = SavedTensor::of(&x);
         inputs.result(NAME, E::storage(y), shape, move |grad, [to_x]| {
             to_x.make::<E>(grad.len(), |dx| {
-                with_elements::<E, _>(&kept.get()?, NAME, |x| grad.read::<E, _>(NAME, |dy| {
-                    for_each_part(x.len().div_ceil(PART), ParallelChunks::new(dx, PART), |task, dx| {
-                        let from = task * PART;
+                with_elements::<E, _>(&saved.get()?, NAME, |x| grad.read::<E, _>(NAME, |dy| {
+                    for_each_part(x.len().div_ceil(CHUNK), ParallelChunks::new(dx, CHUNK), |task, dx| {
+                        let from = task * CHUNK;
                         for ((dx, x), dy) in dx.iter_mut().zip(&x[from..]).zip(&dy[from..]) {
                             *dx = if get(*x).abs() > limit { put(0.0) } else { *dy };
                         }

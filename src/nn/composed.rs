@@ -48,17 +48,17 @@ pub fn linear_then(
     weight: &Tensor,
     bias: Option<&Tensor>,
     layout: WeightLayout,
-    then: LinearEpilogue<'_>,
+    epilogue: LinearEpilogue<'_>,
 ) -> Result<Tensor> {
     let y = linear(x, weight, bias, layout)?;
-    let y = match then.activation {
+    let y = match epilogue.activation {
         Some(Activation::GeluTanh) => gelu_tanh(&y)?,
         Some(Activation::Gelu) => gelu(&y)?,
         Some(Activation::Silu) => silu(&y)?,
         Some(Activation::ReluSquared) => relu_squared(&y)?,
         None => y,
     };
-    then.residual.map_or(Ok(y.clone()), |residual| residual + y)
+    epilogue.residual.map_or(Ok(y.clone()), |residual| residual + y)
 }
 
 /// See [`crate::nn::embedding()`]; ids must be valid.
@@ -161,8 +161,9 @@ pub fn rotary_with(
     let (half, head) = (frequencies.len(), layout.head);
     let h = wide(&x.reshape((batch, time, width / head, head))?)?;
     let table = |f: fn(f64) -> f64| {
-        let of = |t: usize| (frequencies.iter().map(move |frequency| f(t as f64 * frequency)), factor(t));
-        let values = positions.iter().map(|t| of(*t)).flat_map(|(row, factor)| row.map(move |value| factor * value));
+        let row_of = |t: usize| (frequencies.iter().map(move |frequency| f(t as f64 * frequency)), factor(t));
+        let rows = positions.iter().map(|t| row_of(*t));
+        let values = rows.flat_map(|(row, factor)| row.map(move |value| factor * value));
         Tensor::from_iter(values, x.device())?.reshape((batch, time, 1, half))?.to_dtype(h.dtype())
     };
     let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
@@ -175,20 +176,20 @@ pub fn rotary_with(
     };
     let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
     let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
-    let turned = match layout.pairs {
+    let rotated = match layout.pairs {
         RotaryPairs::Halves => Tensor::cat(&[first, second], 3)?,
         RotaryPairs::Adjacent => Tensor::stack(&[first, second], 4)?.reshape((batch, time, width / head, 2 * half))?,
     };
     let rest = h.narrow(3, 2 * half, head - 2 * half)?;
-    let all = if head == 2 * half { turned } else { Tensor::cat(&[turned, rest], 3)? };
-    all.reshape((batch, time, width))?.to_dtype(x.dtype())
+    let joined = if head == 2 * half { rotated } else { Tensor::cat(&[rotated, rest], 3)? };
+    joined.reshape((batch, time, width))?.to_dtype(x.dtype())
 }
 
 /// See [`crate::nn::gelu()`].
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     let h = wide(x)?;
-    let below = ((&h * std::f64::consts::FRAC_1_SQRT_2)?.erf()? + 1.0)?;
-    ((h * 0.5)? * below)?.to_dtype(x.dtype())
+    let erf_plus_one = ((&h * std::f64::consts::FRAC_1_SQRT_2)?.erf()? + 1.0)?;
+    ((h * 0.5)? * erf_plus_one)?.to_dtype(x.dtype())
 }
 
 /// See [`crate::nn::gelu_tanh()`].
@@ -262,22 +263,23 @@ pub(super) fn with_some_sinks(
     let split =
         |x: &Tensor, heads: usize| wide(&x.reshape((batch, x.dim(1)?, heads, head))?)?.transpose(1, 2)?.contiguous();
     // Repeats each key and value head for every query head that uses it.
-    let repeated = |x: &Tensor| {
+    let repeat = |x: &Tensor| {
         let x = split(x, n_kv_head)?.unsqueeze(2)?;
         Tensor::cat(&vec![&x; group], 2)?.reshape((batch, n_head, keys, head))
     };
-    let (q, k, v) = (split(q, n_head)?, repeated(k)?, repeated(v)?);
+    let (q, k, v) = (split(q, n_head)?, repeat(k)?, repeat(v)?);
     let scores = (q.matmul(&k.t()?.contiguous()?)? * options.scale.unwrap_or(1.0 / (head as f64).sqrt()))?;
     let scores = options.soft_cap.map_or(Ok(scores.clone()), |cap| soft_capped(&scores, cap))?;
-    let mask = hidden(options, sequences, [time, keys]);
+    let mask = attention_mask(options, sequences, [time, keys]);
     let mask = Tensor::from_vec(mask, (sequences.map_or(1, Sequences::batch), 1, time, keys), q.device())?;
     let scores = scores.broadcast_add(&mask.to_dtype(q.dtype())?)?;
     let probabilities = match sinks {
         None => candle_nn::ops::softmax(&scores, D::Minus1)?,
         Some(sinks) => {
-            let last = wide(sinks)?.to_dtype(scores.dtype())?.reshape((1, n_head, 1, 1))?;
-            let all = Tensor::cat(&[scores, last.broadcast_as((batch, n_head, time, 1))?.contiguous()?], D::Minus1)?;
-            candle_nn::ops::softmax(&all, D::Minus1)?.narrow(D::Minus1, 0, keys)?.contiguous()?
+            let sink_scores = wide(sinks)?.to_dtype(scores.dtype())?.reshape((1, n_head, 1, 1))?;
+            let sink_scores = sink_scores.broadcast_as((batch, n_head, time, 1))?.contiguous()?;
+            let with_sinks = Tensor::cat(&[scores, sink_scores], D::Minus1)?;
+            candle_nn::ops::softmax(&with_sinks, D::Minus1)?.narrow(D::Minus1, 0, keys)?.contiguous()?
         }
     };
     let y = probabilities.matmul(&v)?;
@@ -289,18 +291,18 @@ fn soft_capped(x: &Tensor, cap: f64) -> Result<Tensor> {
     (x / cap)?.tanh()? * cap
 }
 
-/// Returns minus infinity where a query does not see a key, and 0 elsewhere: for each row of the sequences, or once for
-/// all rows.
-fn hidden(options: &AttentionOptions, sequences: Option<&Sequences>, [time, keys]: [usize; 2]) -> Vec<f32> {
+/// Returns minus infinity for each key that a query must not see, and 0 for the others: for each row of the sequences,
+/// or once for all rows.
+fn attention_mask(options: &AttentionOptions, sequences: Option<&Sequences>, [time, keys]: [usize; 2]) -> Vec<f32> {
     let rows = sequences.map_or(1, Sequences::batch);
-    let before = keys.saturating_sub(time);
+    let offset = keys.saturating_sub(time);
     let sees = |row: usize, i: usize, j: usize| {
-        let first = |at: usize| sequences.map(|of| at - of.positions()[row * time + at] as usize);
-        let near = options.window.is_none_or(|window| i.abs_diff(j) < window);
-        (options.bidirectional || j <= i) && near && (sequences.is_none() || first(i) == first(j))
+        let first = |t: usize| sequences.map(|sequences| t - sequences.positions()[row * time + t] as usize);
+        let in_window = options.window.is_none_or(|window| i.abs_diff(j) < window);
+        (options.bidirectional || j <= i) && in_window && (sequences.is_none() || first(i) == first(j))
     };
-    let all = (0..rows).flat_map(|row| (0..time).flat_map(move |i| (0..keys).map(move |j| (row, before + i, j))));
-    all.map(|(row, i, j)| if sees(row, i, j) { 0.0 } else { f32::NEG_INFINITY }).collect()
+    let pairs = (0..rows).flat_map(|row| (0..time).flat_map(move |i| (0..keys).map(move |j| (row, offset + i, j))));
+    pairs.map(|(row, i, j)| if sees(row, i, j) { 0.0 } else { f32::NEG_INFINITY }).collect()
 }
 
 /// See [`crate::nn::cross_entropy()`]; targets must be valid. f64 logits produce an f64 loss.
@@ -313,6 +315,6 @@ pub fn log_probabilities(logits: &Tensor, targets: &Tensor, soft_cap: Option<f64
     let classes = logits.dim(D::Minus1)?;
     let logits = wide(&logits.reshape(((), classes))?)?;
     let logits = soft_cap.map_or(Ok(logits.clone()), |cap| soft_capped(&logits, cap))?;
-    let of_all = candle_nn::ops::log_softmax(&logits, D::Minus1)?;
-    of_all.gather(&targets.reshape(((), 1))?, 1)?.flatten_all()
+    let log_softmax = candle_nn::ops::log_softmax(&logits, D::Minus1)?;
+    log_softmax.gather(&targets.reshape(((), 1))?, 1)?.flatten_all()
 }

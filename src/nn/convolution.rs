@@ -73,8 +73,9 @@ impl Conv1d {
                 self.weight.dims()
             )
         };
-        are_positive(CONV, [("stride", stride), ("dilation", dilation), ("groups", groups), ("kernel", kernel)])?;
-        are_positive(CONV, [("in / groups", c_in), ("out", outputs), ("length of the input", l_in), ("in", channels)])?;
+        require_positive(CONV, [("stride", stride), ("dilation", dilation), ("groups", groups), ("kernel", kernel)])?;
+        let dimensions = [("in / groups", c_in), ("out", outputs), ("length of the input", l_in), ("in", channels)];
+        require_positive(CONV, dimensions)?;
         if c_in.checked_mul(groups) != Some(channels) || outputs % groups != 0 {
             bail!(
                 "{CONV}: the weight has shape {:?} and there {} {}; an input of shape {:?} needs [out, \
@@ -85,15 +86,15 @@ impl Conv1d {
                 x.dims()
             )
         }
-        has_shape(CONV, self.bias.as_ref(), outputs)?;
-        let reach = reach(CONV, kernel, dilation)?;
-        let Some(more) = padding.checked_mul(2).and_then(|twice| twice.checked_add(l_in)?.checked_sub(reach)) else {
+        check_bias_shape(CONV, self.bias.as_ref(), outputs)?;
+        let extent = extent(CONV, kernel, dilation)?;
+        let Some(slack) = padding.checked_mul(2).and_then(|twice| twice.checked_add(l_in)?.checked_sub(extent)) else {
             bail!(
-                "{CONV}: the kernel spans {reach} elements, but the input has {l_in} with a padding of \
+                "{CONV}: the kernel spans {extent} elements, but the input has {l_in} with a padding of \
                  {padding} on both sides; use longer inputs or more padding"
             )
         };
-        let (c_out, l_out) = (outputs / groups, more / stride + 1);
+        let (c_out, l_out) = (outputs / groups, slack / stride + 1);
         Ok(ConvolutionSizes { batch, groups, c_in, c_out, l_in, l_out, kernel, stride, padding, dilation })
     }
 }
@@ -163,8 +164,9 @@ impl ConvTranspose1d {
                 self.weight.dims()
             )
         };
-        are_positive(TRANSPOSED, [("stride", stride), ("dilation", dilation), ("groups", groups), ("kernel", kernel)])?;
-        are_positive(TRANSPOSED, [("out / groups", c_in), ("length of the input", l_out), ("in", inputs)])?;
+        let settings = [("stride", stride), ("dilation", dilation), ("groups", groups), ("kernel", kernel)];
+        require_positive(TRANSPOSED, settings)?;
+        require_positive(TRANSPOSED, [("out / groups", c_in), ("length of the input", l_out), ("in", inputs)])?;
         if inputs != channels || channels % groups != 0 {
             bail!(
                 "{TRANSPOSED}: the weight has shape {:?} and there {} {}; an input of shape {:?} needs \
@@ -175,17 +177,17 @@ impl ConvTranspose1d {
                 x.dims()
             )
         }
-        has_shape(TRANSPOSED, self.bias.as_ref(), c_in * groups)?;
+        check_bias_shape(TRANSPOSED, self.bias.as_ref(), c_in * groups)?;
         if output_padding >= stride.max(dilation) {
             bail!(
                 "{TRANSPOSED}: output_padding is {output_padding}; it must be below the stride, {stride}, or the dilation, \
                  {dilation}"
             )
         }
-        let reach = reach(TRANSPOSED, kernel, dilation)?;
-        let whole =
-            (l_out - 1).checked_mul(stride).and_then(|length| length.checked_add(reach)?.checked_add(output_padding));
-        let Some(l_in) = whole.and_then(|whole| whole.checked_sub(padding.checked_mul(2)?)).filter(|l_in| *l_in > 0)
+        let extent = extent(TRANSPOSED, kernel, dilation)?;
+        let full_length =
+            (l_out - 1).checked_mul(stride).and_then(|length| length.checked_add(extent)?.checked_add(output_padding));
+        let Some(l_in) = full_length.and_then(|len| len.checked_sub(padding.checked_mul(2)?)).filter(|l_in| *l_in > 0)
         else {
             bail!(
                 "{TRANSPOSED}: an input of {} leaves no output with a kernel of {kernel}, stride {stride}, dilation \
@@ -209,21 +211,21 @@ impl ConvTranspose1d {
 }
 
 /// Returns the number of elements that a kernel spans.
-fn reach(op: &'static str, kernel: usize, dilation: usize) -> Result<usize> {
-    match (kernel - 1).checked_mul(dilation).and_then(|reach| reach.checked_add(1)) {
-        Some(reach) => Ok(reach),
+fn extent(op: &'static str, kernel: usize, dilation: usize) -> Result<usize> {
+    match (kernel - 1).checked_mul(dilation).and_then(|extent| extent.checked_add(1)) {
+        Some(extent) => Ok(extent),
         None => bail!("{op}: a kernel of {kernel} with a dilation of {dilation} is too long"),
     }
 }
 
-fn are_positive<const N: usize>(op: &'static str, numbers: [(&str, usize); N]) -> Result<()> {
+fn require_positive<const N: usize>(op: &'static str, numbers: [(&str, usize); N]) -> Result<()> {
     match numbers.iter().find(|(_, number)| *number == 0) {
         Some((name, _)) => bail!("{op}: {name} is 0; it must be at least 1"),
         None => Ok(()),
     }
 }
 
-fn has_shape(op: &'static str, bias: Option<&Tensor>, outputs: usize) -> Result<()> {
+fn check_bias_shape(op: &'static str, bias: Option<&Tensor>, outputs: usize) -> Result<()> {
     match bias {
         Some(bias) if bias.dims() != [outputs] => {
             bail!("{op}: the bias has shape {:?}; the weight requires [{outputs}]", bias.dims())
@@ -256,12 +258,12 @@ fn apply<E: TensorElement>(
         Ok(y)
     })?;
     let formats = [x.dtype(), weight.dtype(), bias.as_ref().map_or(x.dtype(), Tensor::dtype)];
-    let (elements, weights, kept) = (x.elem_count(), weight.elem_count(), SavedTensor::of(&x));
+    let (elements, weights, saved_x) = (x.elem_count(), weight.elem_count(), SavedTensor::of(&x));
     inputs.result(op, E::storage(narrowed(y)), shape, move |grad, [to_x, to_weight, to_bias]| {
         with_grad::<E, _>(&grad, op, |dy| {
             give(to_bias, formats[2], op, || channel_sums(dy, channels, length))?;
             if to_weight.is_wanted() {
-                let gradient = with_f32([Some(&kept.get()?)], op, |[x]| {
+                let gradient = with_f32([Some(&saved_x.get()?)], op, |[x]| {
                     let (x, mut dw) = (x.unwrap_or_default(), buffer::<f32>(weights));
                     if transposed {
                         s.weight_gradient(dy, x, &mut dw)
@@ -317,8 +319,9 @@ pub fn conv1d_no_bias(
     cfg: Conv1dConfig,
     vb: VarBuilder<'_>,
 ) -> Result<Conv1d> {
-    let each = group(CONV, in_channels, cfg.groups)?;
-    let weight = vb.get_with_hints((out_channels, each, kernel_size), "weight", init::DEFAULT_KAIMING_NORMAL)?;
+    let group_channels = channels_per_group(CONV, in_channels, cfg.groups)?;
+    let shape = (out_channels, group_channels, kernel_size);
+    let weight = vb.get_with_hints(shape, "weight", init::DEFAULT_KAIMING_NORMAL)?;
     Ok(Conv1d::new(weight, None, cfg))
 }
 
@@ -349,9 +352,9 @@ pub fn conv_transpose1d_no_bias(
     cfg: ConvTranspose1dConfig,
     vb: VarBuilder<'_>,
 ) -> Result<ConvTranspose1d> {
-    let each = group(TRANSPOSED, out_channels, cfg.groups)?;
+    let group_channels = channels_per_group(TRANSPOSED, out_channels, cfg.groups)?;
     let hint = transposed_init(out_channels, kernel_size);
-    let weight = vb.get_with_hints((in_channels, each, kernel_size), "weight", hint)?;
+    let weight = vb.get_with_hints((in_channels, group_channels, kernel_size), "weight", hint)?;
     Ok(ConvTranspose1d::new(weight, None, cfg))
 }
 
@@ -361,7 +364,7 @@ fn transposed_init(out_channels: usize, kernel_size: usize) -> Init {
 }
 
 /// Returns the number of channels per group.
-fn group(op: &'static str, channels: usize, groups: usize) -> Result<usize> {
+fn channels_per_group(op: &'static str, channels: usize, groups: usize) -> Result<usize> {
     if groups == 0 || !channels.is_multiple_of(groups) {
         bail!(
             "{op}: {} cannot be divided into {} of equal size",

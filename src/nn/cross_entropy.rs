@@ -60,7 +60,7 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOption
     let (cap, divisor) =
         (cap(options.soft_cap)?, host.divisor(options.divisor, &|| format!("logits have shape {:?}", logits.dims()))?);
     #[cfg(feature = "cuda")]
-    if let Some(loss) = on_gpu::cross_entropy::of_logits(logits, &host.of_rows, cap, divisor)? {
+    if let Some(loss) = on_gpu::cross_entropy::of_logits(logits, &host.row_targets, cap, divisor)? {
         return Ok(loss);
     }
     if !logits.device().is_cpu() {
@@ -69,9 +69,9 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOption
     let logits = logits.contiguous()?;
     let inputs = OpInputs::of([Some(&logits)])?;
     with_element!(logits.dtype(), NAME, E => {
-        let mut losses = vec![0f32; host.of_rows.len()];
+        let mut losses = vec![0f32; host.row_targets.len()];
         with_elements::<E, _>(&logits, NAME, |x| {
-            kernels::cross_entropy::losses(x, classes, &host.of_rows, cap, &mut losses);
+            kernels::cross_entropy::losses(x, classes, &host.row_targets, cap, &mut losses);
             Ok(())
         })?;
         inputs.result(NAME, CpuStorage::F32(vec![mean(&losses, divisor)]), (), move |grad, [to_logits]| {
@@ -81,8 +81,8 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOption
                     d.copy_from_slice(x);
                     Ok(())
                 })?;
-                let mut losses = vec![0f32; host.of_rows.len()];
-                kernels::cross_entropy::gradients(d, classes, &host.of_rows, cap, |_| scale, &mut losses);
+                let mut losses = vec![0f32; host.row_targets.len()];
+                kernels::cross_entropy::gradients(d, classes, &host.row_targets, cap, |_| scale, &mut losses);
                 Ok(())
             })
         })
@@ -130,7 +130,7 @@ pub fn linear_cross_entropy_with(
         return linear_cross_entropy_with(&h.to_dtype(weight.dtype())?, weight, layout, targets, options);
     }
     #[cfg(feature = "cuda")]
-    if let Some(head) = on_gpu::cross_entropy::GpuLossHead::new(h, weight, host.counting().parts(), cap, layout)? {
+    if let Some(head) = on_gpu::cross_entropy::GpuLossHead::new(h, weight, host.non_ignored().parts(), cap, layout)? {
         return head.loss(h, weight, divisor);
     }
     if !h.device().is_cpu() {
@@ -141,17 +141,17 @@ pub fn linear_cross_entropy_with(
     let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
     with_element!(h.dtype(), NAME, E => {
         let wants = [inputs.wants(0), inputs.wants(1)];
-        let head = LossHead { counting: host.counting(), cap, classes, width, layout };
+        let head = LossHead { non_ignored: host.non_ignored(), cap, classes, width, layout };
         let (losses, grads) = with_all([Some(&h), Some(&weight)], NAME, |[h, weight]| {
-            let h = head.counting.take(h.unwrap_or_default(), width);
+            let h = head.non_ignored.select(h.unwrap_or_default(), width);
             Ok(head.run::<E>(&h, weight.unwrap_or_default(), wants, |_| 1.0))
         })?;
-        let (grads, LossHead { counting, .. }) = (Mutex::new(Some(grads)), head);
+        let (grads, LossHead { non_ignored, .. }) = (Mutex::new(Some(grads)), head);
         let loss = CpuStorage::F32(vec![mean(&losses, divisor)]);
         inputs.result(NAME, loss, (), move |grad, [to_h, to_weight]| {
             let scale = scalar(&grad)? / divisor as f32;
-            let mut kept = lock(&grads);
-            let grads = if is_once() { kept.take() } else { kept.clone() };
+            let mut saved = lock(&grads);
+            let grads = if is_once() { saved.take() } else { saved.clone() };
             let Some((dh, dweight)) = grads else {
                 bail!("{NAME}: the gradients of this loss have already been taken")
             };
@@ -159,7 +159,7 @@ pub fn linear_cross_entropy_with(
                 to_weight.give(Grad::Own(scaled::<E>(dweight, scale)))?;
             }
             if to_h.is_wanted() {
-                to_h.give(Grad::Own(counting.put::<E>(scaled::<E>(dh, scale), width)))?;
+                to_h.give(Grad::Own(non_ignored.expand::<E>(scaled::<E>(dh, scale), width)))?;
             }
             Ok(())
         })
@@ -188,38 +188,39 @@ pub fn linear_log_probabilities(
         return linear_log_probabilities(&h.to_dtype(weight.dtype())?, weight, layout, targets, soft_cap);
     }
     #[cfg(feature = "cuda")]
-    if let Some(head) = on_gpu::cross_entropy::GpuLossHead::new(h, weight, host.counting().parts(), cap, layout)? {
+    if let Some(head) = on_gpu::cross_entropy::GpuLossHead::new(h, weight, host.non_ignored().parts(), cap, layout)? {
         return head.log_probabilities(h, weight, shape.dims());
     }
     if !h.device().is_cpu() {
-        let of_rows = host.composed(&composed::linear(h, weight, None, layout)?, soft_cap)?;
-        let rows: Vec<u32> = host.counting().rows.iter().map(|row| *row as u32).collect();
-        let none = Tensor::zeros(host.of_rows.len(), of_rows.dtype(), h.device())?;
+        let row_values = host.composed(&composed::linear(h, weight, None, layout)?, soft_cap)?;
+        let rows: Vec<u32> = host.non_ignored().rows.iter().map(|row| *row as u32).collect();
+        let zeros = Tensor::zeros(host.row_targets.len(), row_values.dtype(), h.device())?;
         let rows = Tensor::from_vec(rows, host.count, h.device())?;
-        return none.index_add(&rows, &of_rows, 0)?.reshape(shape);
+        return zeros.index_add(&rows, &row_values, 0)?.reshape(shape);
     }
     let (h, weight) = (h.contiguous()?, weight.contiguous()?);
     let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
     with_element!(h.dtype(), NAME, E => {
-        let head = LossHead { counting: host.counting(), cap, classes, width, layout };
+        let head = LossHead { non_ignored: host.non_ignored(), cap, classes, width, layout };
         let losses = with_all([Some(&h), Some(&weight)], NAME, |[h, weight]| {
-            let h = head.counting.take(h.unwrap_or_default(), width);
+            let h = head.non_ignored.select(h.unwrap_or_default(), width);
             Ok(head.run::<E>(&h, weight.unwrap_or_default(), [false; 2], |_| 1.0).0)
         })?;
-        let mut values = vec![0f32; host.of_rows.len()];
-        head.counting.rows.iter().zip(losses).for_each(|(row, loss)| values[*row] = -loss);
+        let mut values = vec![0f32; host.row_targets.len()];
+        head.non_ignored.rows.iter().zip(losses).for_each(|(row, loss)| values[*row] = -loss);
         inputs.result(NAME, CpuStorage::F32(values), shape, move |grad, [to_h, to_weight]| {
-            let of_rows: Vec<f32> = grad.read::<f32, _>(NAME, |grad| Ok(head.counting.take(grad, 1).into_owned()))?;
+            let row_grads: Vec<f32> =
+                grad.read::<f32, _>(NAME, |grad| Ok(head.non_ignored.select(grad, 1).into_owned()))?;
             let (dh, dweight) = with_all([Some(&h), Some(&weight)], NAME, |[h, weight]| {
-                let h = head.counting.take(h.unwrap_or_default(), width);
+                let h = head.non_ignored.select(h.unwrap_or_default(), width);
                 let wants = [to_h.is_wanted(), to_weight.is_wanted()];
-                Ok(head.run::<E>(&h, weight.unwrap_or_default(), wants, |row| -of_rows[row]).1)
+                Ok(head.run::<E>(&h, weight.unwrap_or_default(), wants, |row| -row_grads[row]).1)
             })?;
             if to_weight.is_wanted() {
                 to_weight.give(Grad::Own(scaled::<E>(dweight, 1.0)))?;
             }
             if to_h.is_wanted() {
-                to_h.give(Grad::Own(head.counting.put::<E>(scaled::<E>(dh, 1.0), width)))?;
+                to_h.give(Grad::Own(head.non_ignored.expand::<E>(scaled::<E>(dh, 1.0), width)))?;
             }
             Ok(())
         })
@@ -257,7 +258,7 @@ fn cap(soft_cap: Option<f64>) -> Result<Option<f32>> {
 
 /// The sizes of the output projection, and the rows that count in one call.
 struct LossHead {
-    counting: NonIgnoredRows,
+    non_ignored: NonIgnoredRows,
     cap: Option<f32>,
     classes: usize,
     width: usize,
@@ -266,8 +267,8 @@ struct LossHead {
 
 impl LossHead {
     /// Returns the losses of the rows that count, and gradients with respect to these rows of `h` and to `weight`: the
-    /// gradients of the sum of the losses, in which each loss is multiplied by its scale. Gradients that are not wanted
-    /// are empty.
+    /// gradients of the sum of the losses, in which each loss is multiplied by its scale. Gradients that are not
+    /// requested are empty.
     fn run<E: TensorElement>(
         &self,
         h: &[E],
@@ -275,7 +276,7 @@ impl LossHead {
         [wants_h, wants_weight]: [bool; 2],
         scale: impl Fn(usize) -> f32 + Sync,
     ) -> (Vec<f32>, (Vec<f32>, Vec<f32>)) {
-        let (classes, width, targets) = (self.classes, self.width, &self.counting.targets);
+        let (classes, width, targets) = (self.classes, self.width, &self.non_ignored.targets);
         let mut losses = vec![0f32; targets.len()];
         let mut dh = buffer::<f32>(if wants_h { h.len() } else { 0 });
         let mut dweight = buffer::<f32>(if wants_weight { weight.len() } else { 0 });
@@ -290,8 +291,8 @@ impl LossHead {
             let rows = step.min(targets.len() - start);
             let (targets, losses) = (&targets[start..start + rows], &mut losses[start..start + rows]);
             let sizes = LinearSizes { rows, inputs: width, outputs: classes, layout: self.layout };
-            let part = start * width..(start + rows) * width;
-            let (h, logits) = (&h[part.clone()], &mut logits[..rows * classes]);
+            let range = start * width..(start + rows) * width;
+            let (h, logits) = (&h[range.clone()], &mut logits[..rows * classes]);
             sizes.product(h, weight, logits, Epilogue::default());
             if !wants_h && !wants_weight {
                 kernels::cross_entropy::losses(logits, classes, targets, self.cap, losses);
@@ -301,7 +302,7 @@ impl LossHead {
             kernels::cross_entropy::gradients(logits, classes, targets, self.cap, |row| scale(start + row), losses);
             let d = Matrix::new(logits, rows, classes);
             if wants_h {
-                sizes.input_gradient(d, weight, &mut dh[part], Epilogue::default());
+                sizes.input_gradient(d, weight, &mut dh[range], Epilogue::default());
             }
             if wants_weight {
                 let epilogue = Epilogue { accumulate: start > 0, ..Epilogue::default() };
@@ -336,7 +337,7 @@ fn mean(losses: &[f32], divisor: f64) -> f32 {
 /// The targets on the host.
 struct HostTargetIds {
     /// The class of each row, or [`IGNORED`].
-    of_rows: Vec<u32>,
+    row_targets: Vec<u32>,
     /// The number of rows that count.
     count: usize,
 }
@@ -347,46 +348,46 @@ struct NonIgnoredRows {
     /// The targets of the rows.
     targets: Vec<u32>,
     /// The total number of rows.
-    all: usize,
+    total_rows: usize,
 }
 
 impl NonIgnoredRows {
     /// Returns the rows that count, their targets, and the total number of rows.
     #[cfg(feature = "cuda")]
     fn parts(&self) -> (&[usize], &[u32], usize) {
-        (&self.rows, &self.targets, self.all)
+        (&self.rows, &self.targets, self.total_rows)
     }
 
     /// Selects the rows that count from `x`, whose rows have `width` elements.
-    fn take<'a, E: TensorElement>(&self, x: &'a [E], width: usize) -> Cow<'a, [E]> {
-        if self.rows.len() == self.all {
+    fn select<'a, E: TensorElement>(&self, x: &'a [E], width: usize) -> Cow<'a, [E]> {
+        if self.rows.len() == self.total_rows {
             return Cow::Borrowed(x);
         }
-        let mut some = Vec::with_capacity(self.rows.len() * width);
-        self.rows.iter().for_each(|row| some.extend_from_slice(&x[row * width..][..width]));
-        Cow::Owned(some)
+        let mut selected = Vec::with_capacity(self.rows.len() * width);
+        self.rows.iter().for_each(|row| selected.extend_from_slice(&x[row * width..][..width]));
+        Cow::Owned(selected)
     }
 
     /// Expands the rows that count to all rows, with zeros for the others.
-    fn put<E: TensorElement>(&self, some: Flat, width: usize) -> Flat {
-        match E::of_flat(&some) {
-            Some(values) if self.rows.len() < self.all => {
-                let mut all = bytemuck::zeroed_vec::<E>(self.all * width);
+    fn expand<E: TensorElement>(&self, selected: Flat, width: usize) -> Flat {
+        match E::of_flat(&selected) {
+            Some(values) if self.rows.len() < self.total_rows => {
+                let mut values_of_all = bytemuck::zeroed_vec::<E>(self.total_rows * width);
                 for (row, values) in self.rows.iter().zip(values.chunks_exact(width)) {
-                    all[row * width..][..width].copy_from_slice(values);
+                    values_of_all[row * width..][..width].copy_from_slice(values);
                 }
-                E::flat(all)
+                E::flat(values_of_all)
             }
-            _ => some,
+            _ => selected,
         }
     }
 }
 
 impl HostTargetIds {
-    fn counting(&self) -> NonIgnoredRows {
+    fn non_ignored(&self) -> NonIgnoredRows {
         let counts = |(row, target): (usize, &u32)| (*target != IGNORED).then_some((row, *target));
-        let (rows, targets) = self.of_rows.iter().enumerate().filter_map(counts).unzip();
-        NonIgnoredRows { rows, targets, all: self.of_rows.len() }
+        let (rows, targets) = self.row_targets.iter().enumerate().filter_map(counts).unzip();
+        NonIgnoredRows { rows, targets, total_rows: self.row_targets.len() }
     }
 
     /// Returns the divisor of the sum of the losses: the given number, or the number of rows that count.
@@ -404,11 +405,11 @@ impl HostTargetIds {
 
     /// Returns the logarithms of the targets' probabilities for the rows that count, composed of Candle's operations.
     fn composed(&self, logits: &Tensor, soft_cap: Option<f64>) -> Result<Tensor> {
-        let NonIgnoredRows { rows, targets, .. } = self.counting();
+        let NonIgnoredRows { rows, targets, .. } = self.non_ignored();
         let rows = rows.into_iter().map(|row| row as u32).collect();
-        let of_host = |values: Vec<u32>| Tensor::from_vec(values, self.count, logits.device());
-        let logits = logits.reshape(((), logits.dim(D::Minus1)?))?.index_select(&of_host(rows)?, 0)?;
-        composed::log_probabilities(&logits, &of_host(targets)?, soft_cap)
+        let to_tensor = |values: Vec<u32>| Tensor::from_vec(values, self.count, logits.device());
+        let logits = logits.reshape(((), logits.dim(D::Minus1)?))?.index_select(&to_tensor(rows)?, 0)?;
+        composed::log_probabilities(&logits, &to_tensor(targets)?, soft_cap)
     }
 }
 
@@ -416,16 +417,16 @@ impl HostTargetIds {
 const IGNORED_I64: i64 = -100;
 
 fn host_targets(targets: &Tensor, classes: usize) -> Result<HostTargetIds> {
-    let given: Vec<i64> = match targets.dtype() {
+    let values: Vec<i64> = match targets.dtype() {
         DType::I64 => targets.flatten_all()?.to_vec1()?,
         _ => host_ids(targets, NAME, "targets")?.into_iter().map(i64::from).collect(),
     };
-    let of_row = |(position, target): (usize, i64)| match u32::try_from(target) {
+    let class_of = |(position, target): (usize, i64)| match u32::try_from(target) {
         Ok(class) if (class as usize) < classes => Ok(class),
         _ if target == IGNORED_I64 => Ok(IGNORED),
         _ => Err(refuse(ModelError::TargetOutOfRange { target, position, classes }.into())),
     };
-    let of_rows: Vec<u32> = given.into_iter().enumerate().map(of_row).collect::<Result<_>>()?;
-    let count = of_rows.iter().filter(|target| **target != IGNORED).count();
-    Ok(HostTargetIds { of_rows, count })
+    let row_targets: Vec<u32> = values.into_iter().enumerate().map(class_of).collect::<Result<_>>()?;
+    let count = row_targets.iter().filter(|target| **target != IGNORED).count();
+    Ok(HostTargetIds { row_targets, count })
 }

@@ -24,7 +24,7 @@ pub struct Rewards {
     pub rejected: f64,
     /// The difference between the rewards of the chosen and the rejected answers.
     pub margin: f64,
-    /// The share of pairs in which the chosen answer has the larger reward.
+    /// The fraction of pairs in which the chosen answer has the larger reward.
     pub accuracy: f64,
 }
 
@@ -60,15 +60,15 @@ pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Res
     if !(beta > 0.0 && beta.is_finite()) {
         bail!("dpo_loss: beta is {beta}; it must be a positive finite number, such as 0.1")
     }
-    let ahead = |[chosen, rejected]: [&Tensor; 2]| chosen.to_dtype(DType::F32)? - rejected.to_dtype(DType::F32)?;
-    let margins = ((ahead(policy)? - ahead(reference)?.detach())? * beta)?;
+    let difference = |[chosen, rejected]: [&Tensor; 2]| chosen.to_dtype(DType::F32)? - rejected.to_dtype(DType::F32)?;
+    let margins = ((difference(policy)? - difference(reference)?.detach())? * beta)?;
     let margins = margins.to_device(&Device::Cpu)?;
     let values: Vec<f32> = margins.detach().to_vec1()?;
     let mean = |sum: f64| sum / pairs as f64;
-    let reward = |of: usize| -> Result<f64> {
-        let by = |side: &Tensor| side.detach().to_dtype(DType::F32)?.to_vec1::<f32>();
-        let (policy, reference) = (by(policy[of])?, by(reference[of])?);
-        Ok(mean(policy.iter().zip(reference).map(|(policy, by)| beta * f64::from(policy - by)).sum()))
+    let reward = |side: usize| -> Result<f64> {
+        let values = |operand: &Tensor| operand.detach().to_dtype(DType::F32)?.to_vec1::<f32>();
+        let (policy, reference) = (values(policy[side])?, values(reference[side])?);
+        Ok(mean(policy.iter().zip(reference).map(|(policy, reference)| beta * f64::from(policy - reference)).sum()))
     };
     let rewards = Rewards {
         chosen: reward(0)?,
@@ -109,26 +109,27 @@ mod tests {
     #[test]
     fn loss_and_gradients_are_those_of_the_formula() {
         let (chosen, rejected) = ([-3.0f32, -40.0, -700.0, 0.0], [-5.0f32, -20.0, -1.0, -900.0]);
-        let (by_reference, other) = ([-4.0f32, -30.0, -2.0, -1.0], [-4.5f32, -30.0, -600.0, -2.0]);
+        let (reference_chosen, reference_rejected) = ([-4.0f32, -30.0, -2.0, -1.0], [-4.5f32, -30.0, -600.0, -2.0]);
         let beta = 0.4;
         let [c, r] = [chosen, rejected].map(|values| Var::from_tensor(&tensor(&values)).unwrap());
-        let dpo = dpo_loss([c.as_tensor(), r.as_tensor()], [&tensor(&by_reference), &tensor(&other)], beta).unwrap();
+        let reference = [tensor(&reference_chosen), tensor(&reference_rejected)];
+        let dpo = dpo_loss([c.as_tensor(), r.as_tensor()], [&reference[0], &reference[1]], beta).unwrap();
         let margin = |i: usize| {
             let wide = |values: [f32; 4]| f64::from(values[i]);
-            beta * ((wide(chosen) - wide(rejected)) - (wide(by_reference) - wide(other)))
+            beta * ((wide(chosen) - wide(rejected)) - (wide(reference_chosen) - wide(reference_rejected)))
         };
         // In f64, the plain formula does not overflow for any of these.
         let loss = |x: f64| (1.0 + (-x).exp()).ln();
         let want = (0..4).map(|i| loss(margin(i))).sum::<f64>() / 4.0;
         let found = f64::from(dpo.loss.to_scalar::<f32>().unwrap());
         assert!((found / want - 1.0).abs() < 1e-6, "{found} {want}");
-        let Rewards { chosen: of_chosen, rejected: of_rejected, margin: mean, accuracy } = dpo.rewards;
+        let Rewards { chosen: chosen_reward, rejected: rejected_reward, margin: mean, accuracy } = dpo.rewards;
         assert_eq!(accuracy, 0.5);
         assert!((mean / ((0..4).map(margin).sum::<f64>() / 4.0) - 1.0).abs() < 1e-6);
         let reward =
             |policy: [f32; 4], by: [f32; 4]| (0..4).map(|i| beta * f64::from(policy[i] - by[i])).sum::<f64>() / 4.0;
-        assert!((of_chosen / reward(chosen, by_reference) - 1.0).abs() < 1e-6, "{of_chosen}");
-        assert!((of_rejected / reward(rejected, other) - 1.0).abs() < 1e-6, "{of_rejected}");
+        assert!((chosen_reward / reward(chosen, reference_chosen) - 1.0).abs() < 1e-6, "{chosen_reward}");
+        assert!((rejected_reward / reward(rejected, reference_rejected) - 1.0).abs() < 1e-6, "{rejected_reward}");
         let grads = dpo.loss.backward().unwrap();
         let [dc, dr] = [&c, &r].map(|var| grads.get(var.as_tensor()).unwrap().to_vec1::<f32>().unwrap());
         for i in 0..4 {

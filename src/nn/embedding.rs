@@ -30,11 +30,11 @@ pub fn embedding(ids: &Tensor, table: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// The errors of [`embedding()`]; a dtype other than the table's or, for an f32 table, bf16 or f16.
 pub fn embedding_in(ids: &Tensor, table: &Tensor, dtype: DType) -> Result<Tensor> {
-    looked_up(ids, table, dtype, None)
+    look_up(ids, table, dtype, None)
 }
 
-/// Returns the rows. Lookups of `padding` add nothing to the table's gradient.
-fn looked_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -> Result<Tensor> {
+/// Looks up rows of `table`. Lookups of `padding` add nothing to the table's gradient.
+fn look_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -> Result<Tensor> {
     let is_low = matches!(dtype, DType::BF16 | DType::F16);
     if dtype != table.dtype() && !(is_low && table.dtype() == DType::F32) {
         bail!(
@@ -64,7 +64,7 @@ fn looked_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -
     let table = table.contiguous()?;
     let inputs = OpInputs::of([Some(&table)])?;
     if dtype != table.dtype() {
-        return with_element!(dtype, NAME, E => rounded::<E>(host, &table, inputs, shape, padding));
+        return with_element!(dtype, NAME, E => look_up_rounded::<E>(host, &table, inputs, shape, padding));
     }
     with_element!(table.dtype(), NAME, E => {
         let mut y = buffer::<E>(host.len() * width);
@@ -97,14 +97,14 @@ fn without_padding<'a, E: TensorElement>(
     match padding.filter(|padding| ids.contains(padding)) {
         None => (ids.into(), dy.into()),
         Some(padding) => {
-            let kept = || ids.iter().zip(dy.chunks_exact(width)).filter(|(id, _)| **id != padding);
-            (kept().map(|(id, _)| *id).collect(), kept().flat_map(|(_, row)| row).copied().collect())
+            let other_rows = || ids.iter().zip(dy.chunks_exact(width)).filter(|(id, _)| **id != padding);
+            (other_rows().map(|(id, _)| *id).collect(), other_rows().flat_map(|(_, row)| row).copied().collect())
         }
     }
 }
 
 /// Returns rows of an f32 table, rounded to `E`.
-fn rounded<E: TensorElement>(
+fn look_up_rounded<E: TensorElement>(
     ids: Vec<u32>,
     table: &Tensor,
     inputs: OpInputs<1>,
@@ -134,9 +134,9 @@ fn rounded<E: TensorElement>(
 }
 
 /// Returns the elements of a u32 tensor on any device, in row-major order.
-pub(super) fn host_ids(ids: &Tensor, op: &str, what: &str) -> Result<Vec<u32>> {
+pub(super) fn host_ids(ids: &Tensor, op: &str, name: &str) -> Result<Vec<u32>> {
     if ids.dtype() != DType::U32 {
-        bail!("{op}: the {what} have dtype {:?}, not u32; convert them with to_dtype(DType::U32)", ids.dtype())
+        bail!("{op}: the {name} have dtype {:?}, not u32; convert them with to_dtype(DType::U32)", ids.dtype())
     }
     ids.flatten_all()?.to_vec1()
 }
@@ -174,6 +174,6 @@ impl Embedding {
 impl Module for Embedding {
     /// Looks up u32 ids; see [`embedding_in`].
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        looked_up(ids, &self.weight, self.dtype, self.padding)
+        look_up(ids, &self.weight, self.dtype, self.padding)
     }
 }

@@ -32,7 +32,7 @@ pub(super) fn linear_then(
     weight: &Tensor,
     bias: Option<&Tensor>,
     layout: WeightLayout,
-    then: LinearEpilogue<'_>,
+    epilogue: LinearEpilogue<'_>,
 ) -> Result<Tensor> {
     let y = if x.device().is_cpu() {
         with_element!(x.dtype(), NAME, E => linear::<E>(x, weight, bias, layout))?
@@ -41,16 +41,16 @@ pub(super) fn linear_then(
         let bias = bias.map(wide).transpose()?;
         composed::linear(&wide(x)?, &wide(weight)?, bias.as_ref(), layout)?.to_dtype(x.dtype())?
     };
-    follow(y, then)
+    follow(y, epilogue)
 }
 
 /// Applies the epilogue to an existing product, in separate passes.
-pub(super) fn follow(y: Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
-    let y = match then.activation {
+pub(super) fn follow(y: Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
+    let y = match epilogue.activation {
         Some(function) => activated(function, &y)?,
         None => y,
     };
-    then.residual.map_or(Ok(y.clone()), |residual| add(residual, &y))
+    epilogue.residual.map_or(Ok(y.clone()), |residual| add(residual, &y))
 }
 
 const NAME: &str = "linear (f32 weight)";
@@ -96,8 +96,8 @@ fn linear<E: TensorElement>(
             column_sums(g, &mut sums);
             with_element!(dtype, NAME, P => to_bias.give_sums::<P>(&sums))?;
         }
-        let (kept_x, kept) = (kept_x.clone(), s.rows * s.inputs * size_of::<E>());
-        to_weight.now_or_later(&wide, kept, move |g, to_weight| {
+        let (kept_x, kept_bytes) = (kept_x.clone(), s.rows * s.inputs * size_of::<E>());
+        to_weight.now_or_later(&wide, kept_bytes, move |g, to_weight| {
             let product = |dw: &mut [f32], add: bool| {
                 let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
                 with_wide(&kept_x.get()?, |x| {

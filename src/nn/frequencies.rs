@@ -64,8 +64,8 @@ pub fn llama3(frequencies: &[f64], scaling: &Llama3RopeScaling) -> Result<Vec<f6
     }
     let scaled = |frequency: &f64| {
         let turns = original * frequency / TAU;
-        let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
-        frequency * (kept + (1.0 - kept) / factor)
+        let smooth = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+        frequency * (smooth + (1.0 - smooth) / factor)
     };
     Ok(frequencies.iter().map(scaled).collect())
 }
@@ -107,8 +107,8 @@ pub fn yarn(width: usize, theta: f64, scaling: &YarnRopeScaling) -> Result<Vec<f
     let (low, high) = (low.max(0.0), high.min(width as f64 - 1.0));
     let high = if low == high { high + 0.001 } else { high };
     let scaled = |(pair, frequency): (usize, &f64)| {
-        let slowed = ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0);
-        frequency / factor * slowed + frequency * (1.0 - slowed)
+        let ramp = ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0);
+        frequency / factor * ramp + frequency * (1.0 - ramp)
     };
     Ok(plain.iter().enumerate().map(scaled).collect())
 }

@@ -20,12 +20,12 @@ pub(super) fn with_f32<R, const N: usize>(
     look: impl FnOnce([Option<&[f32]>; N]) -> Result<R>,
 ) -> Result<R> {
     let is_f32 = |tensor: &&Tensor| tensor.dtype() == DType::F32;
-    let mut rooms: [Option<Vec<f32>>; N] = [const { None }; N];
-    for (room, tensor) in rooms.iter_mut().zip(tensors) {
-        *room = tensor.filter(|tensor| !is_f32(tensor)).map(|tensor| norm::widened(tensor, op)).transpose()?;
+    let mut buffers: [Option<Vec<f32>>; N] = [const { None }; N];
+    for (widened, tensor) in buffers.iter_mut().zip(tensors) {
+        *widened = tensor.filter(|tensor| !is_f32(tensor)).map(|tensor| norm::widened(tensor, op)).transpose()?;
     }
     with_all::<f32, _, N>(tensors.map(|tensor| tensor.filter(is_f32)), op, |slices| {
-        look(std::array::from_fn(|i| rooms[i].as_deref().or(slices[i])))
+        look(std::array::from_fn(|i| buffers[i].as_deref().or(slices[i])))
     })
 }
 
@@ -56,13 +56,13 @@ pub(super) fn with_grad<E: TensorElement, R>(
 
 /// Delivers the gradient of an input of `dtype`, if it is wanted.
 pub(super) fn give(
-    to: &InputGradSink,
+    sink: &InputGradSink,
     dtype: DType,
     op: &'static str,
     gradient: impl FnOnce() -> Vec<f32>,
 ) -> Result<()> {
-    if !to.is_wanted() {
+    if !sink.is_wanted() {
         return Ok(());
     }
-    with_element!(dtype, op, E => to.give(Grad::own(narrowed::<E>(gradient()))))
+    with_element!(dtype, op, E => sink.give(Grad::own(narrowed::<E>(gradient()))))
 }

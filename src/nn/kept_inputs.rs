@@ -5,7 +5,7 @@ use crate::graph::OpInputs;
 use candle_core::{Result, Tensor};
 
 /// Returns the operands from which a result can be recomputed in the backward pass: the input, and copies of the
-/// parameters, because these may have left memory by then. Returns `None` if no backward pass will need them.
+/// parameters, because these may have been released by then. Returns `None` if no backward pass will need them.
 pub(super) fn kept_inputs<const N: usize>(inputs: &OpInputs<N>, operands: [&Tensor; N]) -> Result<Option<[Tensor; N]>> {
     if !inputs.are_wanted() {
         return Ok(None);

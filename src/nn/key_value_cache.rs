@@ -38,8 +38,8 @@ use std::fmt::{self, Display, Formatter};
 pub struct KeyValueCache {
     limit: usize,
     len: usize,
-    /// The minimum number of positions that the next allocation has room for.
-    wanted: usize,
+    /// The minimum number of positions for which the next allocation has room.
+    reserved: usize,
     /// The keys and values on the CPU; `None` if they are on another device.
     host: Option<HostCache>,
     /// The keys and values on another device, `[batch, positions, kv_heads * head]`, and their sizes.
@@ -81,7 +81,7 @@ impl Display for CacheSizes {
 impl KeyValueCache {
     /// Creates an empty cache for at most `limit` positions.
     pub fn new(limit: usize) -> Self {
-        Self { limit, len: 0, wanted: 0, host: None, device: None }
+        Self { limit, len: 0, reserved: 0, host: None, device: None }
     }
 
     /// Returns the number of cached positions.
@@ -104,7 +104,7 @@ impl KeyValueCache {
 
     /// Makes the next allocation large enough for this total number of positions, or for the limit if that is less.
     pub fn reserve(&mut self, positions: usize) {
-        self.wanted = positions;
+        self.reserved = positions;
     }
 
     /// Removes all positions but the first `len`, and keeps the memory.
@@ -133,7 +133,7 @@ impl KeyValueCache {
     pub fn fused_attention(&mut self, qkv: &Tensor, n_head: usize, options: &AttentionOptions) -> Result<Tensor> {
         let h = fused_heads(qkv, n_head)?;
         self.check(&h, (qkv.dtype(), qkv.device().is_cpu()), &[qkv])?;
-        let rule = one_way(options, &h)?;
+        let rule = causal_rule(options, &h)?;
         let width = n_head * h.head;
         if !qkv.device().is_cpu() {
             let [q, k, v] = [0, 1, 2].map(|part| qkv.narrow(2, part * width, width));
@@ -205,7 +205,7 @@ impl KeyValueCache {
         let h = grouped_heads(q, k, v, n_head, n_kv_head)?;
         self.check(&h, (k.dtype(), k.device().is_cpu()), &[q, k, v])?;
         check_sinks(sinks, n_head)?;
-        let rule = one_way(options, &h)?;
+        let rule = causal_rule(options, &h)?;
         if !q.device().is_cpu() {
             return self.on_device(&h, [q, k, v], sinks, options);
         }
@@ -263,7 +263,7 @@ impl KeyValueCache {
         first: Option<Tensor>,
     ) -> Result<Tensor> {
         let before = self.len;
-        let HostCache { keys, values, capacity, .. } = self.with_room(CacheSizes::of(h, E::DTYPE), before + h.time);
+        let HostCache { keys, values, capacity, .. } = self.reserve_host(CacheSizes::of(h, E::DTYPE), before + h.time);
         let (Some(keys), Some(values)) = (E::of_flat_mut(keys), E::of_flat_mut(values)) else {
             bail!("attention with a cache: its memory is not of dtype {:?}", E::DTYPE)
         };
@@ -282,7 +282,7 @@ impl KeyValueCache {
     }
 
     /// Returns the cache's memory, with room for this number of positions.
-    fn with_room(&mut self, sizes: CacheSizes, positions: usize) -> &mut HostCache {
+    fn reserve_host(&mut self, sizes: CacheSizes, positions: usize) -> &mut HostCache {
         self.device = None;
         let old = self.host.take().filter(|host| host.sizes == sizes);
         let host = match old {
@@ -290,9 +290,9 @@ impl KeyValueCache {
             old => {
                 let doubled = old.as_ref().map_or(0, |host| 2 * host.capacity);
                 let mut host =
-                    HostCache::new(sizes, capacity_for(positions.max(doubled).max(self.wanted).min(self.limit)));
+                    HostCache::new(sizes, capacity_for(positions.max(doubled).max(self.reserved).min(self.limit)));
                 if let Some(old) = old {
-                    host.take_over(&old, self.len);
+                    host.copy_from(&old, self.len);
                 }
                 host
             }
@@ -309,7 +309,7 @@ impl KeyValueCache {
         sinks: Option<&Tensor>,
         options: &AttentionOptions,
     ) -> Result<Tensor> {
-        let after = |kept: &Tensor, new: &Tensor| Tensor::cat(&[&kept.narrow(1, 0, self.len)?, &new.detach()], 1);
+        let after = |cached: &Tensor, new: &Tensor| Tensor::cat(&[&cached.narrow(1, 0, self.len)?, &new.detach()], 1);
         let (keys, values) = match &self.device {
             Some((_, [keys, values])) if !self.is_empty() => (after(keys, k)?, after(values, v)?),
             _ => (k.contiguous()?.detach(), v.contiguous()?.detach()),
@@ -325,7 +325,7 @@ impl KeyValueCache {
 }
 
 /// Returns the attention rule in which no position sees a later one.
-fn one_way(options: &AttentionOptions, h: &AttentionShape) -> Result<AttentionRule<'static>> {
+fn causal_rule(options: &AttentionOptions, h: &AttentionShape) -> Result<AttentionRule<'static>> {
     if options.bidirectional {
         bail!("{NAME}: bidirectional attention sees positions that the cache does not hold yet")
     }
@@ -340,13 +340,13 @@ impl HostCache {
     }
 
     /// Copies the first `len` positions of a smaller cache.
-    fn take_over(&mut self, old: &Self, len: usize) {
+    fn copy_from(&mut self, old: &Self, len: usize) {
         let CacheSizes { batch, kv_heads, head, dtype } = self.sizes;
         let position = head * dtype.size_in_bytes();
-        for part in 0..batch * kv_heads {
-            let of = |capacity: usize| part * capacity * position..(part * capacity + capacity_for(len)) * position;
+        for i in 0..batch * kv_heads {
+            let bytes = |capacity: usize| i * capacity * position..(i * capacity + capacity_for(len)) * position;
             for (to, from) in [(&mut self.keys, &old.keys), (&mut self.values, &old.values)] {
-                to.as_bytes_mut()[of(self.capacity)].copy_from_slice(&from.as_bytes()[of(old.capacity)]);
+                to.as_bytes_mut()[bytes(self.capacity)].copy_from_slice(&from.as_bytes()[bytes(old.capacity)]);
             }
         }
     }
@@ -367,9 +367,9 @@ mod tests {
             Tensor::from_iter((0..2 * 9 * width).map(number), &Device::Cpu).unwrap().reshape((2, 9, width)).unwrap()
         };
         let (q, k, v) = (numbers(24, 1), numbers(12, 2), numbers(12, 3));
-        let bound = AttentionOptions { scale: Some(0.3), soft_cap: Some(2.0), window: Some(4), bidirectional: false };
+        let custom = AttentionOptions { scale: Some(0.3), soft_cap: Some(2.0), window: Some(4), bidirectional: false };
         let sinks = Tensor::new(&[0.5f32, -1.0, 2.0, 0.0], &Device::Cpu).unwrap();
-        for (options, sinks) in [(AttentionOptions::default(), None), (bound, None), (bound, Some(&sinks))] {
+        for (options, sinks) in [(AttentionOptions::default(), None), (custom, None), (custom, Some(&sinks))] {
             let (mut host, mut device) = (KeyValueCache::new(10), KeyValueCache::new(10));
             for (from, time) in [(0, 5), (5, 1), (6, 3)] {
                 let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, from, time).unwrap());
@@ -383,7 +383,7 @@ mod tests {
             assert_eq!((host.len(), device.len()), (9, 9));
             assert_eq!(device.size_in_bytes(), 2 * 2 * 9 * 12 * 4);
             // The keys have the same width, but are those of other heads.
-            let other = AttentionShape { time: 1, heads: 8, kv_heads: 4, head: 3, ..h };
+            let other_heads = AttentionShape { time: 1, heads: 8, kv_heads: 4, head: 3, ..h };
             let refusal = |cache: &KeyValueCache, h: &AttentionShape, on_cpu: bool| {
                 let text = cache.check(h, (DType::F32, on_cpu), &[]).unwrap_err().to_string();
                 crate::error::without_backtrace(&text)
@@ -391,7 +391,7 @@ mod tests {
             let next = AttentionShape { time: 1, ..h };
             assert!(refusal(&host, &next, false).contains("positions on the CPU"));
             assert!(refusal(&device, &next, true).contains("positions on another device"));
-            let [host, device] = [refusal(&host, &other, true), refusal(&device, &other, false)];
+            let [host, device] = [refusal(&host, &other_heads, true), refusal(&device, &other_heads, false)];
             assert!(device.contains("it holds") && device == host, "{device}");
         }
     }

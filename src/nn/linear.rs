@@ -17,7 +17,7 @@ use std::sync::Arc;
 ///
 /// Sums are in f32 for all dtypes and are rounded once, to x's dtype. The weight and the bias have x's dtype or are
 /// in f32; in the latter case, the product is computed in f32. A gradient has the dtype of its operand. Parameters are
-/// read when they are needed, in the forward pass and again in the backward pass, so they may leave memory in between.
+/// read when they are needed, in the forward pass and again in the backward pass, so they may be released in between.
 ///
 /// # Errors
 /// Shapes that do not match, a weight or bias whose dtype is neither that of x nor f32, or a dtype other than f32, bf16
@@ -37,58 +37,59 @@ pub fn linear_then(
     weight: &Tensor,
     bias: Option<&Tensor>,
     layout: WeightLayout,
-    then: LinearEpilogue<'_>,
+    epilogue: LinearEpilogue<'_>,
 ) -> Result<Tensor> {
     if let Some(dtype) = autocast::lower(x, weight) {
-        return autocast::linear_then(x, weight, bias, layout, then, dtype);
+        return autocast::linear_then(x, weight, bias, layout, epilogue, dtype);
     }
     if f32_weight_linear::is_wider(x, weight, bias) {
-        return f32_weight_linear::linear_then(x, weight, bias, layout, then);
+        return f32_weight_linear::linear_then(x, weight, bias, layout, epilogue);
     }
     let sizes = LinearSizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     let shape = sizes.result_shape(x.shape());
-    if let Some(residual) = then.residual
+    if let Some(residual) = epilogue.residual
         && residual.shape() != &shape
     {
         bail!("linear: the residual has shape {:?}; the result has {:?}", residual.dims(), shape.dims())
     }
     #[cfg(feature = "cuda")]
-    if let Some(y) = on_gpu::linear::linear_then(x, weight, bias, sizes, then)? {
+    if let Some(y) = on_gpu::linear::linear_then(x, weight, bias, sizes, epilogue)? {
         return Ok(y);
     }
     if !x.device().is_cpu() {
-        return composed::linear_then(x, weight, bias, layout, then);
+        return composed::linear_then(x, weight, bias, layout, epilogue);
     }
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;
-    let residual = then.residual.map(Tensor::contiguous).transpose()?;
+    let residual = epilogue.residual.map(Tensor::contiguous).transpose()?;
     let inputs = OpInputs::of([Some(&x), residual.as_ref(), Some(&weight), bias.as_ref()])?;
     with_element!(x.dtype(), NAME, E => {
         let mut y = buffer::<E>(shape.elem_count());
         // The input of the activation is kept only if there is a backward pass.
-        let keeps = then.activation.is_some() && inputs.are_wanted();
-        let mut before = buffer::<E>(if keeps { y.len() } else { 0 });
+        let keeps_input = epilogue.activation.is_some() && inputs.are_wanted();
+        let mut pre_activation = buffer::<E>(if keeps_input { y.len() } else { 0 });
         with_all([Some(&x), Some(&weight), bias.as_ref(), residual.as_ref()], NAME, |[x, w, bias, residual]| {
             let (x, w) = (x.unwrap_or_default(), w.unwrap_or_default());
             let matrix = |data| Matrix::new(data, sizes.rows, sizes.outputs);
-            let kept = keeps.then(|| MatrixMut::new(&mut before, sizes.rows, sizes.outputs));
+            let saved_activation = keeps_input.then(|| MatrixMut::new(&mut pre_activation, sizes.rows, sizes.outputs));
             let epilogue = Epilogue {
                 bias,
                 residual: residual.map(matrix),
-                activation: then.activation.map(|activation| (activation, kept)),
+                activation: epilogue.activation.map(|activation| (activation, saved_activation)),
                 ..Epilogue::default()
             };
             sizes.product(x, w, &mut y, epilogue);
             Ok(())
         })?;
-        let kept = then.activation.filter(|_| keeps).map(|activation| (activation, Arc::new(before)));
-        let remake = kept.clone().filter(|_| residual.is_none());
-        let backward = Arc::new(LinearBackward { x: SavedTensor::of(&x), weight, sizes, kept });
+        let saved_activation =
+            epilogue.activation.filter(|_| keeps_input).map(|activation| (activation, Arc::new(pre_activation)));
+        let remake = saved_activation.clone().filter(|_| residual.is_none());
+        let backward = Arc::new(LinearBackward { x: SavedTensor::of(&x), weight, sizes, saved_activation });
         let y = inputs.result(NAME, E::storage(y), shape.clone(), move |grad, sinks| backward.run(grad, sinks))?;
-        if let Some((activation, before)) = remake {
+        if let Some((activation, pre_activation)) = remake {
             can_remake(&y, move || {
-                let mut values = buffer::<E>(before.len());
-                activation::forward(activation, &before, &mut values);
+                let mut values = buffer::<E>(pre_activation.len());
+                activation::forward(activation, &pre_activation, &mut values);
                 Tensor::from_vec(values, &shape, &Device::Cpu)
             });
         }
@@ -103,18 +104,18 @@ struct LinearBackward<E> {
     x: SavedTensor,
     weight: Tensor,
     sizes: LinearSizes,
-    kept: Option<(Activation, Arc<Vec<E>>)>,
+    saved_activation: Option<(Activation, Arc<Vec<E>>)>,
 }
 
 impl<E: TensorElement> LinearBackward<E> {
     fn run(self: &Arc<Self>, grad: Grad, [x, residual, weight, bias]: &[InputGradSink; 4]) -> Result<()> {
-        let Some((activation, before)) = &self.kept else {
+        let Some((activation, pre_activation)) = &self.saved_activation else {
             grad.read::<E, _>(NAME, |g| self.deliver(g, x, weight, bias))?;
             return residual.give(grad);
         };
         let mut inner = buffer::<E>(grad.len());
         grad.read::<E, _>(NAME, |g| {
-            activation::backward(*activation, before, g, &mut inner);
+            activation::backward(*activation, pre_activation, g, &mut inner);
             Ok(())
         })?;
         residual.give(grad)?;
@@ -136,8 +137,8 @@ impl<E: TensorElement> LinearBackward<E> {
             bias.give_sums::<E>(&sums)?;
         }
         let this = self.clone();
-        let kept = s.rows * s.inputs * size_of::<E>();
-        weight.now_or_later(g, kept, move |g, weight| this.deliver_weight_gradient(g, weight))?;
+        let kept_bytes = s.rows * s.inputs * size_of::<E>();
+        weight.now_or_later(g, kept_bytes, move |g, weight| this.deliver_weight_gradient(g, weight))?;
         x.accumulate::<E>(s.rows * s.inputs, |dx, add| {
             let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
             with_elements::<E, _>(&self.weight, NAME, |w| {
@@ -196,8 +197,8 @@ impl Linear {
     }
 
     /// Applies the layer with an epilogue in the same pass; see [`linear_then`].
-    pub fn forward_then(&self, x: &Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
-        linear_then(x, &self.weight, self.bias.as_ref(), WeightLayout::OutIn, then)
+    pub fn forward_then(&self, x: &Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
+        linear_then(x, &self.weight, self.bias.as_ref(), WeightLayout::OutIn, epilogue)
     }
 }
 
@@ -224,8 +225,8 @@ impl Conv1D {
     }
 
     /// Applies the layer with an epilogue in the same pass; see [`linear_then`].
-    pub fn forward_then(&self, x: &Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
-        linear_then(x, &self.weight, Some(&self.bias), WeightLayout::InOut, then)
+    pub fn forward_then(&self, x: &Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
+        linear_then(x, &self.weight, Some(&self.bias), WeightLayout::InOut, epilogue)
     }
 }
 

@@ -73,15 +73,15 @@ pub(super) fn linear_then(
     bias: Option<&Tensor>,
     layout: WeightLayout,
     adapter: &LoraOperands<'_>,
-    then: LinearEpilogue<'_>,
+    epilogue: LinearEpilogue<'_>,
 ) -> Result<Tensor> {
     let sizes = LinearSizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     adapter.check(sizes)?;
     let is_fused = x.device().is_cpu() && autocast::lower(x, weight).is_none() && !is_wider(x, weight, bias);
     if !is_fused {
-        return follow(composed(x, weight, bias, sizes, adapter)?, then);
+        return follow(composed(x, weight, bias, sizes, adapter)?, epilogue);
     }
-    let residual = then.residual.filter(|_| then.activation.is_none());
+    let residual = epilogue.residual.filter(|_| epilogue.activation.is_none());
     if let Some(residual) = residual
         && residual.shape() != &sizes.result_shape(x.shape())
     {
@@ -89,7 +89,7 @@ pub(super) fn linear_then(
         bail!("{NAME}: the residual has shape {:?}; the result has {:?}", residual.dims(), shape.dims())
     }
     let y = with_element!(x.dtype(), NAME, E => fused::<E>(x, weight, bias, sizes, adapter, residual))?;
-    if then.activation.is_some() { follow(y, then) } else { Ok(y) }
+    if epilogue.activation.is_some() { follow(y, epilogue) } else { Ok(y) }
 }
 
 impl LoraOperands<'_> {
@@ -135,11 +135,11 @@ fn composed(
         None => x.clone(),
     };
     let h = linear(&dropped, adapter.a, None, WeightLayout::OutIn)?;
-    let low = linear(&(h * adapter.scale)?, adapter.b, None, WeightLayout::OutIn)?;
+    let update = linear(&(h * adapter.scale)?, adapter.b, None, WeightLayout::OutIn)?;
     let Some(magnitude) = adapter.magnitude else {
-        return add(&linear(x, weight, bias, sizes.layout)?, &low);
+        return add(&linear(x, weight, bias, sizes.layout)?, &update);
     };
-    let v = add(&linear(x, weight, None, sizes.layout)?, &low)?;
+    let v = add(&linear(x, weight, None, sizes.layout)?, &update)?;
     let norms = without_gradients(|| {
         let wide = |t: &Tensor| t.detach().to_dtype(DType::F32);
         let weight = match sizes.layout {
@@ -168,11 +168,13 @@ impl AdaptedSizes {
     fn dropped<E: TensorElement>(&self, x: &[E], mut look: impl FnMut(Range<usize>, &[f32])) {
         let LinearSizes { rows, inputs, .. } = self.sizes;
         let Some(mask) = self.mask else { return in_f32(x, rows, inputs, look) };
-        let mut room = buffer::<E>(rows.min(ROWS) * inputs);
+        let mut scratch = buffer::<E>(rows.min(ROWS) * inputs);
         in_pieces(rows, |piece| {
-            let room = &mut room[..piece.len() * inputs];
-            mask.apply(piece.start * inputs, &x[piece.start * inputs..piece.end * inputs], room);
-            in_f32(room, piece.len(), inputs, |inner, x| look(piece.start + inner.start..piece.start + inner.end, x));
+            let scratch = &mut scratch[..piece.len() * inputs];
+            mask.apply(piece.start * inputs, &x[piece.start * inputs..piece.end * inputs], scratch);
+            in_f32(scratch, piece.len(), inputs, |inner, x| {
+                look(piece.start + inner.start..piece.start + inner.end, x)
+            });
         });
     }
 
@@ -202,13 +204,13 @@ impl AdaptedSizes {
         // The gradient of B is computed transposed, with few rows, because g is read fastest that way.
         let mut transposed = buffer::<f32>(if db.is_some() { rank * outputs } else { 0 });
         in_f32(g, rows, outputs, |rows, g| {
-            let (g, thin) = (Matrix::new(g, rows.len(), outputs), rows.start * rank..rows.end * rank);
+            let (g, thin_range) = (Matrix::new(g, rows.len(), outputs), rows.start * rank..rows.end * rank);
             let epilogue = Epilogue { scale, ..Epilogue::default() };
-            let dh = MatrixMut::new(&mut dh[thin.clone()], rows.len(), rank);
+            let dh = MatrixMut::new(&mut dh[thin_range.clone()], rows.len(), rank);
             gemm(dh, g, Matrix::new(b, outputs, rank), epilogue);
             if db.is_some() {
                 let epilogue = Epilogue { scale, accumulate: rows.start > 0, ..Epilogue::default() };
-                let h = Matrix::new(&h[thin], rows.len(), rank);
+                let h = Matrix::new(&h[thin_range], rows.len(), rank);
                 gemm(MatrixMut::new(&mut transposed, rank, outputs), h.t(), g, epilogue);
             }
         });
@@ -239,21 +241,21 @@ impl AdaptedSizes {
             let dh = Matrix::new(dh, rows, rank);
             return gemm(MatrixMut::new(dx, rows, inputs), dh, a, epilogue(accumulate));
         };
-        let mut room = buffer::<f32>(3 * rows.min(ROWS) * inputs);
+        let mut scratch = buffer::<f32>(3 * rows.min(ROWS) * inputs);
         in_pieces(rows, |piece| {
             let (elements, len) = (piece.start * inputs..piece.end * inputs, piece.len() * inputs);
-            let (whole, rest) = room.split_at_mut(len);
-            let (kept, rest) = rest.split_at_mut(len);
+            let (unmasked, rest) = scratch.split_at_mut(len);
+            let (masked, rest) = rest.split_at_mut(len);
             let dh = Matrix::new(&dh[piece.start * rank..piece.end * rank], piece.len(), rank);
-            gemm(MatrixMut::new(whole, piece.len(), inputs), dh, a, Epilogue::<f32>::default());
-            mask.apply(elements.start, whole, kept);
+            gemm(MatrixMut::new(unmasked, piece.len(), inputs), dh, a, Epilogue::<f32>::default());
+            mask.apply(elements.start, unmasked, masked);
             let dx = &mut dx[elements];
             if accumulate {
                 let before = &mut rest[..len];
                 E::widen(dx, before);
-                kept.iter_mut().zip(before).for_each(|(sum, before)| *sum += *before);
+                masked.iter_mut().zip(before).for_each(|(sum, before)| *sum += *before);
             }
-            E::narrow(kept, dx);
+            E::narrow(masked, dx);
         });
     }
 }
@@ -267,11 +269,11 @@ fn in_f32<E: TensorElement>(x: &[E], rows: usize, width: usize, mut look: impl F
     if E::KIND == ElementDtype::F32 {
         return look(0..rows, bytemuck::cast_slice(x));
     }
-    let mut room = buffer::<f32>(rows.min(ROWS) * width);
+    let mut scratch = buffer::<f32>(rows.min(ROWS) * width);
     in_pieces(rows, |piece| {
-        let room = &mut room[..piece.len() * width];
-        E::widen(&x[piece.start * width..piece.end * width], room);
-        look(piece, room);
+        let scratch = &mut scratch[..piece.len() * width];
+        E::widen(&x[piece.start * width..piece.end * width], scratch);
+        look(piece, scratch);
     });
 }
 
@@ -311,7 +313,7 @@ fn fused<E: TensorElement>(
             Some(DoraBackward { norms, factors, product, dtype: magnitude.dtype() })
         }
     };
-    let keeps = inputs.are_wanted();
+    let needs_grad = inputs.are_wanted();
     let backward = LoraBackward {
         adapted,
         x: SavedTensor::of(&x),
@@ -319,8 +321,8 @@ fn fused<E: TensorElement>(
         bias: bias.map(|bias| bias.dtype()),
         a,
         b,
-        h: if keeps { h } else { Vec::new() },
-        dora: dora.filter(|_| keeps),
+        h: if needs_grad { h } else { Vec::new() },
+        dora: dora.filter(|_| needs_grad),
     };
     inputs.result(NAME, E::storage(y), shape, move |grad, sinks| backward.run(grad, sinks))
 }
@@ -346,10 +348,10 @@ fn norms<E: TensorElement>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &Ad
     let (LinearSizes { inputs, outputs, layout, .. }, scale) = (adapted.sizes, adapted.scale);
     with_wide(a, |a| {
         with_wide(b, |b| {
-            let low = LowRankUpdate { layout, inputs, outputs, a, b, scale };
+            let update = LowRankUpdate { layout, inputs, outputs, a, b, scale };
             with_elements::<E, _>(weight, NAME, |weight| {
-                low.norms(|lines, piece| {
-                    let width = low.lines().1;
+                update.norms(|lines, piece| {
+                    let width = update.lines().1;
                     E::widen(&weight[lines.start * width..lines.end * width], piece);
                     Ok(())
                 })
@@ -369,14 +371,14 @@ fn scale_columns<E: TensorElement>(
     let width = sizes.outputs;
     with_all([bias, residual], NAME, |[bias, residual]: [Option<&[E]>; 2]| {
         parallel::for_each_part(sizes.rows, ParallelChunks::new(y, width.max(1)), |i, y| {
-            let mut rooms = vec![0f32; 2 * width];
-            let (sum, room) = rooms.split_at_mut(width);
+            let mut scratch = vec![0f32; 2 * width];
+            let (sum, widened) = scratch.split_at_mut(width);
             let line = i * width..(i + 1) * width;
             E::widen(&product[line.clone()], sum);
             sum.iter_mut().zip(factors).for_each(|(x, factor)| *x *= factor);
-            for more in [bias, residual.map(|residual| &residual[line])].into_iter().flatten() {
-                E::widen(more, room);
-                sum.iter_mut().zip(&*room).for_each(|(x, more)| *x += more);
+            for term in [bias, residual.map(|residual| &residual[line])].into_iter().flatten() {
+                E::widen(term, widened);
+                sum.iter_mut().zip(&*widened).for_each(|(x, term)| *x += term);
             }
             E::narrow(sum, y);
         });

@@ -64,7 +64,7 @@ impl Default for LoraConfig {
 const MAX_RANK: usize = 1 << 20;
 
 impl LoraConfig {
-    /// Returns the factor s of an adapter's part.
+    /// Returns the factor s of an adapter's product B A.
     pub fn scale(&self) -> f64 {
         let r = self.r as f64;
         self.alpha / if self.rslora { r.sqrt() } else { r }
@@ -112,12 +112,12 @@ impl LoraConfig {
             return Err(refused("target_parameters", found, TARGET_PARAMETERS));
         }
         if !self.target_parameters.is_empty() {
-            let why = "with target_parameters: as in PEFT, adapters of experts have neither dropout nor DoRA";
+            let reason = "with target_parameters: as in PEFT, adapters of experts have neither dropout nor DoRA";
             if self.dropout > 0.0 {
-                return Err(refused("dropout", self.dropout, &format!("0 {why}")));
+                return Err(refused("dropout", self.dropout, &format!("0 {reason}")));
             }
             if self.dora {
-                return Err(refused("dora", true, &format!("false {why}")));
+                return Err(refused("dora", true, &format!("false {reason}")));
             }
         }
         match &self.targets {
@@ -137,8 +137,8 @@ impl LoraConfig {
     pub fn check_targets<'a>(&self, projections: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let LoraTargets::Names(names) = &self.targets else { return Ok(()) };
         let projections: BTreeSet<&str> = projections.into_iter().collect();
-        let missed = names.iter().find(|name| !projections.iter().any(|module| is_last_part(module, name)));
-        let Some(target) = missed else { return Ok(()) };
+        let unmatched = names.iter().find(|name| !projections.iter().any(|module| is_last_part(module, name)));
+        let Some(target) = unmatched else { return Ok(()) };
         let known: BTreeSet<&str> = projections.iter().filter_map(|module| module.rsplit('.').next()).collect();
         let known: Vec<&str> = known.into_iter().collect();
         Err(LoraError::NoSuchTarget { target: target.clone(), known: known.join(", ") }.into())
@@ -152,11 +152,11 @@ impl LoraConfig {
     /// [`LoraError::NoSuchParameter`] if one does not.
     pub fn check_target_parameters<'a>(&self, parameters: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let parameters: BTreeSet<&str> = parameters.into_iter().collect();
-        let is_missed = |target: &&String| !parameters.iter().any(|name| is_last_part(name, target));
-        let Some(target) = self.target_parameters.iter().find(is_missed) else { return Ok(()) };
+        let is_unmatched = |target: &&String| !parameters.iter().any(|name| is_last_part(name, target));
+        let Some(target) = self.target_parameters.iter().find(is_unmatched) else { return Ok(()) };
         // The names within a block.
-        let after = |name: &'a str| name.match_indices("mlp.").next().map_or(name, |(at, _)| &name[at..]);
-        let known: BTreeSet<&str> = parameters.iter().map(|name| after(name)).collect();
+        let within_block = |name: &'a str| name.match_indices("mlp.").next().map_or(name, |(at, _)| &name[at..]);
+        let known: BTreeSet<&str> = parameters.iter().map(|name| within_block(name)).collect();
         let known: Vec<&str> = known.into_iter().collect();
         let known = match known.is_empty() {
             true => "the model has no mixture of experts; leave target_parameters out".to_owned(),
@@ -208,8 +208,8 @@ impl FromStr for LoraConfig {
     fn from_str(settings: &str) -> Result<Self> {
         let mut config = Self::default();
         let (mut seen, mut alpha) = (Vec::new(), None);
-        for part in settings.split(',').map(str::trim).filter(|part| !part.is_empty()) {
-            let (key, value) = part.split_once('=').map_or((part, None), |(key, value)| (key, Some(value.trim())));
+        for item in settings.split(',').map(str::trim).filter(|item| !item.is_empty()) {
+            let (key, value) = item.split_once('=').map_or((item, None), |(key, value)| (key, Some(value.trim())));
             let Some(key) = KEYS.iter().find(|known| **known == key.trim()) else {
                 return Err(unknown(settings, key.trim()));
             };
@@ -265,8 +265,8 @@ fn targets(value: &str) -> LoraTargets {
 }
 
 fn unknown(settings: &str, found: &str) -> crate::Error {
-    let near = KEYS.iter().map(|key| (strsim::damerau_levenshtein(key, found), key));
-    let suggestion = near.filter(|(distance, _)| *distance <= 2).min_by_key(|(distance, _)| *distance);
+    let distances = KEYS.iter().map(|key| (strsim::damerau_levenshtein(key, found), key));
+    let suggestion = distances.filter(|(distance, _)| *distance <= 2).min_by_key(|(distance, _)| *distance);
     let suggestion = suggestion.filter(|_| found.len() > 2).map(|(_, key)| key.to_string());
     LoraError::UnknownKey { settings: settings.into(), found: found.into(), suggestion }.into()
 }

@@ -117,34 +117,36 @@ mod tests {
         let value = |i: usize, k: usize| ((i * 37 + k * 11) % 23) as f32 / 16.0 - 0.6;
         let a: Vec<f32> = (0..rank * inputs).map(|i| value(i, 1)).collect();
         let b: Vec<f32> = (0..outputs * rank).map(|i| value(i, 2)).collect();
-        let whole = |out: usize, inp: usize| {
+        let merged = |out: usize, inp: usize| {
             let product: f32 = (0..rank).map(|k| b[out * rank + k] * a[k * inputs + inp]).sum();
             value(out * inputs + inp, 0) + scale * product
         };
         for layout in [WeightLayout::OutIn, WeightLayout::InOut] {
-            let low = LowRankUpdate { layout, inputs, outputs, a: &a, b: &b, scale };
-            let (lines, width) = low.lines();
+            let update = LowRankUpdate { layout, inputs, outputs, a: &a, b: &b, scale };
+            let (lines, width) = update.lines();
             let at = |line, col| if layout == WeightLayout::OutIn { (line, col) } else { (col, line) };
-            let places: Vec<_> = (0..lines).flat_map(|line| (0..width).map(move |col| at(line, col))).collect();
-            let weight: Vec<f32> = places.iter().map(|(out, inp)| value(out * inputs + inp, 0)).collect();
+            let coordinates: Vec<_> = (0..lines).flat_map(|line| (0..width).map(move |col| at(line, col))).collect();
+            let weight: Vec<f32> = coordinates.iter().map(|(out, inp)| value(out * inputs + inp, 0)).collect();
             let mut sum = weight.clone();
-            assert!(low.pieces().count() > 1);
-            low.pieces().for_each(|lines| low.add_to(lines.clone(), &mut sum[lines.start * width..lines.end * width]));
-            for ((out, inp), sum) in places.iter().zip(&sum) {
-                assert!((sum - whole(*out, *inp)).abs() < 1e-5, "{layout:?} {out} {inp}");
+            assert!(update.pieces().count() > 1);
+            update.pieces().for_each(|lines| {
+                update.add_to(lines.clone(), &mut sum[lines.start * width..lines.end * width]);
+            });
+            for ((out, inp), sum) in coordinates.iter().zip(&sum) {
+                assert!((sum - merged(*out, *inp)).abs() < 1e-5, "{layout:?} {out} {inp}");
             }
             let read = |lines: Range<usize>, piece: &mut [f32]| {
                 piece.copy_from_slice(&weight[lines.start * width..lines.end * width]);
                 Ok::<_, ()>(())
             };
-            let norms = low.norms(read).unwrap();
+            let norms = update.norms(read).unwrap();
             let factors: Vec<f32> = norms.iter().map(|norm| 1.0 / norm).collect();
-            low.scale(0..lines, &mut sum, &factors);
+            update.scale(0..lines, &mut sum, &factors);
             let mut lengths = vec![0.0; outputs];
-            low.add_squares(0..lines, &sum, &mut lengths);
+            update.add_squares(0..lines, &sum, &mut lengths);
             assert!(lengths.iter().all(|length| (length - 1.0).abs() < 1e-4), "{layout:?}");
             for (out, norm) in norms.iter().enumerate() {
-                let want = (0..inputs).map(|inp| f64::from(whole(out, inp)).powi(2)).sum::<f64>().sqrt();
+                let want = (0..inputs).map(|inp| f64::from(merged(out, inp)).powi(2)).sum::<f64>().sqrt();
                 assert!((f64::from(*norm) - want).abs() < 1e-4 * want, "{layout:?} {out}: {norm} {want}");
             }
         }

@@ -15,8 +15,8 @@ const NAME: &str = "matmul";
 /// broadcast, as in PyTorch's `matmul`.
 ///
 /// [`Tensor::matmul`] returns wrong numbers if the left operand is a transposed view and the right one a broadcast
-/// view, and its gradients may be wrong too. This function supports any views. On the CPU, sums of
-/// f32, bf16 and f16 are in f32 and rounded once; for f64 and on a GPU, Candle's product is used.
+/// view, and its gradients may be wrong too. This function supports any views. On the CPU, sums of f32, bf16 and f16
+/// are in f32 and rounded once; for f64 and on a GPU, Candle's product is used.
 ///
 /// # Errors
 /// Fewer than two dimensions, shapes that do not match, or operands with different dtypes.
@@ -43,19 +43,19 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
             mac_count::on_this_thread([s.left.len(), s.m, s.k, s.n], products);
             Ok(())
         })?;
-        let kept = [SavedTensor::of(&a.tensor), SavedTensor::of(&b.tensor)];
-        let (a, b) = (a.described(), b.described());
+        let saved = [SavedTensor::of(&a.tensor), SavedTensor::of(&b.tensor)];
+        let (a, b) = (a.layout(), b.layout());
         inputs.result(NAME, E::storage(y), shape, move |grad, [to_a, to_b]| {
             grad.read::<E, _>(NAME, |dy| {
                 let dy = |i: usize| Matrix::new(&dy[i * s.m * s.n..][..s.m * s.n], s.m, s.n);
                 if to_a.is_wanted() {
-                    let sums = with_elements::<E, _>(&kept[1].get()?, NAME, |right| {
+                    let sums = with_elements::<E, _>(&saved[1].get()?, NAME, |right| {
                         Ok(a.gradient(&s.left, [s.m, s.k, s.n], |i| (dy(i), b.matrix(right, s.right[i], [s.k, s.n]).t())))
                     })?;
                     to_a.give_sums::<E>(&sums)?;
                 }
                 if to_b.is_wanted() {
-                    let sums = with_elements::<E, _>(&kept[0].get()?, NAME, |left| {
+                    let sums = with_elements::<E, _>(&saved[0].get()?, NAME, |left| {
                         Ok(b.gradient(&s.right, [s.k, s.n, s.m], |i| (a.matrix(left, s.left[i], [s.m, s.k]).t(), dy(i))))
                     })?;
                     to_b.give_sums::<E>(&sums)?;
@@ -102,21 +102,21 @@ impl MatmulSizes {
 }
 
 /// Returns the index of the operand's matrix at each position of the result's batch.
-fn matrices(batch: &Shape, own: &[usize]) -> Vec<usize> {
-    let ahead = batch.rank() - own.len();
-    let strides = Layout::contiguous(own);
-    let of = |mut place: usize| {
+fn matrices(batch: &Shape, operand_dims: &[usize]) -> Vec<usize> {
+    let missing_axes = batch.rank() - operand_dims.len();
+    let strides = Layout::contiguous(operand_dims);
+    let matrix_at = |mut position: usize| {
         let mut matrix = 0;
-        for axis in (ahead..batch.rank()).rev() {
+        for axis in (missing_axes..batch.rank()).rev() {
             let length = batch.dims()[axis];
-            if own[axis - ahead] > 1 {
-                matrix += place % length * strides.stride()[axis - ahead];
+            if operand_dims[axis - missing_axes] > 1 {
+                matrix += position % length * strides.stride()[axis - missing_axes];
             }
-            place /= length;
+            position /= length;
         }
         matrix
     };
-    (0..batch.elem_count()).map(of).collect()
+    (0..batch.elem_count()).map(matrix_at).collect()
 }
 
 /// A contiguous tensor of matrices, or of transposed matrices.
@@ -128,19 +128,19 @@ struct MatmulOperand {
 impl MatmulOperand {
     /// Creates the operand. `x` is copied unless it is contiguous or the transposed view of a contiguous tensor.
     fn of(x: &Tensor) -> Result<Self> {
-        let turned = x.t()?;
-        Ok(match turned.is_contiguous() && !x.is_contiguous() {
-            true => Self { tensor: turned, transposed: true },
+        let transpose = x.t()?;
+        Ok(match transpose.is_contiguous() && !x.is_contiguous() {
+            true => Self { tensor: transpose, transposed: true },
             false => Self { tensor: x.contiguous()?, transposed: false },
         })
     }
 
-    fn described(&self) -> MatmulOperandLayout {
+    fn layout(&self) -> MatmulOperandLayout {
         MatmulOperandLayout { transposed: self.transposed, elements: self.tensor.elem_count() }
     }
 
-    fn matrix<'a, E: TensorElement>(&self, all: &'a [E], number: usize, size: [usize; 2]) -> Matrix<'a, E> {
-        self.described().matrix(all, number, size)
+    fn matrix<'a, E: TensorElement>(&self, data: &'a [E], index: usize, size: [usize; 2]) -> Matrix<'a, E> {
+        self.layout().matrix(data, index, size)
     }
 }
 
@@ -152,9 +152,9 @@ struct MatmulOperandLayout {
 }
 
 impl MatmulOperandLayout {
-    /// Returns a matrix of `rows` rows and `columns` columns, by its index.
-    fn matrix<'a, E: TensorElement>(self, all: &'a [E], number: usize, [rows, columns]: [usize; 2]) -> Matrix<'a, E> {
-        let values = &all[number * rows * columns..][..rows * columns];
+    /// Returns the matrix at this index; it has `rows` rows and `columns` columns.
+    fn matrix<'a, E: TensorElement>(self, data: &'a [E], index: usize, [rows, columns]: [usize; 2]) -> Matrix<'a, E> {
+        let values = &data[index * rows * columns..][..rows * columns];
         if self.transposed { Matrix::new(values, columns, rows).t() } else { Matrix::new(values, rows, columns) }
     }
 
@@ -163,19 +163,19 @@ impl MatmulOperandLayout {
     /// dimension `inner`, of the two matrices that `factors` returns for a position.
     fn gradient<'a, E: TensorElement>(
         self,
-        stands: &[usize],
+        matrix_of_position: &[usize],
         [rows, columns, inner]: [usize; 3],
         factors: impl Fn(usize) -> (Matrix<'a, E>, Matrix<'a, E>) + Sync,
     ) -> Vec<f32> {
-        let each = rows * columns;
-        let matrices = self.elements.checked_div(each).unwrap_or(0);
-        let mut places = vec![Vec::new(); matrices];
-        stands.iter().enumerate().for_each(|(place, number)| places[*number].push(place));
+        let matrix_len = rows * columns;
+        let matrices = self.elements.checked_div(matrix_len).unwrap_or(0);
+        let mut positions = vec![Vec::new(); matrices];
+        matrix_of_position.iter().enumerate().for_each(|(position, index)| positions[*index].push(position));
         let mut sums = vec![0f32; self.elements];
         let products = || {
-            for_each_part(matrices, ParallelChunks::new(&mut sums, each), |number, sum| {
-                for place in &places[number] {
-                    let (left, right) = factors(*place);
+            for_each_part(matrices, ParallelChunks::new(&mut sums, matrix_len), |index, sum| {
+                for position in &positions[index] {
+                    let (left, right) = factors(*position);
                     let epilogue = Epilogue { accumulate: true, ..Epilogue::default() };
                     match self.transposed {
                         true => gemm(MatrixMut::new(sum, columns, rows), right.t(), left.t(), epilogue),
@@ -184,7 +184,7 @@ impl MatmulOperandLayout {
                 }
             })
         };
-        mac_count::on_this_thread([stands.len(), rows, columns, inner], products);
+        mac_count::on_this_thread([matrix_of_position.len(), rows, columns, inner], products);
         sums
     }
 }

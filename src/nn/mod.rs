@@ -29,7 +29,7 @@
 //!
 //! Gradients between these layers, and those of an engine's parameters, do not pass through Candle's graph, which would
 //! first add each of them to zeros: the graph only determines when the backward pass of a layer runs (`graph` in the
-//! sources). Parameter values are read at the time of use, so they may leave memory between the forward and the
+//! sources). Parameter values are read at the time of use, so they may be released between the forward and the
 //! backward pass. An engine's backward pass frees the values that a layer kept as soon as the layer has been
 //! differentiated.
 

@@ -38,7 +38,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
             norm::layer_norm::<E>(x, &wide_weight, &wide_bias, eps as f32, &mut y, &mut stats);
             Ok(())
         })?;
-        let again = kept_inputs(&inputs, [&x, &weight, &bias])?;
+        let saved_inputs = kept_inputs(&inputs, [&x, &weight, &bias])?;
         let y = inputs.result(LAYER_NORM, E::storage(y), shape, move |grad, [to_x, to_weight, to_bias]| {
             let (mut dweight, mut dbias) = (vec![0f32; width], vec![0f32; width]);
             to_x.accumulate_if_wanted::<E>(grad.len(), |dx| {
@@ -54,7 +54,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
             with_element!(weight.dtype(), LAYER_NORM, P => to_weight.give_sums::<P>(&dweight))?;
             with_element!(bias.dtype(), LAYER_NORM, P => to_bias.give_sums::<P>(&dbias))
         })?;
-        if let Some([x, weight, bias]) = again {
+        if let Some([x, weight, bias]) = saved_inputs {
             can_remake(&y, move || layer_norm(&x, &weight, &bias, eps));
         }
         Ok(y)
@@ -78,7 +78,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// The errors of [`rms_norm`]; with `by_head`, a last dimension that is not a multiple of the weight's length.
 pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Result<Tensor> {
     let width = if options.by_head { head_of(x, weight)? } else { width_of(RMS_NORM, x, &[("weight", weight)])? };
-    let (eps, one) = (options.eps, if options.plus_one { 1.0 } else { 0.0 });
+    let (eps, offset) = (options.eps, if options.plus_one { 1.0 } else { 0.0 });
     #[cfg(feature = "cuda")]
     if let Some(y) = on_gpu::norm::rms_norm(x, weight, options)? {
         return Ok(y);
@@ -91,16 +91,16 @@ pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Re
     let shape = x.shape().clone();
     with_element!(x.dtype(), RMS_NORM, E => {
         let (mut y, mut stats) = (buffer::<E>(x.elem_count()), vec![0f32; x.elem_count() / width]);
-        let wide_weight = plus(widened(&weight, RMS_NORM)?, one);
+        let wide_weight = plus(widened(&weight, RMS_NORM)?, offset);
         with_elements(&x, RMS_NORM, |x| {
             norm::rms_norm::<E>(x, &wide_weight, eps as f32, &mut y, &mut stats);
             Ok(())
         })?;
-        let again = kept_inputs(&inputs, [&x, &weight])?;
+        let saved_inputs = kept_inputs(&inputs, [&x, &weight])?;
         let y = inputs.result(RMS_NORM, E::storage(y), shape, move |grad, [to_x, to_weight]| {
             let mut dweight = vec![0f32; width];
             to_x.accumulate_if_wanted::<E>(grad.len(), |dx| {
-                let wide_weight = plus(widened(&weight, RMS_NORM)?, one);
+                let wide_weight = plus(widened(&weight, RMS_NORM)?, offset);
                 with_elements(&x, RMS_NORM, |x| {
                     grad.read::<E, _>(RMS_NORM, |dy| {
                         norm::rms_norm_backward(x, &wide_weight, &stats, dy, dx, Some(&mut dweight));
@@ -110,16 +110,16 @@ pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Re
             })?;
             with_element!(weight.dtype(), RMS_NORM, P => to_weight.give_sums::<P>(&dweight))
         })?;
-        if let Some([x, weight]) = again {
+        if let Some([x, weight]) = saved_inputs {
             can_remake(&y, move || rms_norm_with(&x, &weight, options));
         }
         Ok(y)
     })
 }
 
-/// Adds `one`, which is 0 or 1, to each value.
-fn plus(mut values: Vec<f32>, one: f32) -> Vec<f32> {
-    values.iter_mut().for_each(|value| *value += one);
+/// Adds `offset` to each value.
+fn plus(mut values: Vec<f32>, offset: f32) -> Vec<f32> {
+    values.iter_mut().for_each(|value| *value += offset);
     values
 }
 

@@ -38,7 +38,7 @@ impl Pooling {
     }
 
     /// Returns the windows over an image, and the numbers of images and channels.
-    fn over(self, op: &'static str, x: &Tensor) -> Result<(PoolingWindows, [usize; 2])> {
+    fn windows_over(self, op: &'static str, x: &Tensor) -> Result<(PoolingWindows, [usize; 2])> {
         let &[images, channels, height, width] = x.dims() else {
             bail!("{op}: the input has shape {:?}; it must be [batch, channels, height, width]", x.dims())
         };
@@ -47,7 +47,7 @@ impl Pooling {
         let size = [height, width];
         let mut result = [0; 2];
         for (axis, name) in ["height", "width"].into_iter().enumerate() {
-            let [of, kernel, stride, padding] = [size[axis], kernel[axis], stride[axis], padding[axis]];
+            let [length, kernel, stride, padding] = [size[axis], kernel[axis], stride[axis], padding[axis]];
             if kernel == 0 || stride == 0 || padding > kernel / 2 {
                 bail!(
                     "{op}: kernel {kernel}, stride {stride} and padding {padding} for the {name}; kernel and stride must be \
@@ -55,13 +55,13 @@ impl Pooling {
                 )
             }
             // The padding is at most half of the kernel, so the padded size does not overflow either.
-            let Some(more) = of.saturating_add(2 * padding).checked_sub(kernel).filter(|_| of > 0) else {
+            let Some(remaining) = length.saturating_add(2 * padding).checked_sub(kernel).filter(|_| length > 0) else {
                 bail!(
-                    "{op}: a window of {kernel} does not fit into a {name} of {of} with a padding of {padding}; use a \
-                     smaller kernel"
+                    "{op}: a window of {kernel} does not fit into a {name} of {length} with a padding of {padding}; \
+                     use a smaller kernel"
                 )
             };
-            result[axis] = more / stride + 1;
+            result[axis] = remaining / stride + 1;
         }
         if height.checked_mul(width).is_none_or(|elements| u32::try_from(elements).is_err()) {
             bail!("{op}: an image of {height} x {width} is too large")
@@ -97,19 +97,19 @@ pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
 /// The errors of [`max_pool2d`]; a stride of 0; a padding greater than half of the kernel.
 pub fn max_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
     const NAME: &str = "max_pool2d";
-    let (windows, [images, channels]) = pooling.over(NAME, x)?;
+    let (windows, [images, channels]) = pooling.windows_over(NAME, x)?;
     if !has_kernels(x) {
         return composed::max_pool2d(x, windows);
     }
-    let mut places = vec![0u32; images * channels * windows.result[0] * windows.result[1]];
+    let mut argmax = vec![0u32; images * channels * windows.result[0] * windows.result[1]];
     pooled(
         NAME,
         (x, windows, [images, channels]),
         |x, y| {
-            windows.maxima(x, y, &mut places);
-            places
+            windows.maxima(x, y, &mut argmax);
+            argmax
         },
-        move |dy, places, dx| windows.maxima_backward(dy, places, dx),
+        move |dy, argmax, dx| windows.maxima_backward(dy, argmax, dx),
     )
 }
 
@@ -138,7 +138,7 @@ pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
 /// The errors of [`max_pool2d_with`].
 pub fn avg_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
     const NAME: &str = "avg_pool2d";
-    let (windows, [images, channels]) = pooling.over(NAME, x)?;
+    let (windows, [images, channels]) = pooling.windows_over(NAME, x)?;
     if !has_kernels(x) {
         return composed::avg_pool2d(x, windows);
     }
@@ -164,12 +164,12 @@ fn pooled<K: Send + Sync + 'static>(
     let shape = (images, channels, windows.result[0], windows.result[1]);
     with_element!(dtype, name, E => {
         let mut y = buffer::<f32>(images * channels * windows.result[0] * windows.result[1]);
-        let kept = with_f32([Some(&x)], name, |[x]| Ok(forward(x.unwrap_or_default(), &mut y)))?;
+        let saved = with_f32([Some(&x)], name, |[x]| Ok(forward(x.unwrap_or_default(), &mut y)))?;
         inputs.result(name, E::storage(narrowed(y)), shape, move |grad, [to_x]| {
             with_grad::<E, _>(&grad, name, |dy| {
                 give(to_x, dtype, name, || {
                     let mut dx = buffer::<f32>(elements);
-                    backward(dy, &kept, &mut dx);
+                    backward(dy, &saved, &mut dx);
                     dx
                 })
             })

@@ -76,15 +76,15 @@ impl Projection {
     }
 
     /// Applies the layer with an epilogue; see [`linear_then`]. With an adapter, an activation takes a separate pass.
-    pub fn forward_then(&self, x: &Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
+    pub fn forward_then(&self, x: &Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
         let (weight, bias) = (&self.weight, self.bias.as_ref());
         let Some(adapter) = self.adapter.as_ref().filter(|_| !lora::are_off()) else {
-            return linear_then(x, weight, bias, self.layout, then);
+            return linear_then(x, weight, bias, self.layout, epilogue);
         };
         let mask = adapter.dropout.as_ref().map(Dropout::draw).transpose()?.flatten();
         let (a, b, magnitude) = (&adapter.a, &adapter.b, adapter.magnitude.as_ref());
         let adapter = LoraOperands { a, b, magnitude, scale: adapter.scale, mask };
-        lora::linear_then(x, weight, bias, self.layout, &adapter, then)
+        lora::linear_then(x, weight, bias, self.layout, &adapter, epilogue)
     }
 }
 

@@ -124,7 +124,7 @@ impl Rotary {
     /// The errors of [`Rotary::forward`].
     pub fn forward_from(&self, x: &Tensor, first: usize) -> Result<Tensor> {
         let length = first.saturating_add(x.dims().get(1).copied().unwrap_or(0));
-        self.turn(x, RowPositions::From(first), self.ctx.saturating_sub(first), first, length)
+        self.rotate(x, RowPositions::From(first), self.ctx.saturating_sub(first), first, length)
     }
 
     /// Computes [`Rotary::forward`] for packed rows: positions begin at 0 in each sequence.
@@ -139,23 +139,30 @@ impl Rotary {
         if let [batch, time, _] = *x.dims() {
             sequences.check(NAME, batch, time)?;
         }
-        self.turn(x, RowPositions::Of(sequences.clone()), usize::MAX, 0, longest)
+        self.rotate(x, RowPositions::Of(sequences.clone()), usize::MAX, 0, longest)
     }
 
-    fn turn(&self, x: &Tensor, positions: RowPositions, most: usize, first: usize, length: usize) -> Result<Tensor> {
+    fn rotate(
+        &self,
+        x: &Tensor,
+        positions: RowPositions,
+        max_time: usize,
+        first: usize,
+        length: usize,
+    ) -> Result<Tensor> {
         let head = self.layout.head;
         let (batch, time, width) = match *x.dims() {
-            [batch, time, width] if width > 0 && width % head == 0 && time <= most => (batch, time, width),
-            ref dims if most == usize::MAX => {
+            [batch, time, width] if width > 0 && width % head == 0 && time <= max_time => (batch, time, width),
+            ref dims if max_time == usize::MAX => {
                 bail!("rotary: the input has shape {dims:?}; it must be [batch, time, heads * {head}]")
             }
             ref dims => bail!(
                 "rotary: the input has shape {dims:?}; it must be [batch, time, heads * {head}], where time is at most \
-                 {most} (the input follows {})",
+                 {max_time} (the input follows {})",
                 counted(first, "position")
             ),
         };
-        let table = self.angles.of(length, self.ctx, self.layout)?;
+        let table = self.angles.table_for(length, self.ctx, self.layout)?;
         #[cfg(feature = "cuda")]
         if let Some(y) = on_gpu::rotary::rotary(x, &table.on_gpu, &table.host, &positions)? {
             return Ok(y);
@@ -187,7 +194,7 @@ impl Rotary {
 
 impl AngleSource {
     /// Returns the angles of an input of `length` positions, at most `ctx`.
-    fn of(&self, length: usize, ctx: usize, layout: RotaryLayout) -> Result<Arc<AngleTable>> {
+    fn table_for(&self, length: usize, ctx: usize, layout: RotaryLayout) -> Result<Arc<AngleTable>> {
         let by_length = match self {
             Self::Fixed(table) => return Ok(table.clone()),
             Self::ByLength(by_length) => by_length,
@@ -196,7 +203,7 @@ impl AngleSource {
         let mut recent = lock(&by_length.recent);
         let fits = |table: &Arc<AngleTable>| table.host.positions() >= length && table.frequencies == frequencies;
         let table = match recent.iter().position(fits) {
-            Some(at) => recent.remove(at),
+            Some(index) => recent.remove(index),
             None => {
                 let positions = length.next_power_of_two().min(ctx).max(1);
                 Arc::new(AngleTable::new(positions, layout, frequencies, by_length.factor.clone())?)

@@ -75,11 +75,11 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
     // Along each axis, the source's elements are placed with the stride of the result.
     let layout = Layout::contiguous(init.shape());
     let strides = layout.stride();
-    let mut at = vec![0; from.len()];
+    let mut coordinates = vec![0; from.len()];
     let mut places = Vec::with_capacity(indexes.len());
     for index in indexes {
         let offset: usize =
-            at.iter().zip(strides).enumerate().filter(|(axis, _)| *axis != dim).map(|(_, (a, s))| a * s).sum();
+            coordinates.iter().zip(strides).enumerate().filter(|(axis, _)| *axis != dim).map(|(_, (a, s))| a * s).sum();
         places.push(match usize::try_from(index) {
             _ if index == largest => NOWHERE,
             Ok(index) if index < to[dim] => offset + index * strides[dim],
@@ -88,12 +88,12 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
                 counted(to[dim], "element")
             ),
         });
-        for axis in (0..at.len()).rev() {
-            at[axis] += 1;
-            if at[axis] < from[axis] {
+        for axis in (0..coordinates.len()).rev() {
+            coordinates[axis] += 1;
+            if coordinates[axis] < from[axis] {
                 break;
             }
-            at[axis] = 0;
+            coordinates[axis] = 0;
         }
     }
     Ok(ScatterIndices { places })
@@ -114,8 +114,8 @@ fn apply(op: &'static str, init: &Tensor, source: &Tensor, targets: ScatterIndic
                 give(to_source, dtype, op, || {
                     let mut gradient = targets.gather(dy);
                     if !adds {
-                        let stays = targets.survives(dy.len());
-                        gradient.iter_mut().zip(stays).filter(|(_, stays)| !stays).for_each(|(value, _)| *value = 0.0);
+                        let alive = targets.survives(dy.len());
+                        gradient.iter_mut().zip(alive).filter(|(_, alive)| !alive).for_each(|(value, _)| *value = 0.0);
                     }
                     gradient
                 })?;

@@ -55,7 +55,7 @@ impl Sequences {
     /// # Errors
     /// A length of 0, or lengths in a row that add up to more than `time`.
     pub fn from_lengths(lengths: &[Vec<usize>], time: usize) -> Result<Self> {
-        let of_row = |(row, lengths): (usize, &Vec<usize>)| {
+        let starts_of_row = |(row, lengths): (usize, &Vec<usize>)| {
             let (mut starts, mut end) = (Vec::with_capacity(lengths.len() + 1), 0usize);
             for length in lengths {
                 starts.push(end);
@@ -73,7 +73,7 @@ impl Sequences {
             }
             Ok(starts)
         };
-        Self::from_starts(lengths.iter().enumerate().map(of_row).collect::<Result<_>>()?, time)
+        Self::from_starts(lengths.iter().enumerate().map(starts_of_row).collect::<Result<_>>()?, time)
     }
 
     /// Describes rows of `time` positions, each with one sequence of the given length followed by padding.

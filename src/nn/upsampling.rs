@@ -55,8 +55,8 @@ pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Ten
 pub fn upsample_bilinear2d(x: &Tensor, height: usize, width: usize, align_corners: bool) -> Result<Tensor> {
     const NAME: &str = "upsample_bilinear2d";
     let (images, channels, h, w) = image(NAME, x)?;
-    let rows = between(NAME, "height", (h, height), align_corners)?;
-    let columns = between(NAME, "width", (w, width), align_corners)?;
+    let rows = linear(NAME, "height", (h, height), align_corners)?;
+    let columns = linear(NAME, "width", (w, width), align_corners)?;
     let resampling = InterpolationGrid { size: [h, w], rows, columns };
     apply(NAME, x, (images, channels, h, w), (images, channels, height, width).into(), resampling)
 }
@@ -68,39 +68,39 @@ fn image(op: &'static str, x: &Tensor) -> Result<(usize, usize, usize, usize)> {
     }
 }
 
-fn are_sizes(op: &'static str, axis: &str, of: usize, to: usize) -> Result<()> {
-    if of == 0 || to == 0 || u32::try_from(to).is_err() {
-        bail!("{op}: a {axis} of {of} cannot be resized to {to}; both must be at least 1, and the latter below 2^32")
+fn check_sizes(op: &'static str, axis: &str, old: usize, new: usize) -> Result<()> {
+    if old == 0 || new == 0 || u32::try_from(new).is_err() {
+        bail!("{op}: a {axis} of {old} cannot be resized to {new}; both must be at least 1, and the latter below 2^32")
     }
     Ok(())
 }
 
 /// Returns the nearest input element for each element of the result, computed as in Candle.
-fn nearest(op: &'static str, axis: &str, of: usize, to: usize) -> Result<Vec<InterpolationPair>> {
-    are_sizes(op, axis, of, to)?;
-    let scale = of as f64 / to as f64;
-    Ok((0..to).map(|at| ((at as f64 * scale) as usize).min(of - 1)).map(|at| (at, at, 0.0)).collect())
+fn nearest(op: &'static str, axis: &str, old: usize, new: usize) -> Result<Vec<InterpolationPair>> {
+    check_sizes(op, axis, old, new)?;
+    let scale = old as f64 / new as f64;
+    Ok((0..new).map(|i| ((i as f64 * scale) as usize).min(old - 1)).map(|i| (i, i, 0.0)).collect())
 }
 
 /// Returns the two input elements around the position of each element of the result.
-fn between(
+fn linear(
     op: &'static str,
     axis: &str,
-    (of, to): (usize, usize),
+    (old, new): (usize, usize),
     align_corners: bool,
 ) -> Result<Vec<InterpolationPair>> {
-    are_sizes(op, axis, of, to)?;
-    let place = |at: usize| match align_corners {
-        true if to == 1 => 0.0,
-        true => at as f64 * ((of - 1) as f64 / (to - 1) as f64),
-        false => ((at as f64 + 0.5) * (of as f64 / to as f64) - 0.5).max(0.0),
+    check_sizes(op, axis, old, new)?;
+    let position = |i: usize| match align_corners {
+        true if new == 1 => 0.0,
+        true => i as f64 * ((old - 1) as f64 / (new - 1) as f64),
+        false => ((i as f64 + 0.5) * (old as f64 / new as f64) - 0.5).max(0.0),
     };
-    let pair = |place: f64| {
-        let first = (place as usize).min(of - 1);
-        let second = (first + 1).min(of - 1);
-        (first, second, if second == first { 0.0 } else { (place - first as f64).clamp(0.0, 1.0) as f32 })
+    let pair = |position: f64| {
+        let first = (position as usize).min(old - 1);
+        let second = (first + 1).min(old - 1);
+        (first, second, if second == first { 0.0 } else { (position - first as f64).clamp(0.0, 1.0) as f32 })
     };
-    Ok((0..to).map(place).map(pair).collect())
+    Ok((0..new).map(position).map(pair).collect())
 }
 
 fn apply(

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 struct CgroupLimit {
     limit: u64,
     /// The bytes that can still be allocated. The page cache counts as free because it is reclaimable.
-    left: u64,
+    remaining: u64,
 }
 
 /// Returns the number of bytes that this process can still allocate, or 0 if the system does not report this number.
@@ -38,12 +38,12 @@ fn available(read: FileReader<'_>) -> u64 {
     let meminfo = read(Path::new("/proc/meminfo")).unwrap_or_default();
     let kib = |text: &str| text.trim().strip_suffix("kB")?.trim().parse::<u64>().ok();
     let system = meminfo.lines().find_map(|line| kib(line.strip_prefix("MemAvailable:")?)).unwrap_or(0);
-    let left = tightest(&groups(read), |group| group.left);
-    system.saturating_mul(1024).min(left.unwrap_or(u64::MAX))
+    let remaining = tightest(&groups(read), |group| group.remaining);
+    system.saturating_mul(1024).min(remaining.unwrap_or(u64::MAX))
 }
 
-fn tightest(groups: &[CgroupLimit], of: impl Fn(&CgroupLimit) -> u64) -> Option<u64> {
-    groups.iter().map(of).min()
+fn tightest(groups: &[CgroupLimit], value: impl Fn(&CgroupLimit) -> u64) -> Option<u64> {
+    groups.iter().map(value).min()
 }
 
 /// Returns the groups of this process that limit its memory: its own and those above it, in both versions of the
@@ -51,9 +51,9 @@ fn tightest(groups: &[CgroupLimit], of: impl Fn(&CgroupLimit) -> u64) -> Option<
 fn groups(read: FileReader<'_>) -> Vec<CgroupLimit> {
     let mounts = read(Path::new("/proc/self/mountinfo")).unwrap_or_default();
     let mounts: Vec<CgroupMount> = mounts.lines().filter_map(CgroupMount::read).collect();
-    let own = read(Path::new("/proc/self/cgroup")).unwrap_or_default();
-    let mut found = Vec::new();
-    for line in own.lines() {
+    let cgroups = read(Path::new("/proc/self/cgroup")).unwrap_or_default();
+    let mut limits = Vec::new();
+    for line in cgroups.lines() {
         // A line has the form number:controllers:path.
         let mut words = line.splitn(3, ':');
         let (Some(number), Some(controllers), Some(path)) = (words.next(), words.next(), words.next()) else {
@@ -66,10 +66,10 @@ fn groups(read: FileReader<'_>) -> Vec<CgroupLimit> {
         };
         for mount in mounts.iter().filter(|mount| mount.version == version) {
             let folders = mount.folders(path);
-            found.extend(folders.iter().filter_map(|folder| version.group(folder, read)));
+            limits.extend(folders.iter().filter_map(|folder| version.group(folder, read)));
         }
     }
-    found
+    limits
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,15 +91,15 @@ impl CgroupMount {
     /// Reads a line of `mountinfo`: number, parent, device, root, mount point, options, ..., `-`, type, source,
     /// options.
     fn read(line: &str) -> Option<Self> {
-        let (place, kind) = line.split_once(" - ")?;
-        let mut kind = kind.split(' ');
-        let version = match kind.next()? {
+        let (mount_fields, type_fields) = line.split_once(" - ")?;
+        let mut type_fields = type_fields.split(' ');
+        let version = match type_fields.next()? {
             "cgroup2" => CgroupVersion::Two,
-            "cgroup" if kind.nth(1)?.split(',').any(|option| option == "memory") => CgroupVersion::One,
+            "cgroup" if type_fields.nth(1)?.split(',').any(|option| option == "memory") => CgroupVersion::One,
             _ => return None,
         };
-        let mut place = place.split(' ').skip(3).map(unescaped);
-        Some(Self { version, root: place.next()?.into(), point: place.next()?.into() })
+        let mut mount_fields = mount_fields.split(' ').skip(3).map(unescaped);
+        Some(Self { version, root: mount_fields.next()?.into(), point: mount_fields.next()?.into() })
     }
 
     /// Returns the folders of the group `path` and of the groups above it that this mount shows.
@@ -117,7 +117,7 @@ impl CgroupMount {
 fn unescaped(word: &str) -> String {
     [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
         .iter()
-        .fold(word.to_owned(), |text, (code, sign)| text.replace(code, sign))
+        .fold(word.to_owned(), |text, (code, character)| text.replace(code, character))
 }
 
 impl CgroupVersion {
@@ -134,10 +134,10 @@ impl CgroupVersion {
         // Version 1 expresses "no limit" by a number close to the largest possible one.
         let limit = limits.iter().filter_map(|name| number(name)).min().filter(|limit| *limit < 1 << 60)?;
         let stat = read(&folder.join("memory.stat")).unwrap_or_default();
-        let counted = stat.lines().filter_map(|line| line.split_once(' ')).filter(|(name, _)| cached.contains(name));
-        let cache: u64 = counted.filter_map(|(_, bytes)| bytes.trim().parse::<u64>().ok()).sum();
+        let lines = stat.lines().filter_map(|line| line.split_once(' ')).filter(|(name, _)| cached.contains(name));
+        let cache: u64 = lines.filter_map(|(_, bytes)| bytes.trim().parse::<u64>().ok()).sum();
         let used = number(used).unwrap_or(0).saturating_sub(cache);
-        Some(CgroupLimit { limit, left: limit.saturating_sub(used) })
+        Some(CgroupLimit { limit, remaining: limit.saturating_sub(used) })
     }
 }
 
@@ -149,24 +149,24 @@ mod tests {
     const SYSTEM: u64 = 1_024_000_000;
 
     /// Returns the available bytes, and the limit, on a system with these files.
-    fn on(files: &[(&str, &str)]) -> (u64, Option<u64>) {
+    fn memory_on(files: &[(&str, &str)]) -> (u64, Option<u64>) {
         let read = |path: &Path| {
-            let mut all = files.iter().chain([&MEMINFO]);
-            all.find(|(name, _)| Path::new(name) == path).map(|(_, text)| text.to_string())
+            let mut entries = files.iter().chain([&MEMINFO]);
+            entries.find(|(name, _)| Path::new(name) == path).map(|(_, text)| text.to_string())
         };
         (available(&read), tightest(&groups(&read), |group| group.limit))
     }
 
     #[test]
     fn without_groups_the_system_counts_and_without_files_nothing_is_promised() {
-        assert_eq!(on(&[]), (SYSTEM, None));
+        assert_eq!(memory_on(&[]), (SYSTEM, None));
         assert_eq!(available(&|_: &Path| None), 0);
         let unlimited = [
             ("/proc/self/cgroup", "0::/user.slice\n"),
             ("/proc/self/mountinfo", "25 1 0:22 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw\n"),
             ("/sys/fs/cgroup/user.slice/memory.max", "max\n"),
         ];
-        assert_eq!(on(&unlimited), (SYSTEM, None));
+        assert_eq!(memory_on(&unlimited), (SYSTEM, None));
     }
 
     #[test]
@@ -184,7 +184,7 @@ mod tests {
             ]
         };
         let on_these = |files: Vec<(String, &str)>| {
-            on(&files.iter().map(|(name, text)| (name.as_str(), *text)).collect::<Vec<_>>())
+            memory_on(&files.iter().map(|(name, text)| (name.as_str(), *text)).collect::<Vec<_>>())
         };
         assert_eq!(on_these(files("max", "500000000")), (300_000_000, Some(500_000_000)), "cached files count as free");
         assert_eq!(on_these(files("100000000", "500000000")), (100_000_000, Some(100_000_000)));
@@ -209,22 +209,22 @@ mod tests {
             ("/sys/fs/cgroup/memory/box/7/memory.usage_in_bytes", "150000000\n"),
             ("/sys/fs/cgroup/memory/box/7/memory.stat", "cache 5\ntotal_inactive_file 20\ntotal_active_file 30\n"),
         ];
-        assert_eq!(on(&files), (250_000_050, Some(400_000_000)));
+        assert_eq!(memory_on(&files), (250_000_050, Some(400_000_000)));
     }
 
     #[test]
     fn a_view_of_its_own_shows_the_group_at_the_mount_point() {
         // The container's group is mounted as the root, while the process sees the path outside the container.
-        for (own, root) in
+        for (cgroup_line, root) in
             [("0::/", "/"), ("0::/docker/abc", "/docker/abc"), ("0::/../other", "/"), ("0::/x", "/docker/abc")]
         {
             let mounts = format!("25 1 0:22 {root} /mnt/my\\040groups rw - cgroup2 none rw\n");
             let files = [
-                ("/proc/self/cgroup", own),
+                ("/proc/self/cgroup", cgroup_line),
                 ("/proc/self/mountinfo", &mounts),
                 ("/mnt/my groups/memory.max", "90000000"),
             ];
-            assert_eq!(on(&files), (90_000_000, Some(90_000_000)), "{own} {root}");
+            assert_eq!(memory_on(&files), (90_000_000, Some(90_000_000)), "{cgroup_line} {root}");
         }
     }
 }

@@ -215,13 +215,13 @@ impl DiskPassTiming {
     }
 }
 
-/// Measures a folder, which is locked while this function runs, as it is during a job. `tell` is called with the number
-/// of finished passes, the total number of passes and a description of the pass that begins or has ended. The files
-/// have no names, and are gone when this function returns or the process ends.
+/// Measures a folder, which is locked while this function runs, as it is during a job. `progress` is called with the
+/// number of finished passes, the total number of passes and a description of the pass that begins or has ended. The
+/// files have no names, and are gone when this function returns or the process ends.
 ///
 /// # Errors
 /// The folder is unusable or in use, its disk is too small (before anything is written), or a file operation fails.
-pub fn measure(settings: &DiskBenchSettings, tell: &mut dyn FnMut(u64, u64, &str)) -> Result<DiskBenchReport> {
+pub fn measure(settings: &DiskBenchSettings, progress: &mut dyn FnMut(u64, u64, &str)) -> Result<DiskBenchReport> {
     let folder = OffloadFolder::open(&settings.folder, true)?;
     let files = BenchFiles::create(&folder, settings.bytes)?;
     let access = files.access;
@@ -232,7 +232,7 @@ pub fn measure(settings: &DiskBenchSettings, tell: &mut dyn FnMut(u64, u64, &str
         if direct_is_possible { &[DiskAccess::Direct, DiskAccess::Cached] } else { &[DiskAccess::Cached] };
     let sweep = if settings.sweep { sweep_of(&settings.aio) } else { Vec::new() };
     let passes = 1 + ROUNDS * (2 * accesses.len() + plain.len() + FLAGS.len() + 1 + 2 + sweep.len());
-    let mut bench = DiskBenchRun { files, tell, done: 0, passes: passes as u64, cached: None };
+    let mut bench = DiskBenchRun { files, progress, finished: 0, passes: passes as u64, max_cached: None };
 
     let io = FileIo::start(&settings.aio, access)?;
     let sequential = bench.sequential(&io, &settings.aio, &accesses)?;
@@ -245,7 +245,7 @@ pub fn measure(settings: &DiskBenchSettings, tell: &mut dyn FnMut(u64, u64, &str
         bytes: bench.files.bytes(),
         aio: (&settings.aio).into(),
         direct_is_possible,
-        cached_at_start: bench.cached,
+        cached_at_start: bench.max_cached,
         sequential,
         step,
         sweep,
@@ -255,48 +255,48 @@ pub fn measure(settings: &DiskBenchSettings, tell: &mut dyn FnMut(u64, u64, &str
 /// The pairs of `pipeline_read` and `pipeline_write`.
 const FLAGS: [(bool, bool); 4] = [(false, false), (true, false), (false, true), (true, true)];
 
-fn sweep_of(asked: &Aio) -> Vec<Aio> {
-    let with = |block_size| SWEEP_DEPTHS.map(|queue_depth| Aio { block_size, queue_depth, ..*asked });
-    SWEEP_BLOCKS.into_iter().flat_map(with).collect()
+fn sweep_of(aio: &Aio) -> Vec<Aio> {
+    let with_depths = |block_size| SWEEP_DEPTHS.map(|queue_depth| Aio { block_size, queue_depth, ..*aio });
+    SWEEP_BLOCKS.into_iter().flat_map(with_depths).collect()
 }
 
 struct DiskBenchRun<'a> {
     files: BenchFiles,
-    tell: &'a mut dyn FnMut(u64, u64, &str),
-    done: u64,
+    progress: &'a mut dyn FnMut(u64, u64, &str),
+    finished: u64,
     passes: u64,
-    cached: Option<f64>,
+    max_cached: Option<f64>,
 }
 
 impl DiskBenchRun<'_> {
     /// Returns the duration of one pass in seconds, from an empty page cache until everything is on the disk.
-    fn time(&mut self, what: &str, pass: impl FnOnce(&BenchFiles) -> Result<()>) -> Result<f64> {
+    fn time(&mut self, description: &str, pass: impl FnOnce(&BenchFiles) -> Result<()>) -> Result<f64> {
         self.files.sync()?;
-        self.cached = match (self.cached, self.files.forget()?) {
-            (Some(before), Some(now)) => Some(before.max(now)),
-            (before, now) => before.or(now),
+        self.max_cached = match (self.max_cached, self.files.forget()?) {
+            (Some(earlier), Some(now)) => Some(earlier.max(now)),
+            (earlier, now) => earlier.or(now),
         };
-        (self.tell)(self.done, self.passes, what);
+        (self.progress)(self.finished, self.passes, description);
         let start = Instant::now();
         pass(&self.files)?;
         self.files.sync()?;
         let seconds = start.elapsed().as_secs_f64();
-        self.done += 1;
-        (self.tell)(self.done, self.passes, what);
+        self.finished += 1;
+        (self.progress)(self.finished, self.passes, description);
         Ok(seconds)
     }
 
     fn sequential(&mut self, io: &FileIo, aio: &Aio, accesses: &[DiskAccess]) -> Result<Vec<SequentialBench>> {
         // There are enough buffers for every thread to have a block, plus one that is being handed to the next thread.
-        let under_way = threads(aio) * aio.block_size.min(CHUNK);
-        let mut buffers: Vec<AlignedBuffer> = (0..under_way.div_ceil(CHUNK) + 1).map(|_| pattern(CHUNK)).collect();
+        let in_flight = threads(aio) * aio.block_size.min(CHUNK);
+        let mut buffers: Vec<AlignedBuffer> = (0..in_flight.div_ceil(CHUNK) + 1).map(|_| pattern(CHUNK)).collect();
         // Reserved space must be written once before it can be read from the disk. Writing it before the measurement
         // also makes the measured writes like those of a step, which overwrite data.
         io.choose(if accesses.contains(&DiskAccess::Direct) { DiskAccess::Direct } else { DiskAccess::Cached });
         self.time("filling the files", |files| files.pass(io, true, &mut buffers))?;
         // Space that was never written is not read from the disk, so the fraction that this pass found in the page
         // cache does not count.
-        self.cached = None;
+        self.max_cached = None;
         let mut rounds = vec![[Vec::new(), Vec::new()]; accesses.len()];
         for _ in 0..ROUNDS {
             for (access, [write, read]) in accesses.iter().zip(&mut rounds) {
@@ -322,12 +322,12 @@ impl DiskBenchRun<'_> {
         let mut updates = Vec::new();
         for _ in 0..ROUNDS {
             for (access, seconds) in plain.iter().zip(&mut loops) {
-                let what = format!("plain loop {access}");
-                seconds.push(self.time(&what, |files| files.plain(*access, &mut windows[0]))?);
+                let description = format!("plain loop {access}");
+                seconds.push(self.time(&description, |files| files.plain(*access, &mut windows[0]))?);
             }
             for ((read, write), seconds) in FLAGS.into_iter().zip(&mut pipes) {
-                let what = format!("step with pipeline_read {read}, pipeline_write {write}");
-                seconds.push(self.time(&what, |files| files.step(io, (read, write), &mut adam, 1))?);
+                let description = format!("step with pipeline_read {read}, pipeline_write {write}");
+                seconds.push(self.time(&description, |files| files.step(io, (read, write), &mut adam, 1))?);
             }
         }
         let mut windows = self.files.windows(WindowSettings::default().at_a_time());
@@ -350,10 +350,10 @@ impl DiskBenchRun<'_> {
             .zip(loops)
             .map(|(access, rounds)| PlainLoopBench { access: *access, timing: DiskPassTiming::new(bytes, rounds) })
             .collect();
-        let yardstick = plain.iter().map(|p| p.timing.bytes_per_s).fold(0.0, f64::max);
+        let fastest_plain = plain.iter().map(|p| p.timing.bytes_per_s).fold(0.0, f64::max);
         let pipeline = FLAGS.into_iter().zip(pipes).map(|((pipeline_read, pipeline_write), rounds)| {
             let timing = DiskPassTiming::new(bytes, rounds);
-            let of_plain = timing.bytes_per_s / yardstick;
+            let of_plain = timing.bytes_per_s / fastest_plain;
             PipelineBench { pipeline_read, pipeline_write, timing, of_plain }
         });
         Ok(StepBench {
@@ -373,8 +373,8 @@ impl DiskBenchRun<'_> {
         let mut rounds = flags.map(|_| Vec::new());
         for _ in 0..ROUNDS {
             for (flag, seconds) in flags.iter().zip(&mut rounds) {
-                let what = format!("step with {}, both flags {flag}", counted(updates, "update"));
-                seconds.push(self.time(&what, |files| files.step(io, (*flag, *flag), adam, updates))?);
+                let description = format!("step with {}, both flags {flag}", counted(updates, "update"));
+                seconds.push(self.time(&description, |files| files.step(io, (*flag, *flag), adam, updates))?);
             }
         }
         let [one_after_the_other, overlapped] = rounds.map(|r| DiskPassTiming::new(self.files.bytes_of_step(), r));
@@ -388,8 +388,8 @@ impl DiskBenchRun<'_> {
         for _ in 0..ROUNDS {
             for (aio, seconds) in settings.iter().zip(&mut rounds) {
                 let io = FileIo::start(aio, access)?;
-                let what = format!("step with block_size {}, queue_depth {}", aio.block_size, aio.queue_depth);
-                seconds.push(self.time(&what, |files| files.step(&io, (true, true), &mut adam, 1))?);
+                let description = format!("step with block_size {}, queue_depth {}", aio.block_size, aio.queue_depth);
+                seconds.push(self.time(&description, |files| files.step(&io, (true, true), &mut adam, 1))?);
             }
         }
         let bytes = self.files.bytes_of_step();
@@ -481,18 +481,18 @@ impl BenchFiles {
 
     /// Reads or writes all files, one after the other, through `buffers` (at least one).
     fn pass(&self, io: &FileIo, write: bool, buffers: &mut Vec<AlignedBuffer>) -> Result<()> {
-        let mut under_way: VecDeque<FileTransfer<AlignedBuffer>> = VecDeque::new();
+        let mut in_flight: VecDeque<FileTransfer<AlignedBuffer>> = VecDeque::new();
         for StateStream { extent, .. } in &self.streams {
             for range in pieces(self.elements, CHUNK / extent.dtype().size_in_bytes()) {
                 let buffer = match buffers.pop() {
                     Some(buffer) => buffer,
-                    None => under_way.pop_front().expect("there is a buffer").wait()?,
+                    None => in_flight.pop_front().expect("there is a buffer").wait()?,
                 };
                 let pieces = vec![extent.piece(range, 0)];
-                under_way.push_back(if write { io.write(buffer, pieces) } else { io.read(buffer, pieces) });
+                in_flight.push_back(if write { io.write(buffer, pieces) } else { io.read(buffer, pieces) });
             }
         }
-        for transfer in under_way {
+        for transfer in in_flight {
             buffers.push(transfer.wait()?);
         }
         Ok(())

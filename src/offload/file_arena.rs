@@ -47,14 +47,14 @@ struct ArenaReservation {
     /// The length of the file.
     bytes: u64,
     given_back: u64,
-    held: MemoryLedgerEntry,
+    ledger_entry: MemoryLedgerEntry,
     /// The latest mapping. The file may have grown since it was mapped.
     map: Option<Arc<MmapRaw>>,
 }
 
 /// Returns whether direct access to an empty file works: some file systems allow opening a file for direct access, but
 /// then refuse requests.
-fn works(direct: &File) -> bool {
+fn supports_requests(direct: &File) -> bool {
     let refused = direct
         .write_all_at(AlignedBuffer::new(ALIGN).bytes_mut(), 0)
         .is_err_and(|e| e.kind() == ErrorKind::InvalidInput);
@@ -65,8 +65,8 @@ fn works(direct: &File) -> bool {
 #[doc(hidden)]
 pub fn open_direct(cached: &File) -> Option<File> {
     // The file is opened again by path, because a duplicated handle would share its flags with the original.
-    let again = format!("/proc/self/fd/{}", cached.as_raw_fd());
-    files::open_direct(again).filter(works)
+    let path = format!("/proc/self/fd/{}", cached.as_raw_fd());
+    files::open_direct(path).filter(supports_requests)
 }
 
 impl FileArena {
@@ -82,14 +82,14 @@ impl FileArena {
         // Without this flag, btrfs copies the written data to a new place, so every write needs new space. Other file
         // systems lack the flag.
         let _ = ioctl_getflags(&cached).and_then(|flags| ioctl_setflags(&cached, flags | IFlags::NOCOW));
-        let held = ledger.hold_in(MemoryTier::File, kind, 0);
+        let ledger_entry = ledger.hold_in(MemoryTier::File, kind, 0);
         Ok(Arc::new(Self {
             folder: folder.clone(),
             kind,
             name,
             cached,
             direct,
-            reserved: Mutex::new(ArenaReservation { bytes: 0, given_back: 0, held, map: None }),
+            reserved: Mutex::new(ArenaReservation { bytes: 0, given_back: 0, ledger_entry, map: None }),
             ledger: ledger.clone(),
         }))
     }
@@ -152,49 +152,49 @@ impl FileArena {
     }
 
     fn account(&self, reserved: &mut ArenaReservation) {
-        reserved.held.resize(usize::try_from(reserved.bytes - reserved.given_back).unwrap_or(usize::MAX));
+        reserved.ledger_entry.resize(usize::try_from(reserved.bytes - reserved.given_back).unwrap_or(usize::MAX));
     }
 
     pub fn allows_direct(&self) -> bool {
         self.direct.is_some()
     }
 
-    /// Reads the bytes that begin at offset `at`. `bounce` is memory for a copy, used if `into` is not aligned as
+    /// Reads the bytes that begin at offset `at`. `bounce` is memory for a copy, used if `out` is not aligned as
     /// required.
-    pub fn read(&self, access: DiskAccess, at: u64, into: &mut [u8], bounce: &mut BounceBuffer) -> std::io::Result<()> {
+    pub fn read(&self, access: DiskAccess, at: u64, out: &mut [u8], bounce: &mut BounceBuffer) -> std::io::Result<()> {
         match (access, &self.direct) {
-            (DiskAccess::Direct, Some(direct)) if is_aligned(into) => direct.read_exact_at(into, at),
+            (DiskAccess::Direct, Some(direct)) if is_aligned(out) => direct.read_exact_at(out, at),
             (DiskAccess::Direct, Some(direct)) => {
-                let block = bounce.of(into.len(), &self.ledger);
+                let block = bounce.get(out.len(), &self.ledger);
                 direct.read_exact_at(block, at)?;
-                into.copy_from_slice(&block[..into.len()]);
+                out.copy_from_slice(&block[..out.len()]);
                 Ok(())
             }
-            (DiskAccess::Mapped, _) => self.with_mapped(at, into.len(), |mapped| {
+            (DiskAccess::Mapped, _) => self.with_mapped(at, out.len(), |mapped| {
                 // SAFETY: `mapped` points to `into.len()` bytes of the file. Nothing writes them during the copy,
-                // because an extent of a file takes part in only one transfer at a time.
-                unsafe { mapped.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) }
+                // because an extent of a file is in only one transfer at a time.
+                unsafe { mapped.copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) }
             }),
-            _ => self.cached.read_exact_at(into, at),
+            _ => self.cached.read_exact_at(out, at),
         }
     }
 
-    /// Writes the bytes `from` at offset `at`. Between their end and the next multiple of [`ALIGN`], the file then
+    /// Writes `bytes` at offset `at`. Between their end and the next multiple of [`ALIGN`], the file then
     /// contains zeros or its previous bytes.
-    pub fn write(&self, access: DiskAccess, at: u64, from: &[u8], bounce: &mut BounceBuffer) -> std::io::Result<()> {
+    pub fn write(&self, access: DiskAccess, at: u64, bytes: &[u8], bounce: &mut BounceBuffer) -> std::io::Result<()> {
         match (access, &self.direct) {
-            (DiskAccess::Direct, Some(direct)) if is_aligned(from) => direct.write_all_at(from, at),
+            (DiskAccess::Direct, Some(direct)) if is_aligned(bytes) => direct.write_all_at(bytes, at),
             (DiskAccess::Direct, Some(direct)) => {
-                let block = bounce.of(from.len(), &self.ledger);
-                block[..from.len()].copy_from_slice(from);
-                block[from.len()..].fill(0);
+                let block = bounce.get(bytes.len(), &self.ledger);
+                block[..bytes.len()].copy_from_slice(bytes);
+                block[bytes.len()..].fill(0);
                 direct.write_all_at(block, at)
             }
-            (DiskAccess::Mapped, _) => self.with_mapped(at, from.len(), |mapped| {
+            (DiskAccess::Mapped, _) => self.with_mapped(at, bytes.len(), |mapped| {
                 // SAFETY: as in `read`; in addition, the mapping allows writes because the file is open for writing.
-                unsafe { mapped.copy_from_nonoverlapping(from.as_ptr(), from.len()) }
+                unsafe { mapped.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) }
             }),
-            _ => self.cached.write_all_at(from, at),
+            _ => self.cached.write_all_at(bytes, at),
         }
     }
 
@@ -247,7 +247,7 @@ impl FileArena {
         // When a page is examined, the system must not read its neighbours.
         advise(Advice::Random)?;
         let pages = lock(&self.reserved).bytes / ALIGN as u64;
-        let is_there = |i: u64| {
+        let is_cached = |i: u64| {
             let (mut byte, at) = ([0u8], u64::midpoint(i * pages / SAMPLES, (i + 1) * pages / SAMPLES) * ALIGN as u64);
             match preadv2(&self.cached, &mut [IoSliceMut::new(&mut byte)], at, ReadWriteFlags::NOWAIT) {
                 Ok(_) => Some(1.0),
@@ -255,9 +255,9 @@ impl FileArena {
                 Err(_) => None,
             }
         };
-        let there: Option<f64> = (0..SAMPLES).map(is_there).sum();
+        let cached_samples: Option<f64> = (0..SAMPLES).map(is_cached).sum();
         advise(Advice::Normal)?;
-        Ok(there.map(|there| there / SAMPLES as f64))
+        Ok(cached_samples.map(|cached_samples| cached_samples / SAMPLES as f64))
     }
 
     pub fn error(&self, action: &'static str, source: IoError) -> Error {
@@ -280,7 +280,7 @@ impl BounceBuffer {
     }
 
     /// Returns memory for `len` bytes, rounded up to the size that direct access requires.
-    fn of(&mut self, len: usize, ledger: &MemoryLedger) -> &mut [u8] {
+    fn get(&mut self, len: usize, ledger: &MemoryLedger) -> &mut [u8] {
         let len = len.next_multiple_of(ALIGN);
         let memory = match self.0.take() {
             Some(memory) if memory.0.len() >= len => memory,

@@ -6,7 +6,7 @@
 //!
 //! At the block sizes that suit disks, blocking threads are as fast as asynchronous system calls (measured), and they
 //! work on every file system. A transfer owns its buffer until it is waited for, so nothing else can touch memory that
-//! the system is filling. An extent of a file takes part in one transfer at a time: a reader of written data must wait
+//! the system is filling. An extent of a file is in only one transfer at a time: a reader of written data must wait
 //! for the write first.
 
 use super::aligned_buffer::ALIGN;
@@ -46,12 +46,12 @@ const ACCESS_CHANGE_TIMEOUT: Duration = Duration::from_secs(1);
 struct FileIoShared {
     queue: Mutex<IoRequestQueue>,
     /// Signals that there is a request, or that no more will come.
-    wanted: Condvar,
+    request_available: Condvar,
     /// Signals that fewer bytes are unwritten.
     written: Condvar,
     /// Signals that a thread has freed the memory that it held.
     idle: Condvar,
-    chosen: AtomicDiskAccess,
+    current_access: AtomicDiskAccess,
     meter: IoMeter,
 }
 
@@ -60,7 +60,7 @@ struct IoRequestQueue {
     requests: VecDeque<IoRequest>,
     unwritten: usize,
     /// The number of threads that are carrying out a request, or that still keep the copy buffer of their last one.
-    holding: usize,
+    holding_threads: usize,
     is_closed: bool,
 }
 
@@ -87,7 +87,7 @@ struct IoRequest {
     at: u64,
     memory: *mut u8,
     len: usize,
-    carried: CarriedContext,
+    context: CarriedContext,
 }
 
 // SAFETY: `memory` points into the buffer that `batch` owns and keeps until its last request is over. Blocks of one
@@ -96,7 +96,7 @@ unsafe impl Send for IoRequest {}
 
 /// A receiver of the results of a transfer's requests.
 trait BlockCompletion: Send + Sync {
-    fn is_over(&self, result: std::result::Result<(), Error>, shared: &FileIoShared);
+    fn block_done(&self, result: std::result::Result<(), Error>, shared: &FileIoShared);
 }
 
 /// A pending transfer. Dropping this value does not stop the transfer.
@@ -107,11 +107,11 @@ pub(crate) struct FileTransfer<B> {
 
 struct FileTransferShared<B> {
     state: Mutex<FileTransferState<B>>,
-    over: Condvar,
+    finished: Condvar,
 }
 
 struct FileTransferState<B> {
-    left: usize,
+    remaining_blocks: usize,
     buffer: Option<B>,
     /// The bytes that count as unwritten until the transfer is over. If there are any, the buffer is then dropped.
     unwritten: usize,
@@ -133,10 +133,10 @@ impl FileIo {
     pub fn start(aio: &Aio, access: DiskAccess) -> Result<Self> {
         let shared = Arc::new(FileIoShared {
             queue: Mutex::default(),
-            wanted: Condvar::new(),
+            request_available: Condvar::new(),
             written: Condvar::new(),
             idle: Condvar::new(),
-            chosen: AtomicDiskAccess::new(access),
+            current_access: AtomicDiskAccess::new(access),
             meter: IoMeter::default(),
         });
         let block_size = block_size(aio);
@@ -152,17 +152,17 @@ impl FileIo {
     pub fn choose(&self, access: DiskAccess) {
         // The access is set under the lock, so that no thread is between its check of the access and its wait.
         let queue = self.shared.lock();
-        self.shared.chosen.set(access);
+        self.shared.current_access.set(access);
         // Before idle threads receive further requests, they free the memory that the new access does not need.
-        self.shared.wanted.notify_all();
-        if !self.shared.chosen.is_direct() {
-            drop(self.shared.idle.wait_timeout_while(queue, ACCESS_CHANGE_TIMEOUT, |queue| queue.holding > 0));
+        self.shared.request_available.notify_all();
+        if !self.shared.current_access.is_direct() {
+            drop(self.shared.idle.wait_timeout_while(queue, ACCESS_CHANGE_TIMEOUT, |queue| queue.holding_threads > 0));
         }
     }
 
     /// Returns the current access.
     pub fn access(&self) -> DiskAccess {
-        self.shared.chosen.get()
+        self.shared.current_access.get()
     }
 
     pub fn report(&self) -> OffloadReport {
@@ -202,9 +202,9 @@ impl FileIo {
         unwritten: usize,
     ) -> FileTransfer<B> {
         let blocks: usize = pieces.iter().map(|p| p.memory.len().div_ceil(self.block_size)).sum();
-        let state = FileTransferState { left: blocks, buffer: Some(buffer), unwritten, error: None };
-        let batch = Arc::new(FileTransferShared { state: Mutex::new(state), over: Condvar::new() });
-        let carried = timeline::carry();
+        let state = FileTransferState { remaining_blocks: blocks, buffer: Some(buffer), unwritten, error: None };
+        let batch = Arc::new(FileTransferShared { state: Mutex::new(state), finished: Condvar::new() });
+        let context = timeline::carry();
         let mut queue = self.shared.lock();
         let mut state = lock(&batch.state);
         if let Some(buffer) = &mut state.buffer {
@@ -218,7 +218,7 @@ impl FileIo {
                         at: at + (i * self.block_size) as u64,
                         memory: block.as_mut_ptr(),
                         len: block.len(),
-                        carried: carried.clone(),
+                        context: context.clone(),
                     });
                 }
             }
@@ -227,7 +227,7 @@ impl FileIo {
             state.finish(&mut queue);
         }
         drop((state, queue));
-        self.shared.wanted.notify_all();
+        self.shared.request_available.notify_all();
         FileTransfer { batch, shared: self.shared.clone() }
     }
 }
@@ -236,7 +236,7 @@ impl Drop for FileIo {
     /// Carries out all pending requests, and stops the threads.
     fn drop(&mut self) {
         self.shared.lock().is_closed = true;
-        self.shared.wanted.notify_all();
+        self.shared.request_available.notify_all();
         for thread in self.threads.drain(..) {
             // A thread that panicked has already reported the panic.
             let _ = thread.join();
@@ -257,26 +257,26 @@ impl FileIoShared {
             let request = loop {
                 // The kept memory is freed even if a request is already waiting: memory for the request must not be
                 // allocated in addition to the memory that this thread keeps.
-                if !self.chosen.is_direct() {
+                if !self.current_access.is_direct() {
                     bounce = BounceBuffer::default();
                 }
                 if holds && bounce.is_empty() {
                     holds = false;
-                    queue.holding -= 1;
+                    queue.holding_threads -= 1;
                     self.idle.notify_all();
                 }
                 if let Some(request) = queue.requests.pop_front() {
-                    queue.holding += usize::from(!holds);
+                    queue.holding_threads += usize::from(!holds);
                     holds = true;
                     break request;
                 }
                 if queue.is_closed {
                     return;
                 }
-                queue = unpoisoned(self.wanted.wait(queue));
+                queue = unpoisoned(self.request_available.wait(queue));
             };
             drop(queue);
-            let span = request.carried.span(
+            let span = request.context.span(
                 TimelineLane::File(thread),
                 timeline::EventCategory::File,
                 request.direction.name(),
@@ -291,12 +291,12 @@ impl FileIoShared {
         IoRequest { batch, arena, direction, at, memory, len, .. }: IoRequest,
         bounce: &mut BounceBuffer,
     ) {
-        let access = self.chosen.of_file(arena.allows_direct());
+        let access = self.current_access.of_file(arena.allows_direct());
         // SAFETY: see the `Send` of [`IoRequest`]: these bytes are in a live buffer, and only this thread uses them
         // until the request is over.
         let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
         self.meter.begin();
-        let moved = match direction {
+        let transferred = match direction {
             IoDirection::Read => [len, 0],
             IoDirection::Write => [0, len],
         };
@@ -306,28 +306,28 @@ impl FileIoShared {
             IoDirection::Write => arena.write(access, at, memory, bounce),
         }));
         let result = done.unwrap_or_else(|_| Err(std::io::Error::other("a file access thread panicked")));
-        self.meter.end(moved);
-        batch.is_over(result.map_err(|e| arena.error(direction.name(), e)), self);
+        self.meter.end(transferred);
+        batch.block_done(result.map_err(|e| arena.error(direction.name(), e)), self);
     }
 }
 
 impl<B: TransferBuffer> BlockCompletion for FileTransferShared<B> {
-    fn is_over(&self, result: std::result::Result<(), Error>, shared: &FileIoShared) {
+    fn block_done(&self, result: std::result::Result<(), Error>, shared: &FileIoShared) {
         // Both locks are taken in the same order as in `submit`.
         let mut queue = shared.lock();
         let mut state = lock(&self.state);
         if let Err(error) = result {
             state.error.get_or_insert(error);
         }
-        state.left -= 1;
-        if state.left == 0 {
+        state.remaining_blocks -= 1;
+        if state.remaining_blocks == 0 {
             let dropped = state.finish(&mut queue);
             drop(queue);
             // The buffer is dropped before any thread is notified that the transfer is over, because the ledger counts
             // the buffer's memory until it is freed.
             drop(dropped);
             drop(state);
-            self.over.notify_all();
+            self.finished.notify_all();
             shared.written.notify_all();
         }
     }
@@ -350,8 +350,8 @@ impl<B> FileTransfer<B> {
         let start = Instant::now();
         let mut state = lock(&self.batch.state);
         let _span = timeline::span(timeline::EventCategory::Wait, "wait for file");
-        while state.left > 0 {
-            state = unpoisoned(self.batch.over.wait(state));
+        while state.remaining_blocks > 0 {
+            state = unpoisoned(self.batch.finished.wait(state));
         }
         self.shared.meter.waited(start.elapsed());
         match state.error.take() {
@@ -414,42 +414,42 @@ mod tests {
             pieces in proptest::collection::vec((0usize..3, 0usize..50, 1usize..5000), 0..6),
             block_size in 0usize..20_000,
             threads in 0usize..5,
-            ways in (any_access(), any_access()),
+            accesses in (any_access(), any_access()),
             dropped in any::<bool>(),
         ) {
             let path = tempfile::tempdir().unwrap();
             let arena = arena(path.path(), 64);
-            let io = io(block_size, threads, ways.0);
-            let (mut at, mut from, mut places) = (0, 0, vec![]);
+            let io = io(block_size, threads, accesses.0);
+            let (mut at, mut from, mut extents) = (0, 0, vec![]);
             for (pages, before, len) in pieces {
                 at += pages * ALIGN;
                 let start = from + before;
                 from = start + len;
-                places.push((at as u64, start * 4..from * 4));
+                extents.push((at as u64, start * 4..from * 4));
                 at += (len * 4).next_multiple_of(ALIGN);
             }
             prop_assume!(at <= 64 * ALIGN);
             let values: Vec<f32> = (0..from).map(|i| i as f32 + 0.5).collect();
-            let all = || -> Vec<TransferPiece> {
+            let pieces = || -> Vec<TransferPiece> {
                 let piece = |(at, memory): &(u64, std::ops::Range<usize>)| TransferPiece {
                     arena: arena.clone(),
                     at: *at,
                     memory: memory.clone(),
                 };
-                places.iter().map(piece).collect()
+                extents.iter().map(piece).collect()
             };
             let flat = Flat::F32(values.clone());
             if dropped {
-                io.write_and_drop(flat, all()).written().unwrap();
+                io.write_and_drop(flat, pieces()).written().unwrap();
             } else {
-                prop_assert_eq!(io.write(flat, all()).wait().unwrap(), Flat::F32(values.clone()));
+                prop_assert_eq!(io.write(flat, pieces()).wait().unwrap(), Flat::F32(values.clone()));
             }
-            io.choose(ways.1);
-            let found = io.read(Flat::F32(vec![-1.0; from]), all()).wait().unwrap();
-            let is_read = |i: usize| places.iter().any(|(_, memory)| memory.contains(&(i * 4)));
+            io.choose(accesses.1);
+            let found = io.read(Flat::F32(vec![-1.0; from]), pieces()).wait().unwrap();
+            let is_read = |i: usize| extents.iter().any(|(_, memory)| memory.contains(&(i * 4)));
             let expected = values.iter().enumerate().map(|(i, v)| if is_read(i) { *v } else { -1.0 }).collect();
             prop_assert_eq!(found, Flat::F32(expected));
-            let bytes: u64 = places.iter().map(|(_, memory)| memory.len() as u64).sum();
+            let bytes: u64 = extents.iter().map(|(_, memory)| memory.len() as u64).sum();
             prop_assert_eq!((io.report().bytes_written, io.report().bytes_read), (bytes, bytes));
         }
 

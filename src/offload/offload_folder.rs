@@ -49,7 +49,7 @@ struct TmpfsMemory {
     /// The bytes that were free when the folder was opened.
     free: u64,
     /// A function that returns the number of bytes that are free now.
-    now: fn() -> u64,
+    free_now: fn() -> u64,
     /// Whether a file was refused for lack of memory.
     is_full: AtomicBool,
 }
@@ -88,7 +88,7 @@ impl OffloadFolder {
         }
         drop(unnamed_file(path)?);
         let lock = if is_first { Some(lock(path)?) } else { None };
-        let memory = TmpfsMemory { free: available_memory(), now: available_memory, is_full: false.into() };
+        let memory = TmpfsMemory { free: available_memory(), free_now: available_memory, is_full: false.into() };
         let folder = Self {
             path: path.to_owned(),
             _lock: lock,
@@ -135,9 +135,9 @@ impl OffloadFolder {
     /// for lack of memory.
     pub fn ask_for(&self, bytes: u64) -> bool {
         self.asked.fetch_add(bytes, Ordering::Relaxed);
-        let Some(TmpfsMemory { free, now, is_full }) = &self.memory else { return true };
+        let Some(TmpfsMemory { free, free_now, is_full }) = &self.memory else { return true };
         // `free` is 0 if the system does not report it.
-        let fits = *free == 0 || bytes.saturating_add(free / TMPFS_RESERVE_DIVISOR) <= now();
+        let fits = *free == 0 || bytes.saturating_add(free / TMPFS_RESERVE_DIVISOR) <= free_now();
         is_full.fetch_or(!fits, Ordering::Relaxed);
         fits
     }
@@ -168,8 +168,8 @@ impl OffloadFolder {
     /// Records that a file's request was refused. Returns the error for this rank only.
     pub fn refused(&self) -> Error {
         self.is_full.store(true, Ordering::Relaxed);
-        let own = self.demand();
-        self.too_small(SpaceDemand { free: own.got.saturating_add(free(&self.path)), ..own })
+        let demand = self.demand();
+        self.too_small(SpaceDemand { free: demand.got.saturating_add(free(&self.path)), ..demand })
     }
 
     /// Returns the error for files that have requested more than they have received.
@@ -194,7 +194,7 @@ impl OffloadFolder {
 /// Creates a new file in `folder` that has no name.
 fn unnamed_file(folder: &Path) -> Result<File> {
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    let why = match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
+    let reason = match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
         Ok(file) => return Ok(file.into()),
         Err(rustix::io::Errno::ACCESS | rustix::io::Errno::ROFS) => "it is read-only for this user".into(),
         Err(_) => match tempfile::Builder::new().prefix(FILE_PREFIX).tempfile_in(folder) {
@@ -203,7 +203,7 @@ fn unnamed_file(folder: &Path) -> Result<File> {
             Err(error) => error.kind().to_string(),
         },
     };
-    let problem = format!("no file can be created in it: {why}; use a writable folder");
+    let problem = format!("no file can be created in it: {reason}; use a writable folder");
     Err(OffloadError::Folder { path: folder.to_owned(), problem }.into())
 }
 
@@ -227,10 +227,10 @@ fn create(path: &Path) -> std::io::Result<()> {
 
 fn lock(path: &Path) -> Result<Arc<FolderLock>> {
     let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
-    let asked = FolderLock::share(path, LOCK_RELEASE_TIMEOUT).map_err(|e| {
+    let result = FolderLock::share(path, LOCK_RELEASE_TIMEOUT).map_err(|e| {
         wrong(format!("its file {LOCK} cannot be locked: {e}; another user may own it, so use your own folder"))
     })?;
-    match asked {
+    match result {
         Ok(lock) if lock.holds() => Ok(lock),
         Ok(_) => Err(wrong("its file system does not support locks; use a folder on a local disk".into())),
         Err(owner) => Err(OffloadError::Busy { path: path.to_owned(), owner }.into()),
@@ -241,8 +241,8 @@ fn lock(path: &Path) -> Result<Arc<FolderLock>> {
 /// ancestor; 0 if the system does not report this number.
 #[doc(hidden)]
 pub fn free(path: &Path) -> u64 {
-    let there = path.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
-    rustix::fs::statvfs(there).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize))
+    let existing = path.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
+    rustix::fs::statvfs(existing).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize))
 }
 
 /// Returns whether the files in a folder are in memory.
@@ -268,7 +268,7 @@ mod tests {
         let mut folder = Arc::into_inner(folder).unwrap();
         assert!(folder.memory.as_ref().unwrap().free > 0);
         // The test pretends that little memory is free.
-        folder.memory = Some(TmpfsMemory { free: 1 << 20, now: || 1 << 20, is_full: false.into() });
+        folder.memory = Some(TmpfsMemory { free: 1 << 20, free_now: || 1 << 20, is_full: false.into() });
         let arena =
             FileArena::create(&Arc::new(folder), MemoryKind::Gradients, "gradients", &MemoryLedger::default()).unwrap();
         arena.reserve(512 << 10).unwrap();

@@ -91,8 +91,8 @@ impl IoMeter {
 
     pub fn report(&self) -> OffloadReport {
         let counts = self.lock();
-        let under_way = counts.since.map_or(0.0, |since| since.elapsed().as_secs_f64());
-        OffloadReport { busy_s: counts.report.busy_s + under_way, ..counts.report }
+        let current = counts.since.map_or(0.0, |since| since.elapsed().as_secs_f64());
+        OffloadReport { busy_s: counts.report.busy_s + current, ..counts.report }
     }
 
     fn lock(&self) -> MutexGuard<'_, IoCounts> {

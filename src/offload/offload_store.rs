@@ -57,11 +57,11 @@ impl OffloadStore {
         let mut folders: Vec<Arc<OffloadFolder>> = Vec::new();
         let mut folder = |path: &Path| -> Result<Arc<OffloadFolder>> {
             // A folder that is given by two paths is locked only once.
-            let same = |known: &&Arc<OffloadFolder>| {
-                std::fs::canonicalize(known.path()).ok() == std::fs::canonicalize(path).ok()
+            let is_same = |opened: &&Arc<OffloadFolder>| {
+                std::fs::canonicalize(opened.path()).ok() == std::fs::canonicalize(path).ok()
             };
-            if let Some(known) = folders.iter().find(same) {
-                return Ok(known.clone());
+            if let Some(opened) = folders.iter().find(is_same) {
+                return Ok(opened.clone());
             }
             folders.push(OffloadFolder::open(path, is_first_rank)?);
             Ok(folders[folders.len() - 1].clone())
@@ -77,8 +77,8 @@ impl OffloadStore {
             }
             _ => (None, None),
         };
-        let Some(any) = folders.first() else { return Ok(None) };
-        let activations = FileArena::create(any, MemoryKind::Activations, "activations", ledger)?;
+        let Some(first) = folders.first() else { return Ok(None) };
+        let activations = FileArena::create(first, MemoryKind::Activations, "activations", ledger)?;
         // Nothing is in the page cache yet, and the data that is written first is read much later.
         let io = Arc::new(FileIo::start(&config.aio, access.unwrap_or(DiskAccess::Direct))?);
         let spill = Arc::new(SpillFile::new(io.clone(), activations));
@@ -87,16 +87,16 @@ impl OffloadStore {
     }
 
     /// Returns the file with this key, which is created at the first request.
-    pub fn file(&self, content: StateFileKey) -> Result<Arc<FileArena>> {
-        let StateFileKey { kind, name, .. } = content;
+    pub fn file(&self, key: StateFileKey) -> Result<Arc<FileArena>> {
+        let StateFileKey { kind, name, .. } = key;
         let folder = if kind == MemoryKind::Parameters { &self.params } else { &self.optimizer };
         let folder = folder.as_ref().expect("a state in a file has a folder");
         let mut files = lock(&self.files);
-        if let Some(file) = files.get(&content) {
+        if let Some(file) = files.get(&key) {
             return Ok(file.clone());
         }
         let file = FileArena::create(folder, kind, name, &self.ledger)?;
-        files.insert(content, file.clone());
+        files.insert(key, file.clone());
         Ok(file)
     }
 
@@ -134,17 +134,17 @@ impl OffloadStore {
     /// disk that is too small, with the bytes that all of them need there; a failed collective.
     pub fn check_space(&self, comm: &dyn Communicator) -> Result<()> {
         let numbers = |d: SpaceDemand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full), d.memory];
-        let own: Vec<u64> = self.folders.iter().flat_map(|f| numbers(f.demand())).collect();
+        let local: Vec<u64> = self.folders.iter().flat_map(|f| numbers(f.demand())).collect();
         let demand = |n: &[u64; 6]| {
             let is_full = n[4] != 0;
             SpaceDemand { device: n[0], free: n[1], asked: n[2], got: n[3], is_full, memory: n[5] }
         };
-        let all = gather_u64(comm, &own)?;
+        let all = gather_u64(comm, &local)?;
         let all: Vec<SpaceDemand> = all.iter().flat_map(|rank| rank.as_chunks().0.iter().map(demand)).collect();
         let Some(full) = all.iter().find(|d| d.is_full) else { return Ok(()) };
         // Folders on one disk share its space.
-        let there = || all.iter().filter(|d| d.device == full.device);
-        let [asked, got] = [there().map(|d| d.asked).sum(), there().map(|d| d.got).sum()];
+        let on_full_disk = || all.iter().filter(|d| d.device == full.device);
+        let [asked, got] = [on_full_disk().map(|d| d.asked).sum(), on_full_disk().map(|d| d.got).sum()];
         let mut folders = self.folders.iter().filter(|f| f.demand().device == full.device);
         // A rank that has no folder on that disk receives the error from the other ranks.
         let folder = folders.clone().find(|f| f.demand().is_full).or(folders.next());

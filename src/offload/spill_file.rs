@@ -23,7 +23,7 @@ pub(crate) struct SpilledTensor {
     spill: Arc<SpillFile>,
     at: u64,
     /// The size of the extent in bytes.
-    room: usize,
+    capacity: usize,
     len: usize,
     dtype: DType,
     writing: Mutex<Option<FileTransfer<Flat>>>,
@@ -34,41 +34,41 @@ impl SpillFile {
         Self { io, arena, free: Mutex::default() }
     }
 
-    /// Returns the smallest free extent of `room` bytes or more, and its size.
-    fn free_place(&self, room: usize) -> Option<(u64, usize)> {
+    /// Returns the smallest free extent of `capacity` bytes or more, and its size.
+    fn take_free_extent(&self, capacity: usize) -> Option<(u64, usize)> {
         let mut free = lock(&self.free);
-        let (&room, places) = free.range_mut(room..).next()?;
-        let at = places.pop()?;
-        if places.is_empty() {
-            free.remove(&room);
+        let (&capacity, offsets) = free.range_mut(capacity..).next()?;
+        let at = offsets.pop()?;
+        if offsets.is_empty() {
+            free.remove(&capacity);
         }
-        Some((at, room))
+        Some((at, capacity))
     }
 
     /// Begins to write `values`. Their memory is freed when they have been written.
     pub fn write(self: &Arc<Self>, values: Flat) -> Result<SpilledTensor> {
         let (len, dtype) = (values.len(), values.dtype());
-        let room = values.size_in_bytes().next_multiple_of(ALIGN);
-        let (at, room) = match self.free_place(room) {
-            Some(place) => place,
-            None => (self.arena.reserve(room)?, room),
+        let capacity = values.size_in_bytes().next_multiple_of(ALIGN);
+        let (at, capacity) = match self.take_free_extent(capacity) {
+            Some(extent) => extent,
+            None => (self.arena.reserve(capacity)?, capacity),
         };
         let piece = TransferPiece { arena: self.arena.clone(), at, memory: 0..values.size_in_bytes() };
         let writing = Mutex::new(Some(self.io.write_and_drop(values, vec![piece])));
-        Ok(SpilledTensor { spill: self.clone(), at, room, len, dtype, writing })
+        Ok(SpilledTensor { spill: self.clone(), at, capacity, len, dtype, writing })
     }
 }
 
 impl SpilledTensor {
     /// Reads the values.
     pub fn fetch(&self) -> Result<Flat> {
-        self.settle()?;
+        self.finish_writing()?;
         let values = Flat::zeros(self.dtype, self.len);
         let piece = TransferPiece { arena: self.spill.arena.clone(), at: self.at, memory: 0..values.size_in_bytes() };
         self.spill.io.read(values, vec![piece]).wait()
     }
 
-    fn settle(&self) -> Result<()> {
+    fn finish_writing(&self) -> Result<()> {
         lock(&self.writing).take().map_or(Ok(()), FileTransfer::written)
     }
 }
@@ -76,7 +76,7 @@ impl SpilledTensor {
 impl Drop for SpilledTensor {
     fn drop(&mut self) {
         // An error here concerns values that are no longer needed.
-        let _ = self.settle();
-        lock(&self.spill.free).entry(self.room).or_default().push(self.at);
+        let _ = self.finish_writing();
+        lock(&self.spill.free).entry(self.capacity).or_default().push(self.at);
     }
 }

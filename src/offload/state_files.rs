@@ -34,7 +34,7 @@ pub(crate) trait StateFiles {
     /// Returns the number of bytes.
     fn len(staging: &Self::Staging) -> usize;
     /// Begins to fill a window from a file, or fills it with zeros.
-    fn read(&self, staging: Self::Staging, from: Option<(&Self::Extent, Range<usize>)>) -> Self::Transfer;
+    fn read(&self, staging: Self::Staging, source: Option<(&Self::Extent, Range<usize>)>) -> Self::Transfer;
     /// Begins to write a window back.
     fn write(&self, staging: Self::Staging, extent: &Self::Extent, range: Range<usize>) -> Self::Transfer;
     /// Waits for a window, and returns its memory.
@@ -74,12 +74,12 @@ impl StateFiles for FileIo {
     fn read(
         &self,
         mut staging: AlignedBuffer,
-        from: Option<(&FileExtent, Range<usize>)>,
+        source: Option<(&FileExtent, Range<usize>)>,
     ) -> FileTransfer<AlignedBuffer> {
-        if from.is_none() {
+        if source.is_none() {
             staging.bytes_mut().fill(0);
         }
-        Self::read(self, staging, from.into_iter().map(|(extent, range)| extent.piece(range, 0)).collect())
+        Self::read(self, staging, source.into_iter().map(|(extent, range)| extent.piece(range, 0)).collect())
     }
 
     fn write(&self, staging: AlignedBuffer, extent: &FileExtent, range: Range<usize>) -> FileTransfer<AlignedBuffer> {

@@ -24,7 +24,7 @@ use std::ops::Range;
 /// Returns the maximum number of elements of a window: with direct access, 16 MiB of f32, a size at which disks reach
 /// their bandwidth; with access through the page cache, a number that is small enough for a window to stay in the
 /// processor's cache from its read to its write.
-fn longest(access: DiskAccess) -> usize {
+fn max_window_len(access: DiskAccess) -> usize {
     if access == DiskAccess::Direct { 4 << 20 } else { 256 << 10 }
 }
 
@@ -123,8 +123,9 @@ impl StagedState {
 /// Returns the number of elements of a window such that the pipeline's `buffers` buffers fit in the memory of
 /// `buffer_count` buffers of `largest` f32 elements.
 fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: usize) -> usize {
-    let room = (largest as u128 * buffer_count as u128 / buffers.max(1) as u128).min(longest(access) as u128) as usize;
-    room.next_multiple_of(STEP).max(STEP)
+    let share = largest as u128 * buffer_count as u128 / buffers.max(1) as u128;
+    let len = share.min(max_window_len(access) as u128) as usize;
+    len.next_multiple_of(STEP).max(STEP)
 }
 
 /// A pipeline that reads windows into memory and writes them back, in order.
@@ -133,15 +134,15 @@ pub(crate) struct WindowPipeline<'a, F: StateFiles> {
     ledger: &'a MemoryLedger,
     plan: Vec<PlannedWindow<F::Extent>>,
     /// The number of elements of the longest window.
-    window: usize,
-    windows: WindowSettings,
+    max_len: usize,
+    settings: WindowSettings,
     /// The number of windows whose read has begun.
-    begun: usize,
-    ahead: VecDeque<Vec<F::Transfer>>,
-    behind: VecDeque<Vec<F::Transfer>>,
+    reads_begun: usize,
+    pending_reads: VecDeque<Vec<F::Transfer>>,
+    pending_writes: VecDeque<Vec<F::Transfer>>,
     free: Vec<F::Staging>,
-    held: Vec<MemoryLedgerEntry>,
-    at: usize,
+    ledger_entries: Vec<MemoryLedgerEntry>,
+    next_index: usize,
 }
 
 impl<'a, F: StateFiles> WindowPipeline<'a, F> {
@@ -149,20 +150,20 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
         files: &'a F,
         ledger: &'a MemoryLedger,
         plan: Vec<PlannedWindow<F::Extent>>,
-        windows: WindowSettings,
+        settings: WindowSettings,
     ) -> Self {
         Self {
             files,
             ledger,
-            window: plan.iter().map(|p| p.range.len()).max().unwrap_or(0),
+            max_len: plan.iter().map(|p| p.range.len()).max().unwrap_or(0),
             plan,
-            windows,
-            begun: 0,
-            ahead: VecDeque::new(),
-            behind: VecDeque::new(),
+            settings,
+            reads_begun: 0,
+            pending_reads: VecDeque::new(),
+            pending_writes: VecDeque::new(),
             free: Vec::new(),
-            held: Vec::new(),
-            at: 0,
+            ledger_entries: Vec::new(),
+            next_index: 0,
         }
     }
 
@@ -171,19 +172,21 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
     /// # Panics
     /// Panics if no window remains.
     pub fn next(&mut self) -> Result<StateWindow<F::Staging>> {
-        let index = self.at;
-        self.at += 1;
+        let index = self.next_index;
+        self.next_index += 1;
         // Requests are carried out in the order in which they are made. With `read_ahead`, the read of the following
         // window is requested before this one is updated and written back, so the disk does not wait for the update.
-        let wanted = (index + 1 + usize::from(self.windows.read_ahead)).min(self.plan.len());
-        while self.begun < wanted {
+        let reads_due = (index + 1 + usize::from(self.settings.read_ahead)).min(self.plan.len());
+        while self.reads_begun < reads_due {
             // A new window gets the buffers of the window whose write began first.
-            while self.ahead.len() + self.behind.len() >= self.windows.at_a_time() && !self.behind.is_empty() {
+            while self.pending_reads.len() + self.pending_writes.len() >= self.settings.at_a_time()
+                && !self.pending_writes.is_empty()
+            {
                 self.reclaim()?;
             }
             self.begin_reading();
         }
-        let transfers = self.ahead.pop_front().expect("a window is requested at most as often as planned");
+        let transfers = self.pending_reads.pop_front().expect("a window is requested at most as often as planned");
         let PlannedWindow { range, streams } = &self.plan[index];
         let start = range.start;
         let staged = transfers.into_iter().zip(streams).map(|(transfer, stream)| {
@@ -204,8 +207,8 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
                 false => self.free.push(staged.buffer),
             }
         }
-        self.behind.push_back(writing);
-        if !self.windows.write_behind {
+        self.pending_writes.push_back(writing);
+        if !self.settings.write_behind {
             self.reclaim()?;
         }
         Ok(())
@@ -213,35 +216,35 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
 
     /// Waits until everything is written.
     pub fn finish(mut self) -> Result<()> {
-        while !self.behind.is_empty() {
+        while !self.pending_writes.is_empty() {
             self.reclaim()?;
         }
         Ok(())
     }
 
     fn begin_reading(&mut self) {
-        let PlannedWindow { range, streams } = &self.plan[self.begun];
-        self.begun += 1;
+        let PlannedWindow { range, streams } = &self.plan[self.reads_begun];
+        self.reads_begun += 1;
         let mut reading = Vec::new();
         for StateStream { extent, reads, .. } in streams {
             // All buffers of one dtype have equal length, even if a window is shorter.
-            let room = self.window * F::dtype(extent).size_in_bytes();
-            let buffer = match self.free.iter().position(|buffer| F::len(buffer) == room) {
+            let bytes = self.max_len * F::dtype(extent).size_in_bytes();
+            let buffer = match self.free.iter().position(|buffer| F::len(buffer) == bytes) {
                 Some(i) => self.free.swap_remove(i),
                 None => {
-                    self.held.push(self.ledger.hold(MemoryKind::Staging, room + ALIGN - 1));
-                    F::staging(room)
+                    self.ledger_entries.push(self.ledger.hold(MemoryKind::Staging, bytes + ALIGN - 1));
+                    F::staging(bytes)
                 }
             };
             // Without a read, the buffer contains zeros: gaps between parameters are written to the file too.
             reading.push(self.files.read(buffer, reads.then(|| (extent, range.clone()))));
         }
-        self.ahead.push_back(reading);
+        self.pending_reads.push_back(reading);
     }
 
     /// Waits for the oldest window that is being written back.
     fn reclaim(&mut self) -> Result<()> {
-        for transfer in self.behind.pop_front().into_iter().flatten() {
+        for transfer in self.pending_writes.pop_front().into_iter().flatten() {
             self.free.push(self.files.wait(transfer)?);
         }
         Ok(())
@@ -335,9 +338,9 @@ mod tests {
                 plan.extend(pieces(len, window).map(|range| PlannedWindow { range, streams: extents.clone() }));
             }
             let ranges: Vec<_> = plan.iter().map(|p| p.range.clone()).collect();
-            let most = groups.iter().map(|(_, streams)| streams.len()).max().unwrap();
-            let passes = WindowSettings { read_ahead: flags[0], write_behind: flags[1], ..WindowSettings::default() };
-            let mut pipeline = WindowPipeline::new(&io, &ledger, plan, passes);
+            let max_streams = groups.iter().map(|(_, streams)| streams.len()).max().unwrap();
+            let settings = WindowSettings { read_ahead: flags[0], write_behind: flags[1], ..WindowSettings::default() };
+            let mut pipeline = WindowPipeline::new(&io, &ledger, plan, settings);
             for range in ranges {
                 let mut window = pipeline.next().unwrap();
                 for (s, staged) in window.staged.iter_mut().enumerate() {
@@ -358,14 +361,14 @@ mod tests {
                 let piece = extent.piece(0..expected.len(), 0);
                 // Data written through any kind of access can be read through every other kind.
                 piece.arena.read(DiskAccess::Cached, piece.at, found.bytes_mut(), &mut bounce).unwrap();
-                let mut same = AlignedBuffer::new(expected.len() * size);
-                same.elements(extent.dtype(), 0..expected.len()).copy_scaled(FlatRef::F32(&expected), 1.0);
-                prop_assert!(found.bytes_mut() == same.bytes_mut());
+                let mut expected_buffer = AlignedBuffer::new(expected.len() * size);
+                expected_buffer.elements(extent.dtype(), 0..expected.len()).copy_scaled(FlatRef::F32(&expected), 1.0);
+                prop_assert!(found.bytes_mut() == expected_buffer.bytes_mut());
             }
-            let sets = passes.at_a_time();
+            let sets = settings.at_a_time();
             // Each dtype may need a buffer for every stream.
-            let room = sets * 2 * most * (window * 4 + ALIGN - 1);
-            prop_assert!(ledger.bytes(MemoryKind::Staging).peak <= room);
+            let max_bytes = sets * 2 * max_streams * (window * 4 + ALIGN - 1);
+            prop_assert!(ledger.bytes(MemoryKind::Staging).peak <= max_bytes);
             prop_assert_eq!(ledger.bytes(MemoryKind::Staging).held, 0);
         }
     }

@@ -234,12 +234,17 @@ impl FactoredOptimizer for AdafactorPart {
         vec![batch.all_rows(), batch.count * batch.cols]
     }
 
-    fn add_sums(&self, ctx: &StepContext, at: SlicePosition<'_>, grad: FlatRef<'_>, sums: &mut [f64]) {
-        let batch = FactoredShape::of(at.shape);
+    fn add_sums(&self, ctx: &StepContext, position: SlicePosition<'_>, grad: FlatRef<'_>, sums: &mut [f64]) {
+        let batch = FactoredShape::of(position.shape);
         let (rows, cols) = sums.split_at_mut(batch.all_rows());
-        let slice =
-            SliceSquares { first: at.first, grad, cols: batch.cols, grad_scale: ctx.grad_scale, eps: self.eps(ctx) };
-        let range = at.first..at.first + grad.len();
+        let slice = SliceSquares {
+            first: position.first,
+            grad,
+            cols: batch.cols,
+            grad_scale: ctx.grad_scale,
+            eps: self.eps(ctx),
+        };
+        let range = position.first..position.first + grad.len();
         if range.is_empty() {
             return;
         }
@@ -253,13 +258,13 @@ impl FactoredOptimizer for AdafactorPart {
             }
         });
         for (matrix, cols) in cols.chunks_mut(batch.cols).enumerate() {
-            let own = matrix * batch.rows..(matrix + 1) * batch.rows;
-            let own = own.start.max(touched.start)..own.end.min(touched.end);
-            if own.is_empty() {
+            let matrix_rows = matrix * batch.rows..(matrix + 1) * batch.rows;
+            let matrix_rows = matrix_rows.start.max(touched.start)..matrix_rows.end.min(touched.end);
+            if matrix_rows.is_empty() {
                 continue;
             }
             for_each_part(cols.len().div_ceil(SUMS), ParallelChunks::new(cols, SUMS), |i, sums| {
-                for row in own.clone() {
+                for row in matrix_rows.clone() {
                     slice.add_columns(row, i * SUMS, sums);
                 }
             });
@@ -277,13 +282,13 @@ impl FactoredOptimizer for AdafactorPart {
     fn add_squares(
         &self,
         ctx: &StepContext,
-        at: SlicePosition<'_>,
+        position: SlicePosition<'_>,
         FactoredSlice { param, grad, state, factored }: FactoredSlice<'_, '_>,
         squares: &mut SquareSums,
     ) {
         let len = param.len();
         assert_eq!(grad.len(), len, "the gradient is not as long as the parameter");
-        let moments = self.moments(ctx, at.shape, factored);
+        let moments = self.moments(ctx, position.shape, factored);
         let (second, _) = split_states(self.kind, state);
         let second = second.map(|second| &*second);
         let chunks = parallel::map(len.div_ceil(CHUNK), |i| {
@@ -291,7 +296,7 @@ impl FactoredOptimizer for AdafactorPart {
             level().run(DirectionSquares {
                 moments: &moments,
                 grad_scale: ctx.grad_scale,
-                first: at.first + range.start,
+                first: position.first + range.start,
                 param: &param[range.clone()],
                 grad: grad.slice(range.clone()),
                 second: second.map(|second| &second[range]),
@@ -306,15 +311,15 @@ impl FactoredOptimizer for AdafactorPart {
     fn update(
         &self,
         ctx: &StepContext,
-        at: SlicePosition<'_>,
+        position: SlicePosition<'_>,
         FactoredSlice { param, grad, state, factored }: FactoredSlice<'_, '_>,
         squares: SquareSums,
         half: Option<FlatMut<'_>>,
     ) {
         let AdafactorConfig { eps, clip_threshold, beta1, weight_decay, scale_parameter, .. } = self.config;
-        let rms = |squares: f64| (squares / at.shape.iter().product::<usize>() as f64).sqrt();
+        let rms = |squares: f64| (squares / position.shape.iter().product::<usize>() as f64).sqrt();
         let lr = ctx.lr * if scale_parameter { rms(squares.weights).max(eps.1) } else { 1.0 };
-        let moments = self.moments(ctx, at.shape, factored);
+        let moments = self.moments(ctx, position.shape, factored);
         let (keep, take) = beta1.map_or((0.0, 1.0), |beta1| (beta1, 1.0 - beta1));
         let constants = UpdateConstants {
             moments: &moments,
@@ -326,7 +331,7 @@ impl FactoredOptimizer for AdafactorPart {
         };
         let run = |i: usize, param: &mut [f32], second: Option<&mut [f32]>, first_moment: Option<&mut [f32]>| {
             let grad = grad.slice(i * CHUNK..i * CHUNK + param.len());
-            let first = at.first + i * CHUNK;
+            let first = position.first + i * CHUNK;
             level().run(ChunkUpdate { constants: &constants, first, param, grad, second, first_moment });
         };
         let (second, first_moment) = split_states(self.kind, state);
@@ -353,7 +358,7 @@ struct SliceSquares<'a> {
 impl SliceSquares<'_> {
     /// Adds the squares of the elements of a row that are in the slice.
     fn add_row(&self, row: usize, sum: &mut f64) {
-        match self.grad.slice(self.part(row, &(0..self.cols))) {
+        match self.grad.slice(self.in_columns(row, &(0..self.cols))) {
             FlatRef::F32(grad) => grad.iter().for_each(|g| *sum += self.square(*g)),
             FlatRef::BF16(grad) => grad.iter().for_each(|g| *sum += self.square(g.to_f32())),
             FlatRef::F16(grad) => grad.iter().for_each(|g| *sum += self.square(g.to_f32())),
@@ -364,7 +369,7 @@ impl SliceSquares<'_> {
     /// begin with `column`.
     fn add_columns(&self, row: usize, column: usize, sums: &mut [f64]) {
         let columns = column..column + sums.len();
-        let part = self.part(row, &columns);
+        let part = self.in_columns(row, &columns);
         let skipped = self.first.saturating_sub(row * self.cols + column).min(sums.len());
         let sums = sums[skipped..].iter_mut();
         match self.grad.slice(part) {
@@ -375,7 +380,7 @@ impl SliceSquares<'_> {
     }
 
     /// Returns the elements of the slice that are in `columns` of a row.
-    fn part(&self, row: usize, columns: &Range<usize>) -> Range<usize> {
+    fn in_columns(&self, row: usize, columns: &Range<usize>) -> Range<usize> {
         let in_slice = |column: usize| (row * self.cols + column).saturating_sub(self.first).min(self.grad.len());
         in_slice(columns.start)..in_slice(columns.end)
     }
@@ -411,17 +416,17 @@ impl SecondMoments<'_> {
                 }
             }
             (Self::Factored { batch, rows, cols, means }, _) => {
-                let mut at = 0;
-                while at < grad.len() {
-                    let (row, col) = ((first + at) / batch.cols, (first + at) % batch.cols);
+                let mut offset = 0;
+                while offset < grad.len() {
+                    let (row, col) = ((first + offset) / batch.cols, (first + offset) % batch.cols);
                     let matrix = row / batch.rows;
-                    let len = (batch.cols - col).min(grad.len() - at);
-                    let of_row = (means[matrix] / f64::from(rows[row])).sqrt() as f32;
+                    let len = (batch.cols - col).min(grad.len() - offset);
+                    let row_factor = (means[matrix] / f64::from(rows[row])).sqrt() as f32;
                     let start = matrix * batch.cols + col;
-                    for (g, column) in grad[at..at + len].iter_mut().zip(&cols[start..start + len]) {
-                        *g = of_row * *g / column.sqrt();
+                    for (g, column) in grad[offset..offset + len].iter_mut().zip(&cols[start..start + len]) {
+                        *g = row_factor * *g / column.sqrt();
                     }
-                    at += len;
+                    offset += len;
                 }
             }
             (Self::Elements { .. }, None) => unreachable!("vectors have a second moment for each element"),
@@ -435,11 +440,11 @@ fn new_moment(keep: f32, take: f32, eps: f32, g: f32, v: f32) -> f32 {
     keep * v + take * (g * g + eps)
 }
 
-/// Scales the gradients of a block and writes them to `to`.
+/// Scales the gradients of a block and writes them to `output`.
 #[inline(always)]
-fn scaled_gradients(to: &mut [f32], grad: FlatRef<'_>, grad_scale: f32) {
-    cast::widen(to, grad);
-    to.iter_mut().for_each(|g| *g *= grad_scale);
+fn scaled_gradients(output: &mut [f32], grad: FlatRef<'_>, grad_scale: f32) {
+    cast::widen(output, grad);
+    output.iter_mut().for_each(|g| *g *= grad_scale);
 }
 
 /// The computation of the squares of one chunk of weights and directions, block by block.

@@ -17,7 +17,7 @@ pub(crate) struct Fp32Modules<'a>(pub &'a [String]);
 impl Fp32Modules<'_> {
     /// Returns whether a parameter or buffer of this name belongs to one of the modules.
     pub fn keep(self, name: &str) -> bool {
-        self.0.iter().any(|module| is_of(module, name))
+        self.0.iter().any(|module| is_in(module, name))
     }
 
     /// Checks that each module occurs in a name.
@@ -25,7 +25,7 @@ impl Fp32Modules<'_> {
     /// # Errors
     /// [`ParamError::NoSuchModule`] for a module that does not occur in any name of `all`.
     pub fn check<'n>(self, all: impl Iterator<Item = &'n str> + Clone) -> Result<()> {
-        let Some(name) = self.0.iter().find(|module| !all.clone().any(|name| is_of(module, name))) else {
+        let Some(name) = self.0.iter().find(|module| !all.clone().any(|name| is_in(module, name))) else {
             return Ok(());
         };
         let modules: BTreeSet<&str> = all.flat_map(names).filter(|name| name.parse::<u64>().is_err()).collect();
@@ -38,7 +38,7 @@ impl Fp32Modules<'_> {
 }
 
 /// Returns whether `module` matches complete words of `name`.
-fn is_of(module: &str, name: &str) -> bool {
+fn is_in(module: &str, name: &str) -> bool {
     let starts = std::iter::once(0).chain(name.match_indices('.').map(|(at, _)| at + 1));
     starts.map(|start| &name[start..]).any(|rest| {
         let ends = rest.match_indices('.').map(|(at, _)| at).chain(std::iter::once(rest.len()));
@@ -88,12 +88,12 @@ mod tests {
     #[test]
     fn a_module_that_is_not_there_is_told_with_those_that_are_like_it() {
         let all = ["wte.weight", "h.0.ln_1.weight", "h.0.attn.c_attn.bias", "ln_f.weight"];
-        let told = |module: &str| {
+        let check = |module: &str| {
             let modules = ["wte".to_string(), module.to_string()];
             Fp32Modules(&modules).check(all.into_iter()).map_err(|error| error.to_string())
         };
-        assert_eq!(told("ln_f"), Ok(()));
-        insta::assert_snapshot!(told("lnf").unwrap_err(), @"data_types.keep_in_fp32_modules: the model has no module lnf: the nearest are ln_f, ln_1; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
-        insta::assert_snapshot!(told("router").unwrap_err(), @"data_types.keep_in_fp32_modules: the model has no module router: no name is similar; the modules are attn, c_attn, h, ln_1, ln_f, wte; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
+        assert_eq!(check("ln_f"), Ok(()));
+        insta::assert_snapshot!(check("lnf").unwrap_err(), @"data_types.keep_in_fp32_modules: the model has no module lnf: the nearest are ln_f, ln_1; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
+        insta::assert_snapshot!(check("router").unwrap_err(), @"data_types.keep_in_fp32_modules: the model has no module router: no name is similar; the modules are attn, c_attn, h, ln_1, ln_f, wte; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
     }
 }

@@ -50,7 +50,7 @@ pub(crate) struct GroupStepSettings<'a> {
 
 impl GroupedOptimizer {
     /// Assigns the final numbers to the groups of registered parameters (`parameter_groups` contains the number of each
-    /// parameter's group), and gives each group its schedule: the user's `own`, or the configuration's. Also returns
+    /// parameter's group), and gives each group its schedule: `user_schedule`, or the configuration's. Also returns
     /// the indices of the user's groups that select nothing.
     ///
     /// # Errors
@@ -58,15 +58,15 @@ impl GroupedOptimizer {
     pub fn new(
         grouping: Arc<ParameterGrouping>,
         (parameter_groups, used): (Vec<&mut usize>, &[usize]),
-        own: Option<Arc<dyn LrSchedule>>,
+        user_schedule: Option<Arc<dyn LrSchedule>>,
         scheduler: Option<&SchedulerConfig>,
     ) -> Result<(Self, Vec<usize>)> {
         let (settled, empty) = grouping.settle(parameter_groups, used);
-        let own = own_schedule(grouping.optimizer(OptimizerRole::Main), own, scheduler.is_some())?;
+        let user_schedule = own_schedule(grouping.optimizer(OptimizerRole::Main), user_schedule, scheduler.is_some())?;
         let main = grouping.optimizer(OptimizerRole::Main).map(|o| o.momentum());
         let cycles = matches!(main, Some(Momentum::Betas(..)));
         let count = settled.len();
-        let is_scheduled = own.is_some() || scheduler.is_some();
+        let is_scheduled = user_schedule.is_some() || scheduler.is_some();
         let groups = settled.into_iter().enumerate().map(|(group, GroupSettings { role, lr, numbers })| {
             let optimizer = grouping.optimizer(role);
             let momentum = match (optimizer.map_or(Momentum::Factor(0.0), |o| o.momentum()), numbers.betas) {
@@ -77,17 +77,17 @@ impl GroupedOptimizer {
             let lr = optimizer.map_or(0.0, |o| lr.unwrap_or(o.lr()));
             let schedule_from = |lr| {
                 let base = GroupBaseRates { lr, momentum, cycles, group, groups: count };
-                match &own {
-                    Some(own) => Ok(Schedule::custom_of_group(own.clone(), base)),
+                match &user_schedule {
+                    Some(user_schedule) => Ok(Schedule::custom_of_group(user_schedule.clone(), base)),
                     None => Schedule::of_group(scheduler, base),
                 }
             };
             let schedule = schedule_from(lr)?;
             let ignores_own_rate = has_own_rate
                 && schedule.same_rates(&schedule_from(lr + 1.0)?)
-                && own
+                && user_schedule
                     .as_ref()
-                    .is_none_or(|own| COMPARED_STEPS.iter().all(|n| own.lr_of_group(*n, group) == own.lr(*n)));
+                    .is_none_or(|custom| COMPARED_STEPS.iter().all(|n| custom.lr_of_group(*n, group) == custom.lr(*n)));
             Ok(OptimizerGroup { role, lr, numbers, schedule, ignores_own_rate, is_scheduled, set_lr: None })
         });
         let groups = groups.collect::<Result<_>>()?;
@@ -162,16 +162,17 @@ impl GroupedOptimizer {
     /// # Errors
     /// Values of a schedule that the optimizer cannot work with; a missing optimizer.
     pub fn for_step(&self, step: u64, grad_scale: f32) -> Result<Vec<GroupStepSettings<'_>>> {
-        let of_group = |group: &OptimizerGroup| {
+        let settings_of = |group: &OptimizerGroup| {
             let (lr, betas) = group.schedule.in_force()?;
             let lr = group.set_lr.unwrap_or(lr);
-            let GroupOverrides { betas: own, eps, weight_decay, trust_ratio } = group.numbers;
+            let GroupOverrides { betas: group_betas, eps, weight_decay, trust_ratio } = group.numbers;
             let trust_ratio = trust_ratio.unwrap_or(true);
-            let ctx = StepContext { lr, betas: betas.or(own), eps, weight_decay, trust_ratio, step, grad_scale };
+            let betas = betas.or(group_betas);
+            let ctx = StepContext { lr, betas, eps, weight_decay, trust_ratio, step, grad_scale };
             let optimizer = self.grouping.optimizer(group.role).ok_or(OptimError::NoOptimizer)?;
             Ok(GroupStepSettings { optimizer, ctx })
         };
-        self.groups.iter().map(of_group).collect()
+        self.groups.iter().map(settings_of).collect()
     }
 
     /// Advances the schedules after an applied step.
@@ -196,22 +197,22 @@ impl GroupedOptimizer {
     }
 }
 
-/// Returns the schedule to use instead of the configuration's: the user's `own`, or a rule of the optimizer.
+/// Returns the schedule to use instead of the configuration's: `user_schedule`, or a rule of the optimizer.
 ///
 /// # Errors
 /// [`OptimError::NoSchedule`] if there is a schedule, but the optimizer cannot follow it.
 fn own_schedule(
     optimizer: Option<&dyn Optimizer>,
-    own: Option<Arc<dyn LrSchedule>>,
+    user_schedule: Option<Arc<dyn LrSchedule>>,
     has_scheduler: bool,
 ) -> Result<Option<Arc<dyn LrSchedule>>> {
-    let Some(optimizer) = optimizer else { return Ok(own) };
+    let Some(optimizer) = optimizer else { return Ok(user_schedule) };
     let rule: Option<Arc<dyn LrSchedule>> = match optimizer.rate_rule() {
-        RateRule::Schedule => return Ok(own),
+        RateRule::Schedule => return Ok(user_schedule),
         RateRule::Constant => None,
         RateRule::OfSteps(rule) => Some(Arc::new(rule)),
     };
-    if own.is_some() || has_scheduler {
+    if user_schedule.is_some() || has_scheduler {
         return Err(OptimError::NoSchedule { optimizer: optimizer.name().into() }.into());
     }
     Ok(rule)
@@ -220,9 +221,9 @@ fn own_schedule(
 impl fmt::Debug for GroupedOptimizer {
     /// Writes everything that must be equal on all ranks.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let halves = OptimizerRole::ALL
+        let optimizers = OptimizerRole::ALL
             .map(|role| self.grouping.optimizer(role).map(|o| (o.name().to_owned(), o.state_names())));
-        write!(f, "{halves:?} ")?;
+        write!(f, "{optimizers:?} ")?;
         f.debug_list().entries(self.groups.iter().map(|g| (g.role, g.lr, g.numbers, &g.schedule))).finish()
     }
 }

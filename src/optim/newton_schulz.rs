@@ -150,15 +150,15 @@ fn standard<E: Element>(x: &mut [E], next: &mut [E], shape: MatrixShape) {
     let [a, b, c] = QUINTIC;
     let n = shape.short();
     let [mut gram, mut scaled, mut polynomial] = [(); 3].map(|()| vec![E::default(); n * n]);
-    let (mut now, mut then) = (&mut *x, &mut *next);
+    let (mut current, mut updated) = (&mut *x, &mut *next);
     for _ in 0..STEPS {
-        shape.gram(&mut gram, now);
+        shape.gram(&mut gram, current);
         scaled.copy_from_slice(&gram);
         map(&mut scaled, |x| c * x);
         let (left, right) = (Matrix::new(&scaled, n, n), Matrix::new(&gram, n, n));
         add_product(&mut polynomial, (b, &gram), (1.0, left, right));
-        shape.advance(then, a, &polynomial, now);
-        std::mem::swap(&mut now, &mut then);
+        shape.advance(updated, a, &polynomial, current);
+        std::mem::swap(&mut current, &mut updated);
     }
     // After an odd number of steps, the result is in the other buffer.
     const { assert!(STEPS % 2 == 1) };
@@ -170,7 +170,7 @@ fn gram(x: &mut [f32], next: &mut [f32], shape: MatrixShape) {
     let [a, b, c] = QUINTIC;
     let n = shape.short();
     // These are the Gram matrix R of the current X, b R + c R R, the pending factor of X, and a scratch matrix.
-    let [mut r, mut z, mut q, mut room] = [(); 4].map(|()| vec![0.0; n * n]);
+    let [mut r, mut z, mut q, mut scratch] = [(); 4].map(|()| vec![0.0; n * n]);
     shape.gram(&mut r, x);
     for step in 0..STEPS {
         if step == RESTART_STEP {
@@ -184,12 +184,12 @@ fn gram(x: &mut [f32], next: &mut [f32], shape: MatrixShape) {
             q.copy_from_slice(&z);
             add_to_diagonal(&mut q, n, a);
         } else {
-            add_product(&mut room, (a, &q), (1.0, polynomial, Matrix::new(&q, n, n)));
-            std::mem::swap(&mut q, &mut room);
+            add_product(&mut scratch, (a, &q), (1.0, polynomial, Matrix::new(&q, n, n)));
+            std::mem::swap(&mut q, &mut scratch);
         }
         if step + 1 < STEPS && step + 1 != RESTART_STEP {
-            add_product(&mut room, (a, &r), (1.0, polynomial, Matrix::new(&r, n, n)));
-            add_product(&mut r, (a, &room), (1.0, polynomial, Matrix::new(&room, n, n)));
+            add_product(&mut scratch, (a, &r), (1.0, polynomial, Matrix::new(&r, n, n)));
+            add_product(&mut r, (a, &scratch), (1.0, polynomial, Matrix::new(&scratch, n, n)));
         }
     }
     shape.advance(x, 0.0, &q, next);
@@ -214,15 +214,15 @@ mod tests {
         let at = |i: usize, j: usize| if rows > cols { j * cols + i } else { i * cols + j };
         let mut x: Vec<f64> = (0..n * m).map(|k| f64::from(g[at(k / m, k % m)]) / norm).collect();
         let product = |l: &[f64], r: &[f64], k: usize, cols: usize, transposed: bool| -> Vec<f64> {
-            let of = |p: usize, j: usize| if transposed { r[j * k + p] } else { r[p * cols + j] };
-            (0..n * cols).map(|ij| (0..k).map(|p| l[ij / cols * k + p] * of(p, ij % cols)).sum()).collect()
+            let element = |p: usize, j: usize| if transposed { r[j * k + p] } else { r[p * cols + j] };
+            (0..n * cols).map(|ij| (0..k).map(|p| l[ij / cols * k + p] * element(p, ij % cols)).sum()).collect()
         };
         for _ in 0..STEPS {
             let gram = product(&x, &x, m, n, true);
             let square = product(&gram, &gram, n, n, false);
             let poly: Vec<f64> = gram.iter().zip(&square).map(|(g, s)| b * g + c * s).collect();
-            let more = product(&poly, &x, n, m, false);
-            x = x.iter().zip(&more).map(|(x, more)| a * x + more).collect();
+            let product_term = product(&poly, &x, n, m, false);
+            x = x.iter().zip(&product_term).map(|(x, product_term)| a * x + product_term).collect();
         }
         (0..rows * cols).map(|k| if rows > cols { x[k % cols * m + k / cols] } else { x[k] }).collect()
     }

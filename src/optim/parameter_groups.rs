@@ -161,9 +161,9 @@ impl ParameterGroup {
     /// Returns the problem with the group's hyperparameters, if any.
     fn problem(&self, optimizer: &dyn Optimizer) -> Option<String> {
         let GroupOverrides { betas, eps, weight_decay, trust_ratio: _ } = self.numbers;
-        for (what, number) in [("lr", self.lr), ("weight_decay", weight_decay), ("eps", eps)] {
+        for (name, number) in [("lr", self.lr), ("weight_decay", weight_decay), ("eps", eps)] {
             if let Some(number) = number.filter(|n| !(0.0..f64::INFINITY).contains(n)) {
-                return Some(format!("{what} is {number}; it must be a finite number of at least 0"));
+                return Some(format!("{name} is {number}; it must be a finite number of at least 0"));
             }
         }
         let (beta1, beta2) = betas?;
@@ -172,8 +172,8 @@ impl ParameterGroup {
             return Some(format!("the betas are {beta1}, {beta2}; each must be at least 0 and below 1"));
         }
         let has_betas = |o: &dyn Optimizer| matches!(o.momentum(), Momentum::Betas(..));
-        let somebody_has = has_betas(optimizer) || optimizer.auxiliary().is_some_and(has_betas);
-        (!somebody_has).then(|| format!("it has betas, but {} has none; leave them out", optimizer.name()))
+        let any_has_betas = has_betas(optimizer) || optimizer.auxiliary().is_some_and(has_betas);
+        (!any_has_betas).then(|| format!("it has betas, but {} has none; leave them out", optimizer.name()))
     }
 }
 
@@ -184,7 +184,7 @@ pub(crate) type TrainableFilter = Arc<dyn Fn(&str, &[usize]) -> bool + Send + Sy
 #[derive(Default)]
 pub(crate) struct ParameterGrouping {
     optimizer: Option<Arc<dyn Optimizer>>,
-    given: Vec<ParameterGroup>,
+    user_groups: Vec<ParameterGroup>,
     trainable: Option<TrainableFilter>,
     quantized: Option<(WeightPacking, TrainableFilter)>,
     kept_modules: Vec<String>,
@@ -206,18 +206,18 @@ impl ParameterGrouping {
     /// # Errors
     /// [`OptimError::ParameterGroup`] for hyperparameters that the optimizer cannot work with; [`OptimError::States`]
     /// for names of states that a checkpoint cannot use.
-    pub fn new(optimizer: Option<Arc<dyn Optimizer>>, given: Vec<ParameterGroup>) -> Result<Self> {
+    pub fn new(optimizer: Option<Arc<dyn Optimizer>>, user_groups: Vec<ParameterGroup>) -> Result<Self> {
         if let Some(optimizer) = &optimizer {
-            for half in [Some(&**optimizer), optimizer.auxiliary()].into_iter().flatten() {
-                check_states(half)?;
+            for role_optimizer in [Some(&**optimizer), optimizer.auxiliary()].into_iter().flatten() {
+                check_states(role_optimizer)?;
             }
-            for (index, group) in given.iter().enumerate() {
+            for (index, group) in user_groups.iter().enumerate() {
                 if let Some(problem) = group.problem(&**optimizer) {
                     return Err(OptimError::ParameterGroup { index, problem }.into());
                 }
             }
         }
-        Ok(Self { optimizer, given, ..Self::default() })
+        Ok(Self { optimizer, user_groups, ..Self::default() })
     }
 
     /// Trains only the parameters that `rule` selects.
@@ -257,7 +257,7 @@ impl ParameterGrouping {
     /// Returns the format of a parameter's weights. Packing takes precedence.
     pub fn weights(&self, name: &str, shape: &[usize]) -> WeightFormat {
         let packing = self.quantized.as_ref().filter(|(_, rule)| rule(name, shape)).map(|(packing, _)| *packing);
-        let group = || self.given.iter().find(|group| group.selects(name, shape));
+        let group = || self.user_groups.iter().find(|group| group.selects(name, shape));
         let keeps_f32 = || self.kept_modules().keep(name) || group().is_some_and(|group| group.keeps_f32);
         match packing {
             Some(packing) => WeightFormat::Packed(packing),
@@ -273,22 +273,22 @@ impl ParameterGrouping {
 
     /// Returns a predicate for the parameters that are trained at the start, on any rank.
     pub fn trains_rule(&self) -> TrainableFilter {
-        let (given, trainable) = (self.given.clone(), self.trainable.clone());
+        let (user_groups, trainable) = (self.user_groups.clone(), self.trainable.clone());
         Arc::new(move |name, shape| {
-            let group = given.iter().find(|group| group.selects(name, shape));
+            let group = user_groups.iter().find(|group| group.selects(name, shape));
             !group.is_some_and(|group| group.is_frozen) && trainable.as_ref().is_none_or(|rule| rule(name, shape))
         })
     }
 
     /// Returns the indices of the given groups that freeze parameters.
     pub fn freezing(&self) -> impl Iterator<Item = usize> + '_ {
-        self.given.iter().enumerate().filter(|(_, group)| group.is_frozen).map(|(index, _)| index)
+        self.user_groups.iter().enumerate().filter(|(_, group)| group.is_frozen).map(|(index, _)| index)
     }
 
     /// Returns the number that identifies a parameter's group before groups are [settled](Self::settle).
     pub fn group(&self, name: &str, shape: &[usize]) -> usize {
-        let given = self.given.iter().position(|group| group.selects(name, shape));
-        let use_muon = given.and_then(|i| self.given[i].use_muon);
+        let index = self.user_groups.iter().position(|group| group.selects(name, shape));
+        let use_muon = index.and_then(|i| self.user_groups[i].use_muon);
         let main = match (&self.optimizer, use_muon) {
             (Some(optimizer), Some(use_muon)) if optimizer.auxiliary().is_some() => {
                 // The empty name stands for any name: only the shape decides.
@@ -297,7 +297,7 @@ impl ParameterGrouping {
             (Some(optimizer), _) => optimizer.auxiliary().is_none() || optimizer.takes(name, shape),
             (None, _) => true,
         };
-        given.unwrap_or(self.given.len()) * OptimizerRole::ALL.len() + usize::from(!main)
+        index.unwrap_or(self.user_groups.len()) * OptimizerRole::ALL.len() + usize::from(!main)
     }
 
     /// Returns the role of the optimizer that trains the parameters of a group that is not settled yet.
@@ -346,8 +346,8 @@ impl ParameterGrouping {
     /// Returns the names of all states, each once, in order.
     pub fn all_state_names(&self) -> Vec<&'static str> {
         let mut all = Vec::new();
-        let of_role = |role| self.state_names(role).iter().chain(self.factored_names(role));
-        for name in OptimizerRole::ALL.into_iter().flat_map(of_role) {
+        let names_of_role = |role| self.state_names(role).iter().chain(self.factored_names(role));
+        for name in OptimizerRole::ALL.into_iter().flat_map(names_of_role) {
             if !all.contains(name) {
                 all.push(*name);
             }
@@ -364,12 +364,13 @@ impl ParameterGrouping {
         for group in &mut groups {
             **group = used.binary_search(group).unwrap_or_else(|_| unreachable!("it is one of those used"));
         }
-        let given = |group: &usize| group / OptimizerRole::ALL.len();
+        let given_index = |group: &usize| group / OptimizerRole::ALL.len();
         let settled = used.iter().map(|group| {
-            let ParameterGroup { lr, numbers, .. } = self.given.get(given(group)).cloned().unwrap_or_default();
+            let ParameterGroup { lr, numbers, .. } =
+                self.user_groups.get(given_index(group)).cloned().unwrap_or_default();
             GroupSettings { role: Self::role(*group), lr, numbers }
         });
-        let empty = (0..self.given.len()).filter(|index| !used.iter().any(|group| given(group) == *index));
+        let empty = (0..self.user_groups.len()).filter(|index| !used.iter().any(|group| given_index(group) == *index));
         (settled.collect(), empty.collect())
     }
 }

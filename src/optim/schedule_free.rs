@@ -122,7 +122,7 @@ impl WeightAveraging for AdamWScheduleFree {
 #[derive(Debug, Clone, Copy)]
 struct Mix {
     /// The share of `z`.
-    of_z: f32,
+    z_share: f32,
 }
 
 /// The number of elements of `y` that one thread computes at a time.
@@ -133,14 +133,14 @@ const BLOCK: usize = 1024;
 
 impl Mix {
     fn new(beta1: f64) -> Self {
-        Self { of_z: (1.0 - beta1) as f32 }
+        Self { z_share: (1.0 - beta1) as f32 }
     }
 
     /// Returns an element of `y`.
     #[inline(always)]
-    fn of(self, average: f32, z: f32) -> f32 {
+    fn interpolate(self, average: f32, z: f32) -> f32 {
         // If both numbers are equal, this form returns exactly that number.
-        average + self.of_z * (z - average)
+        average + self.z_share * (z - average)
     }
 
     /// Writes `y` to `trained`, which `flat` converts to a flat slice.
@@ -176,7 +176,7 @@ impl SimdLoop for MixChunk<'_> {
             let range = start..self.average.len().min(start + BLOCK);
             let mixed = &mut mixed[..range.len()];
             for ((y, x), z) in mixed.iter_mut().zip(&self.average[range.clone()]).zip(&self.z[range.clone()]) {
-                *y = self.mix.of(*x, *z);
+                *y = self.mix.interpolate(*x, *z);
             }
             cast::narrow(self.trained.reborrow().slice(range), mixed);
         }
@@ -211,7 +211,7 @@ impl ElementwiseKernel<2> for ScheduleFreeConstants {
         }
         for (((x, g), z), v) in param.iter_mut().zip(grad).zip(z).zip(exp_avg_sq) {
             let g = *g * s.grad_scale;
-            let y = s.mix.of(*x, *z);
+            let y = s.mix.interpolate(*x, *z);
             *v = s.beta2 * *v + s.one_minus_beta2 * (g * g);
             *z -= s.lr * (g / (v.sqrt() * s.root_scale + s.eps) + s.decay * y);
             *x += s.share * (*z - *x);
@@ -272,20 +272,20 @@ impl AveragingCoefficients {
         if sums.last.0 == count {
             return sums.last.1;
         }
-        let (mut at, mut sum) = sums.last;
-        let kept = (sums.at_strides.len() as u64).min(count / STRIDE);
-        if at > count || kept * STRIDE > at {
-            at = kept * STRIDE;
-            sum = kept.checked_sub(1).and_then(|i| sums.at_strides.get(i as usize)).copied().unwrap_or(0.0);
+        let (mut step, mut sum) = sums.last;
+        let stored = (sums.at_strides.len() as u64).min(count / STRIDE);
+        if step > count || stored * STRIDE > step {
+            step = stored * STRIDE;
+            sum = stored.checked_sub(1).and_then(|i| sums.at_strides.get(i as usize)).copied().unwrap_or(0.0);
         }
-        while at < count {
-            at += 1;
-            sum += self.weight(at);
-            if at == (sums.at_strides.len() as u64 + 1) * STRIDE {
+        while step < count {
+            step += 1;
+            sum += self.weight(step);
+            if step == (sums.at_strides.len() as u64 + 1) * STRIDE {
                 sums.at_strides.push(sum);
             }
         }
-        sums.last = (at, sum);
+        sums.last = (step, sum);
         sum
     }
 }
@@ -308,18 +308,18 @@ mod tests {
 
     #[test]
     fn sums_of_weights_have_the_same_bits_in_any_order_of_steps() {
-        let of = |steps: &[u64]| {
+        let bits_of = |steps: &[u64]| {
             let weights = AveragingCoefficients::new(config(5000, 0.5));
             steps.iter().map(|step| weights.sum(*step).to_bits()).collect::<Vec<_>>()
         };
         let steps = [1, 2, 4095, 4096, 4097, 8191, 8192, 10_000];
-        let ascending = of(&steps);
-        let mut reversed = of(&steps.iter().rev().copied().collect::<Vec<_>>());
+        let ascending = bits_of(&steps);
+        let mut reversed = bits_of(&steps.iter().rev().copied().collect::<Vec<_>>());
         reversed.reverse();
         assert_eq!(ascending, reversed);
         for (i, step) in steps.iter().enumerate() {
-            assert_eq!(of(&[10_000, *step])[1], ascending[i], "{step} after a later step");
-            assert_eq!(of(&[*step])[0], ascending[i], "{step} first");
+            assert_eq!(bits_of(&[10_000, *step])[1], ascending[i], "{step} after a later step");
+            assert_eq!(bits_of(&[*step])[0], ascending[i], "{step} first");
         }
     }
 
@@ -345,13 +345,13 @@ mod tests {
             let mut y = vec![half::bf16::ZERO; len];
             let mut states = [z.as_mut_slice(), v.as_mut_slice()];
             optimizer.update(&ctx, &mut x, FlatRef::F32(&grad), &mut states, Some(FlatMut::BF16(&mut y)));
-            let mut again = vec![half::bf16::ZERO; len];
-            optimizer.trained_weights(&ctx, &x, &states, FlatMut::BF16(&mut again));
-            let mut wide = vec![0.0; len];
-            optimizer.trained_weights(&ctx, &x, &states, FlatMut::F32(&mut wide));
-            assert!(y == again);
-            assert!(y.iter().zip(&wide).all(|(y, wide)| *y == half::bf16::from_f32(*wide)));
-            assert!(wide.iter().zip(&x).zip(&z).all(|((y, x), z)| (y - (0.1 * z + 0.9 * x)).abs() <= 1e-6));
+            let mut recomputed = vec![half::bf16::ZERO; len];
+            optimizer.trained_weights(&ctx, &x, &states, FlatMut::BF16(&mut recomputed));
+            let mut in_f32 = vec![0.0; len];
+            optimizer.trained_weights(&ctx, &x, &states, FlatMut::F32(&mut in_f32));
+            assert!(y == recomputed);
+            assert!(y.iter().zip(&in_f32).all(|(y, in_f32)| *y == half::bf16::from_f32(*in_f32)));
+            assert!(in_f32.iter().zip(&x).zip(&z).all(|((y, x), z)| (y - (0.1 * z + 0.9 * x)).abs() <= 1e-6));
         }
         // Before the first step, all three are the same.
         let mut y = vec![0.0; len];

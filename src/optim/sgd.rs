@@ -39,8 +39,8 @@ impl Sgd {
         // The first step uses the full gradient, whatever the dampening.
         let (keep, take) = if ctx.step == 1 { (0.0, 1.0) } else { (momentum, (1.0 - self.config.dampening) as f32) };
         // The direction is a sum of two products, so that one loop serves both variants.
-        let (of_grad, of_buffer) = if self.config.nesterov { (1.0, momentum) } else { (0.0, 1.0) };
-        SgdConstants::Momentum(MomentumSgdConstants { lr, scale, l2, keep, take, of_grad, of_buffer })
+        let (grad_factor, buffer_factor) = if self.config.nesterov { (1.0, momentum) } else { (0.0, 1.0) };
+        SgdConstants::Momentum(MomentumSgdConstants { lr, scale, l2, keep, take, grad_factor, buffer_factor })
     }
 }
 
@@ -84,7 +84,7 @@ impl Optimizer for Sgd {
         Some(match self.constants(ctx) {
             SgdConstants::Plain(s) => ElementwiseUpdate::Sgd([s.lr, s.scale, s.l2]),
             SgdConstants::Momentum(s) => {
-                ElementwiseUpdate::SgdMomentum([s.lr, s.scale, s.l2, s.keep, s.take, s.of_grad, s.of_buffer])
+                ElementwiseUpdate::SgdMomentum([s.lr, s.scale, s.l2, s.keep, s.take, s.grad_factor, s.buffer_factor])
             }
         })
     }
@@ -122,8 +122,8 @@ struct MomentumSgdConstants {
     l2: f32,
     keep: f32,
     take: f32,
-    of_grad: f32,
-    of_buffer: f32,
+    grad_factor: f32,
+    buffer_factor: f32,
 }
 
 impl ElementwiseKernel<1> for MomentumSgdConstants {
@@ -132,7 +132,7 @@ impl ElementwiseKernel<1> for MomentumSgdConstants {
         for ((p, g), b) in param.iter_mut().zip(grad).zip(buffer) {
             let g = *g * self.scale + self.l2 * *p;
             *b = self.keep * *b + self.take * g;
-            *p -= self.lr * (self.of_grad * g + self.of_buffer * *b);
+            *p -= self.lr * (self.grad_factor * g + self.buffer_factor * *b);
         }
     }
 }

@@ -75,11 +75,11 @@ pub(crate) fn encode(map: &DynamicMap, values: &[f32], codes: &mut [u8], scales:
 }
 
 /// Decodes codes and scales to values.
-pub(crate) fn decode(map: &DynamicMap, reading: DecodeMode, codes: &[u8], scales: &[f32], values: &mut [f32]) {
+pub(crate) fn decode(map: &DynamicMap, mode: DecodeMode, codes: &[u8], scales: &[f32], values: &mut [f32]) {
     assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "buffers must fit all codes");
     for_each_part(codes.len().div_ceil(CHUNK), ParallelChunks::new(values, CHUNK), |i, values| {
         let (codes, scales) = (&codes[i * CHUNK..][..values.len()], &scales[i * CHUNK / BLOCK..]);
-        level().run(DecodeState { map, reading, codes, scales, values });
+        level().run(DecodeState { map, mode, codes, scales, values });
     });
 }
 
@@ -104,7 +104,7 @@ impl SimdLoop for EncodeState<'_> {
 
 struct DecodeState<'a> {
     map: &'a DynamicMap,
-    reading: DecodeMode,
+    mode: DecodeMode,
     codes: &'a [u8],
     scales: &'a [f32],
     values: &'a mut [f32],
@@ -117,7 +117,7 @@ impl SimdLoop for DecodeState<'_> {
     fn run(self) {
         let blocks = self.values.chunks_mut(BLOCK).zip(self.codes.chunks(BLOCK));
         for ((values, codes), scale) in blocks.zip(self.scales) {
-            match self.reading {
+            match self.mode {
                 DecodeMode::ByMap => self.map.dequantize(codes, *scale, values),
                 DecodeMode::Restorable => self.map.dequantize_restorable(codes, *scale, values),
             }
@@ -160,9 +160,9 @@ mod tests {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
             pool.install(|| {
                 let (codes, scales) = coded(&SIGNED, &values);
-                let mut back = vec![0.0; values.len()];
-                decode(&SIGNED, DecodeMode::ByMap, &codes, &scales, &mut back);
-                (codes, scales, back)
+                let mut decoded = vec![0.0; values.len()];
+                decode(&SIGNED, DecodeMode::ByMap, &codes, &scales, &mut decoded);
+                (codes, scales, decoded)
             })
         });
         assert!(results[0] == results[1]);

@@ -109,8 +109,8 @@ mod tests {
             loss.backward().unwrap()
         };
         let grad = arrived.0.lock().unwrap().pop().unwrap();
-        let later = grad.parts_left();
-        (later, grad.compute().unwrap().read::<f32, _>("test", |values| Ok(values.to_vec())).unwrap())
+        let deferred_parts = grad.parts_left();
+        (deferred_parts, grad.compute().unwrap().read::<f32, _>("test", |values| Ok(values.to_vec())).unwrap())
     }
 
     #[test]
@@ -126,8 +126,8 @@ mod tests {
         assert_eq!(gradient_of(false, once).0, 0);
         assert_eq!(gradient_of(true, once), (1, gradient_of(false, once).1));
         assert_eq!(gradient_of(true, twice), (2, gradient_of(false, twice).1));
-        let (later, grad) = gradient_of(true, mixed);
-        assert!(later < 2);
+        let (deferred_parts, grad) = gradient_of(true, mixed);
+        assert!(deferred_parts < 2);
         assert_eq!(grad, gradient_of(false, mixed).1);
     }
 
@@ -147,9 +147,9 @@ mod tests {
             let logits = Tensor::new(&[[0f32, -1.0, 2.0], [1.0, 0.0, -1.0], [0.0, 0.0, 3.0]], &Device::Cpu)?;
             let order = RouterOrder::SoftmaxThenTop { renormalize: true };
             let routing = route(&logits, RouterOptions { experts_per_row: 1, order, keep_f32: false })?;
-            let of = || ExpertTensors::Separate(vec![w.clone(); 3]);
+            let tensors = || ExpertTensors::Separate(vec![w.clone(); 3]);
             let projection = |weights| ExpertProjection::new(weights, Vec::new(), WeightLayout::OutIn);
-            let (gate_up, down) = (projection(vec![of(), of()])?, projection(vec![of()])?);
+            let (gate_up, down) = (projection(vec![tensors(), tensors()])?, projection(vec![tensors()])?);
             ExpertMlp::new(gate_up, down, ExpertActivation::Silu, GateUpOrder::Halves)?.forward(&ramp((3, 4)), &routing)
         };
         let at_once = gradient_of(false, mlp);

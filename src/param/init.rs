@@ -44,7 +44,7 @@ fn fill(range: Range<usize>, value: impl Fn(u64) -> f64 + Sync) -> Vec<f32> {
 /// Returns the standard normal number of element `i` (Box-Muller).
 fn gauss(key: u64, i: u64) -> f64 {
     let (a, b) = (mix(key.wrapping_add(2 * i)), mix(key.wrapping_add(2 * i + 1)));
-    // 1 - unit lies in (0, 1], so the logarithm is finite.
+    // 1 - unit is in (0, 1], so the logarithm is finite.
     (-2.0 * (1.0 - unit(a)).ln()).sqrt() * (std::f64::consts::TAU * unit(b)).cos()
 }
 
@@ -83,9 +83,9 @@ mod tests {
     #[test]
     fn names_and_seeds_give_different_values() {
         let shape = Shape::from(8);
-        let of = |seed, name| init_values(seed, name, &shape, NORMAL, 0..8);
-        assert_ne!(of(1, "a"), of(1, "b"));
-        assert_ne!(of(1, "a"), of(2, "a"));
-        assert_eq!(of(1, "a"), of(1, "a"));
+        let values = |seed, name| init_values(seed, name, &shape, NORMAL, 0..8);
+        assert_ne!(values(1, "a"), values(1, "b"));
+        assert_ne!(values(1, "a"), values(2, "a"));
+        assert_eq!(values(1, "a"), values(1, "a"));
     }
 }

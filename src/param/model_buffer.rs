@@ -61,11 +61,12 @@ pub(crate) fn is_needless(name: &str, shape: &[usize]) -> bool {
 
 const COUNTER: &str = "num_batches_tracked";
 
-/// Returns the dtype of a buffer that the model requests as `asked`, in a model of dtype `model`. Running statistics of
-/// a 16-bit model are f32: Candle's `BatchNorm` computes them in f32, and adds them to the buffer.
-pub(crate) fn dtype_of_buffer(name: &str, asked: DType, model: DType) -> DType {
+/// Returns the dtype of a buffer for which the model requests the dtype `requested`, in a model of dtype `model`.
+/// Running statistics of a 16-bit model are f32: Candle's `BatchNorm` computes them in f32, and adds them to the
+/// buffer.
+pub(crate) fn dtype_of_buffer(name: &str, requested: DType, model: DType) -> DType {
     let is_statistic = matches!(last_part(name), "running_mean" | "running_var");
-    if is_statistic && asked == model && model.size_in_bytes() < 4 { DType::F32 } else { asked }
+    if is_statistic && requested == model && model.size_in_bytes() < 4 { DType::F32 } else { requested }
 }
 
 fn last_part(name: &str) -> &str {

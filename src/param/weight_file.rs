@@ -72,8 +72,8 @@ impl WeightFile {
     /// Returns a hash of the header and of 8 bytes at up to a thousand positions in the file, not of all data, which may be
     /// larger than memory.
     pub fn fingerprint(&self) -> u64 {
-        const MAX_SAMPLED_NAMES: usize = 1000;
-        let step = self.map.len().div_ceil(MAX_SAMPLED_NAMES).max(1);
+        const MAX_SAMPLES: usize = 1000;
+        let step = self.map.len().div_ceil(MAX_SAMPLES).max(1);
         let data = self.map.chunks(step).flat_map(|c| &c[..c.len().min(8)]);
         let bytes: Vec<u8> = self.map[..self.data_start].iter().chain(data).copied().collect();
         // The system maps pages around each position, up to gigabytes for a large model.
@@ -158,15 +158,15 @@ impl<'a> FileTensor<'a> {
         }
         let (start, size) =
             (self.file.data_start + self.info.data_offsets.0, if self.info.dtype == Dtype::F32 { 4 } else { 2 });
-        let place = start + range.start * size..start + range.end * size;
-        let bytes = &self.file.map[place.clone()];
+        let byte_range = start + range.start * size..start + range.end * size;
+        let bytes = &self.file.map[byte_range.clone()];
         let values = match self.info.dtype {
             Dtype::BF16 => read(bytes, |b| bf16::from_le_bytes(b).to_f32()),
             Dtype::F16 => read(bytes, |b| f16::from_le_bytes(b).to_f32()),
             _ => read(bytes, f32::from_le_bytes),
         };
         // The pages of a parameter that has been read are seldom needed again.
-        release_pages(&self.file.map, place);
+        release_pages(&self.file.map, byte_range);
         check_finite(&self.file.path, name, range.start, &values)?;
         Ok(values)
     }

@@ -26,7 +26,7 @@ pub struct WeightFiles {
     path: PathBuf,
     files: Vec<WeightFile>,
     /// The file that contains each tensor.
-    places: BTreeMap<String, usize>,
+    file_indices: BTreeMap<String, usize>,
 }
 
 impl WeightFiles {
@@ -36,24 +36,24 @@ impl WeightFiles {
     /// A file that cannot be read, or is neither a safetensors file nor a valid index; an index that names a file
     /// outside its folder, or a tensor that the named file does not have.
     pub fn open(path: &Path) -> Result<Self> {
-        let [of_folder, index] = [FILE_OF_FOLDER, INDEX_OF_FOLDER].map(|name| path.join(name));
+        let [folder_file, index] = [FILE_OF_FOLDER, INDEX_OF_FOLDER].map(|name| path.join(name));
         if path.extension().is_some_and(|extension| extension == "json") {
             return Self::of_index(path);
         }
-        if index.is_file() && !of_folder.is_file() {
+        if index.is_file() && !folder_file.is_file() {
             return Self::of_index(&index);
         }
-        let path = if of_folder.is_file() { &of_folder } else { path };
+        let path = if folder_file.is_file() { &folder_file } else { path };
         let file = WeightFile::open(path)?;
-        let places = file.tensors().map(|(name, _)| (name, 0)).collect();
-        Ok(Self { path: path.to_owned(), files: vec![file], places })
+        let file_indices = file.tensors().map(|(name, _)| (name, 0)).collect();
+        Ok(Self { path: path.to_owned(), files: vec![file], file_indices })
     }
 
     fn of_index(index: &Path) -> Result<Self> {
         let map = weight_map(index)?;
         let names: BTreeSet<&str> = map.values().map(String::as_str).collect();
         let mut shards = Vec::new();
-        let mut places = BTreeMap::new();
+        let mut file_indices = BTreeMap::new();
         for name in &names {
             let path = files::folder_of(index).join(name);
             let file = WeightFile::open(&path).map_err(|error| match error {
@@ -64,18 +64,18 @@ impl WeightFiles {
                 }
                 other => other,
             })?;
-            places.extend(file.tensors().map(|(tensor, _)| (tensor, shards.len())));
+            file_indices.extend(file.tensors().map(|(tensor, _)| (tensor, shards.len())));
             shards.push(file);
         }
         for (tensor, file) in &map {
-            let place = names.iter().position(|name| name == file).filter(|place| shards[*place].has(tensor));
-            let Some(place) = place else {
+            let shard = names.iter().position(|name| name == file).filter(|shard| shards[*shard].has(tensor));
+            let Some(shard) = shard else {
                 let (path, file) = (index.to_owned(), file.clone());
                 return Err(ParamError::NotInShard { path, file, name: tensor.clone() }.into());
             };
-            places.insert(tensor.clone(), place);
+            file_indices.insert(tensor.clone(), shard);
         }
-        Ok(Self { path: index.to_owned(), files: shards, places })
+        Ok(Self { path: index.to_owned(), files: shards, file_indices })
     }
 
     /// Returns the path of the file or index.
@@ -85,37 +85,37 @@ impl WeightFiles {
 
     /// Returns the tensors, in order of their names.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, FileTensor<'_>)> {
-        self.places.iter().filter_map(|(name, place)| Some((name.as_str(), self.files[*place].tensor(name)?)))
+        self.file_indices.iter().filter_map(|(name, i)| Some((name.as_str(), self.files[*i].tensor(name)?)))
     }
 
     /// Returns the tensor of a parameter, with its name in the files.
     pub fn find(&self, parameter: &str) -> Option<(String, FileTensor<'_>)> {
-        let name = names_in_files(parameter).into_iter().find(|name| self.places.contains_key(name))?;
-        let tensor = self.files[self.places[&name]].tensor(&name)?;
+        let name = names_in_files(parameter).into_iter().find(|name| self.file_indices.contains_key(name))?;
+        let tensor = self.files[self.file_indices[&name]].tensor(&name)?;
         Some((name, tensor))
     }
 
     /// Returns elements `range` of a parameter, in f32.
     pub fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
-        self.needed(name, shape)?.values(name, shape, range)
+        self.require(name, shape)?.values(name, shape, range)
     }
 
     /// Returns the bytes of a buffer in `dtype`.
     pub fn buffer(&self, name: &str, shape: &Shape, dtype: DType) -> Result<Vec<u8>> {
-        self.needed(name, shape.dims())?.buffer(name, shape, dtype)
+        self.require(name, shape.dims())?.buffer(name, shape, dtype)
     }
 
-    fn needed(&self, name: &str, shape: &[usize]) -> Result<FileTensor<'_>> {
+    fn require(&self, name: &str, shape: &[usize]) -> Result<FileTensor<'_>> {
         self.find(name).map(|(_, tensor)| tensor).ok_or_else(|| self.missing(name, shape))
     }
 
     /// Returns the error about a missing tensor.
     pub fn missing(&self, name: &str, shape: &[usize]) -> Error {
-        let names: Vec<&String> = self.places.keys().collect();
-        let (few, more) = names.split_at(names.len().min(3));
-        let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
-        let few: Vec<&str> = few.iter().map(|name| name.as_str()).collect();
-        let (name, shape, has) = (name.into(), shape.to_vec(), format!("{}{more}", few.join(", ")));
+        let names: Vec<&String> = self.file_indices.keys().collect();
+        let (first_names, remaining) = names.split_at(names.len().min(3));
+        let remaining = if remaining.is_empty() { String::new() } else { format!(" and {} more", remaining.len()) };
+        let first_names: Vec<&str> = first_names.iter().map(|name| name.as_str()).collect();
+        let (name, shape, has) = (name.into(), shape.to_vec(), format!("{}{remaining}", first_names.join(", ")));
         ParamError::MissingTensor { path: self.path.clone(), name, shape, has }.into()
     }
 
@@ -164,8 +164,8 @@ fn names_in_files(parameter: &str) -> Vec<String> {
         names.extend([format!("language_model.model.{bare}"), format!("model.{bare}")]);
     }
     for (new, old) in [(".LayerNorm.weight", ".LayerNorm.gamma"), (".LayerNorm.bias", ".LayerNorm.beta")] {
-        let of_old = |name: &str| name.strip_suffix(new).map(|name| format!("{name}{old}"));
-        names.extend([Some(parameter), bare].into_iter().flatten().filter_map(of_old));
+        let old_name = |name: &str| name.strip_suffix(new).map(|name| format!("{name}{old}"));
+        names.extend([Some(parameter), bare].into_iter().flatten().filter_map(old_name));
     }
     names
 }

@@ -120,6 +120,7 @@ impl WeightSource {
         if let Self::Files(files) = self { files.check_all_used(used) } else { Ok(()) }
     }
 }
+
 impl InitialValues for WeightFiles {
     fn has(&self, name: &str) -> bool {
         self.find(name).is_some()

@@ -43,16 +43,16 @@ mod tests {
     #[test]
     fn each_activation_and_each_gradient_crosses_each_boundary_between_ranks_once() {
         let shapes = (1..7).flat_map(|ranks| (1..4).map(move |chunks| (ranks, chunks)));
-        let counted = shapes.flat_map(|(ranks, chunks)| (1..17).map(move |count| (ranks, chunks, count)));
+        let cases = shapes.flat_map(|(ranks, chunks)| (1..17).map(move |count| (ranks, chunks, count)));
         for (kind, (ranks, chunks, count)) in
-            counted.flat_map(|shape| PipelineScheduleKind::ALL.map(|kind| (kind, shape)))
+            cases.flat_map(|shape| PipelineScheduleKind::ALL.map(|kind| (kind, shape)))
         {
             let Ok(schedule) = PipelineSchedule::new(kind, ranks, chunks, count) else { continue };
             let pairs = (0..ranks).flat_map(|from| (0..ranks).map(move |to| (from, to)));
             let found: Vec<PipelineMessage> = pairs.flat_map(|(from, to)| schedule.messages(from, to)).collect();
-            let crossed =
+            let crossings =
                 (1..schedule.stages()).filter(|stage| schedule.rank_of(stage - 1) != schedule.rank_of(*stage));
-            let expected = crossed.flat_map(|boundary| {
+            let expected = crossings.flat_map(|boundary| {
                 [false, true].into_iter().flat_map(move |is_gradient| {
                     (0..count).map(move |micro_batch| PipelineMessage { is_gradient, boundary, micro_batch })
                 })

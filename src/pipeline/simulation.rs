@@ -18,7 +18,7 @@ pub struct StageCost {
 }
 
 impl StageCost {
-    fn of(&self, pass: PipelinePass) -> f64 {
+    fn cost_of(&self, pass: PipelinePass) -> f64 {
         match pass {
             PipelinePass::Forward => self.forward,
             PipelinePass::Backward => self.backward_input + self.backward_weight,
@@ -58,48 +58,48 @@ impl PipelineSchedule {
         assert_eq!(costs.len(), self.stages(), "each stage needs a cost");
         let lists: Vec<Vec<PipelineOp>> = (0..self.ranks()).map(|rank| self.operations(rank)).collect();
         let mut next = vec![0; self.ranks()];
-        let (mut free, mut busy) = (vec![0f64; self.ranks()], vec![0f64; self.ranks()]);
-        let mut ended: BTreeMap<PipelineOp, f64> = BTreeMap::new();
+        let (mut free_at, mut busy) = (vec![0f64; self.ranks()], vec![0f64; self.ranks()]);
+        let mut end_times: BTreeMap<PipelineOp, f64> = BTreeMap::new();
         loop {
-            let mut moved = false;
+            let mut progressed = false;
             for rank in 0..self.ranks() {
                 while let Some(op) = lists[rank].get(next[rank]) {
-                    let needs = match self.needed_by(*op) {
+                    let input_time = match self.dependency_of(*op) {
                         None => Some(0.0),
-                        Some(needed) => ended
+                        Some(needed) => end_times
                             .get(&needed)
                             .map(|end| end + if self.rank_of(needed.stage) == rank { 0.0 } else { message }),
                     };
-                    let Some(arrived) = needs else { break };
-                    let cost = costs[op.stage].of(op.pass);
-                    free[rank] = free[rank].max(arrived) + cost;
+                    let Some(arrived) = input_time else { break };
+                    let cost = costs[op.stage].cost_of(op.pass);
+                    free_at[rank] = free_at[rank].max(arrived) + cost;
                     busy[rank] += cost;
-                    ended.insert(*op, free[rank]);
+                    end_times.insert(*op, free_at[rank]);
                     next[rank] += 1;
-                    moved = true;
+                    progressed = true;
                 }
             }
-            if !moved {
+            if !progressed {
                 break;
             }
         }
         assert!(lists.iter().zip(&next).all(|(list, next)| list.len() == *next), "ranks wait for each other");
-        SimulatedPipelineTimes { seconds: free.into_iter().fold(0.0, f64::max), busy }
+        SimulatedPipelineTimes { seconds: free_at.into_iter().fold(0.0, f64::max), busy }
     }
 
     /// Returns the maximum number of activations that a rank holds at the same time, counted per micro batch and stage:
     /// those whose forward pass has run and whose backward pass is not complete.
     pub fn held_activations(self, rank: usize) -> usize {
-        let (mut held, mut most) = (0usize, 0);
+        let (mut held, mut peak) = (0usize, 0);
         for op in self.operations(rank) {
             match op.pass {
                 PipelinePass::Forward => held += 1,
                 PipelinePass::Backward | PipelinePass::BackwardWeight => held -= 1,
                 PipelinePass::BackwardInput => {}
             }
-            most = most.max(held);
+            peak = peak.max(held);
         }
-        most
+        peak
     }
 
     /// Returns, for each micro batch, the last operation of `rank` (as its position in the rank's list) on which the
@@ -107,27 +107,27 @@ impl PipelineSchedule {
     pub(crate) fn needed_by_first_stage(self, rank: usize) -> Vec<usize> {
         let lists: Vec<Vec<PipelineOp>> = (0..self.ranks()).map(|rank| self.operations(rank)).collect();
         let mut needed = vec![0; self.micro_batches()];
-        // This is the progress of each rank if `rank` stops after the operation at position `at`.
+        // This is the progress of each rank if `rank` stops after the operation at position `position`.
         let mut next = vec![0; self.ranks()];
-        let mut ended = BTreeSet::new();
-        for at in 0..lists[rank].len() {
+        let mut finished = BTreeSet::new();
+        for position in 0..lists[rank].len() {
             loop {
-                let mut moved = false;
-                for (of, list) in lists.iter().enumerate() {
-                    let end = if of == rank { at + 1 } else { list.len() };
-                    while let Some(op) = list[..end].get(next[of]).copied() {
-                        if self.needed_by(op).is_some_and(|needed| !ended.contains(&needed)) {
+                let mut progressed = false;
+                for (other_rank, list) in lists.iter().enumerate() {
+                    let end = if other_rank == rank { position + 1 } else { list.len() };
+                    while let Some(op) = list[..end].get(next[other_rank]).copied() {
+                        if self.dependency_of(op).is_some_and(|needed| !finished.contains(&needed)) {
                             break;
                         }
-                        if op.stage == 0 && self.ends_backward(op.pass) {
-                            needed[op.micro_batch] = at;
+                        if op.stage == 0 && self.computes_input_gradient(op.pass) {
+                            needed[op.micro_batch] = position;
                         }
-                        ended.insert(op);
-                        next[of] += 1;
-                        moved = true;
+                        finished.insert(op);
+                        next[other_rank] += 1;
+                        progressed = true;
                     }
                 }
-                if !moved {
+                if !progressed {
                     break;
                 }
             }
@@ -136,12 +136,12 @@ impl PipelineSchedule {
     }
 
     /// Returns whether `pass` computes the gradient of its stage's input.
-    fn ends_backward(self, pass: PipelinePass) -> bool {
+    fn computes_input_gradient(self, pass: PipelinePass) -> bool {
         matches!(pass, PipelinePass::Backward | PipelinePass::BackwardInput)
     }
 
     /// Returns the operation of another stage that computes the input of `op`, if there is one.
-    fn needed_by(self, op: PipelineOp) -> Option<PipelineOp> {
+    fn dependency_of(self, op: PipelineOp) -> Option<PipelineOp> {
         match op.pass {
             PipelinePass::Forward => Some(PipelineOp { stage: op.stage.checked_sub(1)?, ..op }),
             PipelinePass::Backward | PipelinePass::BackwardInput => {
@@ -215,7 +215,8 @@ mod tests {
             let costs: Vec<StageCost> = seconds.chunks_exact(3).take(schedule.stages())
                 .map(|c| StageCost { forward: c[0], backward_input: c[1], backward_weight: c[2] }).collect();
             let simulated = schedule.simulate(&costs, message);
-            let all: f64 = costs.iter().map(|c| c.of(PipelinePass::Forward) + c.of(PipelinePass::Backward)).sum();
+            let all: f64 = costs.iter()
+                .map(|c| c.cost_of(PipelinePass::Forward) + c.cost_of(PipelinePass::Backward)).sum();
             prop_assert!((simulated.busy.iter().sum::<f64>() - all * micro_batches as f64).abs() < 1e-6);
             prop_assert!(simulated.seconds + 1e-9 >= simulated.busy.iter().copied().fold(0.0, f64::max));
             prop_assert!((0.0..1.0).contains(&simulated.bubble()));

@@ -60,8 +60,8 @@ impl StageCuts {
 /// There are more stages than layers.
 pub fn uniform_cuts(layers: usize, stages: usize) -> Result<StageCuts, TooManyStages> {
     check(layers, stages)?;
-    let (each, more) = (layers / stages, layers % stages);
-    Ok(StageCuts { bounds: (0..=stages).map(|stage| stage * each + stage.min(more)).collect() })
+    let (base, remainder) = (layers / stages, layers % stages);
+    Ok(StageCuts { bounds: (0..=stages).map(|stage| stage * base + stage.min(remainder)).collect() })
 }
 
 /// Divides layers with these weights into stages so that the largest cost of a stage is as small as possible. The cost
@@ -73,8 +73,10 @@ pub fn uniform_cuts(layers: usize, stages: usize) -> Result<StageCuts, TooManySt
 /// There are more stages than layers.
 pub fn balanced_cuts(weights: &[f64], slowness: &[f64]) -> Result<StageCuts, TooManyStages> {
     check(weights.len(), slowness.len())?;
-    let before = sums_before(weights.iter().copied());
-    let cost = |stage: usize, layers: Range<usize>| Some((before[layers.end] - before[layers.start]) * slowness[stage]);
+    let prefix_sums = sums_before(weights.iter().copied());
+    let cost = |stage: usize, layers: Range<usize>| {
+        Some((prefix_sums[layers.end] - prefix_sums[layers.start]) * slowness[stage])
+    };
     Ok(most_even_cuts(weights.len(), slowness.len(), cost).expect("a division exists if no stage is rejected"))
 }
 
@@ -106,11 +108,11 @@ pub fn timed_cuts(seconds: &[Vec<f64>], bytes: &[u64], limits: &[u64]) -> Result
         "each stage needs a limit, and a time for each layer"
     );
     check(layers, stages)?;
-    let before: Vec<Vec<f64>> = seconds.iter().map(|times| sums_before(times.iter().copied())).collect();
-    let needed = |layers: Range<usize>| bytes[layers].iter().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
+    let prefix_sums: Vec<Vec<f64>> = seconds.iter().map(|times| sums_before(times.iter().copied())).collect();
+    let memory = |layers: Range<usize>| bytes[layers].iter().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
     let cost = |stage: usize, layers: Range<usize>| {
-        let seconds = before[stage][layers.end] - before[stage][layers.start];
-        (needed(layers) <= limits[stage]).then_some(seconds)
+        let seconds = prefix_sums[stage][layers.end] - prefix_sums[stage][layers.start];
+        (memory(layers) <= limits[stage]).then_some(seconds)
     };
     Ok(most_even_cuts(layers, stages, cost))
 }
@@ -157,7 +159,7 @@ fn best_cuts(
                 let Some(earlier) = *earlier else { continue };
                 let Some(total) = cost(stage, begin..end).and_then(|cost| add(earlier, cost)) else { continue };
                 // Of equally good starts, the last one is taken, which gives the stage the fewest layers.
-                if next[end].is_none_or(|known| total <= known) {
+                if next[end].is_none_or(|current| total <= current) {
                     (next[end], start[end]) = (Some(total), begin);
                 }
             }
@@ -271,13 +273,13 @@ mod tests {
             for layer in 0..layers {
                 prop_assert!(cuts.layers_of(cuts.stage_of(layer)).contains(&layer));
             }
-            let most = |bounds: &[usize]| {
+            let largest = |bounds: &[usize]| {
                 let sums = bounds.windows(2).map(|pair| weights[pair[0]..pair[1]].iter().sum::<f64>());
                 sums.zip(&slowness).map(|(sum, slow)| sum * slow).fold(0.0, f64::max)
             };
-            let found = most(&cuts.bounds);
+            let found = largest(&cuts.bounds);
             for bounds in all_bounds(layers, slowness.len()) {
-                prop_assert!(found <= most(&bounds) + 1e-9);
+                prop_assert!(found <= largest(&bounds) + 1e-9);
             }
         }
     }

@@ -144,14 +144,14 @@ impl SimdLoop for EncodeBlocks<'_> {
             return;
         }
         // Several blocks are widened at a time, so that the loop is long.
-        let mut room = [0f32; 8 * BLOCK];
+        let mut widened = [0f32; 8 * BLOCK];
         for (i, record) in records.enumerate() {
-            let (start, in_room) = (i * BLOCK, i % 8 * BLOCK);
-            if in_room == 0 {
-                let part = src.slice(start..src.len().min(start + room.len()));
-                widen(&mut room[..part.len()], part);
+            let (start, offset) = (i * BLOCK, i % 8 * BLOCK);
+            if offset == 0 {
+                let chunk = src.slice(start..src.len().min(start + widened.len()));
+                widen(&mut widened[..chunk.len()], chunk);
             }
-            ints.encode_block(&room[in_room..in_room + BLOCK.min(src.len() - start)], record);
+            ints.encode_block(&widened[offset..offset + BLOCK.min(src.len() - start)], record);
         }
     }
 }
@@ -168,13 +168,13 @@ impl SimdLoop for DecodeBlocks<'_> {
     #[inline(always)]
     fn run(self) {
         let Self { ints, src, mut dst } = self;
-        let mut room = [0f32; BLOCK];
+        let mut decoded = [0f32; BLOCK];
         for (i, start) in (0..dst.len()).step_by(BLOCK).enumerate() {
             let end = dst.len().min(start + BLOCK);
             match dst.reborrow().slice(start..end) {
                 FlatMut::F32(values) => ints.decode_nth(i, src, values),
                 block => {
-                    let values = &mut room[..block.len()];
+                    let values = &mut decoded[..block.len()];
                     ints.decode_nth(i, src, values);
                     narrow(block, values);
                 }
@@ -196,9 +196,9 @@ mod tests {
     fn there_and_back(ints: IntFormat, values: FlatRef<'_>) -> Flat {
         let mut bytes = vec![0xaa; ints.encoded_len(values.len())];
         ints.encode(values, &mut bytes);
-        let mut back = Flat::zeros(values.dtype(), values.len());
-        ints.decode(&bytes, back.as_mut());
-        back
+        let mut decoded = Flat::zeros(values.dtype(), values.len());
+        ints.decode(&bytes, decoded.as_mut());
+        decoded
     }
 
     fn f32s(flat: Flat) -> Vec<f32> {
@@ -216,10 +216,10 @@ mod tests {
         #[test]
         fn an_element_is_off_by_half_a_step_and_zeros_and_signs_stay(values in values()) {
             for ints in INTS {
-                let back = f32s(there_and_back(ints, FlatRef::F32(&values)));
-                for (block, back) in values.chunks(BLOCK).zip(back.chunks(BLOCK)) {
+                let decoded = f32s(there_and_back(ints, FlatRef::F32(&values)));
+                for (block, decoded) in values.chunks(BLOCK).zip(decoded.chunks(BLOCK)) {
                     let step = block.iter().fold(0f32, |m, x| m.max(x.abs())) / ints.largest_code();
-                    for (x, y) in block.iter().zip(back) {
+                    for (x, y) in block.iter().zip(decoded) {
                         prop_assert!((x - y).abs() <= 0.50001 * step, "{ints:?}: {x} became {y}, the step is {step}");
                         prop_assert!(*x != 0.0 || *y == 0.0);
                         prop_assert!(x * y >= 0.0);
@@ -234,9 +234,9 @@ mod tests {
                 let results: Vec<_> = InstructionSet::available().map(|level| {
                     let mut bytes = vec![0; ints.encoded_len(values.len())];
                     level.run(EncodeBlocks { ints, src: FlatRef::F32(&values), dst: &mut bytes });
-                    let mut back = vec![0f32; values.len()];
-                    level.run(DecodeBlocks { ints, src: &bytes, dst: FlatMut::F32(&mut back) });
-                    (bytes, back)
+                    let mut decoded = vec![0f32; values.len()];
+                    level.run(DecodeBlocks { ints, src: &bytes, dst: FlatMut::F32(&mut decoded) });
+                    (bytes, decoded)
                 }).collect();
                 prop_assert!(results.iter().all(|r| *r == results[0]));
             }
@@ -247,8 +247,8 @@ mod tests {
             let (mut values, at) = (values.clone(), at % values.len());
             values[at] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][kind];
             for ints in INTS {
-                let back = f32s(there_and_back(ints, FlatRef::F32(&values)));
-                for (i, x) in back.iter().enumerate() {
+                let decoded = f32s(there_and_back(ints, FlatRef::F32(&values)));
+                for (i, x) in decoded.iter().enumerate() {
                     prop_assert_eq!(x.is_finite(), i / BLOCK != at / BLOCK, "element {}", i);
                 }
             }

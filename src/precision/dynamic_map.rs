@@ -31,7 +31,7 @@ pub(crate) struct DynamicMap {
     bounds: [f32; 256],
     /// For each lookup entry, first for positive and then for negative numbers: the lowest code of the numbers that are
     /// looked up there. The numbers of one entry have at most two different codes.
-    first: Box<[[u8; LOOKUP_ENTRIES]; 2]>,
+    lowest_code: Box<[[u8; LOOKUP_ENTRIES]; 2]>,
 }
 
 impl DynamicMap {
@@ -68,17 +68,17 @@ impl DynamicMap {
             None => f32::INFINITY,
         });
         let code = |x: f32| bounds.iter().take_while(|bound| x > **bound).count() as u8;
-        let mut first = Box::new([[0; LOOKUP_ENTRIES]; 2]);
-        for place in 0..LOOKUP_ENTRIES {
-            let magnitude = |place: usize| {
+        let mut lowest_code = Box::new([[0; LOOKUP_ENTRIES]; 2]);
+        for entry in 0..LOOKUP_ENTRIES {
+            let magnitude = |entry: usize| {
                 f32::from_bits(
-                    ((MIN_LOOKUP_EXPONENT << LOOKUP_MANTISSA_BITS) + place as u32) << (23 - LOOKUP_MANTISSA_BITS),
+                    ((MIN_LOOKUP_EXPONENT << LOOKUP_MANTISSA_BITS) + entry as u32) << (23 - LOOKUP_MANTISSA_BITS),
                 )
             };
-            first[0][place] = if place == 0 { code(0.0) } else { code(magnitude(place)) };
-            first[1][place] = code(-magnitude(place + 1));
+            lowest_code[0][entry] = if entry == 0 { code(0.0) } else { code(magnitude(entry)) };
+            lowest_code[1][entry] = code(-magnitude(entry + 1));
         }
-        Self { values, bounds, first }
+        Self { values, bounds, lowest_code }
     }
 
     /// Returns the value of a code.
@@ -92,10 +92,10 @@ impl DynamicMap {
     fn code(&self, x: f32) -> u8 {
         let bits = x.to_bits();
         let magnitude = (bits & 0x7fff_ffff) >> (23 - LOOKUP_MANTISSA_BITS);
-        let place = (magnitude.max(MIN_LOOKUP_EXPONENT << LOOKUP_MANTISSA_BITS)
+        let entry = (magnitude.max(MIN_LOOKUP_EXPONENT << LOOKUP_MANTISSA_BITS)
             - (MIN_LOOKUP_EXPONENT << LOOKUP_MANTISSA_BITS)) as usize;
-        let first = self.first[(bits >> 31) as usize][place.min(LOOKUP_ENTRIES - 1)];
-        first + u8::from(x > self.bounds[usize::from(first)])
+        let lowest_code = self.lowest_code[(bits >> 31) as usize][entry.min(LOOKUP_ENTRIES - 1)];
+        lowest_code + u8::from(x > self.bounds[usize::from(lowest_code)])
     }
 
     /// Writes the codes of a block and returns its scale: the largest magnitude, or zero if that is below 1e-38.
@@ -152,19 +152,19 @@ mod tests {
         map.values.iter().copied().min_by(|a, b| (a - x).abs().total_cmp(&(b - x).abs())).expect("256 values")
     }
 
-    fn back(map: &DynamicMap, values: &[f32]) -> Vec<f32> {
+    fn round_trip(map: &DynamicMap, values: &[f32]) -> Vec<f32> {
         let mut codes = vec![0; values.len()];
         let scale = map.quantize(values, &mut codes);
-        let mut back = vec![f32::NAN; values.len()];
-        map.dequantize(&codes, scale, &mut back);
-        back
+        let mut decoded = vec![f32::NAN; values.len()];
+        map.dequantize(&codes, scale, &mut decoded);
+        decoded
     }
 
     #[test]
     fn every_number_gets_the_code_that_a_search_through_all_bounds_finds() {
         for map in [&*SIGNED, &*UNSIGNED] {
-            let around = map.bounds.iter().chain(&map.values).filter(|x| x.is_finite());
-            let close = around.flat_map(|x| [-1, 0, 1].map(|d| f32::from_bits(x.to_bits().wrapping_add_signed(d))));
+            let edges = map.bounds.iter().chain(&map.values).filter(|x| x.is_finite());
+            let close = edges.flat_map(|x| [-1, 0, 1].map(|d| f32::from_bits(x.to_bits().wrapping_add_signed(d))));
             let all = (0..=1 << 16).flat_map(|i| [i as f32 / 65536.0, (i as f32 / 65536.0).powi(6)]);
             for x in close.chain(all).flat_map(|x| [x, -x]).filter(|x| x.abs() <= 1.0) {
                 let expect = map.bounds.iter().take_while(|bound| x > **bound).count();
@@ -199,7 +199,7 @@ mod tests {
             prop_assume!(scale > 0.0);
             let magnitudes: Vec<f32> = values.iter().map(|x| x.abs()).collect();
             for (map, values) in [(&*SIGNED, &values), (&*UNSIGNED, &magnitudes)] {
-                for (x, y) in values.iter().zip(back(map, values)) {
+                for (x, y) in values.iter().zip(round_trip(map, values)) {
                     // Distances are compared, because two values may be equally near.
                     let x = x / scale;
                     let (found, least) = ((y / scale - x).abs(), (nearest(map, x) - x).abs());
@@ -211,11 +211,11 @@ mod tests {
 
     #[test]
     fn zeros_stay_zeros_and_what_is_not_finite_is_seen() {
-        assert_eq!(back(&SIGNED, &[0.0; 9]), [0.0; 9]);
-        assert_eq!(back(&UNSIGNED, &[0.0; 9]), [0.0; 9]);
-        assert_eq!(back(&SIGNED, &[-1e-39, 1e-40, 0.0]), [0.0; 3]);
+        assert_eq!(round_trip(&SIGNED, &[0.0; 9]), [0.0; 9]);
+        assert_eq!(round_trip(&UNSIGNED, &[0.0; 9]), [0.0; 9]);
+        assert_eq!(round_trip(&SIGNED, &[-1e-39, 1e-40, 0.0]), [0.0; 3]);
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-            assert!(back(&SIGNED, &[1.0, bad, 0.5]).iter().all(|x| !x.is_finite()));
+            assert!(round_trip(&SIGNED, &[1.0, bad, 0.5]).iter().all(|x| !x.is_finite()));
         }
     }
 }

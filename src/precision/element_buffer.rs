@@ -54,8 +54,8 @@ pub(crate) trait ElementBuffer: Sized {
     }
 
     /// Appends elements `range` of another buffer in the same memory.
-    fn extend_from(&mut self, from: &Self, range: Range<usize>) -> Result<()> {
-        match from.values() {
+    fn extend_from(&mut self, source: &Self, range: Range<usize>) -> Result<()> {
+        match source.values() {
             Some(values) => self.extend_cast(values.slice(range)),
             None => self.extend_zeros(range.len()),
         }
@@ -67,11 +67,11 @@ pub(crate) trait ElementBuffer: Sized {
         Ok(())
     }
 
-    /// Adds elements `from` of `other`, multiplied by `factor`, to the elements of this buffer that begin at index
-    /// `to`, in f32 and rounded once. `other` must be in the same memory.
-    fn add_scaled(&mut self, to: usize, other: &Self, from: Range<usize>, factor: f32) -> Result<()> {
+    /// Adds elements `range` of `other`, multiplied by `factor`, to the elements of this buffer that begin at index
+    /// `start`, in f32 and rounded once. `other` must be in the same memory.
+    fn add_scaled(&mut self, start: usize, other: &Self, range: Range<usize>, factor: f32) -> Result<()> {
         if let (Some(sum), Some(values)) = (self.values_mut(), other.values()) {
-            sum.slice(to..to + from.len()).add_scaled(values.slice(from), factor);
+            sum.slice(start..start + range.len()).add_scaled(values.slice(range), factor);
         }
         Ok(())
     }

@@ -242,13 +242,13 @@ mod tests {
             let mut scaler = match input["fp16"].is_null() {
                 false => LossScaler::new(&Precision::Fp16(fp16(&input["fp16"])), ZeroStage::Three),
                 true => {
-                    let own = json!({
+                    let config = json!({
                         "initial_scale_power": (input["init"].as_f64().unwrap().log2() as u32),
                         "loss_scale_window": input["window"], "min_loss_scale": input["min"],
                         // Stage 0 ignores these keys.
                         "hysteresis": 4, "consecutive_hysteresis": true,
                     });
-                    LossScaler::new(&Precision::Fp16(fp16(&own)), ZeroStage::Zero)
+                    LossScaler::new(&Precision::Fp16(fp16(&config)), ZeroStage::Zero)
                 }
             };
             let scales = case["expect"]["scale_after_each_step"].as_array().unwrap();

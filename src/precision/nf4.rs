@@ -109,11 +109,11 @@ impl SimdLoop for PackNf4<'_> {
     #[inline(always)]
     fn run(self) {
         let Self { scales, src, dst } = self;
-        let mut room = [0f32; BLOCK];
+        let mut scratch = [0f32; BLOCK];
         match scales {
             Nf4Scales::Bf16 => {
                 for (i, record) in dst.chunks_exact_mut(2 + CODES).enumerate() {
-                    let values = block(src, i, &mut room);
+                    let values = block(src, i, &mut scratch);
                     let (scale, codes) = record.split_at_mut(2);
                     let largest = largest(values);
                     scale.copy_from_slice(&half::bf16::from_f32(largest).to_le_bytes());
@@ -125,13 +125,13 @@ impl SimdLoop for PackNf4<'_> {
                     let blocks = (record.len() - NESTED_HEAD) / (1 + CODES);
                     let (head, rest) = record.split_at_mut(NESTED_HEAD);
                     let (nested, codes) = rest.split_at_mut(blocks);
-                    let mut largest_of = [0f32; NESTED_BLOCKS];
+                    let mut block_scales = [0f32; NESTED_BLOCKS];
                     for (b, codes) in codes.chunks_exact_mut(CODES).enumerate() {
-                        let values = block(src, i * NESTED_BLOCKS + b, &mut room);
-                        largest_of[b] = largest(values);
-                        pack_block(values, largest_of[b], codes);
+                        let values = block(src, i * NESTED_BLOCKS + b, &mut scratch);
+                        block_scales[b] = largest(values);
+                        pack_block(values, block_scales[b], codes);
                     }
-                    let scales = &mut largest_of[..blocks];
+                    let scales = &mut block_scales[..blocks];
                     let mean = (scales.iter().map(|s| f64::from(*s)).sum::<f64>() / blocks.max(1) as f64) as f32;
                     scales.iter_mut().for_each(|s| *s -= mean);
                     let scale = SCALES.quantize(scales, nested);
@@ -181,12 +181,12 @@ impl SimdLoop for UnpackNf4<'_> {
 
 /// Returns block `i` of the elements, in f32.
 #[inline(always)]
-fn block<'a>(src: FlatRef<'a>, i: usize, room: &'a mut [f32; BLOCK]) -> &'a [f32] {
+fn block<'a>(src: FlatRef<'a>, i: usize, scratch: &'a mut [f32; BLOCK]) -> &'a [f32] {
     let range = i * BLOCK..src.len().min((i + 1) * BLOCK);
     match src.slice(range) {
         FlatRef::F32(values) => values,
         narrow => {
-            let values = &mut room[..narrow.len()];
+            let values = &mut scratch[..narrow.len()];
             widen(values, narrow);
             values
         }
@@ -196,14 +196,14 @@ fn block<'a>(src: FlatRef<'a>, i: usize, room: &'a mut [f32; BLOCK]) -> &'a [f32
 #[inline(always)]
 fn pack_block(values: &[f32], largest: f32, codes: &mut [u8]) {
     let inverse = 1.0 / largest.max(MIN_SCALE);
-    let mut of = [0u8; BLOCK];
+    let mut block_codes = [0u8; BLOCK];
     // Missing elements are zeros.
-    of[values.len()..].fill(7);
-    for (code, x) in of.iter_mut().zip(values) {
+    block_codes[values.len()..].fill(7);
+    for (code, x) in block_codes.iter_mut().zip(values) {
         let x = x * inverse;
         *code = BOUNDS.iter().map(|bound| u8::from(x > *bound)).sum();
     }
-    for (byte, pair) in codes.iter_mut().zip(of.as_chunks::<2>().0) {
+    for (byte, pair) in codes.iter_mut().zip(block_codes.as_chunks::<2>().0) {
         *byte = pair[0] << 4 | pair[1];
     }
 }
@@ -213,14 +213,14 @@ fn pack_block(values: &[f32], largest: f32, codes: &mut [u8]) {
 fn unpack_block(codes: &[u8; CODES], scale: f32, dst: &mut FlatMut<'_>, i: usize) {
     let range = i * BLOCK..dst.len().min((i + 1) * BLOCK);
     let len = range.len();
-    let mut room = [0f32; BLOCK];
+    let mut scratch = [0f32; BLOCK];
     match dst.reborrow().slice(range) {
         FlatMut::F32(values) if len == BLOCK => {
-            scaled_levels(codes, scale, values.first_chunk_mut().unwrap_or(&mut room))
+            scaled_levels(codes, scale, values.first_chunk_mut().unwrap_or(&mut scratch))
         }
         dst => {
-            scaled_levels(codes, scale, &mut room);
-            narrow(dst, &room[..len]);
+            scaled_levels(codes, scale, &mut scratch);
+            narrow(dst, &scratch[..len]);
         }
     }
 }

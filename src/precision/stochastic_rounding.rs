@@ -96,8 +96,8 @@ mod tests {
                 .all(|x| x.is_nan())
         );
         let between: Vec<f32> = (0..10_000).map(|i| 1.0 + i as f32 / 9_999.0).collect();
-        let near = rounded(&between, RoundingDice::new(3, "w", 0, 1));
-        assert!(between.iter().zip(&near).all(|(x, y)| (x - y.to_f32()).abs() < 1.0 / 128.0));
+        let neighbours = rounded(&between, RoundingDice::new(3, "w", 0, 1));
+        assert!(between.iter().zip(&neighbours).all(|(x, y)| (x - y.to_f32()).abs() < 1.0 / 128.0));
     }
 
     #[test]

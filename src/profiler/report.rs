@@ -59,14 +59,14 @@ impl FlopsProfile {
     /// Returns a report of the recorded spans; `units` has the name and the number of parameters of each unit.
     pub(crate) fn new(
         units: Vec<(String, usize)>,
-        spent: &BTreeMap<(MicroStepHalf, UnitId), ProfiledCost>,
+        costs: &BTreeMap<(MicroStepHalf, UnitId), ProfiledCost>,
         (step, samples, world_size): (u64, usize, usize),
         timings: StepTimings,
         peak_flops: f64,
     ) -> Self {
         let module = |(unit, (name, parameters))| {
             let [forward, backward] = [MicroStepHalf::Forward, MicroStepHalf::Backward]
-                .map(|half| spent.get(&(half, unit)).copied().unwrap_or_default());
+                .map(|half| costs.get(&(half, unit)).copied().unwrap_or_default());
             ModuleProfile {
                 name,
                 parameters,
@@ -103,7 +103,8 @@ impl FlopsProfile {
         self.flops() as f64 / self.step_ms() * 1e3
     }
 
-    /// Returns the model FLOPs utilization: the fraction of the measured peak.
+    /// Returns the model FLOPs utilization: the operations per second as a fraction of the measured peak. Unlike the
+    /// usual definition, this one also counts recomputed operations.
     pub fn mfu(&self) -> f64 {
         self.flops_per_s() / self.peak_flops
     }

@@ -32,8 +32,8 @@ pub(crate) struct ProfiledCost {
 #[derive(Default)]
 struct FlopsProfilerState {
     /// The current work, its start, and the thread's multiply-add count at that time. `None` between engine calls.
-    now: Option<(ProfiledPart, Instant, u64)>,
-    spent: BTreeMap<ProfiledPart, ProfiledCost>,
+    current: Option<(ProfiledPart, Instant, u64)>,
+    costs: BTreeMap<ProfiledPart, ProfiledCost>,
 }
 
 thread_local! {
@@ -44,11 +44,11 @@ thread_local! {
 fn switch(part: Option<ProfiledPart>) -> Option<ProfiledPart> {
     SPANS.with_borrow_mut(|spans| {
         let (time, macs) = (Instant::now(), mac_count::macs());
-        let before = std::mem::replace(&mut spans.now, part.map(|part| (part, time, macs)));
-        before.map(|(part, since, counted)| {
-            let spent = spans.spent.entry(part).or_default();
-            spent.time += time - since;
-            spent.macs += macs.wrapping_sub(counted);
+        let previous = std::mem::replace(&mut spans.current, part.map(|part| (part, time, macs)));
+        previous.map(|(part, since, counted)| {
+            let cost = spans.costs.entry(part).or_default();
+            cost.time += time - since;
+            cost.macs += macs.wrapping_sub(counted);
             part
         })
     })
@@ -70,7 +70,7 @@ pub(crate) fn record(half: MicroStepHalf) -> ProfilerSpan {
 
 /// Returns whether this thread records.
 pub(crate) fn is_recording() -> bool {
-    SPANS.with_borrow(|spans| spans.now.is_some())
+    SPANS.with_borrow(|spans| spans.current.is_some())
 }
 
 /// Records the work of a unit until the result is dropped, if this thread records.
@@ -88,7 +88,8 @@ pub(crate) fn begin_backward(unit: UnitId) {
 /// Marks that a unit's input has its gradient: the work that follows is outside the unit, unless another unit has
 /// begun.
 pub(crate) fn end_backward(unit: UnitId) {
-    let runs = SPANS.with_borrow(|spans| spans.now.is_some_and(|(part, ..)| part == (MicroStepHalf::Backward, unit)));
+    let runs =
+        SPANS.with_borrow(|spans| spans.current.is_some_and(|(part, ..)| part == (MicroStepHalf::Backward, unit)));
     if runs {
         switch(Some((MicroStepHalf::Backward, ROOT)));
     }
@@ -101,5 +102,5 @@ pub(crate) fn clear() {
 
 /// Returns the records since the last call of this function or of [`clear`], and discards them.
 pub(crate) fn take() -> BTreeMap<ProfiledPart, ProfiledCost> {
-    SPANS.take().spent
+    SPANS.take().costs
 }

@@ -54,7 +54,7 @@ impl RecordedLoads {
 /// The state of the file's writer.
 #[derive(Debug, Default)]
 pub(super) struct ExpertLoadsFile {
-    written: Option<Instant>,
+    last_write: Option<Instant>,
     /// Loads that are newer than those in the file.
     pending: Option<RecordedLoads>,
 }
@@ -63,13 +63,13 @@ impl ExpertLoadsFile {
     /// Takes the loads of a step, and replaces the file unless it was replaced less than a second ago.
     pub fn put(&mut self, folder: &Path, loads: RecordedLoads) -> Result<()> {
         self.pending = Some(loads);
-        if self.written.is_none_or(|at| at.elapsed() >= INTERVAL) { self.flush(folder) } else { Ok(()) }
+        if self.last_write.is_none_or(|at| at.elapsed() >= INTERVAL) { self.flush(folder) } else { Ok(()) }
     }
 
     /// Replaces the file if there are newer loads.
     pub fn flush(&mut self, folder: &Path) -> Result<()> {
         let Some(loads) = self.pending.take() else { return Ok(()) };
-        self.written = Some(Instant::now());
+        self.last_write = Some(Instant::now());
         let bytes = serde_json::to_vec(&loads).expect("numbers are JSON");
         let path = folder.join(EXPERTS);
         // The file is not synced to disk, because the next loads replace it.

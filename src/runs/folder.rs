@@ -75,7 +75,7 @@ impl RunsFolder {
     }
 
     /// Reads all runs like [`runs`](Self::runs). `running` contains the runs that were running at the last call, by
-    /// folder. Of these, only what has been recorded since is read.
+    /// folder. For these, only the records added since then are read.
     ///
     /// # Errors
     /// The errors of [`ids`](Self::ids).
@@ -89,7 +89,7 @@ impl RunsFolder {
             ListedRun { id, run }
         };
         let runs: Vec<_> = self.ids()?.into_iter().map(read).collect();
-        // The runs of this folder that remain have been removed.
+        // The runs of this folder that remain in the map have been removed.
         running.retain(|folder, _| folder.parent() != Some(&self.folder));
         let is_running = |run: &&RecordedRun| run.state() == RecordedState::Running;
         let still_running = runs.iter().filter_map(|listed| listed.run.as_ref().ok()).filter(is_running);
@@ -104,21 +104,21 @@ impl RunsFolder {
     pub fn named(&self, name: &str) -> Result<PathBuf> {
         // A shell completes the path of a folder with a slash.
         let name = name.trim_end_matches('/');
-        let typed = Path::new(name);
-        let name = match (typed.parent(), typed.file_name().and_then(|name| name.to_str())) {
+        let path = Path::new(name);
+        let name = match (path.parent(), path.file_name().and_then(|name| name.to_str())) {
             (Some(parent), Some(last)) if parent == self.folder => last,
             _ => name,
         };
         let ids = self.ids()?;
-        let begin: Vec<&String> = ids.iter().filter(|id| id.starts_with(name)).collect();
-        match begin[..] {
+        let matching: Vec<&String> = ids.iter().filter(|id| id.starts_with(name)).collect();
+        match matching[..] {
             _ if ids.iter().any(|id| id == name) => Ok(self.folder.join(name)),
             [only] if !name.is_empty() => Ok(self.folder.join(only)),
             [] | [_] => {
                 let hint = nearest(name, ids.iter().map(String::as_str));
                 Err(RunError::NoRun { name: name.into(), folder: self.folder.clone(), hint }.into())
             }
-            _ => Err(RunError::Ambiguous { name: name.into(), count: begin.len(), names: list(&begin) }.into()),
+            _ => Err(RunError::Ambiguous { name: name.into(), count: matching.len(), names: list(&matching) }.into()),
         }
     }
 
@@ -158,9 +158,9 @@ impl RunsFolder {
             }
             FolderLockOutcome::Busy(_) => None,
         };
-        let own = [METRICS, EVENTS, SAMPLES, SUMMARY, RANKS, EXPERTS, LAUNCH, LOG, EARLIER_LOG];
+        let record_files = [METRICS, EVENTS, SAMPLES, SUMMARY, RANKS, EXPERTS, LAUNCH, LOG, EARLIER_LOG];
         let requests = RunRequest::ALL.map(RunRequest::file_name);
-        let mut paths: Vec<PathBuf> = own.into_iter().chain(requests).map(|name| folder.join(name)).collect();
+        let mut paths: Vec<PathBuf> = record_files.into_iter().chain(requests).map(|name| folder.join(name)).collect();
         paths.extend(unfinished_files(&folder));
         // This file is removed after the others, so that an interrupted removal can be repeated.
         paths.push(folder.join(INFO));

@@ -77,11 +77,11 @@ mod tests {
         assert_eq!(GitRevision::of(&below), Some(GitRevision { commit: two.clone(), branch }));
         write("HEAD", &one);
         assert_eq!(GitRevision::of(dir.path()), Some(GitRevision { commit: one.clone(), branch: None }));
-        let of_tree = git.join("worktrees/t");
-        std::fs::create_dir_all(&of_tree).unwrap();
-        std::fs::write(of_tree.join("HEAD"), "ref: refs/heads/x/y").unwrap();
-        std::fs::write(of_tree.join("commondir"), "../..").unwrap();
-        std::fs::write(below.join(".git"), format!("gitdir: {}\n", of_tree.display())).unwrap();
+        let worktree_folder = git.join("worktrees/t");
+        std::fs::create_dir_all(&worktree_folder).unwrap();
+        std::fs::write(worktree_folder.join("HEAD"), "ref: refs/heads/x/y").unwrap();
+        std::fs::write(worktree_folder.join("commondir"), "../..").unwrap();
+        std::fs::write(below.join(".git"), format!("gitdir: {}\n", worktree_folder.display())).unwrap();
         assert_eq!(GitRevision::of(&below).unwrap().commit, two);
         for bad in ["ref: ../../x", "ref: /etc/passwd", "not a hash", ""] {
             write("HEAD", bad);

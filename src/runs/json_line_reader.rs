@@ -13,31 +13,31 @@ pub(super) fn open(path: &Path) -> Result<File> {
     files::open(path)
 }
 
-/// Reads a complete file of at most `most` bytes.
-pub(super) fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
-    let bytes = files::read(path, most)?;
+/// Reads a complete file of at most `max_bytes` bytes.
+pub(super) fn read(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
+    let bytes = files::read(path, max_bytes)?;
     #[cfg(test)]
     cost::add(1, bytes.len() as u64);
     Ok(bytes)
 }
 
-/// Calls `each` with every complete line from byte `from` on: a value that is read from a JSON object, or the reason
-/// why the line is not an object. Returns the position after the last complete line.
+/// Calls `on_line` with every complete line from byte `start` on: a value that is read from a JSON object, or the
+/// reason why the line is not an object. Returns the position after the last complete line.
 pub(super) fn complete_lines<T: DeserializeOwned>(
     file: File,
-    from: u64,
-    each: &mut dyn FnMut(std::result::Result<T, String>),
+    start: u64,
+    on_line: &mut dyn FnMut(std::result::Result<T, String>),
 ) -> Result<u64> {
-    let end = files::complete_lines(file, from, &mut |at, line| {
-        each(match line {
+    let end = files::complete_lines(file, start, &mut |offset, line| {
+        on_line(match line {
             Some(line) => {
-                serde_json::from_slice(line).map_err(|_| format!("the line at byte {at} is not a JSON object"))
+                serde_json::from_slice(line).map_err(|_| format!("the line at byte {offset} is not a JSON object"))
             }
-            None => Err(format!("the line at byte {at} is longer than {MAX_LINE_BYTES} bytes")),
+            None => Err(format!("the line at byte {offset} is longer than {MAX_LINE_BYTES} bytes")),
         });
     })?;
     #[cfg(test)]
-    cost::add(0, end - from);
+    cost::add(0, end - start);
     Ok(end)
 }
 

@@ -54,12 +54,12 @@ impl LineAppender {
         if self.pending.is_empty() {
             return Ok(());
         }
-        let written = self.file.write_all(&self.pending).inspect_err(|_| {
+        let result = self.file.write_all(&self.pending).inspect_err(|_| {
             // If the disk is full, an incomplete line at the end is removed.
             _ = end_last_line(&self.file);
-            self.len = self.file.metadata().map_or(self.len, |found| found.len());
+            self.len = self.file.metadata().map_or(self.len, |metadata| metadata.len());
         });
         self.pending.clear();
-        written.map_err(|source| Error::Io { action: "write", path: self.path.clone(), source })
+        result.map_err(|source| Error::Io { action: "write", path: self.path.clone(), source })
     }
 }

@@ -63,12 +63,12 @@ pub enum MetricsLine {
     Values(MetricsRow),
 }
 
-/// A line as it is read: `None` if it is of neither kind.
+/// A line as read from the file; `None` if it is of neither kind.
 pub(super) struct FoundLine(pub Option<MetricsLine>);
 
 impl<'de> Deserialize<'de> for FoundLine {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
-        from.deserialize_map(LineVisitor)
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        deserializer.deserialize_map(LineVisitor)
     }
 }
 
@@ -138,8 +138,8 @@ impl LineValue {
 }
 
 impl<'de> Deserialize<'de> for LineValue {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
-        from.deserialize_any(ValueVisitor)
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        deserializer.deserialize_any(ValueVisitor)
     }
 }
 
@@ -224,14 +224,14 @@ impl WholeMetrics {
             file => file.map_err(wrong)?,
         };
         let mut problem = None;
-        let mut each = |line: std::result::Result<FoundLine, String>| {
+        let mut on_line = |line: std::result::Result<FoundLine, String>| {
             let line = line.and_then(|line| line.0.ok_or_else(|| "a line has neither a step nor a session".to_owned()));
             match line {
                 Ok(line) => whole.add(line),
-                Err(why) => _ = problem.get_or_insert(why),
+                Err(message) => _ = problem.get_or_insert(message),
             }
         };
-        let bytes = json_line_reader::complete_lines(file, 0, &mut each).map_err(wrong)?;
+        let bytes = json_line_reader::complete_lines(file, 0, &mut on_line).map_err(wrong)?;
         (whole.bytes, whole.problem) = (bytes, problem);
         Ok(whole)
     }
@@ -250,10 +250,10 @@ impl WholeMetrics {
                     Some((_, last)) => *last = last.max(row.time),
                     None => self.sessions.push((row.time, row.time)),
                 }
-                let known =
+                let merged =
                     self.rows.entry(row.step).or_insert_with(|| MetricsRow { step: row.step, ..MetricsRow::default() });
-                known.time = known.time.max(row.time);
-                known.values.extend(row.values);
+                merged.time = merged.time.max(row.time);
+                merged.values.extend(row.values);
             }
         }
     }

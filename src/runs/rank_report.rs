@@ -58,8 +58,8 @@ impl RankReport {
         let mut numbers = vec![f64::from(self.pid), now as f64, peak as f64];
         numbers.extend([forward_ms, backward_ms, step_ms, comm_ms, disk_ms]);
         let name = self.host.as_bytes();
-        numbers.extend((0..NAME_NUMBERS).map(|at| {
-            let part = name.iter().skip(at * BYTES_IN_NUMBER).take(BYTES_IN_NUMBER);
+        numbers.extend((0..NAME_NUMBERS).map(|index| {
+            let part = name.iter().skip(index * BYTES_IN_NUMBER).take(BYTES_IN_NUMBER);
             part.enumerate().map(|(byte, letter)| u64::from(*letter) << (8 * byte)).sum::<u64>() as f64
         }));
         for kind in MemoryKind::ALL {
@@ -72,10 +72,10 @@ impl RankReport {
 
     /// Reads the numbers of [`to_numbers`](Self::to_numbers). Numbers that are missing are 0.
     pub fn of_numbers(numbers: &[f64]) -> Self {
-        let number = |at: usize| numbers.get(at).copied().unwrap_or_default();
-        let letters = (0..NAME_NUMBERS * BYTES_IN_NUMBER).map(|at| {
-            let part = number(8 + at / BYTES_IN_NUMBER) as u64;
-            (part >> (8 * (at % BYTES_IN_NUMBER))) as u8
+        let number = |position: usize| numbers.get(position).copied().unwrap_or_default();
+        let letters = (0..NAME_NUMBERS * BYTES_IN_NUMBER).map(|position| {
+            let part = number(8 + position / BYTES_IN_NUMBER) as u64;
+            (part >> (8 * (position % BYTES_IN_NUMBER))) as u8
         });
         let name: Vec<u8> = letters.take_while(|letter| *letter != 0).collect();
         let memory = MemoryKind::ALL.into_iter().enumerate().map(|(index, kind)| {

@@ -108,9 +108,9 @@ pub(crate) fn run_name(
     config: Option<&RunRecordConfig>,
     variable: impl Fn(&str) -> Option<OsString>,
 ) -> String {
-    let of_job = variable(RUN).filter(|value| !value.is_empty()).map(|name| name.to_string_lossy().into_owned());
-    let of_config = || config.and_then(|config| config.name.clone());
-    of_job.or_else(of_config).or_else(|| spec.map(|spec| spec.name.clone())).unwrap_or_else(program_name)
+    let env_name = variable(RUN).filter(|value| !value.is_empty()).map(|name| name.to_string_lossy().into_owned());
+    let config_name = || config.and_then(|config| config.name.clone());
+    env_name.or_else(config_name).or_else(|| spec.map(|spec| spec.name.clone())).unwrap_or_else(program_name)
 }
 
 impl From<&str> for RunSpec {
@@ -151,21 +151,22 @@ impl RecordPlan {
         variable: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Option<Self>> {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
-        let (of_job, folder, is_watched) = (variable(RUN), variable(RUNS_DIR), variable(RECORD).is_some());
+        let (env_name, folder, is_watched) = (variable(RUN), variable(RUNS_DIR), variable(RECORD).is_some());
         let is_off = folder.as_ref().is_some_and(|folder| is_off(folder));
-        let asked = spec.is_some() || of_job.is_some() || is_watched || config.is_some_and(|config| config.enabled);
-        let refused = of_job.is_none() && !is_watched && config.is_some_and(|config| !config.enabled);
-        if !asked || is_off || refused {
+        let is_requested =
+            spec.is_some() || env_name.is_some() || is_watched || config.is_some_and(|config| config.enabled);
+        let is_disabled = env_name.is_none() && !is_watched && config.is_some_and(|config| !config.enabled);
+        if !is_requested || is_off || is_disabled {
             return Ok(None);
         }
-        let is_required = of_job.is_some()
+        let is_required = env_name.is_some()
             || is_watched
             || folder.is_some()
             || config.is_some()
             || spec.as_ref().is_some_and(|spec| !spec.is_default);
-        let of_config = config.cloned().unwrap_or_default();
+        let section = config.cloned().unwrap_or_default();
         let spec = spec.unwrap_or_else(|| RunSpec::by_default(&program_name()));
-        let (name, source_name) = match (of_job, of_config.name) {
+        let (name, source_name) = match (env_name, section.name) {
             (Some(name), _) => (name.to_string_lossy().into_owned(), "--run or CANDLE_ZERO_RUN"),
             (None, Some(name)) => (name, "run.name"),
             (None, None) => (spec.name, "EngineBuilder::run"),
@@ -173,7 +174,7 @@ impl RecordPlan {
         if RunSpec::check_name(&name).is_err() {
             return Err(RunError::Name { source_name, name }.into());
         }
-        let folder = folder.map(PathBuf::from).or(of_config.folder).or(spec.folder);
+        let folder = folder.map(PathBuf::from).or(section.folder).or(spec.folder);
         Ok(Some(Self {
             name,
             folder: folder.unwrap_or_else(|| DEFAULT_FOLDER.into()),
@@ -213,7 +214,7 @@ mod tests {
         variables: &[(&str, &str)],
     ) -> Result<Option<RecordPlan>> {
         let lookup =
-            |name: &str| variables.iter().find(|(own, _)| *own == name).map(|(_, value)| OsString::from(value));
+            |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| OsString::from(value));
         RecordPlan::new(spec, config.as_ref(), lookup)
     }
 
@@ -222,7 +223,7 @@ mod tests {
         RunRecordConfig { enabled, name: text(name), folder: text(folder).map(PathBuf::from) }
     }
 
-    fn shown(plan: Result<Option<RecordPlan>>) -> String {
+    fn describe(plan: Result<Option<RecordPlan>>) -> String {
         let Some(plan) = plan.unwrap() else { return "off".into() };
         format!("{} in {}{}", plan.name, plan.folder.display(), if plan.is_required { "" } else { ", if possible" })
     }
@@ -230,24 +231,24 @@ mod tests {
     #[test]
     fn nothing_is_recorded_unless_something_asks_for_it_and_off_has_the_last_word() {
         let spec = || Some(RunSpec::new("a"));
-        assert_eq!(shown(plan(None, None, &[])), "off");
-        assert_eq!(shown(plan(None, None, &[(RUNS_DIR, "x")])), "off", "a folder by itself requests no record");
-        assert_eq!(shown(plan(spec(), None, &[(RUNS_DIR, "OFF")])), "off");
-        assert_eq!(shown(plan(spec(), Some(config(false, "", "")), &[])), "off");
-        assert_eq!(shown(plan(None, Some(config(true, "", "")), &[(RUNS_DIR, "0"), (RUN, "x")])), "off");
-        assert_eq!(shown(plan(spec(), None, &[(RUNS_DIR, "")])), "a in runs");
-        assert_eq!(shown(plan(Some(RunSpec::by_default("a")), None, &[])), "a in runs, if possible");
+        assert_eq!(describe(plan(None, None, &[])), "off");
+        assert_eq!(describe(plan(None, None, &[(RUNS_DIR, "x")])), "off", "a folder by itself requests no record");
+        assert_eq!(describe(plan(spec(), None, &[(RUNS_DIR, "OFF")])), "off");
+        assert_eq!(describe(plan(spec(), Some(config(false, "", "")), &[])), "off");
+        assert_eq!(describe(plan(None, Some(config(true, "", "")), &[(RUNS_DIR, "0"), (RUN, "x")])), "off");
+        assert_eq!(describe(plan(spec(), None, &[(RUNS_DIR, "")])), "a in runs");
+        assert_eq!(describe(plan(Some(RunSpec::by_default("a")), None, &[])), "a in runs, if possible");
     }
 
     #[test]
     fn the_environment_precedes_the_section_and_the_section_precedes_the_program() {
         let spec = || Some(RunSpec::new("a").folder("pa"));
-        assert_eq!(shown(plan(spec(), None, &[])), "a in pa");
-        assert_eq!(shown(plan(spec(), Some(config(true, "b", "pb")), &[])), "b in pb");
-        assert_eq!(shown(plan(spec(), Some(config(true, "b", "")), &[])), "b in pa");
-        assert_eq!(shown(plan(spec(), Some(config(true, "b", "pb")), &[(RUN, "c"), (RUNS_DIR, "pc")])), "c in pc");
-        assert_eq!(shown(plan(None, None, &[(RUN, "c")])), "c in runs");
-        assert_eq!(shown(plan(spec(), Some(config(false, "", "")), &[(RUN, "c")])), "c in pa");
+        assert_eq!(describe(plan(spec(), None, &[])), "a in pa");
+        assert_eq!(describe(plan(spec(), Some(config(true, "b", "pb")), &[])), "b in pb");
+        assert_eq!(describe(plan(spec(), Some(config(true, "b", "")), &[])), "b in pa");
+        assert_eq!(describe(plan(spec(), Some(config(true, "b", "pb")), &[(RUN, "c"), (RUNS_DIR, "pc")])), "c in pc");
+        assert_eq!(describe(plan(None, None, &[(RUN, "c")])), "c in runs");
+        assert_eq!(describe(plan(spec(), Some(config(false, "", "")), &[(RUN, "c")])), "c in pa");
     }
 
     #[test]
@@ -259,8 +260,8 @@ mod tests {
         }
         insta::assert_snapshot!(plan(None, Some(config(true, "a:b", "")), &[]).unwrap_err(), @"run.name is `a:b`, which cannot be the name of a run; give 1 to 100 bytes of letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
         insta::assert_snapshot!(plan(None, None, &[(RUN, "../x")]).unwrap_err(), @"--run or CANDLE_ZERO_RUN is `../x`, which cannot be the name of a run; give 1 to 100 bytes of letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit");
-        for (name, made) in [("a/b c", "a-b c"), ("..", "run"), ("", "run"), ("modèle", "modèle"), ("--x", "x")] {
-            assert_eq!(plan(Some(RunSpec::by_default(name)), None, &[]).unwrap().unwrap().name, made);
+        for (name, expected) in [("a/b c", "a-b c"), ("..", "run"), ("", "run"), ("modèle", "modèle"), ("--x", "x")] {
+            assert_eq!(plan(Some(RunSpec::by_default(name)), None, &[]).unwrap().unwrap().name, expected);
         }
         let long = plan(Some(RunSpec::by_default(&"é".repeat(300))), None, &[]).unwrap().unwrap().name;
         assert_eq!(long.len(), 100);

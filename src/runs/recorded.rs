@@ -77,14 +77,14 @@ impl RecordedRun {
         Ok(())
     }
 
-    /// Reads the run in a folder. `known` is the result of an earlier call.
-    fn read(folder: &Path, known: Option<&Self>) -> Result<Self> {
+    /// Reads the run in a folder. `earlier` is the result of an earlier call.
+    fn read(folder: &Path, earlier: Option<&Self>) -> Result<Self> {
         // The lock is checked before the files are read. If the run ends between these two steps, the files record how
         // it ended.
-        let lock = LockSeen::of(folder);
+        let lock = LockState::of(folder);
         let info = RunInfo::read(folder)?;
-        let summary = match known.filter(|known| known.info == info) {
-            Some(known) => known.summary.clone().refreshed(folder)?,
+        let summary = match earlier.filter(|earlier| earlier.info == info) {
+            Some(earlier) => earlier.summary.clone().refreshed(folder)?,
             None => RunSummary::load(folder)?,
         };
         let state = match (lock.is_held(&summary), summary.outcome) {
@@ -250,14 +250,14 @@ impl RecordedRun {
 }
 
 /// The state of a run's lock.
-enum LockSeen {
+enum LockState {
     Held,
     Free,
     /// The file system has no locks, or the lock is another user's.
     Unknown,
 }
 
-impl LockSeen {
+impl LockState {
     fn of(folder: &Path) -> Self {
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
         let mut open = std::fs::OpenOptions::new();

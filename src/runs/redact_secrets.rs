@@ -61,9 +61,9 @@ fn names_secret(name: &str) -> bool {
     words.retain(|word| !word.is_empty());
     let is_key = |pair: &[String]| KEY_WORDS.contains(&pair[0].as_str()) && ["key", "keys"].contains(&pair[1].as_str());
     // `eos_token` and `token_type` are settings of models.
-    let of_model = ["eos", "bos", "pad", "unk", "sep", "cls", "mask", "id", "ids", "type"];
-    let is_models = words.iter().any(|word| of_model.contains(&word.as_str()));
-    words.iter().any(|word| SECRET_WORDS.contains(&word.as_str()) && !(is_models && word == "token"))
+    let model_words = ["eos", "bos", "pad", "unk", "sep", "cls", "mask", "id", "ids", "type"];
+    let is_model_setting = words.iter().any(|word| model_words.contains(&word.as_str()));
+    words.iter().any(|word| SECRET_WORDS.contains(&word.as_str()) && !(is_model_setting && word == "token"))
         || words.windows(2).any(is_key)
 }
 
@@ -113,11 +113,11 @@ fn without_passwords(text: &str) -> String {
 /// Replaces the value of each secret in `name=value`, as in the query of an address, and in `Bearer value`.
 fn without_queries(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
-    let ends = |c: char| "&;, \"'?".contains(c) || c.is_whitespace();
+    let is_separator = |c: char| "&;, \"'?".contains(c) || c.is_whitespace();
     let mut follows_bearer = false;
-    for part in text.split_inclusive(ends) {
-        let tail = part.chars().next_back().filter(|letter| ends(*letter));
-        let body = &part[..part.len() - tail.map_or(0, char::len_utf8)];
+    for field in text.split_inclusive(is_separator) {
+        let tail = field.chars().next_back().filter(|letter| is_separator(*letter));
+        let body = &field[..field.len() - tail.map_or(0, char::len_utf8)];
         match body.split_once('=') {
             Some((name, value)) if names_secret(name) && !value.is_empty() => {
                 out.push_str(name);
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn secrets_in_a_command_are_hidden_and_nothing_else() {
-        for (typed, kept) in [
+        for (input, expected) in [
             ("train --token abc --lr 1", "train --token *** --lr 1"),
             ("train --hf-token=abc", "train --hf-token=***"),
             ("train --apiKey abc -p x", "train --apiKey *** -p x"),
@@ -201,7 +201,7 @@ mod tests {
             ("train --data a.jsonl:2 sk-short", "train --data a.jsonl:2 sk-short"),
             ("train user@host.org", "train user@host.org"),
         ] {
-            assert_eq!(command(typed), kept);
+            assert_eq!(command(input), expected);
         }
     }
 

@@ -29,8 +29,8 @@ pub struct ValueAtStep {
     pub value: f64,
 }
 
-fn nan_if_null<'de, D: serde::Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
-    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
+fn nan_if_null<'de, D: serde::Deserializer<'de>>(deserializer: D) -> std::result::Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
 /// The state of a run, known without reading its metrics.
@@ -99,8 +99,8 @@ impl RunSummary {
         }
     }
 
-    /// Adds the lines that have been appended to the files of the run since the summary was made. If a file is shorter
-    /// than then, or if steps were repeated, computes the summary again from the complete files.
+    /// Adds the lines that have been appended to the files of the run since the summary was made. If a file has become
+    /// shorter, or if steps were repeated, computes the summary again from the complete files.
     ///
     /// # Errors
     /// The errors of [`load`](Self::load).
@@ -130,7 +130,7 @@ impl RunSummary {
         let mut summary = Self {
             format: FORMAT,
             metrics_bytes: whole.bytes,
-            problem: whole.problem.map(|why| format!("{METRICS}: {why}")),
+            problem: whole.problem.map(|message| format!("{METRICS}: {message}")),
             ..Self::default()
         };
         for (start, end) in whole.sessions {
@@ -157,16 +157,16 @@ impl RunSummary {
                 _ = summary.problem.get_or_insert_with(|| format!("{METRICS}: a line has neither a step nor a session"))
             }
         };
-        let from = self.metrics_bytes;
-        self.metrics_bytes = self.add_lines(folder, METRICS, from, &mut add)?;
+        let start = self.metrics_bytes;
+        self.metrics_bytes = self.add_lines(folder, METRICS, start, &mut add)?;
         Ok(if repeated { Err(StepsRepeated) } else { Ok(()) })
     }
 
     /// Adds the events that have been appended.
     fn add_events(&mut self, folder: &Path) -> Result<()> {
-        let from = self.events_bytes;
+        let start = self.events_bytes;
         self.events_bytes =
-            self.add_lines(folder, EVENTS, from, &mut |summary, event: Map<_, _>| summary.add_event(&event))?;
+            self.add_lines(folder, EVENTS, start, &mut |summary, event: Map<_, _>| summary.add_event(&event))?;
         Ok(())
     }
 
@@ -174,7 +174,7 @@ impl RunSummary {
         &mut self,
         folder: &Path,
         name: &str,
-        from: u64,
+        start: u64,
         add: &mut dyn FnMut(&mut Self, T),
     ) -> Result<u64> {
         let path = folder.join(name);
@@ -183,9 +183,9 @@ impl RunSummary {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(0),
             file => file.map_err(wrong)?,
         };
-        let end = json_line_reader::complete_lines(file, from, &mut |line| match line {
+        let end = json_line_reader::complete_lines(file, start, &mut |line| match line {
             Ok(line) => add(self, line),
-            Err(why) => _ = self.problem.get_or_insert_with(|| format!("{name}: {why}")),
+            Err(message) => _ = self.problem.get_or_insert_with(|| format!("{name}: {message}")),
         });
         end.map_err(wrong)
     }
@@ -210,18 +210,18 @@ impl RunSummary {
         }
         self.steps = step;
         self.last_time = self.last_time.max(row.time);
-        let better = |best: &mut Option<ValueAtStep>, value: f64| {
+        let update_best = |best: &mut Option<ValueAtStep>, value: f64| {
             if value.is_finite() && best.is_none_or(|best| value < best.value) {
                 *best = Some(ValueAtStep { step, value });
             }
         };
         if let Some(value) = loss {
             self.loss = Some(ValueAtStep { step, value });
-            better(&mut self.best_loss, value);
+            update_best(&mut self.best_loss, value);
         }
         if let Some(value) = VALIDATION_LOSS.iter().find_map(|name| row.values.get(*name)).copied() {
             self.validation = Some(ValueAtStep { step, value });
-            better(&mut self.best_validation, value);
+            update_best(&mut self.best_validation, value);
         }
         Ok(())
     }

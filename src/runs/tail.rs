@@ -78,88 +78,88 @@ impl RunTail {
     pub fn look(&mut self) -> Result<RunNews> {
         let mut news = RunNews::default();
         let [metrics, events, samples, launch, log] = &mut self.positions;
-        let all = |name: &str, at: &mut u64, lines: &mut Vec<Map<String, Value>>| {
+        let read_objects = |name: &str, at: &mut u64, lines: &mut Vec<Map<String, Value>>| {
             appended(&self.folder.join(name), at, &mut |line| lines.push(line))
         };
         news.has_gap =
             appended(&self.folder.join(METRICS), metrics, &mut |line: FoundLine| news.metrics.extend(line.0))?;
-        all(EVENTS, events, &mut news.events)?;
-        all(SAMPLES, samples, &mut news.samples)?;
-        all(LAUNCH, launch, &mut news.launch)?;
+        read_objects(EVENTS, events, &mut news.events)?;
+        read_objects(SAMPLES, samples, &mut news.samples)?;
+        read_objects(LAUNCH, launch, &mut news.launch)?;
         news.log = appended_text(&self.folder, log)?;
         Ok(news)
     }
 }
 
-/// Calls `each` with the lines after position `at`, and moves the position. Returns whether lines were skipped, or
+/// Calls `on_line` with the lines after `position`, and advances `position`. Returns whether lines were skipped, or
 /// whether the file is shorter than before.
-fn appended<T: DeserializeOwned>(path: &Path, at: &mut u64, each: &mut dyn FnMut(T)) -> Result<bool> {
+fn appended<T: DeserializeOwned>(path: &Path, position: &mut u64, on_line: &mut dyn FnMut(T)) -> Result<bool> {
     let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
-    let Some(len) = length(path).map_err(wrong)? else { return Ok(std::mem::take(at) > 0) };
-    let is_other = len < *at;
-    if is_other {
-        *at = 0;
+    let Some(len) = length(path).map_err(wrong)? else { return Ok(std::mem::take(position) > 0) };
+    let was_replaced = len < *position;
+    if was_replaced {
+        *position = 0;
     }
-    if len == *at {
-        return Ok(is_other);
+    if len == *position {
+        return Ok(was_replaced);
     }
     let mut file = json_line_reader::open(path).map_err(wrong)?;
-    let is_far = len - *at > MAX_NEWS;
-    if is_far {
-        *at = next_line(&mut file, len - MAX_NEWS).map_err(wrong)?;
+    let skips_lines = len - *position > MAX_NEWS;
+    if skips_lines {
+        *position = next_line(&mut file, len - MAX_NEWS).map_err(wrong)?;
     }
-    *at = json_line_reader::complete_lines(file, *at, &mut |line: std::result::Result<T, String>| {
-        line.into_iter().for_each(&mut *each)
+    *position = json_line_reader::complete_lines(file, *position, &mut |line: std::result::Result<T, String>| {
+        line.into_iter().for_each(&mut *on_line)
     })
     .map_err(wrong)?;
-    Ok(is_other || is_far)
+    Ok(was_replaced || skips_lines)
 }
 
-/// Returns the lines of the log after position `at`, and moves the position. If a new file has begun, the rest of the
+/// Returns the lines of the log after `position`, and advances `position`. If a new file has begun, the rest of the
 /// earlier file comes first.
-fn appended_text(folder: &Path, at: &mut u64) -> Result<Vec<String>> {
+fn appended_text(folder: &Path, position: &mut u64) -> Result<Vec<String>> {
     let (path, earlier) = (folder.join(LOG), folder.join(EARLIER_LOG));
     let wrong = |source| Error::Io { action: "read", path: path.clone(), source };
     let len = length(&path).map_err(wrong)?.unwrap_or_default();
-    let mut all = Vec::new();
-    let begins_late = *at == 0 && len < MAX_LOG_NEWS;
-    if len < *at || begins_late {
+    let mut lines = Vec::new();
+    let from_beginning = *position == 0 && len < MAX_LOG_NEWS;
+    if len < *position || from_beginning {
         let end = length(&earlier).map_err(wrong)?.unwrap_or_default();
-        let from = if begins_late { end.saturating_sub(MAX_LOG_NEWS - len) } else { *at };
-        if from < end {
-            text_lines(&earlier, from, &mut all).map_err(wrong)?;
+        let start = if from_beginning { end.saturating_sub(MAX_LOG_NEWS - len) } else { *position };
+        if start < end {
+            text_lines(&earlier, start, &mut lines).map_err(wrong)?;
         }
-        *at = 0;
+        *position = 0;
     }
-    if len > *at {
-        *at = text_lines(&path, *at, &mut all).map_err(wrong)?;
+    if len > *position {
+        *position = text_lines(&path, *position, &mut lines).map_err(wrong)?;
     }
-    Ok(all)
+    Ok(lines)
 }
 
 /// Adds the complete lines of a text after a position, but only those in the last [`MAX_LOG_NEWS`] bytes. Returns the
 /// position after them.
-fn text_lines(path: &Path, from: u64, all: &mut Vec<String>) -> std::io::Result<u64> {
+fn text_lines(path: &Path, start: u64, lines: &mut Vec<String>) -> std::io::Result<u64> {
     let mut file = json_line_reader::open(path)?;
     let len = file.metadata()?.len();
     let first = len.saturating_sub(MAX_LOG_NEWS);
-    let from = if first > from { next_line(&mut file, first)? } else { from };
-    file.seek(SeekFrom::Start(from))?;
+    let start = if first > start { next_line(&mut file, first)? } else { start };
+    file.seek(SeekFrom::Start(start))?;
     let mut bytes = Vec::new();
     file.take(2 * MAX_LOG_NEWS).read_to_end(&mut bytes)?;
     let end = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
-    all.extend(String::from_utf8_lossy(&bytes[..end]).lines().map(str::to_owned));
-    Ok(from + end as u64)
+    lines.extend(String::from_utf8_lossy(&bytes[..end]).lines().map(str::to_owned));
+    Ok(start + end as u64)
 }
 
-/// Returns the first position at or after `from` at which a line begins.
-fn next_line(file: &mut std::fs::File, from: u64) -> std::io::Result<u64> {
-    if from == 0 {
+/// Returns the first position at or after `start` at which a line begins.
+fn next_line(file: &mut std::fs::File, start: u64) -> std::io::Result<u64> {
+    if start == 0 {
         return Ok(0);
     }
-    file.seek(SeekFrom::Start(from - 1))?;
+    file.seek(SeekFrom::Start(start - 1))?;
     let mut reader = std::io::BufReader::new(file);
-    Ok(from - 1 + reader.skip_until(b'\n')? as u64)
+    Ok(start - 1 + reader.skip_until(b'\n')? as u64)
 }
 
 /// Returns the length of a file, or `None` if it does not exist.

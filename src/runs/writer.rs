@@ -71,8 +71,8 @@ pub(crate) struct RunWriter {
     samples: LineAppender,
     experts: ExpertLoadsFile,
     summary: RunSummary,
-    flushed: Instant,
-    summarized: Option<Instant>,
+    last_flush: Instant,
+    last_summary: Option<Instant>,
 }
 
 /// The outcome of an attempt to write into a folder.
@@ -201,8 +201,8 @@ impl RunWriter {
             samples: samples?,
             experts: ExpertLoadsFile::default(),
             summary,
-            flushed: Instant::now(),
-            summarized: None,
+            last_flush: Instant::now(),
+            last_summary: None,
             folder,
         };
         // Requests that an earlier process has not seen are removed, and so are files that it left unfinished.
@@ -288,7 +288,7 @@ impl RunWriter {
             self.flush()?;
             self.summary = RunSummary::of_files(&self.folder)?;
         }
-        let is_due = self.flushed.elapsed() >= FLUSH_INTERVAL || self.metrics.pending.len() >= FLUSH_BYTES;
+        let is_due = self.last_flush.elapsed() >= FLUSH_INTERVAL || self.metrics.pending.len() >= FLUSH_BYTES;
         // The first step is visible immediately.
         let is_first = self.summary.best_loss.is_some_and(|best| best.step == step) && self.summary.steps <= 1;
         if is_due || is_first && row.values.contains_key(LOSS) { self.flush() } else { Ok(()) }
@@ -382,11 +382,11 @@ impl RunWriter {
 
     /// Passes all collected lines to the system.
     pub fn flush(&mut self) -> Result<()> {
-        self.flushed = Instant::now();
+        self.last_flush = Instant::now();
         self.metrics.flush()?;
         self.events.flush()?;
         self.samples.flush()?;
-        if self.summarized.is_none_or(|at| at.elapsed() >= SUMMARY_INTERVAL) {
+        if self.last_summary.is_none_or(|at| at.elapsed() >= SUMMARY_INTERVAL) {
             self.summarize();
         }
         Ok(())
@@ -395,7 +395,7 @@ impl RunWriter {
     /// Replaces the summary. Readers do not depend on it.
     fn summarize(&mut self) {
         (self.summary.metrics_bytes, self.summary.events_bytes) = (self.metrics.len, self.events.len);
-        self.summarized = Some(Instant::now());
+        self.last_summary = Some(Instant::now());
         _ = self.summary.store(&self.folder);
     }
 }
@@ -412,8 +412,8 @@ fn create_folder(folder: &Path) -> Result<()> {
 }
 
 /// Locks the folder of a run. Returns `None` if another process has locked it.
-fn lock(folder: &Path, patience: Duration) -> Result<Option<FolderLock>> {
-    match FolderLock::ask(folder, patience) {
+fn lock(folder: &Path, timeout: Duration) -> Result<Option<FolderLock>> {
+    match FolderLock::ask(folder, timeout) {
         Ok(FolderLockOutcome::Held(lock)) => Ok(Some(lock)),
         Ok(FolderLockOutcome::Busy(_)) => Ok(None),
         Err(source) => Err(Error::Io { action: "lock", path: folder.to_owned(), source }),
@@ -451,17 +451,17 @@ fn is_of_job(folder: &Path, job: &str) -> bool {
 /// Returns the folders of the runs, newest first, that have this name and save their checkpoints in the folder from
 /// which a checkpoint was loaded.
 fn runs_that_saved(plan: &RecordPlan, loaded: &LoadedFrom) -> Vec<PathBuf> {
-    let from = without_secrets(&absolute(&loaded.folder).to_string_lossy());
+    let checkpoints = without_secrets(&absolute(&loaded.folder).to_string_lossy());
     let entries = std::fs::read_dir(&plan.folder).into_iter().flatten().flatten();
-    let mut found: Vec<(f64, PathBuf)> = entries
+    let mut runs: Vec<(f64, PathBuf)> = entries
         .map(|entry| entry.path())
         .filter(|folder| folder.join(INFO).is_file())
         .filter_map(|folder| RecordedRun::open(&folder).ok())
-        .filter(|run| run.info().name == plan.name && run.summary().checkpoints.as_ref() == Some(&from))
+        .filter(|run| run.info().name == plan.name && run.summary().checkpoints.as_ref() == Some(&checkpoints))
         .map(|run| (run.info().created, run.folder().to_owned()))
         .collect();
-    found.sort_by(|a, b| b.0.total_cmp(&a.0));
-    found.into_iter().map(|(_, folder)| folder).collect()
+    runs.sort_by(|a, b| b.0.total_cmp(&a.0));
+    runs.into_iter().map(|(_, folder)| folder).collect()
 }
 
 /// Returns a folder's path with all links resolved, or the address of an object store unchanged.
@@ -471,7 +471,7 @@ fn absolute(folder: &Path) -> PathBuf {
 
 /// Returns the command line without secrets.
 fn command(plan: &RecordPlan) -> Vec<String> {
-    let own = || {
+    let process_command = || {
         let mut words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
         // The program is in the launcher's cache, so its path differs from what the user typed.
         if let (Some(script), false) = (std::env::var_os(SCRIPT).filter(|script| !script.is_empty()), words.is_empty())
@@ -480,7 +480,7 @@ fn command(plan: &RecordPlan) -> Vec<String> {
         }
         words
     };
-    command_without_secrets(&plan.command.clone().unwrap_or_else(own))
+    command_without_secrets(&plan.command.clone().unwrap_or_else(process_command))
 }
 
 fn object(value: Value) -> Map<String, Value> {

@@ -23,7 +23,8 @@ pub(super) fn promotion(trials: &[SweepTrial], rungs: &[u64], eta: u64, goal: Sw
 }
 
 /// Returns the trial that continues if no rung has enough trials for a promotion and no trial is complete: the best
-/// paused trial of the highest rung that has one. Without this rule, a sweep with few trials would train none to the end.
+/// paused trial of the highest rung that has one. Without this rule, a sweep with few trials would train none of them
+/// to the end.
 pub(super) fn last_promotion(trials: &[SweepTrial], rungs: &[u64], goal: SweepGoal) -> Option<(usize, u64)> {
     if trials.iter().any(|trial| trial.state == TrialState::Complete) {
         return None;

@@ -1,4 +1,4 @@
-//! A sweep as the calls `ask` and `tell`: which trial is trained next, and the consequences of its results.
+//! A sweep, driven by the calls `ask` and `tell`: which trial is trained next, and the consequences of its results.
 
 use super::error::SweepError;
 use super::pbt::{explored, generation_end, members, quantiles};
@@ -64,8 +64,8 @@ impl Sweep {
     }
 
     /// Changes the maximum number of failed trials; the sweep ends if more fail.
-    pub fn set_max_failures(&mut self, most: usize) {
-        self.settings.max_failures = most;
+    pub fn set_max_failures(&mut self, max_failures: usize) {
+        self.settings.max_failures = max_failures;
     }
 
     /// Returns the number of trials of the complete sweep, without the branches of population-based training.
@@ -126,31 +126,31 @@ impl Sweep {
         }
     }
 
-    /// Adds the result of a job: the metric at its last step, or why the trial has failed.
+    /// Adds the result of a job: the metric at its last step, or the reason why the trial failed.
     ///
     /// # Errors
     /// [`SweepError::NotRunning`].
     pub fn tell(&mut self, trial: usize, result: Result<f64, String>) -> Result<(), SweepError> {
         let steps = self.settings.steps;
-        let own = trial.checked_sub(1).and_then(|at| self.trials.get_mut(at));
-        let Some((own, to)) = own.and_then(|own| match own.state {
-            TrialState::Running { to } => Some((own, to)),
+        let entry = trial.checked_sub(1).and_then(|at| self.trials.get_mut(at));
+        let Some((entry, to)) = entry.and_then(|entry| match entry.state {
+            TrialState::Running { to } => Some((entry, to)),
             _ => None,
         }) else {
             return Err(SweepError::NotRunning { trial });
         };
         match result {
-            Err(why) => own.state = TrialState::Failed(why),
+            Err(reason) => entry.state = TrialState::Failed(reason),
             Ok(value) => {
-                own.results.push((to, value));
-                own.state = if to >= steps { TrialState::Complete } else { TrialState::Paused };
+                entry.results.push((to, value));
+                entry.state = if to >= steps { TrialState::Complete } else { TrialState::Paused };
             }
         }
         match self.settings.scheduler {
             TrialScheduler::MedianStop { grace, min_trials, .. } => {
-                let own = &self.trials[trial - 1];
-                let is_paused = own.state == TrialState::Paused;
-                if is_paused && median_stop::ends(own, &self.trials, grace, min_trials, self.settings.goal) {
+                let entry = &self.trials[trial - 1];
+                let is_paused = entry.state == TrialState::Paused;
+                if is_paused && median_stop::ends(entry, &self.trials, grace, min_trials, self.settings.goal) {
                     self.trials[trial - 1].state = TrialState::Stopped;
                 }
             }
@@ -197,8 +197,8 @@ impl Sweep {
                 let alive = || members(&self.trials).filter(|trial| !matches!(trial.state, TrialState::Failed(_)));
                 let end = generation_end(alive().map(SweepTrial::reached).min()?, every, steps);
                 let waiting = alive().filter(|trial| trial.state == TrialState::Paused && trial.reached() < end);
-                let is_begun = |trial: &SweepTrial| trial.branch.is_none() || !trial.results.is_empty();
-                let next = waiting.min_by_key(|trial| (is_begun(trial), trial.number))?.number;
+                let has_begun = |trial: &SweepTrial| trial.branch.is_none() || !trial.results.is_empty();
+                let next = waiting.min_by_key(|trial| (has_begun(trial), trial.number))?.number;
                 self.job(next, end)
             }
         }
@@ -209,7 +209,7 @@ impl Sweep {
         Some(SweepJob { trial, from, to })
     }
 
-    /// Adds a trial that runs to the step `to`, unless there are enough.
+    /// Adds a trial that runs to the step `to`, unless there are already enough trials.
     fn new_trial(&mut self, to: u64) -> Option<SweepJob> {
         if self.trials.len() >= self.count {
             return None;

@@ -85,7 +85,7 @@ impl ParameterDomain {
                 wrong(format!("a choice of {} values", values.len()), "give at most 10000 values")
             }
             Self::Choice(values) => match values.iter().enumerate().find(|(at, value)| values[..*at].contains(value)) {
-                Some((_, twice)) => wrong(format!("a choice that contains {twice} twice"), "give each value once"),
+                Some((_, value)) => wrong(format!("a choice that contains {value} twice"), "give each value once"),
                 None => Ok(()),
             },
             Self::Real { low, high, log, points } => {
@@ -148,8 +148,8 @@ impl ParameterDomain {
         match self {
             Self::Choice(values) => values[index as usize].clone(),
             Self::Real { points, .. } => {
-                let part = index as f64 / (points.unwrap_or(2) - 1).max(1) as f64;
-                self.at(part)
+                let fraction = index as f64 / (points.unwrap_or(2) - 1).max(1) as f64;
+                self.at(fraction)
             }
             Self::Integer { low, step, .. } => (low + index.cast_signed() * step).into(),
         }
@@ -204,9 +204,9 @@ impl ParameterDomain {
     }
 
     /// Returns the value at a fraction, from 0 to 1, of the range.
-    fn at(&self, part: f64) -> Value {
+    fn at(&self, fraction: f64) -> Value {
         let (low, high) = self.bounds();
-        self.value_at(low + part * (high - low))
+        self.value_at(low + fraction * (high - low))
     }
 
     /// Returns a value near `value`: 0.8 or 1.2 times a number, or a neighbour of a value in a choice.
@@ -223,12 +223,12 @@ impl ParameterDomain {
                 rounded(number).clamp(*low, *high).into()
             }
             Self::Integer { low, high, step, .. } => {
-                let now = value.as_i64().unwrap_or(*low);
-                let moved = ((now as f64 * if up { 1.2 } else { 0.8 } - *low as f64) / *step as f64).round() as i64;
-                let own = (now - low) / step;
+                let number = value.as_i64().unwrap_or(*low);
+                let target = ((number as f64 * if up { 1.2 } else { 0.8 } - *low as f64) / *step as f64).round() as i64;
+                let index = (number - low) / step;
                 // If a fifth of the number is less than half a step, the number moves by one step instead.
-                let moved = if moved == own { own + if up { 1 } else { -1 } } else { moved };
-                (low + moved.clamp(0, (high - low) / step) * step).into()
+                let target = if target == index { index + if up { 1 } else { -1 } } else { target };
+                (low + target.clamp(0, (high - low) / step) * step).into()
             }
         }
     }
@@ -282,8 +282,8 @@ mod tests {
             for _ in 0..20 {
                 let drawn = domain.draw(&mut random);
                 prop_assert!(contains(&domain, &drawn), "{drawn}");
-                let near = domain.perturbed(&drawn, &mut random);
-                prop_assert!(contains(&domain, &near), "{near} from {drawn}");
+                let perturbed = domain.perturbed(&drawn, &mut random);
+                prop_assert!(contains(&domain, &perturbed), "{perturbed} from {drawn}");
                 if let Some(at) = domain.coordinate(&drawn) {
                     let (low, high) = domain.bounds();
                     prop_assert!((low - 1e-9..=high + 1e-9).contains(&at));

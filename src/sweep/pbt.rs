@@ -27,10 +27,10 @@ pub(super) fn quantiles(trials: &[SweepTrial], quantile: f64, goal: SweepGoal) -
     };
     ranked.sort_by(order);
     let alive = ranked.iter().filter(|trial| !has_failed(trial)).count();
-    let part = ((ranked.len() as f64 * quantile) as usize).max(1);
-    let best = part.min(alive);
+    let count = ((ranked.len() as f64 * quantile) as usize).max(1);
+    let best = count.min(alive);
     // No trial is both among the best and among the worst.
-    let worst = part.max(ranked.len() - alive).min(ranked.len() - best);
+    let worst = count.max(ranked.len() - alive).min(ranked.len() - best);
     if best == 0 {
         return (Vec::new(), Vec::new());
     }
@@ -70,16 +70,16 @@ mod tests {
 
     #[test]
     fn the_worst_quarter_and_all_failures_are_replaced_by_branches_of_the_best_quarter() {
-        let of = |values: &[Option<f64>]| quantiles(&population(values), 0.25, SweepGoal::Minimize);
+        let quarters = |values: &[Option<f64>]| quantiles(&population(values), 0.25, SweepGoal::Minimize);
         let losses: Vec<Option<f64>> = [5.0, 1.0, 3.0, 8.0, 2.0, 7.0, 4.0, 6.0].map(Some).to_vec();
-        assert_eq!(of(&losses), (vec![4, 6], vec![2, 5]));
+        assert_eq!(quarters(&losses), (vec![4, 6], vec![2, 5]));
         let mut failing = losses.clone();
         for at in [0, 2, 6] {
             failing[at] = None;
         }
-        assert_eq!(of(&failing), (vec![1, 3, 7], vec![2, 5]));
-        assert_eq!(of(&[None, None, None, Some(1.0)]), (vec![1, 2, 3], vec![4]));
-        assert_eq!(of(&[None; 4]), (vec![], vec![]));
+        assert_eq!(quarters(&failing), (vec![1, 3, 7], vec![2, 5]));
+        assert_eq!(quarters(&[None, None, None, Some(1.0)]), (vec![1, 2, 3], vec![4]));
+        assert_eq!(quarters(&[None; 4]), (vec![], vec![]));
         assert_eq!(quantiles(&population(&losses), 0.25, SweepGoal::Maximize), (vec![2, 5], vec![4, 6]));
     }
 

@@ -21,15 +21,15 @@ pub(super) fn next_parameters(settings: &SweepSettings, trials: &[SweepTrial]) -
     }
 }
 
-/// Returns the index of the combination that a grid tries after `tried` others. The order is random if trials are
+/// Returns the index of the combination that a grid tries after `previous` others. The order is random if trials are
 /// compared before all have begun: in the order of a grid, neighbours are similar, and later combinations are often
 /// better.
-fn grid_index(settings: &SweepSettings, tried: u64) -> u64 {
+fn grid_index(settings: &SweepSettings, previous: u64) -> u64 {
     match (settings.scheduler, settings.space.grid_count()) {
         (TrialScheduler::Asha { .. } | TrialScheduler::MedianStop { .. }, Some(count)) => {
-            permute(tried, count, RandomStream::new(settings.seed, DrawnFor::Order).next())
+            permute(previous, count, RandomStream::new(settings.seed, DrawnFor::Order).next())
         }
-        _ => tried,
+        _ => previous,
     }
 }
 
@@ -42,7 +42,7 @@ fn drawn(settings: &SweepSettings, trials: &[SweepTrial], random: &mut RandomStr
             let key = RandomStream::new(settings.seed, DrawnFor::Order).next();
             let combinations = (0..count).map(|at| settings.space.combination(permute(at, count, key)));
             // Trials that were suggested may have taken some combinations.
-            let mut free = combinations.take(trials.len() + 1).filter(|parameters| !is_known(trials, parameters));
+            let mut free = combinations.take(trials.len() + 1).filter(|parameters| !is_taken(trials, parameters));
             free.next().unwrap_or_else(|| settings.space.draw(random))
         }
     }
@@ -56,11 +56,11 @@ fn suggested(
     random: &mut RandomStream,
 ) -> TrialParameters {
     let mut suggestions = (0..REDRAWS).map(|_| tpe::suggest(&settings.space, ranked, random));
-    let new = suggestions.find(|parameters| !is_known(trials, parameters));
+    let new = suggestions.find(|parameters| !is_taken(trials, parameters));
     new.unwrap_or_else(|| drawn(settings, trials, random))
 }
 
-fn is_known(trials: &[SweepTrial], parameters: &TrialParameters) -> bool {
+fn is_taken(trials: &[SweepTrial], parameters: &TrialParameters) -> bool {
     trials.iter().any(|trial| trial.parameters == *parameters)
 }
 
@@ -68,12 +68,12 @@ fn is_known(trials: &[SweepTrial], parameters: &TrialParameters) -> bool {
 /// counts as better, because the scheduler has preferred it. Failed trials are last.
 fn ranked<'a>(settings: &SweepSettings, trials: &'a [SweepTrial]) -> Vec<&'a TrialParameters> {
     let has_failed = |trial: &SweepTrial| matches!(trial.state, TrialState::Failed(_));
-    let mut known: Vec<&SweepTrial> =
+    let mut ranked: Vec<&SweepTrial> =
         trials.iter().filter(|trial| has_failed(trial) || !trial.results.is_empty()).collect();
-    known.sort_by(|a, b| {
+    ranked.sort_by(|a, b| {
         let further = b.reached().cmp(&a.reached());
         let better = a.score(settings.goal).total_cmp(&b.score(settings.goal));
         has_failed(a).cmp(&has_failed(b)).then(further).then(better).then(a.number.cmp(&b.number))
     });
-    known.into_iter().map(|trial| &trial.parameters).collect()
+    ranked.into_iter().map(|trial| &trial.parameters).collect()
 }

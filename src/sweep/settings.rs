@@ -67,8 +67,8 @@ pub enum TrialScheduler {
     Asha {
         /// The first rung, in steps.
         min_steps: u64,
-        /// The reduction factor: one in `eta` trials of a rung continues, and each rung has `eta` times the steps of the
-        /// previous rung.
+        /// The reduction factor: one in `eta` trials of a rung continues, and each rung has `eta` times the steps of
+        /// the previous rung.
         eta: u64,
     },
     /// Population-based training: at regular intervals, the worst trials are replaced by branches of the best.
@@ -88,7 +88,7 @@ impl TrialScheduler {
         Self::Asha { min_steps, eta: 4 }
     }
 
-    /// Returns the rule that stops trials at the median, with the usual minimum number of trials.
+    /// Returns the rule that stops trials that are worse than the median, with the usual minimum number of trials.
     pub fn median_stop(every: u64) -> Self {
         Self::MedianStop { every, grace: every, min_trials: 3 }
     }
@@ -161,10 +161,11 @@ impl SweepSettings {
         }
         self.check_scheduler()?;
         let has_points = |domain: &ParameterDomain| matches!(domain, ParameterDomain::Real { points: Some(_), .. });
-        let pointed = self.space.parameters().iter().find(|(_, domain)| has_points(domain));
-        if let (Some((name, _)), true) = (pointed, self.searcher != SweepSearcher::Grid) {
+        let with_points = self.space.parameters().iter().find(|(_, domain)| has_points(domain));
+        if let (Some((name, _)), true) = (with_points, self.searcher != SweepSearcher::Grid) {
             let problem = format!(
-                "parameter {name} has points, which only the searcher grid uses; leave them out, or use the searcher grid"
+                "parameter {name} has points, which only the searcher grid uses; leave them out, or use the searcher \
+                 grid"
             );
             return Err(SweepError::Conflict { problem });
         }
@@ -220,7 +221,7 @@ impl SweepSettings {
 
     fn check_scheduler(&self) -> Result<(), SweepError> {
         let steps = self.steps;
-        let below = |key: &str, found: u64| match (1..steps).contains(&found) {
+        let check_steps = |key: &str, found: u64| match (1..steps).contains(&found) {
             true => Ok(()),
             false => Err(SweepError::setting(
                 key,
@@ -231,22 +232,22 @@ impl SweepSettings {
         match self.scheduler {
             TrialScheduler::None => Ok(()),
             TrialScheduler::MedianStop { every, grace, min_trials } => {
-                below("median.every", every)?;
-                below("median.grace", grace)?;
+                check_steps("median.every", every)?;
+                check_steps("median.grace", grace)?;
                 match min_trials {
                     0 => Err(SweepError::setting("median.min_trials", 0, "give at least 1")),
                     _ => Ok(()),
                 }
             }
             TrialScheduler::Asha { min_steps, eta } => {
-                below("asha.min_steps", min_steps)?;
+                check_steps("asha.min_steps", min_steps)?;
                 match eta {
                     2..=1000 => Ok(()),
                     _ => Err(SweepError::setting("asha.eta", eta, "one in eta trials continues; give 2 to 1000")),
                 }
             }
             TrialScheduler::Pbt { every, quantile, resample } => {
-                below("pbt.every", every)?;
+                check_steps("pbt.every", every)?;
                 if !(quantile > 0.0 && quantile <= 0.5) {
                     let allowed = "give a fraction above 0 and at most 0.5";
                     return Err(SweepError::setting("pbt.quantile", quantile, allowed));

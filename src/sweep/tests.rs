@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 /// Returns the loss of a planted landscape: it falls with the steps to a floor that the parameters determine, and a bit
 /// of noise, which is always the same for the same trial and step, disturbs it.
-fn planted(trial: &SweepTrial, step: u64) -> f64 {
+fn planted_loss(trial: &SweepTrial, step: u64) -> f64 {
     let number = |name: &str| trial.parameter(name).and_then(serde_json::Value::as_f64).unwrap();
     let floor = (number("lr").log10() + 3.0).powi(2) + 0.1 * (number("width") - 20.0).abs();
     let noise = crate::util::mix(step ^ (trial.number as u64) << 32) as f64 / u64::MAX as f64 - 0.5;
@@ -24,9 +24,9 @@ fn settings(trials: usize, searcher: SweepSearcher, scheduler: TrialScheduler) -
     settings
 }
 
-fn finished(settings: SweepSettings) -> Sweep {
+fn run_sweep(settings: SweepSettings) -> Sweep {
     let mut sweep = Sweep::new(settings).unwrap();
-    sweep.run(|trial, step| Ok(planted(trial, step)));
+    sweep.run(|trial, step| Ok(planted_loss(trial, step)));
     sweep
 }
 
@@ -36,7 +36,7 @@ fn successive_halving_finds_the_best_of_64_with_a_quarter_of_the_steps() {
         let with = |scheduler| {
             let mut settings = settings(64, SweepSearcher::Random, scheduler);
             settings.seed = seed;
-            finished(settings)
+            run_sweep(settings)
         };
         let (all, halved) = (with(TrialScheduler::None), with(TrialScheduler::asha(4)));
         let (best, found) = (all.best().unwrap(), halved.best().unwrap());
@@ -52,7 +52,7 @@ fn the_estimator_finds_better_parameters_than_chance() {
     let loss = |searcher, seed| {
         let mut settings = settings(60, searcher, TrialScheduler::None);
         settings.seed = seed;
-        finished(settings).best().unwrap().value().unwrap()
+        run_sweep(settings).best().unwrap().value().unwrap()
     };
     let mean = |searcher| (0..10).map(|seed| loss(searcher, seed)).sum::<f64>() / 10.0;
     let (tpe, random) = (mean(SweepSearcher::Tpe), mean(SweepSearcher::Random));
@@ -61,8 +61,8 @@ fn the_estimator_finds_better_parameters_than_chance() {
 
 #[test]
 fn stopping_at_the_median_saves_steps_and_keeps_the_best() {
-    let all = finished(settings(40, SweepSearcher::Random, TrialScheduler::None));
-    let stopped = finished(settings(40, SweepSearcher::Random, TrialScheduler::median_stop(16)));
+    let all = run_sweep(settings(40, SweepSearcher::Random, TrialScheduler::None));
+    let stopped = run_sweep(settings(40, SweepSearcher::Random, TrialScheduler::median_stop(16)));
     assert_eq!(all.best().unwrap().parameters, stopped.best().unwrap().parameters);
     assert!(stopped.steps_done() * 10 < all.steps_done() * 7, "{}", stopped.steps_done());
     assert!(stopped.trials().iter().any(|trial| trial.state == TrialState::Stopped));
@@ -100,13 +100,13 @@ fn a_population_replaces_its_worst_by_branches_of_its_best() {
     let branches: Vec<&SweepTrial> = sweep.trials().iter().filter(|trial| trial.branch.is_some()).collect();
     assert_eq!(branches.len(), 14);
     for branch in branches {
-        let from = branch.branch.unwrap();
-        let donor = sweep.trial(from.trial).unwrap();
-        assert!(donor.value_at(from.step).is_some() && donor.number < branch.number);
+        let origin = branch.branch.unwrap();
+        let donor = sweep.trial(origin.trial).unwrap();
+        assert!(donor.value_at(origin.step).is_some() && donor.number < branch.number);
         assert_ne!(donor.parameters, branch.parameters);
     }
-    let alone = finished(settings(8, SweepSearcher::Random, TrialScheduler::None));
-    assert_eq!(alone.trials().len(), 8);
+    let unscheduled = run_sweep(settings(8, SweepSearcher::Random, TrialScheduler::None));
+    assert_eq!(unscheduled.trials().len(), 8);
     assert!(sweep.best().unwrap().branch.is_some(), "a branch is the best of this landscape");
 }
 
@@ -133,7 +133,7 @@ fn failures_are_recorded_and_too_many_end_the_sweep() {
     let mut sweep = Sweep::new(settings.clone()).unwrap();
     sweep.run(|trial, step| match trial.number {
         2 | 5 => Err(crate::Error::other("it diverged")),
-        _ => Ok(planted(trial, step)),
+        _ => Ok(planted_loss(trial, step)),
     });
     assert_eq!((sweep.failures(), sweep.has_failed(), sweep.trials().len()), (2, false, 20));
     assert_eq!(sweep.trials()[1].state, TrialState::Failed("it diverged".into()));
@@ -144,7 +144,7 @@ fn failures_are_recorded_and_too_many_end_the_sweep() {
     assert!(sweep.tell(1, Ok(1.0)).is_err() && sweep.tell(0, Ok(1.0)).is_err() && sweep.tell(99, Ok(1.0)).is_err());
 }
 
-/// Returns settings of every kind of sweep.
+/// Generates settings with every scheduler, for the random and the TPE searcher.
 fn any_settings() -> impl Strategy<Value = SweepSettings> {
     let schedulers = prop_oneof![
         Just(TrialScheduler::None),
@@ -177,8 +177,8 @@ fn any_settings() -> impl Strategy<Value = SweepSettings> {
 /// A call to a sweep, and its answer.
 #[derive(Debug, Clone, PartialEq)]
 enum SweepCall {
-    Asked(SweepDecision),
-    Told(usize, Result<f64, String>),
+    Ask(SweepDecision),
+    Tell(usize, Result<f64, String>),
 }
 
 /// Runs a sweep with up to `workers` jobs at a time that end in an order determined by `chance`, and checks every job.
@@ -190,7 +190,7 @@ fn simulate(settings: &SweepSettings, workers: usize, chance: u64) -> (Sweep, Ve
         let drawn = crate::util::mix(chance ^ turn);
         let task = if running.len() < workers { sweep.ask() } else { SweepDecision::Wait };
         if running.len() < workers {
-            calls.push(SweepCall::Asked(task));
+            calls.push(SweepCall::Ask(task));
         }
         match task {
             SweepDecision::Train(job) => {
@@ -214,7 +214,7 @@ fn simulate(settings: &SweepSettings, workers: usize, chance: u64) -> (Sweep, Ve
                     value => Ok(value as f64 / job.to as f64),
                 };
                 // NaN is not equal to itself.
-                calls.push(SweepCall::Told(
+                calls.push(SweepCall::Tell(
                     job.trial,
                     result.clone().map(|value| if value.is_nan() { -1.0 } else { value }),
                 ));
@@ -235,9 +235,9 @@ proptest! {
     #[test]
     fn every_sweep_ends_and_makes_the_same_decisions_again(settings in any_settings(), workers in 1usize..6, chance: u64) {
         let (sweep, calls) = simulate(&settings, workers, chance);
-        let (again, same_calls) = simulate(&settings, workers, chance);
+        let (repeated_sweep, same_calls) = simulate(&settings, workers, chance);
         prop_assert_eq!(calls, same_calls);
-        prop_assert_eq!(sweep.steps_done(), again.steps_done());
+        prop_assert_eq!(sweep.steps_done(), repeated_sweep.steps_done());
         let (count, steps) = (sweep.trial_count(), settings.steps);
         prop_assert!(sweep.steps_done() <= count as u64 * steps);
         let is_complete = sweep.trials().iter().any(|trial| trial.state == TrialState::Complete);
@@ -252,9 +252,9 @@ proptest! {
         if let TrialScheduler::Asha { min_steps, eta } = settings.scheduler {
             let rungs = asha::rungs(min_steps, eta, steps);
             for pair in rungs.windows(2) {
-                let at = |rung: u64| sweep.trials().iter().filter(|trial| trial.value_at(rung).is_some()).count();
+                let reached = |rung: u64| sweep.trials().iter().filter(|trial| trial.value_at(rung).is_some()).count();
                 // In an asynchronous order, the best of a rung may change after a promotion.
-                prop_assert!(at(pair[1]) <= at(pair[0]));
+                prop_assert!(reached(pair[1]) <= reached(pair[0]));
             }
         }
     }
@@ -262,13 +262,13 @@ proptest! {
 
 #[test]
 fn wrong_settings_are_refused_with_what_is_allowed() {
-    let one = |domain| SweepSpace::new().with("--lr", domain);
+    let space_of = |domain| SweepSpace::new().with("--lr", domain);
     let wrong = |space: SweepSpace, change: &dyn Fn(&mut SweepSettings)| {
         let mut settings = SweepSettings::new(space, 100);
         change(&mut settings);
         Sweep::new(settings).unwrap_err().to_string()
     };
-    let lr = || one(ParameterDomain::uniform(0.0, 1.0));
+    let lr = || space_of(ParameterDomain::uniform(0.0, 1.0));
     let domains = [
         ParameterDomain::Choice(vec![]),
         ParameterDomain::choice([1, 2, 1]),
@@ -282,8 +282,8 @@ fn wrong_settings_are_refused_with_what_is_allowed() {
         ParameterDomain::integer(0, i64::MAX),
         ParameterDomain::Real { low: 0.0, high: 1.0, log: false, points: Some(1) },
     ];
-    let of_domains: Vec<String> = domains.map(|domain| wrong(one(domain), &|_| {})).to_vec();
-    insta::assert_snapshot!(of_domains.join("\n"), @r"
+    let domain_errors: Vec<String> = domains.map(|domain| wrong(space_of(domain), &|_| {})).to_vec();
+    insta::assert_snapshot!(domain_errors.join("\n"), @r"
     parameter --lr is a choice of no values; give at least one value
     parameter --lr is a choice that contains 1 twice; give each value once
     parameter --lr is uniform = [1, 1]; give a lower end below the upper end, or one value as a choice
@@ -312,11 +312,11 @@ fn wrong_settings_are_refused_with_what_is_allowed() {
         &|s| (s.scheduler, s.trials) = (TrialScheduler::pbt(1), Some(3)),
         &|s| s.space = SweepSpace::new(),
         &|s| {
-            s.space = one(ParameterDomain::Real { low: 0.0, high: 1.0, log: false, points: Some(3) });
+            s.space = space_of(ParameterDomain::Real { low: 0.0, high: 1.0, log: false, points: Some(3) });
         },
     ];
-    let of_settings: Vec<String> = changes.iter().map(|change| wrong(lr(), change)).collect();
-    insta::assert_snapshot!(of_settings.join("\n"), @r"
+    let setting_errors: Vec<String> = changes.iter().map(|change| wrong(lr(), change)).collect();
+    insta::assert_snapshot!(setting_errors.join("\n"), @r"
     steps is 0; give 1 to 2^53 steps
     trials is 0; give 1 to 10000 trials
     the searcher grid cannot take all values of parameter --lr, which is uniform; add points = N to the parameter, make it a choice, or use another searcher
@@ -333,11 +333,11 @@ fn wrong_settings_are_refused_with_what_is_allowed() {
     the number of parameters is 0; give 1 to 64 parameters to vary
     parameter --lr has points, which only the searcher grid uses; leave them out, or use the searcher grid
     ");
-    let grid = |domain| wrong(one(domain), &|s| (s.searcher, s.trials) = (SweepSearcher::Grid, Some(5)));
+    let grid = |domain| wrong(space_of(domain), &|s| (s.searcher, s.trials) = (SweepSearcher::Grid, Some(5)));
     insta::assert_snapshot!([grid(ParameterDomain::integer(1, 4)), grid(ParameterDomain::integer(1, 1 << 20))].join("\n"), @r"
     trials is 5; the grid has 4 combinations, and all of them are tried; leave trials out, or use another searcher
     the grid has 1048576 combinations, and a sweep has at most 10000 trials; give fewer values, or use another searcher
     ");
-    let twice = lr().with("--lr", ParameterDomain::choice([1]));
-    insta::assert_snapshot!(wrong(twice, &|_| {}), @"parameter --lr is given twice; give it once");
+    let duplicate = lr().with("--lr", ParameterDomain::choice([1]));
+    insta::assert_snapshot!(wrong(duplicate, &|_| {}), @"parameter --lr is given twice; give it once");
 }

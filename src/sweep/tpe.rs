@@ -25,16 +25,17 @@ pub(super) fn suggest(space: &SweepSpace, ranked: &[&TrialParameters], random: &
     let (good, others) = ranked.split_at(good);
     let suggested = space.parameters().iter().enumerate().map(|(at, (name, domain))| {
         let values = |trials: &[&TrialParameters]| trials.iter().map(|trial| trial[at].1.clone()).collect::<Vec<_>>();
-        let (below, above) = (Density::new(domain, &values(good)), Density::new(domain, &values(others)));
+        let (good_density, other_density) =
+            (Density::new(domain, &values(good)), Density::new(domain, &values(others)));
         let candidates = (0..CANDIDATES).map(|_| {
-            let place = below.draw(random);
-            (below.log_at(place) - above.log_at(place), place)
+            let point = good_density.draw(random);
+            (good_density.log_at(point) - other_density.log_at(point), point)
         });
-        let best = candidates.fold((f64::NEG_INFINITY, None), |best, (score, place)| match best {
+        let best = candidates.fold((f64::NEG_INFINITY, None), |best, (score, point)| match best {
             (highest, Some(_)) if score <= highest => best,
-            _ => (score, Some(place)),
+            _ => (score, Some(point)),
         });
-        (name.clone(), best.1.map_or_else(|| domain.draw(random), |place| domain.value_at(place)))
+        (name.clone(), best.1.map_or_else(|| domain.draw(random), |point| domain.value_at(point)))
     });
     suggested.collect()
 }
@@ -83,7 +84,7 @@ impl Density {
         Self::Mixture { low, high, components }
     }
 
-    /// Draws a place: a coordinate, or the index of a value.
+    /// Draws a point: a coordinate, or the index of a value.
     fn draw(&self, random: &mut RandomStream) -> f64 {
         match self {
             Self::Choice(probabilities) => {
@@ -97,9 +98,9 @@ impl Density {
             Self::Mixture { low, high, components } => {
                 let component = &components[random.below(components.len() as u64) as usize];
                 for _ in 0..REDRAWS {
-                    let place = component.mean + component.deviation * random.normal();
-                    if (*low..=*high).contains(&place) {
-                        return place;
+                    let point = component.mean + component.deviation * random.normal();
+                    if (*low..=*high).contains(&point) {
+                        return point;
                     }
                 }
                 low + random.unit() * (high - low)
@@ -107,13 +108,13 @@ impl Density {
         }
     }
 
-    /// Returns the logarithm of the density at a place, without a constant that all densities over a range share.
-    fn log_at(&self, place: f64) -> f64 {
+    /// Returns the logarithm of the density at a point, without a constant that all densities over a range share.
+    fn log_at(&self, point: f64) -> f64 {
         match self {
-            Self::Choice(probabilities) => probabilities[(place as usize).min(probabilities.len() - 1)].ln(),
+            Self::Choice(probabilities) => probabilities[(point as usize).min(probabilities.len() - 1)].ln(),
             Self::Mixture { components, .. } => {
                 let logs = components.iter().map(|one| {
-                    let distance = (place - one.mean) / one.deviation;
+                    let distance = (point - one.mean) / one.deviation;
                     -0.5 * distance * distance - (one.deviation * one.mass).ln()
                 });
                 let logs: Vec<f64> = logs.collect();
@@ -156,10 +157,10 @@ mod tests {
         let sum: f64 = (0..steps).map(|i| density.log_at(-1.0 + (f64::from(i) + 0.5) * width).exp() * width).sum();
         // The factor that all densities of a range share is left out.
         assert!((sum / (2.0 * std::f64::consts::PI).sqrt() - 1.0).abs() < 1e-5, "{sum}");
-        let Density::Choice(parts) = Density::new(&ParameterDomain::choice(["a", "b"]), &["a".into()]) else {
+        let Density::Choice(probabilities) = Density::new(&ParameterDomain::choice(["a", "b"]), &["a".into()]) else {
             panic!()
         };
-        assert_eq!(parts, [0.75, 0.25]);
+        assert_eq!(probabilities, [0.75, 0.25]);
     }
 
     #[test]
@@ -177,8 +178,8 @@ mod tests {
         let ranked: Vec<&TrialParameters> = trials.iter().collect();
         let mut random = RandomStream::new(1, DrawnFor::Trial(1));
         let suggested: Vec<TrialParameters> = (0..20).map(|_| suggest(&space, &ranked, &mut random)).collect();
-        let near = suggested.iter().filter(|one| one[0].1.as_f64().unwrap() < 0.25).count();
-        let alike = suggested.iter().filter(|one| one[1].1 == "b").count();
-        assert!(near >= 18 && alike >= 18, "{near} {alike}");
+        let with_good_x = suggested.iter().filter(|one| one[0].1.as_f64().unwrap() < 0.25).count();
+        let with_good_kind = suggested.iter().filter(|one| one[1].1 == "b").count();
+        assert!(with_good_x >= 18 && with_good_kind >= 18, "{with_good_x} {with_good_kind}");
     }
 }

@@ -1,4 +1,4 @@
-//! A trial: one combination of parameters, and what is known about it.
+//! A trial: one combination of parameters, its state and its results.
 
 use super::settings::SweepGoal;
 use super::space::TrialParameters;
@@ -75,7 +75,7 @@ impl SweepTrial {
 
     /// Returns the value of a parameter.
     pub fn parameter(&self, name: &str) -> Option<&Value> {
-        self.parameters.iter().find(|(own, _)| own == name).map(|(_, value)| value)
+        self.parameters.iter().find(|(key, _)| key == name).map(|(_, value)| value)
     }
 
     /// Returns the step that the trial has reached.

@@ -1,4 +1,4 @@
-//! The elements of tensors of any number type as bytes, little-endian as in files.
+//! The elements of tensors of any number type, as little-endian bytes like those in files.
 
 use super::residency::{storage_on, swap};
 use crate::util::counted;
@@ -6,7 +6,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, bail};
 use half::{bf16, f16};
-use safetensors::Dtype as InFile;
+use safetensors::Dtype as FileDtype;
 
 /// Runs `$body` with `$T` as the Rust type and `$variant` as the storage variant of `$dtype`; runs `$other` for types
 /// that are not numbers or do not consist of whole bytes.
@@ -96,29 +96,29 @@ pub(crate) fn has_bytes(dtype: DType) -> bool {
 }
 
 /// Returns Candle's type for a tensor type of a safetensors file, if this module supports it.
-pub(crate) fn dtype_in_file(dtype: InFile) -> Option<DType> {
+pub(crate) fn dtype_in_file(dtype: FileDtype) -> Option<DType> {
     match dtype {
         // Such an element is a byte that is 0 or 1.
-        InFile::BOOL => Some(DType::U8),
-        dtype => IN_FILE.iter().find(|(_, in_file)| *in_file == dtype).map(|(dtype, _)| *dtype),
+        FileDtype::BOOL => Some(DType::U8),
+        dtype => FILE_DTYPES.iter().find(|(_, in_file)| *in_file == dtype).map(|(dtype, _)| *dtype),
     }
 }
 
 /// Returns the type in a safetensors file for a Candle type, if this module supports it.
-pub(crate) fn dtype_for_file(dtype: DType) -> Option<InFile> {
-    IN_FILE.iter().find(|(own, _)| *own == dtype).map(|(_, in_file)| *in_file)
+pub(crate) fn dtype_for_file(dtype: DType) -> Option<FileDtype> {
+    FILE_DTYPES.iter().find(|(candle_dtype, _)| *candle_dtype == dtype).map(|(_, in_file)| *in_file)
 }
 
-const IN_FILE: [(DType, InFile); 9] = [
-    (DType::U8, InFile::U8),
-    (DType::U32, InFile::U32),
-    (DType::I16, InFile::I16),
-    (DType::I32, InFile::I32),
-    (DType::I64, InFile::I64),
-    (DType::BF16, InFile::BF16),
-    (DType::F16, InFile::F16),
-    (DType::F32, InFile::F32),
-    (DType::F64, InFile::F64),
+const FILE_DTYPES: [(DType, FileDtype); 9] = [
+    (DType::U8, FileDtype::U8),
+    (DType::U32, FileDtype::U32),
+    (DType::I16, FileDtype::I16),
+    (DType::I32, FileDtype::I32),
+    (DType::I64, FileDtype::I64),
+    (DType::BF16, FileDtype::BF16),
+    (DType::F16, FileDtype::F16),
+    (DType::F32, FileDtype::F32),
+    (DType::F64, FileDtype::F64),
 ];
 
 /// Returns the bytes of a tensor's elements, in row-major order.
@@ -181,7 +181,7 @@ pub(crate) fn set_bytes(tensor: &Tensor, bytes: &[u8]) -> Result<()> {
     swap(tensor, of_bytes(tensor.dtype(), bytes)?).map(drop)
 }
 
-/// Returns a variable with the elements `bytes`.
+/// Returns a variable with the elements in `bytes`.
 pub(crate) fn variable(device: &Device, dtype: DType, shape: Shape, bytes: &[u8]) -> Result<Tensor> {
     let storage = storage_on(device, of_bytes(dtype, bytes)?)?;
     Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), true))

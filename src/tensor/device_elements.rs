@@ -137,8 +137,8 @@ pub(crate) fn take(tensor: &Tensor) -> Result<CudaStorage> {
         }
 
         fn cuda_fwd(&self, cuda: &mut CudaStorage, _: &Layout) -> Result<()> {
-            let none = zeros(&cuda.device, DType::F32, 1)?;
-            *lock(&self.0) = Some(std::mem::replace(cuda, none));
+            let placeholder = zeros(&cuda.device, DType::F32, 1)?;
+            *lock(&self.0) = Some(std::mem::replace(cuda, placeholder));
             Ok(())
         }
     }

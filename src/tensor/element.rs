@@ -108,8 +108,8 @@ pub(crate) fn with_all<E: WithDType, R, const N: usize>(
     run(elements_of_all(&tensors, op)?)
 }
 
-// The compiler repeats `with_all` for each `run`. The code that does not depend on `run` is in separate functions, which
-// are compiled only once for each dtype and number of tensors.
+// The compiler repeats `with_all` for each `run`. The code that does not depend on `run` is in separate functions,
+// which are compiled only once for each dtype and number of tensors.
 
 fn locked_tensors<'a, const N: usize>(
     tensors: [Option<&'a Tensor>; N],

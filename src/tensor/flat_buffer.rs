@@ -51,7 +51,7 @@ const NEEDS_HOST_BUFFERS: &str = "work on the host requires buffers on the host"
 #[cfg(feature = "cuda")]
 const NEEDS_GPU_BUFFERS: &str = "work on a GPU requires buffers on the GPU";
 #[cfg(feature = "cuda")]
-const NEEDS_ONE_PLACE: &str = "an operation on two buffers requires both in the same memory";
+const NEEDS_SAME_MEMORY: &str = "an operation on two buffers requires both in the same memory";
 
 /// Evaluates one expression for a buffer in either memory.
 macro_rules! each {
@@ -287,7 +287,7 @@ impl ElementBuffer for FlatBuffer {
         match (self, from) {
             (Self::Host(to), Self::Host(from)) => to.extend_cast(from.slice(range)),
             (Self::Device(to), Self::Device(from)) => to.extend_from(from, range)?,
-            _ => unreachable!("{NEEDS_ONE_PLACE}"),
+            _ => unreachable!("{NEEDS_SAME_MEMORY}"),
         }
         Ok(())
     }
@@ -308,7 +308,7 @@ impl ElementBuffer for FlatBuffer {
                 sum.slice_mut(to..to + from.len()).add_scaled(other.slice(from), factor);
             }
             (Self::Device(sum), Self::Device(other)) => sum.add_scaled(to, &other.part(from)?, factor)?,
-            _ => unreachable!("{NEEDS_ONE_PLACE}"),
+            _ => unreachable!("{NEEDS_SAME_MEMORY}"),
         }
         Ok(())
     }

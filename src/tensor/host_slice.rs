@@ -7,14 +7,14 @@ use crate::precision::FlatRef;
 use candle_core::{Result, Tensor};
 use std::ops::Range;
 
-/// Passes elements `range` of a contiguous tensor to `look`, on the host; if the tensor is on another device, only
+/// Passes elements `range` of a contiguous tensor to `read`, on the host; if the tensor is on another device, only
 /// these elements are copied.
-pub(crate) fn with_part<T>(tensor: &Tensor, range: Range<usize>, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
+pub(crate) fn with_part<T>(tensor: &Tensor, range: Range<usize>, read: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
     #[cfg(feature = "cuda")]
     if let Some(device) = gpu_of(tensor) {
         let mut values = crate::precision::Flat::zeros(tensor.dtype(), range.len());
         with_each([tensor], "read", |[all]| all.part(range)?.read(device, values.as_mut()))?;
-        return Ok(look(values.as_ref()));
+        return Ok(read(values.as_ref()));
     }
-    with_view(tensor, |values| look(values.slice(range)))
+    with_view(tensor, |values| read(values.slice(range)))
 }

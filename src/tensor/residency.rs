@@ -41,9 +41,9 @@ fn on_cuda(device: &CudaDevice, values: CpuStorage) -> Result<CudaStorage> {
 /// Returns whether `error` is, or may be, Candle's refusal to compute with an absent parameter.
 pub(crate) fn is_refusal(error: &Error) -> bool {
     // The errors of some CUDA operations name no dtype.
-    let nameless = ["Map1 does not", "internal error 'dtype mismatch in", "internal error 'Dummy types"];
-    let text = error.to_string();
-    names_absent(error) || nameless.iter().any(|n| text.contains(n))
+    let texts = ["Map1 does not", "internal error 'dtype mismatch in", "internal error 'Dummy types"];
+    let message = error.to_string();
+    names_absent(error) || texts.iter().any(|text| message.contains(text))
 }
 
 /// Returns whether `error` explicitly concerns an absent parameter.
@@ -112,10 +112,10 @@ impl InplaceOp1 for SwapStorage {
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> Result<()> {
-        let mut other = crate::util::lock(&self.0);
-        let taken = if storage.dtype() == ABSENT { absent() } else { storage.to_cpu_storage()? };
-        let put = std::mem::replace(&mut *other, taken);
-        *storage = on_cuda(storage.device(), put)?;
+        let mut slot = crate::util::lock(&self.0);
+        let previous = if storage.dtype() == ABSENT { absent() } else { storage.to_cpu_storage()? };
+        let new = std::mem::replace(&mut *slot, previous);
+        *storage = on_cuda(storage.device(), new)?;
         Ok(())
     }
 }
@@ -204,22 +204,22 @@ pub(crate) fn with_values<T>(tensor: &Tensor, change: impl FnOnce(&mut Flat) -> 
     Ok(result)
 }
 
-/// Passes a tensor's values to `look`, on the host, in row-major order.
-pub(crate) fn with_view<T>(tensor: &Tensor, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
+/// Passes a tensor's values to `read`, on the host, in row-major order.
+pub(crate) fn with_view<T>(tensor: &Tensor, read: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
     let tensor = tensor.contiguous()?;
     let (storage, layout) = tensor.storage_and_layout();
     let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
     match &*storage {
-        Storage::Cpu(CpuStorage::F32(v)) => Ok(look(FlatRef::F32(&v[range]))),
-        Storage::Cpu(CpuStorage::BF16(v)) => Ok(look(FlatRef::BF16(&v[range]))),
-        Storage::Cpu(CpuStorage::F16(v)) => Ok(look(FlatRef::F16(&v[range]))),
+        Storage::Cpu(CpuStorage::F32(v)) => Ok(read(FlatRef::F32(&v[range]))),
+        Storage::Cpu(CpuStorage::BF16(v)) => Ok(read(FlatRef::BF16(&v[range]))),
+        Storage::Cpu(CpuStorage::F16(v)) => Ok(read(FlatRef::F16(&v[range]))),
         Storage::Cpu(other) => Err(Error::Msg(format!(
             "a tensor has dtype {:?} and shape {:?}, but only f32, bf16 and f16 are supported; cast it with to_dtype \
              first",
             other.dtype(),
             tensor.dims()
         ))),
-        Storage::Cuda(cuda) => Ok(look(from_storage(cuda.to_cpu_storage()?)?.slice(range))),
+        Storage::Cuda(cuda) => Ok(read(from_storage(cuda.to_cpu_storage()?)?.slice(range))),
         Storage::Metal(_) => Err(Error::Msg("training on Metal is not supported; use the CPU or CUDA".into())),
     }
 }

@@ -86,7 +86,7 @@ pub(crate) enum TimelineLane {
 
 /// The number of lanes of one engine. If a rank has several engines at a time, each has its own lanes.
 const LANES_PER_ENGINE: usize = 100;
-const FIRST_FILE: usize = 10;
+const FIRST_FILE_LANE: usize = 10;
 
 impl TimelineLane {
     /// Returns the lane's number within its rank, counted from 1 (viewers use 0 for the idle thread).
@@ -108,7 +108,7 @@ impl TimelineLane {
                 Self::BetweenGpus => 8,
                 #[cfg(feature = "cuda")]
                 Self::Gpu => 9,
-                Self::File(thread) => FIRST_FILE + thread,
+                Self::File(thread) => FIRST_FILE_LANE + thread,
             }
     }
 
@@ -125,7 +125,7 @@ impl TimelineLane {
             7 => "delayed update".to_string(),
             8 => "collectives between GPUs".to_string(),
             9 => "GPU".to_string(),
-            file => format!("files {}", file.saturating_sub(FIRST_FILE)),
+            file => format!("files {}", file.saturating_sub(FIRST_FILE_LANE)),
         };
         if engine == 0 { name } else { format!("{name} (engine {})", engine + 1) }
     }
@@ -177,7 +177,7 @@ pub(super) enum EventLine<'a> {
         lane: usize,
         rest: &'a str,
     },
-    /// The number of further events, which were not kept.
+    /// The number of further events, which were dropped.
     Dropped(u64),
 }
 

@@ -31,14 +31,14 @@ enum SinkDestination {
     /// A file in this folder, read by the launcher.
     Part { folder: PathBuf },
     /// A trace file that this process creates.
-    Whole { file: PathBuf },
+    Trace { file: PathBuf },
 }
 
 /// Events that are collected for one file.
 pub(super) struct EventSink {
     destination: SinkDestination,
     /// The time at which the sink was created.
-    zero: u64,
+    start: u64,
     memory: Mutex<UnwrittenEvents>,
     lines: Mutex<EventLinesFile>,
 }
@@ -64,30 +64,30 @@ struct EventLinesFile {
 impl EventSink {
     /// Returns a sink for the launcher that created `folder`.
     pub fn part(folder: &Path) -> Result<Arc<Self>> {
-        Self::of(SinkDestination::Part { folder: folder.into() })
+        Self::for_destination(SinkDestination::Part { folder: folder.into() })
     }
 
     /// Returns a sink for the trace `file`.
     pub fn for_trace(file: &Path) -> Result<Arc<Self>> {
         let file = std::path::absolute(file).map_err(|e| cannot_write(file, &e))?;
-        Self::of(SinkDestination::Whole { file })
+        Self::for_destination(SinkDestination::Trace { file })
     }
 
-    fn of(destination: SinkDestination) -> Result<Arc<Self>> {
+    fn for_destination(destination: SinkDestination) -> Result<Arc<Self>> {
         let mut sinks = lock(&SINKS);
         if let Some(sink) = sinks.iter().find(|sink| sink.destination == destination) {
             return Ok(sink.clone());
         }
         let file = match &destination {
             SinkDestination::Part { folder } => {
-                let kept = new_beside(folder, PART_PREFIX).and_then(|part| Ok(part.keep()?.0));
-                kept.map_err(|e| cannot_write(folder, &e))?
+                let file = new_beside(folder, PART_PREFIX).and_then(|part| Ok(part.keep()?.0));
+                file.map_err(|e| cannot_write(folder, &e))?
             }
-            SinkDestination::Whole { file } if file.is_dir() => {
+            SinkDestination::Trace { file } if file.is_dir() => {
                 return Err(cannot_write(file, &std::io::ErrorKind::IsADirectory.into()));
             }
             // The file has no name, and disappears with the process.
-            SinkDestination::Whole { file } => {
+            SinkDestination::Trace { file } => {
                 check_earlier(file).map_err(|e| cannot_write(file, &e))?;
                 tempfile::tempfile_in(folder_of(file)).map_err(|e| cannot_write(file, &e))?
             }
@@ -97,11 +97,16 @@ impl EventSink {
         Ok(sink)
     }
 
-    fn into_file(destination: SinkDestination, file: File, most: usize) -> Self {
-        let memory =
-            UnwrittenEvents { events: Vec::new(), room: most, dropped: 0, engines: Vec::new(), has_writer: false };
+    fn into_file(destination: SinkDestination, file: File, max_events: usize) -> Self {
+        let memory = UnwrittenEvents {
+            events: Vec::new(),
+            room: max_events,
+            dropped: 0,
+            engines: Vec::new(),
+            has_writer: false,
+        };
         let lines = EventLinesFile { file, has_failed: false };
-        Self { destination, zero: now(), memory: Mutex::new(memory), lines: Mutex::new(lines) }
+        Self { destination, start: now(), memory: Mutex::new(memory), lines: Mutex::new(lines) }
     }
 
     /// Registers an engine of `rank` that records from now on; returns the smallest number not used by an engine of the
@@ -112,7 +117,7 @@ impl EventSink {
         memory.engines.push((rank, engine));
         if !memory.has_writer {
             let sink = self.clone();
-            let writer = std::thread::Builder::new().name("timeline".into()).spawn(move || sink.write_now_and_then());
+            let writer = std::thread::Builder::new().name("timeline".into()).spawn(move || sink.write_periodically());
             // Without a writer thread, events are written by the thread that fills the memory.
             memory.has_writer = writer.is_ok();
         }
@@ -122,12 +127,12 @@ impl EventSink {
     /// Unregisters an engine, which no longer records.
     pub fn leave(&self, rank: usize, engine: usize) {
         let mut memory = lock(&self.memory);
-        memory.engines.retain(|known| *known != (rank, engine));
+        memory.engines.retain(|registered| *registered != (rank, engine));
         let is_last = memory.engines.is_empty();
         drop(memory);
         self.flush();
-        if let (true, SinkDestination::Whole { file }) = (is_last, &self.destination) {
-            match write_trace(&[&lock(&self.lines).file], self.zero, file) {
+        if let (true, SinkDestination::Trace { file }) = (is_last, &self.destination) {
+            match write_trace(&[&lock(&self.lines).file], self.start, file) {
                 Ok(summary) if summary.dropped > 0 => emit(&format!("timeline: {summary}")),
                 Ok(_) => {}
                 Err(error) => warn(&error.to_string()),
@@ -135,7 +140,7 @@ impl EventSink {
         }
     }
 
-    fn write_now_and_then(&self) {
+    fn write_periodically(&self) {
         loop {
             std::thread::park_timeout(WRITE_INTERVAL);
             self.flush();
@@ -180,7 +185,7 @@ impl EventSink {
         if let Err(error) = lines.file.write_all(text.as_bytes()) {
             lines.has_failed = true;
             lock(&self.memory).room = 0;
-            let (SinkDestination::Part { folder: path } | SinkDestination::Whole { file: path }) = &self.destination;
+            let (SinkDestination::Part { folder: path } | SinkDestination::Trace { file: path }) = &self.destination;
             warn(&format!("{}; the timeline ends here", cannot_write(path, &error)));
         }
     }
@@ -198,8 +203,8 @@ mod tests {
         TimelineEvent { start, end: start + 1, rank: 0, lane, kind, name: "forward", of: None, numbers }
     }
 
-    fn sink(file: File, most: usize) -> EventSink {
-        EventSink::into_file(SinkDestination::Part { folder: "nowhere".into() }, file, most)
+    fn sink(file: File, max_events: usize) -> EventSink {
+        EventSink::into_file(SinkDestination::Part { folder: "nowhere".into() }, file, max_events)
     }
 
     fn text(sink: &EventSink) -> String {

@@ -29,7 +29,7 @@ pub const FILE: &str = "CANDLE_ZERO_TIMELINE";
 /// The environment variable that names the folder in which `zerorun` expects the part files of its ranks.
 pub const PARTS: &str = "CANDLE_ZERO_TIMELINE_PARTS";
 
-/// Returns the nanoseconds of the clock that all processes of this machine share.
+/// Returns the time in nanoseconds on the monotonic clock that all processes of this machine share.
 fn now() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     time.tv_sec.cast_unsigned() * 1_000_000_000 + time.tv_nsec.cast_unsigned()

@@ -38,7 +38,7 @@ impl TimelineRecorder {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let sink = match (variable(PARTS), file.or_else(|| variable(FILE))) {
             (Some(folder), _) => EventSink::part(&folder)?,
-            (None, Some(file)) if ranks_are_processes => EventSink::for_trace(&of_rank(&file, rank))?,
+            (None, Some(file)) if ranks_are_processes => EventSink::for_trace(&rank_file(&file, rank))?,
             (None, Some(file)) => EventSink::for_trace(&file)?,
             (None, None) => return Ok(None),
         };
@@ -67,7 +67,7 @@ impl Drop for TimelineRecorder {
 }
 
 /// Returns the file of a rank: `trace.rank-1.json` for rank 1 if `file` is `trace.json`.
-fn of_rank(file: &Path, rank: usize) -> PathBuf {
+fn rank_file(file: &Path, rank: usize) -> PathBuf {
     let mut name = file.file_stem().unwrap_or_default().to_os_string();
     name.push(format!(".rank-{rank}"));
     if let Some(extension) = file.extension() {
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn a_rank_has_its_number_before_the_ending() {
-        assert_eq!(of_rank(Path::new("a/trace.json"), 1), Path::new("a/trace.rank-1.json"));
-        assert_eq!(of_rank(Path::new("trace"), 12), Path::new("trace.rank-12"));
+        assert_eq!(rank_file(Path::new("a/trace.json"), 1), Path::new("a/trace.rank-1.json"));
+        assert_eq!(rank_file(Path::new("trace"), 12), Path::new("trace.rank-12"));
     }
 }

@@ -116,8 +116,8 @@ pub(crate) struct SubjectGuard(Option<Option<Arc<str>>>);
 
 impl Drop for SubjectGuard {
     fn drop(&mut self) {
-        if let Some(before) = self.0.take() {
-            CURRENT.with_borrow_mut(|context| context.of = before);
+        if let Some(previous) = self.0.take() {
+            CURRENT.with_borrow_mut(|context| context.of = previous);
         }
     }
 }
@@ -135,18 +135,18 @@ impl EngineThreadGuard {
     fn new(track: Option<(Arc<EngineTrack>, TimelineLane)>) -> Self {
         let context = |track| ThreadContext { track: Some(track), ..ThreadContext::default() };
         // Entering the same engine again changes nothing: engine calls may be nested.
-        let same = |(track, _): &(Arc<EngineTrack>, TimelineLane)| {
-            CURRENT.with_borrow(|context| context.track.as_ref().is_some_and(|(known, _)| Arc::ptr_eq(known, track)))
+        let is_current = |(track, _): &(Arc<EngineTrack>, TimelineLane)| {
+            CURRENT.with_borrow(|context| context.track.as_ref().is_some_and(|(active, _)| Arc::ptr_eq(active, track)))
         };
-        Self(track.filter(|track| !same(track)).map(|track| CURRENT.replace(context(track))))
+        Self(track.filter(|track| !is_current(track)).map(|track| CURRENT.replace(context(track))))
     }
 }
 
 impl Drop for EngineThreadGuard {
     fn drop(&mut self) {
-        if let Some(before) = self.0.take() {
+        if let Some(previous) = self.0.take() {
             // The thread's sections end outside the borrow.
-            let ended = CURRENT.replace(before);
+            let ended = CURRENT.replace(previous);
             drop(ended);
         }
     }
@@ -201,7 +201,7 @@ struct CarriedFields {
     track: Arc<EngineTrack>,
     of: Option<Arc<str>>,
     /// The time at which the work was handed over.
-    at: u64,
+    queued_at: u64,
 }
 
 /// Returns the context for work that the current thread hands over.
@@ -210,22 +210,22 @@ pub(crate) fn carry() -> CarriedContext {
         return CarriedContext::default();
     }
     CURRENT.with_borrow(|context| {
-        let load = |(track, _): &(Arc<EngineTrack>, TimelineLane)| CarriedFields {
+        let fields = |(track, _): &(Arc<EngineTrack>, TimelineLane)| CarriedFields {
             track: track.clone(),
             of: context.of.clone(),
-            at: now(),
+            queued_at: now(),
         };
-        CarriedContext(context.track.as_ref().map(load).map(Arc::new))
+        CarriedContext(context.track.as_ref().map(fields).map(Arc::new))
     })
 }
 
 impl CarriedContext {
     /// Begins an event of the work, with the number of microseconds for which the work has waited.
     pub fn span(&self, lane: TimelineLane, kind: EventCategory, name: &'static str) -> TimelineSpan {
-        let Some(load) = &self.0 else { return TimelineSpan::default() };
-        let mut span = TimelineSpan::begin((load.track.clone(), lane), kind, name).of_carried(self);
+        let Some(fields) = &self.0 else { return TimelineSpan::default() };
+        let mut span = TimelineSpan::begin((fields.track.clone(), lane), kind, name).of_carried(self);
         if let Some((_, event)) = &mut span.0 {
-            event.numbers[0] = ("queued_us", (event.start - load.at) / 1000);
+            event.numbers[0] = ("queued_us", (event.start - fields.queued_at) / 1000);
         }
         span
     }
@@ -240,16 +240,16 @@ impl CarriedContext {
         times: [Instant; 2],
         number: (&'static str, u64),
     ) {
-        let Some(load) = &self.0 else { return };
-        let (now, context) = (now(), Instant::now());
-        let [start, end] = times.map(|time| now.saturating_sub(context.duration_since(time).as_nanos() as u64));
-        let CarriedFields { track, of, .. } = &**load;
+        let Some(fields) = &self.0 else { return };
+        let (now, instant) = (now(), Instant::now());
+        let [start, end] = times.map(|time| now.saturating_sub(instant.duration_since(time).as_nanos() as u64));
+        let CarriedFields { track, of, .. } = &**fields;
         let (rank, lane, of, numbers) = (track.rank, lane.number(track.engine), of.clone(), [number, ("", 0)]);
         track.sink.record(TimelineEvent { start, end, rank, lane, kind, name, of, numbers });
     }
 
-    /// Dedicates the current thread to the work until the guard is dropped.
+    /// Makes the current thread work for the engine of this context until the guard is dropped.
     pub fn enter(&self, lane: TimelineLane) -> EngineThreadGuard {
-        EngineThreadGuard::new(self.0.as_ref().map(|load| (load.track.clone(), lane)))
+        EngineThreadGuard::new(self.0.as_ref().map(|fields| (fields.track.clone(), lane)))
     }
 }

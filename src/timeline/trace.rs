@@ -66,23 +66,24 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Tra
     let mut write = || -> std::io::Result<()> {
         write!(out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":{{\"dropped_events\":{dropped}}},\"traceEvents\":[")?;
         let mut comma = "\n";
-        let mut named = |out: &mut BufWriter<_>, what, (rank, lane): (usize, usize), args: String| {
-            let line = write!(
+        let mut write_metadata = |out: &mut BufWriter<_>, kind, (rank, lane): (usize, usize), args: String| {
+            let result = write!(
                 out,
-                "{comma}{{\"ph\":\"M\",\"pid\":{rank},\"tid\":{lane},\"name\":\"{what}\",\"args\":{{{args}}}}}"
+                "{comma}{{\"ph\":\"M\",\"pid\":{rank},\"tid\":{lane},\"name\":\"{kind}\",\"args\":{{{args}}}}}"
             );
             comma = ",\n";
-            line
+            result
         };
         let ranks: BTreeSet<usize> = lanes.iter().map(|(rank, _)| *rank).collect();
         for rank in &ranks {
-            let place = (*rank, TimelineLane::Training.number(0));
-            named(&mut out, "process_name", place, format!("\"name\":\"rank {rank}\""))?;
-            named(&mut out, "process_sort_index", place, format!("\"sort_index\":{rank}"))?;
+            let ids = (*rank, TimelineLane::Training.number(0));
+            write_metadata(&mut out, "process_name", ids, format!("\"name\":\"rank {rank}\""))?;
+            write_metadata(&mut out, "process_sort_index", ids, format!("\"sort_index\":{rank}"))?;
         }
         for (rank, lane) in &lanes {
-            named(&mut out, "thread_name", (*rank, *lane), format!("\"name\":\"{}\"", TimelineLane::name_of(*lane)))?;
-            named(&mut out, "thread_sort_index", (*rank, *lane), format!("\"sort_index\":{lane}"))?;
+            let (ids, name) = ((*rank, *lane), TimelineLane::name_of(*lane));
+            write_metadata(&mut out, "thread_name", ids, format!("\"name\":\"{name}\""))?;
+            write_metadata(&mut out, "thread_sort_index", ids, format!("\"sort_index\":{lane}"))?;
         }
         for (start, end, rank, lane, rest) in &events {
             let (ts, dur) = (Microseconds(start.saturating_sub(zero)), Microseconds(end.0 - start));

@@ -20,7 +20,7 @@ static HELD_BYTES: AtomicIsize = AtomicIsize::new(0);
 #[derive(Clone, Copy)]
 struct ThreadAllocations {
     /// The maximum number of bytes of all sandboxed work; `None` outside such work.
-    most: Option<usize>,
+    limit: Option<usize>,
     /// The bytes not yet counted in [`HELD_BYTES`].
     pending: isize,
     /// This work's part of [`HELD_BYTES`].
@@ -28,15 +28,15 @@ struct ThreadAllocations {
 }
 
 thread_local! {
-    static THREAD_ALLOCATIONS: Cell<ThreadAllocations> = const { Cell::new(ThreadAllocations { most: None, pending: 0, held: 0 }) };
+    static THREAD_ALLOCATIONS: Cell<ThreadAllocations> = const { Cell::new(ThreadAllocations { limit: None, pending: 0, held: 0 }) };
 }
 
-pub(super) fn enter(most: usize) {
-    THREAD_ALLOCATIONS.set(ThreadAllocations { most: Some(most), pending: 0, held: 0 });
+pub(super) fn enter(limit: usize) {
+    THREAD_ALLOCATIONS.set(ThreadAllocations { limit: Some(limit), pending: 0, held: 0 });
 }
 
 pub(super) fn leave() {
-    let account = THREAD_ALLOCATIONS.replace(ThreadAllocations { most: None, pending: 0, held: 0 });
+    let account = THREAD_ALLOCATIONS.replace(ThreadAllocations { limit: None, pending: 0, held: 0 });
     HELD_BYTES.fetch_sub(account.held, Ordering::Relaxed);
 }
 
@@ -45,14 +45,14 @@ fn count(bytes: isize) {
     // A thread that is ending no longer has this thread-local value.
     _ = THREAD_ALLOCATIONS.try_with(|cell| {
         let mut account = cell.get();
-        let Some(most) = account.most else { return };
+        let Some(limit) = account.limit else { return };
         account.pending = account.pending.saturating_add(bytes);
         if account.pending.abs() >= LOCAL_COUNT_BYTES {
             let pending = account.pending;
             account.held = account.held.saturating_add(pending);
             account.pending = 0;
             let held = HELD_BYTES.fetch_add(pending, Ordering::Relaxed).saturating_add(pending);
-            if pending > 0 && held > most.cast_signed() {
+            if pending > 0 && held > limit.cast_signed() {
                 signals::end_of_work(" needs too much memory");
             }
         }
@@ -70,19 +70,19 @@ unsafe impl GlobalAlloc for SandboxAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(size(layout));
         // SAFETY: the caller upholds this function's contract.
-        noted(unsafe { System.alloc(layout) })
+        record_failure(unsafe { System.alloc(layout) })
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(size(layout));
         // SAFETY: the caller upholds this function's contract.
-        noted(unsafe { System.alloc_zeroed(layout) })
+        record_failure(unsafe { System.alloc_zeroed(layout) })
     }
 
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new: usize) -> *mut u8 {
-        count(new.cast_signed().saturating_sub(size(layout)));
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        count(new_size.cast_signed().saturating_sub(size(layout)));
         // SAFETY: the caller upholds this function's contract.
-        noted(unsafe { System.realloc(pointer, layout, new) })
+        record_failure(unsafe { System.realloc(pointer, layout, new_size) })
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
@@ -93,7 +93,7 @@ unsafe impl GlobalAlloc for SandboxAllocator {
 }
 
 /// Records that an allocation failed, for the abort that follows if the caller does not handle it.
-fn noted(pointer: *mut u8) -> *mut u8 {
+fn record_failure(pointer: *mut u8) -> *mut u8 {
     if pointer.is_null() {
         signals::no_memory();
     }

@@ -42,7 +42,7 @@ pub(super) fn leave() {
 
 /// Records that an allocation failed.
 pub(super) fn no_memory() {
-    _ = OUT_OF_MEMORY.try_with(|noted| noted.set(true));
+    _ = OUT_OF_MEMORY.try_with(|flag| flag.set(true));
 }
 
 /// Ends the process with an error about `subject`.
@@ -69,35 +69,35 @@ pub(super) fn end_of_work(problem: &str) -> ! {
     end(unsafe { &*work.subject }, problem)
 }
 
-extern "C" fn overflowed(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+extern "C" fn handle_fault(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     let work = WORK.try_with(Cell::get).unwrap_or(NO_WORK);
     if !work.top.is_null() && !info.is_null() {
         // SAFETY: the system passes a complete `siginfo_t` with this signal.
-        let at = unsafe { (*info).si_addr() } as usize;
-        if at < work.top as usize && work.top as usize - at < MAX_STACK_BYTES {
+        let address = unsafe { (*info).si_addr() } as usize;
+        if address < work.top as usize && work.top as usize - address < MAX_STACK_BYTES {
             end_of_work(" is nested too deeply");
         }
     }
-    usual(signal);
+    restore_previous_action(signal);
 }
 
-extern "C" fn aborted(signal: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
+extern "C" fn handle_abort(signal: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
     if OUT_OF_MEMORY.try_with(Cell::get).unwrap_or(false) {
         match WORK.try_with(Cell::get).unwrap_or(NO_WORK).top.is_null() {
             true => end("", PROCESS_LIMITS_PROBLEM),
             false => end_of_work(" needs more memory than is available"),
         }
     }
-    usual(signal);
+    restore_previous_action(signal);
 }
 
 /// The signals for which this module has a handler, and their previous actions.
 static PREVIOUS_ACTIONS: OnceLock<[(libc::c_int, libc::sigaction); 3]> = OnceLock::new();
 
 /// Restores the previous action of `signal`: the signal is raised again when the handler returns.
-fn usual(signal: libc::c_int) {
-    for (of, action) in PREVIOUS_ACTIONS.get().into_iter().flatten() {
-        if *of == signal {
+fn restore_previous_action(signal: libc::c_int) {
+    for (handled, action) in PREVIOUS_ACTIONS.get().into_iter().flatten() {
+        if *handled == signal {
             // SAFETY: the action was returned by the system.
             unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
         }
@@ -109,10 +109,10 @@ pub(super) fn listen() {
     type Handler = extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void);
     PREVIOUS_ACTIONS.get_or_init(|| {
         let handlers: [(libc::c_int, Handler); 3] =
-            [(libc::SIGSEGV, overflowed), (libc::SIGBUS, overflowed), (libc::SIGABRT, aborted)];
+            [(libc::SIGSEGV, handle_fault), (libc::SIGBUS, handle_fault), (libc::SIGABRT, handle_abort)];
         handlers.map(|(signal, handler)| {
-            // SAFETY: a zeroed action is the default one. The handlers do only what is async-signal-safe, and run on the
-            // stack that the standard library provides to each thread for stack overflow signals.
+            // SAFETY: a zeroed action is the default one. The handlers do only what is async-signal-safe, and run on
+            // the stack that the standard library provides to each thread for stack overflow signals.
             unsafe {
                 let mut action = MaybeUninit::<libc::sigaction>::zeroed().assume_init();
                 let mut before = action;

@@ -110,33 +110,35 @@ impl StepExecutor for RankCore {
         Ok(DeviceCopy::There(buffer))
     }
 
-    fn arrived(&self, moving: DeviceCopy) -> Result<FlatBuffer> {
-        moving.wait()
+    fn arrived(&self, copy: DeviceCopy) -> Result<FlatBuffer> {
+        copy.wait()
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
         self.comm.gather_f64(values).wait()
     }
 
-    fn vote_of_all_stages(&self, own: PipelineVote) -> Result<PipelineVote> {
-        self.pipeline.as_ref().map_or(Ok(own.clone()), |position| position.vote(own))
+    fn vote_of_all_stages(&self, vote: PipelineVote) -> Result<PipelineVote> {
+        self.pipeline.as_ref().map_or(Ok(vote.clone()), |position| position.vote(vote))
     }
 
     fn copy(&self, param: &Param, range: Range<usize>, to: &mut FlatBuffer) -> Result<()> {
         match to {
             FlatBuffer::Host(to) => Ok(with_part(&param.tensor, range, |values| to.extend_cast(values))?),
             #[cfg(feature = "cuda")]
-            FlatBuffer::Device(to) => Ok(with_each([&param.tensor], "copy", |[whole]| to.extend(&whole.part(range)?))?),
+            FlatBuffer::Device(to) => {
+                Ok(with_each([&param.tensor], "copy", |[values]| to.extend(&values.part(range)?))?)
+            }
         }
     }
 
-    fn put(&self, param: &Param, whole: FlatBuffer) -> Result<()> {
-        match whole {
-            FlatBuffer::Host(whole) => Ok(residency::put(&param.tensor, whole)?),
+    fn put(&self, param: &Param, values: FlatBuffer) -> Result<()> {
+        match values {
+            FlatBuffer::Host(values) => Ok(residency::put(&param.tensor, values)?),
             #[cfg(feature = "cuda")]
-            FlatBuffer::Device(whole) => {
-                assert_eq!((whole.len(), whole.dtype()), (param.numel, param.tensor.dtype()));
-                Ok(residency::fill(&param.tensor, Storage::Cuda(whole.into_storage()))?)
+            FlatBuffer::Device(values) => {
+                assert_eq!((values.len(), values.dtype()), (param.numel, param.tensor.dtype()));
+                Ok(residency::fill(&param.tensor, Storage::Cuda(values.into_storage()))?)
             }
         }
     }

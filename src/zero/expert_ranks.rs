@@ -4,7 +4,7 @@
 //!   4 ranks, 2 along the expert axis; 6 experts per layer
 //!
 //!              experts 0-2   experts 3-5
-//!   group 0    rank 0        rank 1          rows travel within a group
+//!   group 0    rank 0        rank 1          rows are exchanged within a group
 //!   group 1    rank 2        rank 3
 //!              holders: the ranks of a column, among which the experts of the column are data-parallel
 //! ```
@@ -29,7 +29,7 @@ pub(crate) fn indivisible(ranks: usize, count: usize, layer: &str) -> EngineErro
 
 /// The ranks with which this rank shares experts.
 pub(crate) struct ExpertRanks {
-    /// The ranks that together hold all experts, in the order of the experts. Rows travel among them.
+    /// The ranks that together hold all experts, in the order of the experts. They exchange rows.
     pub group: Arc<dyn Communicator>,
     /// The ranks that hold the same experts as this one.
     pub holders: Arc<dyn Communicator>,

@@ -73,8 +73,8 @@ impl RankCore {
     /// Makes a backward pass other than the engine's gather the root's parameters first. The engine's own backward pass
     /// gathers these parameters itself.
     fn mark_output(self: &Arc<Self>, output: Tensor) -> candle_core::Result<Tensor> {
-        let needed = output.track_op() && output.dtype().is_float() && !self.is_evaluating();
-        if !needed || !self.shards_params() || !lock(&self.gather).has_params(ROOT) {
+        let is_needed = output.track_op() && output.dtype().is_float() && !self.is_evaluating();
+        if !is_needed || !self.shards_params() || !lock(&self.gather).has_params(ROOT) {
             return Ok(output);
         }
         let core = Arc::downgrade(self);
@@ -103,23 +103,23 @@ impl RankCore {
         abandon();
         self.begin_counting();
         #[cfg(feature = "cuda")]
-        let on_gpu = super::gpu::gpu_timeline::GpuTimelineSpan::begin(self)?;
-        let of_variables = self.differentiate(loss).map_err(|e| self.explain(e))?;
+        let gpu_span = super::gpu::gpu_timeline::GpuTimelineSpan::begin(self)?;
+        let variable_grads = self.differentiate(loss).map_err(|e| self.explain(e))?;
         if is_complete {
             self.judge_reached(loss)?;
         }
         #[cfg(feature = "cuda")]
-        let on_gpu = on_gpu.map(super::gpu::gpu_timeline::GpuTimelineSpan::end).transpose()?;
+        let gpu_span = gpu_span.map(super::gpu::gpu_timeline::GpuTimelineSpan::end).transpose()?;
         self.end_backward()?;
         #[cfg(feature = "cuda")]
-        on_gpu.map_or(Ok(()), |work| work.record("backward"))?;
-        Ok(of_variables)
+        gpu_span.map_or(Ok(()), |span| span.record("backward"))?;
+        Ok(variable_grads)
     }
 
     /// Runs the backward pass of a graph, in which parameters' gradients count, on this thread.
     fn differentiate(&self, scalar: &Tensor) -> candle_core::Result<GradStore> {
         let _sections = timeline::sections();
-        let _own = ThreadIdGuard::with(&self.backward_on, Some(thread::current().id()));
+        let _guard = ThreadIdGuard::with(&self.backward_on, Some(thread::current().id()));
         self.begin_backward(ROOT)?;
         once(|| on_big_stack(|| scalar.backward()))
     }
@@ -151,14 +151,14 @@ impl RankCore {
     pub fn backward_inputs(&self, scalar: &Tensor) -> Result<(GradStore, WaitingGradients)> {
         self.begin_call()?;
         abandon();
-        let (of_variables, waiting) = self.divided.during(|| deferring(|| self.differentiate(scalar)));
-        let of_variables = of_variables.map_err(|e| self.explain(e))?;
+        let (variable_grads, waiting) = self.divided.during(|| deferring(|| self.differentiate(scalar)));
+        let variable_grads = variable_grads.map_err(|e| self.explain(e))?;
         self.release_all()?;
-        Ok((of_variables, waiting))
+        Ok((variable_grads, waiting))
     }
 
-    /// Computes gradients that [`backward_inputs`](Self::backward_inputs) has left, and reduces them. Returns the
-    /// gradient of parameter `diverted` instead of reducing it.
+    /// Computes the gradients that [`backward_inputs`](Self::backward_inputs) has left for later, and reduces them.
+    /// Returns the gradient of parameter `diverted` instead of reducing it.
     pub fn backward_weights(&self, waiting: WaitingGradients, diverted: Option<ParamId>) -> Result<Option<Grad>> {
         self.begin_call()?;
         let run = || {
@@ -212,14 +212,14 @@ impl RankCore {
     }
 }
 
-/// Runs work that recurses through a graph.
+/// Runs work that recurses through a graph, on a new stack if little is left of the current one.
 pub(super) fn on_big_stack<T>(run: impl FnOnce() -> T) -> T {
     stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, run)
 }
 
 /// Methods for units and parameters.
 impl RankCore {
-    /// Takes a parameter's gradient, to which the backward pass that computed it adds nothing more.
+    /// Handles a parameter's gradient, which is complete within the backward pass that computed it.
     pub(super) fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
         // Candle's operations compute gradients of frozen parameters too.
         let grad = Some(grad).filter(|_| self.params[param].is_trained());
@@ -230,11 +230,11 @@ impl RankCore {
             }
         }
         let grad = grad.and_then(|grad| self.diverted.pass(param, grad));
-        let arrived = match grad.map_or(Ok(None), |grad| self.to_reduce(param, grad))? {
+        let result = match grad.map_or(Ok(None), |grad| self.to_reduce(param, grad))? {
             Some(grad) => lock(&self.gradients).arrive(self, param, grad),
             None => Ok(()),
         };
-        arrived.and_then(|()| self.release_param(param)).map_err(|e| self.stash(e))
+        result.and_then(|()| self.release_param(param)).map_err(|e| self.stash(e))
     }
 
     /// Reports that a backward pass other than the engine's no longer needs a parameter.
@@ -285,7 +285,7 @@ impl RankCore {
         timeline::span(timeline::EventCategory::Unit, "forward").of(|| self.unit_name(unit))
     }
 
-    /// Reports that a unit's forward pass is over.
+    /// Reports that a unit's forward pass has ended.
     pub(super) fn leave_forward(&self, unit: UnitId) -> candle_core::Result<()> {
         self.unshift_unit(unit).map_err(|e| self.stash(e))?;
         if !self.shards_params() {
@@ -309,12 +309,12 @@ impl RankCore {
         let passes = !self.is_in_backward();
         lock(&self.gather).nest(passes);
         let _sections = timeline::sections();
-        let again = || {
+        let forward_again = || {
             // If the model itself differentiates something in its forward pass, that is not the engine's backward pass.
-            let _not_own = ThreadIdGuard::with(&self.backward_on, None);
+            let _guard = ThreadIdGuard::with(&self.backward_on, None);
             forward()
         };
-        let result = self.begin_backward(unit).and_then(|()| again()).and_then(backward);
+        let result = self.begin_backward(unit).and_then(|()| forward_again()).and_then(backward);
         let released = lock(&self.gather).unnest(self, unit, passes).map_err(|e| self.stash(e));
         result.and_then(|result| released.map(|()| result))
     }
@@ -350,8 +350,8 @@ impl Drop for FlagGuard<'_> {
 struct ThreadIdGuard<'a>(&'a Mutex<Option<ThreadId>>, Option<ThreadId>);
 
 impl<'a> ThreadIdGuard<'a> {
-    fn with(place: &'a Mutex<Option<ThreadId>>, value: Option<ThreadId>) -> Self {
-        Self(place, std::mem::replace(&mut *lock(place), value))
+    fn with(slot: &'a Mutex<Option<ThreadId>>, value: Option<ThreadId>) -> Self {
+        Self(slot, std::mem::replace(&mut *lock(slot), value))
     }
 }
 
@@ -382,9 +382,9 @@ pub(super) fn before_backward(
 /// Methods for buffers, and for layers that compute together with those of other ranks.
 impl RankCore {
     /// Collective: gathers a few numbers from every rank, in rank order.
-    pub fn numbers_of_all(&self, own: Vec<f64>) -> candle_core::Result<Vec<Vec<f64>>> {
+    pub fn numbers_of_all(&self, numbers: Vec<f64>) -> candle_core::Result<Vec<Vec<f64>>> {
         count_collective_step();
-        self.comm().gather_f64(own).wait().map_err(|e| self.stash(e))
+        self.comm().gather_f64(numbers).wait().map_err(|e| self.stash(e))
     }
 
     /// Returns the model's buffers.
@@ -405,20 +405,20 @@ impl RankCore {
     ) -> candle_core::Result<(T, SavedBuffers)> {
         let before = self.buffers.of_unit(unit).map_err(|e| self.stash(e))?;
         let result = forward()?;
-        let kept = self.buffers.that_changed(before).map_err(|e| self.stash(e))?;
-        Ok((result, kept))
+        let saved = self.buffers.that_changed(before).map_err(|e| self.stash(e))?;
+        Ok((result, saved))
     }
 
     /// Runs a unit's forward pass again with the buffers that the first forward pass found, and restores their current
     /// values afterwards.
     pub(super) fn with_buffers_of_then<T>(
         &self,
-        kept: &SavedBuffers,
+        saved: &SavedBuffers,
         forward: impl FnOnce() -> candle_core::Result<T>,
     ) -> candle_core::Result<T> {
-        let now = self.buffers.exchange(kept).map_err(|e| self.stash(e))?;
+        let current = self.buffers.exchange(saved).map_err(|e| self.stash(e))?;
         let result = forward();
-        self.buffers.exchange(&now).map_err(|e| self.stash(e))?;
+        self.buffers.exchange(&current).map_err(|e| self.stash(e))?;
         result
     }
 }

@@ -48,7 +48,7 @@ impl ModelBuffers {
     /// Collective: prepares the buffers for a training forward pass.
     pub(super) fn before_forward(&self, comm: &dyn Communicator) -> Result<()> {
         self.list.iter().try_for_each(ModelBuffer::check)?;
-        if self.sync == BufferSync::FromRankZero { self.take_rank_zeros(comm) } else { Ok(()) }
+        if self.sync == BufferSync::FromRankZero { self.copy_from_rank_zero(comm) } else { Ok(()) }
     }
 
     /// Collective: synchronizes the buffers after an optimizer step.
@@ -59,19 +59,19 @@ impl ModelBuffers {
     /// Collective: synchronizes the buffers outside a step: with `BufferSync::Mean`, sets the floating-point buffers to
     /// their means; otherwise, gives all ranks rank 0's values.
     pub(super) fn agree(&self, comm: &dyn Communicator) -> Result<()> {
-        if self.sync == BufferSync::Mean { self.take_mean(comm) } else { self.take_rank_zeros(comm) }
+        if self.sync == BufferSync::Mean { self.take_mean(comm) } else { self.copy_from_rank_zero(comm) }
     }
 
-    fn take_rank_zeros(&self, comm: &dyn Communicator) -> Result<()> {
+    fn copy_from_rank_zero(&self, comm: &dyn Communicator) -> Result<()> {
         if comm.size() == 1 || self.list.is_empty() {
             return Ok(());
         }
-        let own = match comm.rank() {
+        let bytes = match comm.rank() {
             0 => self.bytes_of(&self.list)?,
-            // These zeros are room for rank 0's values; no rank reads them.
+            // These zeros are a placeholder as large as rank 0's values; no rank reads them.
             _ => vec![0; self.list.iter().map(ModelBuffer::size).sum()],
         };
-        let all = comm.gather_bytes(own).wait()?;
+        let all = comm.gather_bytes(bytes).wait()?;
         if comm.rank() == 0 { Ok(()) } else { self.set(&self.list, &all[0]) }
     }
 
@@ -105,8 +105,8 @@ impl ModelBuffers {
 
     fn set(&self, buffers: &[ModelBuffer], mut bytes: &[u8]) -> Result<()> {
         for buffer in buffers {
-            let (own, rest) = bytes.split_at(buffer.size());
-            buffer.set(own)?;
+            let (values, rest) = bytes.split_at(buffer.size());
+            buffer.set(values)?;
             bytes = rest;
         }
         Ok(())
@@ -114,8 +114,8 @@ impl ModelBuffers {
 
     /// Returns the values of the buffers of a unit that is about to run.
     pub(super) fn of_unit(&self, unit: UnitId) -> Result<SavedBuffers> {
-        let own = self.list.iter().enumerate().filter(|(_, buffer)| buffer.units.contains(&unit));
-        own.map(|(number, buffer)| Ok((number, buffer.bytes()?))).collect::<Result<_>>().map(SavedBuffers)
+        let buffers = self.list.iter().enumerate().filter(|(_, buffer)| buffer.units.contains(&unit));
+        buffers.map(|(number, buffer)| Ok((number, buffer.bytes()?))).collect::<Result<_>>().map(SavedBuffers)
     }
 
     /// Returns the values of all buffers.
@@ -125,24 +125,24 @@ impl ModelBuffers {
     }
 
     /// Returns only the saved values of buffers that have changed since.
-    pub(super) fn that_changed(&self, SavedBuffers(mut kept): SavedBuffers) -> Result<SavedBuffers> {
+    pub(super) fn that_changed(&self, SavedBuffers(mut saved): SavedBuffers) -> Result<SavedBuffers> {
         let mut failure = Ok(());
-        kept.retain(|(number, before)| match self.list[*number].bytes() {
-            Ok(now) => now != *before,
+        saved.retain(|(number, previous)| match self.list[*number].bytes() {
+            Ok(current) => current != *previous,
             Err(error) => {
                 failure = Err(error);
                 false
             }
         });
-        failure.map(|()| SavedBuffers(kept))
+        failure.map(|()| SavedBuffers(saved))
     }
 
-    pub(super) fn exchange(&self, SavedBuffers(kept): &SavedBuffers) -> Result<SavedBuffers> {
-        let exchange = |(number, before): &(usize, Vec<u8>)| {
-            let now = self.list[*number].bytes()?;
-            self.list[*number].set(before)?;
-            Ok((*number, now))
+    pub(super) fn exchange(&self, SavedBuffers(saved): &SavedBuffers) -> Result<SavedBuffers> {
+        let exchange = |(number, values): &(usize, Vec<u8>)| {
+            let current = self.list[*number].bytes()?;
+            self.list[*number].set(values)?;
+            Ok((*number, current))
         };
-        kept.iter().map(exchange).collect::<Result<_>>().map(SavedBuffers)
+        saved.iter().map(exchange).collect::<Result<_>>().map(SavedBuffers)
     }
 }

@@ -327,10 +327,10 @@ impl RankCore {
     }
 
     /// Sorts one value per rank of the job into the order of their files in checkpoints.
-    pub fn by_file<T>(&self, of_ranks: Vec<T>) -> Vec<T> {
-        let mut all: Vec<(usize, T)> = of_ranks.into_iter().enumerate().collect();
-        all.sort_by_key(|(rank, _)| self.file_index_of(*rank));
-        all.into_iter().map(|(_, of_rank)| of_rank).collect()
+    pub fn by_file<T>(&self, values: Vec<T>) -> Vec<T> {
+        let mut by_rank: Vec<(usize, T)> = values.into_iter().enumerate().collect();
+        by_rank.sort_by_key(|(rank, _)| self.file_index_of(*rank));
+        by_rank.into_iter().map(|(_, value)| value).collect()
     }
 
     /// Notifies the other ranks that this rank gives up, with the reason.
@@ -368,10 +368,10 @@ impl RankCore {
     pub fn follow_thread(&self) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(device) = self.model_place.gpu() {
-            let (mut before, here) = (lock(&self.launches_on), std::thread::current().id());
-            if *before != here {
+            let (mut launching, current) = (lock(&self.launches_on), std::thread::current().id());
+            if *launching != current {
                 device.cuda_stream().context().synchronize().w()?;
-                *before = here;
+                *launching = current;
             }
         }
         Ok(())
@@ -409,7 +409,7 @@ impl RankCore {
 
     /// Sets the seed for stochastic rounding from now on, if states are rounded stochastically.
     pub fn go_on_rounding(&self, seed: u64) {
-        self.rounding.iter().for_each(|own| own.store(seed, Ordering::Relaxed));
+        self.rounding.iter().for_each(|current| current.store(seed, Ordering::Relaxed));
     }
 
     /// Returns the model's dtype.

@@ -72,15 +72,15 @@ pub(crate) trait StepExecutor: ShareStorage {
         capacity: usize,
     ) -> Result<Self::PendingCopy>;
     /// Waits until a buffer has arrived.
-    fn arrived(&self, moving: Self::PendingCopy) -> Result<Self::Buffer>;
+    fn arrived(&self, copy: Self::PendingCopy) -> Result<Self::Buffer>;
     /// Gathers a few numbers from every rank, in rank order.
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>>;
-    /// Returns the votes of all pipeline stages together; without a pipeline, this rank's own.
-    fn vote_of_all_stages(&self, own: PipelineVote) -> Result<PipelineVote>;
+    /// Returns the vote of all pipeline stages together; without a pipeline, this rank's `vote`.
+    fn vote_of_all_stages(&self, vote: PipelineVote) -> Result<PipelineVote>;
     /// Appends elements `range` of a whole parameter to a buffer.
     fn copy(&self, param: &Param, range: Range<usize>, to: &mut Self::Buffer) -> Result<()>;
     /// Puts a whole parameter into its tensor.
-    fn put(&self, param: &Param, whole: Self::Buffer) -> Result<()>;
+    fn put(&self, param: &Param, values: Self::Buffer) -> Result<()>;
 
     fn rank(&self) -> usize {
         self.info().rank
@@ -173,36 +173,36 @@ pub(crate) trait StepExecutor: ShareStorage {
         let RankInfo { mesh, params, zero, dtype, .. } = self.info();
         let mut bytes = ModelBytes::default();
         for group in self.groups().iter() {
-            let counted = |own: usize, bytes_of: &dyn Fn(usize) -> usize| {
-                let of = |experts: bool| {
+            let state_bytes = |own: usize, bytes_of: &dyn Fn(usize) -> usize| {
+                let total = |experts: bool| {
                     let slots = group.slots.iter().map(|slot| slot.param).filter(|param| self.holds(*param));
                     let slots = slots.map(|param| &params[param]).filter(|param| param.expert.is_some() == experts);
                     slots.map(|param| bytes_of(param.numel)).sum()
                 };
-                StateBytes { whole: of(false), experts: of(true), own }
+                StateBytes { whole: total(false), experts: total(true), own }
             };
-            let of = |size: usize| counted(group.len * size, &|numel| numel * size);
-            let add = |sum: &mut StateBytes, more: StateBytes| {
-                let (whole, experts) = (sum.whole + more.whole, sum.experts + more.experts);
-                *sum = StateBytes { whole, experts, own: sum.own + more.own };
+            let elements_of = |size: usize| state_bytes(group.len * size, &|numel| numel * size);
+            let add = |sum: &mut StateBytes, term: StateBytes| {
+                let (whole, experts) = (sum.whole + term.whole, sum.experts + term.experts);
+                *sum = StateBytes { whole, experts, own: sum.own + term.own };
             };
             let packed =
-                |packing: WeightPacking| counted(group.len * size_of::<f32>(), &|numel| packing.packed_len(numel));
-            let plain = || of(group.class.weights.dtype(dtype).size_in_bytes());
+                |packing: WeightPacking| state_bytes(group.len * size_of::<f32>(), &|numel| packing.packed_len(numel));
+            let plain = || elements_of(group.class.weights.dtype(dtype).size_in_bytes());
             let weights = group.packed().map_or_else(plain, |(packing, _)| packed(packing));
             add(&mut bytes.params, weights);
             if group.class.is_trained() {
-                add(&mut bytes.grads, of(accumulate.size_in_bytes()));
-                add(&mut bytes.master, of(if group.master.is_some() { 4 } else { 0 }));
+                add(&mut bytes.grads, elements_of(accumulate.size_in_bytes()));
+                add(&mut bytes.master, elements_of(if group.master.is_some() { 4 } else { 0 }));
                 for _ in &group.outer {
-                    add(&mut bytes.outer, of(DType::F32.size_in_bytes()));
+                    add(&mut bytes.outer, elements_of(DType::F32.size_in_bytes()));
                 }
                 bytes.factored +=
                     group.factored.iter().map(|states| states.buffer().len() * size_of::<f32>()).sum::<usize>();
                 for format in group.moments.iter().map(|moment| moment.format) {
                     let own = format.bytes(group.len);
                     let moment = match zero.stage.placement().optim.is_sharded() {
-                        true => counted(own, &|numel| format.bytes(numel)),
+                        true => state_bytes(own, &|numel| format.bytes(numel)),
                         // A partly filled block takes up the space of a full one.
                         false => StateBytes { whole: own, experts: 0, own },
                     };

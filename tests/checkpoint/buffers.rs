@@ -14,7 +14,7 @@ use std::path::Path;
 
 const SHAPE: Shape = Shape { units: true, checkpointed: false };
 
-fn of_stage(stage: u8) -> Value {
+fn stage_config(stage: u8) -> Value {
     config(stage, 1, json!({"stage3_param_persistence_threshold": 0}), json!({}))
 }
 
@@ -26,9 +26,9 @@ fn state(engine: &mut Engine<Net>) -> candle_zero::Result<(Vec<f32>, Vec<f32>)> 
 }
 
 /// Trains on 2 ranks and saves; returns rank 0's state.
-fn saved(dir: &Path, stage: u8, options: &SaveOptions) -> (Vec<f32>, Vec<f32>) {
+fn train_and_save(dir: &Path, stage: u8, options: &SaveOptions) -> (Vec<f32>, Vec<f32>) {
     let states = threads::run(2, |comm| {
-        let mut engine = engine(comm, SHAPE, &of_stage(stage), |builder| builder)?;
+        let mut engine = engine(comm, SHAPE, &stage_config(stage), |builder| builder)?;
         steps(&mut engine, 0, 3)?;
         engine.save_checkpoint_with(dir, Some("three"), Value::Null, options)?;
         let state = state(&mut engine)?;
@@ -47,11 +47,11 @@ fn saved(dir: &Path, stage: u8, options: &SaveOptions) -> (Vec<f32>, Vec<f32>) {
 fn running_statistics_survive_saving_and_loading_at_another_world_size_and_stage() {
     for (stage, in_background) in [(0, false), (3, false), (2, true)] {
         let folder = tempfile::tempdir().unwrap();
-        let before = saved(folder.path(), stage, &SaveOptions { in_background, ..SaveOptions::default() });
+        let before = train_and_save(folder.path(), stage, &SaveOptions { in_background, ..SaveOptions::default() });
         assert!(before.0.iter().any(|value| *value != 0.0 && *value != 1.0));
         for (world, stage) in [(1, 3), (2, 1), (3, 0), (3, 3)] {
             let loaded = threads::run(world, |comm| {
-                let mut engine = engine(comm, SHAPE, &of_stage(stage), |builder| builder)?;
+                let mut engine = engine(comm, SHAPE, &stage_config(stage), |builder| builder)?;
                 engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?.unwrap();
                 state(&mut engine)
             });
@@ -66,13 +66,13 @@ fn running_statistics_survive_saving_and_loading_at_another_world_size_and_stage
 fn a_run_that_goes_on_after_loading_has_the_bits_of_one_that_never_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let all = threads::run(2, |comm| {
-        let mut engine = engine(comm, SHAPE, &of_stage(2), |builder| builder)?;
+        let mut engine = engine(comm, SHAPE, &stage_config(2), |builder| builder)?;
         steps(&mut engine, 0, 2)?;
         engine.save_checkpoint(folder.path(), None, Value::Null)?;
         steps(&mut engine, 2, 2)
     });
     let resumed = threads::run(2, |comm| {
-        let mut engine = engine(comm, SHAPE, &of_stage(2), |builder| builder)?;
+        let mut engine = engine(comm, SHAPE, &stage_config(2), |builder| builder)?;
         engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?;
         steps(&mut engine, 2, 2)
     });
@@ -83,29 +83,28 @@ fn a_run_that_goes_on_after_loading_has_the_bits_of_one_that_never_stopped() {
 #[test]
 fn a_consolidated_checkpoint_has_buffers_in_their_own_type_and_one_can_begin_with_it() {
     let folder = tempfile::tempdir().unwrap();
-    let before = saved(folder.path(), 1, &SaveOptions::default());
+    let before = train_and_save(folder.path(), 1, &SaveOptions::default());
     let checkpoint = Checkpoint::open(folder.path(), None).unwrap().unwrap();
     let (out, settings) = (folder.path().join("out"), ConsolidateSettings::default());
-    let mut told = 0;
-    let done = consolidate(&checkpoint, &out, &settings, &mut |bytes| told = bytes).unwrap();
-    assert_eq!((done.bytes, told), (settings.bytes(&checkpoint), settings.bytes(&checkpoint)));
+    let mut reported = 0;
+    let done = consolidate(&checkpoint, &out, &settings, &mut |bytes| reported = bytes).unwrap();
+    assert_eq!((done.bytes, reported), (settings.bytes(&checkpoint), settings.bytes(&checkpoint)));
     let file = out.join("model.safetensors");
     let tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
     assert_eq!(tensors.keys().filter(|name| name.contains(".running_")).count(), 6);
-    let begun = threads::run(1, |comm| {
-        let mut engine = engine(comm, SHAPE, &of_stage(3), |builder| builder.init_from(&file))?;
+    let initialized = threads::run(1, |comm| {
+        let mut engine = engine(comm, SHAPE, &stage_config(3), |builder| builder.init_from(&file))?;
         state(&mut engine)
     });
-    assert_eq!(begun.unwrap().remove(0).unwrap(), before);
+    assert_eq!(initialized.unwrap().remove(0).unwrap(), before);
 }
 
 #[test]
 fn a_damaged_or_missing_file_of_buffers_is_found_before_anything_changes() {
     let folder = tempfile::tempdir().unwrap();
-    saved(folder.path(), 1, &SaveOptions::default());
+    train_and_save(folder.path(), 1, &SaveOptions::default());
     let file = folder.path().join("three/buffers.safetensors");
-    let whole = std::fs::read(&file).unwrap();
-    let mut damaged = whole.clone();
+    let mut damaged = std::fs::read(&file).unwrap();
     *damaged.last_mut().unwrap() ^= 1;
     for bytes in [Some(damaged), None] {
         match bytes {
@@ -113,7 +112,7 @@ fn a_damaged_or_missing_file_of_buffers_is_found_before_anything_changes() {
             None => std::fs::remove_file(&file).unwrap(),
         }
         let results = threads::run(2, |comm| {
-            let mut engine = engine(comm, SHAPE, &of_stage(1), |builder| builder)?;
+            let mut engine = engine(comm, SHAPE, &stage_config(1), |builder| builder)?;
             let before = state(&mut engine)?;
             let error = engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap_err();
             assert_eq!(state(&mut engine)?, before);
@@ -143,7 +142,7 @@ fn a_buffer_of_another_shape_or_kind_or_none_is_an_error_with_its_name() {
     let run = |len, dtype, load: Option<LoadOptions>| {
         let results = threads::run(1, |comm| {
             let builder = Engine::builder().communicator(comm).device(Device::Cpu);
-            let mut engine = builder.initialize(with_ids(len, dtype), of_stage(0))?;
+            let mut engine = builder.initialize(with_ids(len, dtype), stage_config(0))?;
             match load {
                 Some(options) => drop(engine.load_checkpoint(folder.path(), None, &options)?),
                 None => drop(engine.save_checkpoint(folder.path(), None, Value::Null)?),
@@ -159,17 +158,17 @@ fn a_buffer_of_another_shape_or_kind_or_none_is_an_error_with_its_name() {
     for error in [run(4, DType::I64, strict).unwrap_err(), run(3, DType::F64, strict).unwrap_err()] {
         assert!(error.to_string().contains("buffer position_ids"), "{error}");
     }
-    let without = |options| {
+    let load_without_buffer = |options| {
         let results = threads::run(1, |comm| {
             let builder = Engine::builder().communicator(comm).device(Device::Cpu);
-            let mut engine = builder.initialize(|vb| vb.get(2, "weight"), of_stage(0))?;
+            let mut engine = builder.initialize(|vb| vb.get(2, "weight"), stage_config(0))?;
             engine.load_checkpoint(folder.path(), None, &options).map(drop)
         });
         results.unwrap().remove(0)
     };
-    let error = without(LoadOptions::default()).unwrap_err();
+    let error = load_without_buffer(LoadOptions::default()).unwrap_err();
     assert!(error.to_string().contains("the model lacks the buffer position_ids"), "{error}");
-    without(LoadOptions { load_module_strict: false, ..LoadOptions::default() }).unwrap();
+    load_without_buffer(LoadOptions { load_module_strict: false, ..LoadOptions::default() }).unwrap();
 }
 
 #[test]
@@ -182,7 +181,7 @@ fn buffers_that_say_nothing_may_be_missing_in_the_model() {
                 names.iter().try_for_each(|name| vb.get(shape, name).map(drop))?;
                 vb.get(2, "weight")
             };
-            let mut engine = builder.initialize(build, of_stage(0))?;
+            let mut engine = builder.initialize(build, stage_config(0))?;
             match load {
                 true => engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).map(drop),
                 false => engine.save_checkpoint(folder.path(), None, Value::Null).map(drop),

@@ -21,18 +21,18 @@ fn temporary() -> tempfile::TempDir {
 }
 
 /// Imports the checkpoint in `folder` into a new folder.
-fn imported(folder: &Path) -> (tempfile::TempDir, DeepSpeedCheckpoint) {
-    let from = DeepSpeedCheckpoint::open(folder.join("checkpoint"), None).unwrap();
-    let to = temporary();
-    import(&from, to.path(), "imported", |_, _| {}).unwrap();
-    (to, from)
+fn import_checkpoint(folder: &Path) -> (tempfile::TempDir, DeepSpeedCheckpoint) {
+    let source = DeepSpeedCheckpoint::open(folder.join("checkpoint"), None).unwrap();
+    let target = temporary();
+    import(&source, target.path(), "imported", |_, _| {}).unwrap();
+    (target, source)
 }
 
 #[test]
 fn an_imported_checkpoint_holds_deepspeeds_state_bit_for_bit() {
     for name in ["zero2_fp16_tiny", "zero3_f32_tiny"] {
-        let (to, from) = imported(&repository().join("tests/fixtures/deepspeed").join(name));
-        let checkpoint = Checkpoint::open(to.path(), None).unwrap().unwrap();
+        let (target, source) = import_checkpoint(&repository().join("tests/fixtures/deepspeed").join(name));
+        let checkpoint = Checkpoint::open(target.path(), None).unwrap().unwrap();
         checkpoint.verify(|_| {}).unwrap();
         let manifest = checkpoint.manifest();
         assert_eq!((manifest.global_steps, manifest.global_samples, manifest.optimizer_steps), (5, 80, 5));
@@ -41,14 +41,14 @@ fn an_imported_checkpoint_holds_deepspeeds_state_bit_for_bit() {
             .into_iter()
             .enumerate()
         {
-            for (p, parameter) in from.parameters().iter().enumerate() {
+            for (p, parameter) in source.parameters().iter().enumerate() {
                 assert_eq!(manifest.parameters[p].name, parameter.name);
                 let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
                 let found = checkpoint.read(s, p, 0..parameter.elements()).unwrap();
-                assert!(bits(found) == bits(from.read(state, p).unwrap()), "{} of {name}", parameter.name);
+                assert!(bits(found) == bits(source.read(state, p).unwrap()), "{} of {name}", parameter.name);
             }
         }
-        let error = import(&from, to.path(), "imported", |_, _| {}).unwrap_err();
+        let error = import(&source, target.path(), "imported", |_, _| {}).unwrap_err();
         assert!(matches!(&error, Error::Checkpoint(CheckpointError::Unusable { .. })), "{error}");
     }
 }
@@ -68,12 +68,12 @@ fn follow(folder: &Path, tokens: &Path) {
     let ds_config = &run["ds_config"];
     let is_on = |section: &str| ds_config[section]["enabled"] == true;
     let (loss_tolerance, norm_tolerance) = TOLERANCES[usize::from(is_on("bf16")) + 2 * usize::from(is_on("fp16"))];
-    let (to, _) = imported(folder);
+    let (target, _) = import_checkpoint(folder);
     let rows: Vec<&Value> = run["rows"].as_array().unwrap().iter().skip(5).collect();
     let results = threads::run(run["world"].as_u64().unwrap() as usize, |comm| {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let mut engine = builder.initialize(|vb| Gpt::new(&model, vb), ds_config.clone())?;
-        let loaded = engine.load_checkpoint(to.path(), None, &LoadOptions::default())?.unwrap();
+        let loaded = engine.load_checkpoint(target.path(), None, &LoadOptions::default())?.unwrap();
         let shape = BatchPartition::new(&engine.config().batch, engine.world_size(), engine.rank());
         let data = TokenData::open(Some(tokens))?;
         let mut loader = Loader::new(data, SampleOrder::Sequential, shape, model.ctx, model.vocab, &Device::Cpu)?;
@@ -85,8 +85,8 @@ fn follow(folder: &Path, tokens: &Path) {
             let loss = engine.forward(|gpt| gpt.loss(&batch.inputs, &batch.targets))?;
             engine.backward(&loss)?;
             engine.step()?;
-            let own = f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
-            let losses = engine.gather_f64(&[own])?;
+            let local_loss = f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+            let losses = engine.gather_f64(&[local_loss])?;
             let loss = losses.iter().map(|l| l[0]).sum::<f64>() / losses.len() as f64;
             measured.push([loss, lr, scale, engine.global_grad_norm().unwrap()]);
         }

@@ -80,10 +80,10 @@ fn a_range_is_the_same_elements_as_in_the_whole() {
     for folder in tiny() {
         let checkpoint = open(&folder);
         for (index, parameter) in checkpoint.parameters().iter().enumerate() {
-            let (whole, n) = (checkpoint.read(DeepSpeedStateKind::ExpAvg, index).unwrap(), parameter.elements());
+            let (all, n) = (checkpoint.read(DeepSpeedStateKind::ExpAvg, index).unwrap(), parameter.elements());
             for range in [0..1, n / 2..n / 2, n / 2 - 1..n / 2 + 2, n / 3..n, n - 1..n] {
                 let part = checkpoint.read_range(DeepSpeedStateKind::ExpAvg, index, range.clone()).unwrap();
-                assert_eq!(bits(&part), bits(&whole[range]), "{}", parameter.name);
+                assert_eq!(bits(&part), bits(&all[range]), "{}", parameter.name);
             }
         }
     }
@@ -139,16 +139,16 @@ fn the_tag_can_be_given_or_the_folder_itself() {
 // ---- damaged copies ----------------------------------------------------------------------------
 
 /// A copy of a checkpoint, which a test damages.
-struct Copy(tempfile::TempDir);
+struct DamagedCopy(tempfile::TempDir);
 
-impl Copy {
+impl DamagedCopy {
     fn of(folder: &Path) -> Self {
         let copy = Self(tempfile::tempdir().unwrap());
-        let from = folder.join("checkpoint");
+        let source = folder.join("checkpoint");
         std::fs::create_dir(copy.path("global_step5")).unwrap();
-        std::fs::copy(from.join("latest"), copy.path("latest")).unwrap();
-        for name in names(&from.join("global_step5")) {
-            std::fs::copy(from.join("global_step5").join(&name), copy.file(&name)).unwrap();
+        std::fs::copy(source.join("latest"), copy.path("latest")).unwrap();
+        for name in names(&source.join("global_step5")) {
+            std::fs::copy(source.join("global_step5").join(&name), copy.file(&name)).unwrap();
         }
         copy
     }
@@ -218,13 +218,13 @@ fn a_missing_file_is_named() {
     for (folder, model) in
         tiny().iter().zip(["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"])
     {
-        let copy = Copy::of(folder);
+        let copy = DamagedCopy::of(folder);
         std::fs::remove_file(copy.file(OPTIM_1)).unwrap();
         assert!(copy.problem(OPTIM_1).contains("rank 1 is missing"));
-        let copy = Copy::of(folder);
+        let copy = DamagedCopy::of(folder);
         std::fs::remove_file(copy.file(model)).unwrap();
         assert!(copy.problem(model).contains("missing"));
-        let copy = Copy::of(folder);
+        let copy = DamagedCopy::of(folder);
         std::fs::remove_file(copy.path("latest")).unwrap();
         let text = copy.problem("latest");
         assert!(text.contains("folders here: global_step5"), "{text}");
@@ -239,12 +239,12 @@ fn a_missing_file_is_named() {
 #[test]
 fn a_file_too_many_is_named() {
     for folder in tiny() {
-        let copy = Copy::of(&folder);
+        let copy = DamagedCopy::of(&folder);
         let name = "zero_pp_rank_2_mp_rank_00_optim_states.pt";
         std::fs::copy(copy.file(OPTIM_1), copy.file(name)).unwrap();
         assert!(copy.problem(name).contains("for 2 ranks"));
     }
-    let copy = Copy::of(&tiny()[0]);
+    let copy = DamagedCopy::of(&tiny()[0]);
     std::fs::copy(copy.file(OPTIM_1), copy.file(&format!("bf16_{OPTIM_1}"))).unwrap();
     assert!(copy.problem("bf16_").contains("both for rank 1"));
 }
@@ -256,12 +256,12 @@ fn truncated_files_are_named() {
             if name == "zero_pp_rank_1_mp_rank_00_model_states.pt" {
                 continue; // This file is not needed.
             }
-            let copy = Copy::of(&folder);
+            let copy = DamagedCopy::of(&folder);
             for length in [0, 1, 100, 5000] {
                 copy.change(&name, |bytes| bytes.truncate(bytes.len().min(length)));
                 copy.problem(&name);
             }
-            let copy = Copy::of(&folder);
+            let copy = DamagedCopy::of(&folder);
             copy.change(&name, |bytes| bytes.truncate(bytes.len() - 1));
             copy.problem(&name);
         }
@@ -271,10 +271,10 @@ fn truncated_files_are_named() {
 #[test]
 fn a_changed_pickle_is_seen_by_its_checksum() {
     for folder in tiny() {
-        let copy = Copy::of(&folder);
+        let copy = DamagedCopy::of(&folder);
         copy.change(OPTIM_1, |bytes| {
-            let place = bytes.windows(15).position(|w| w == b"partition_count").unwrap();
-            bytes[place] ^= 1;
+            let position = bytes.windows(15).position(|w| w == b"partition_count").unwrap();
+            bytes[position] ^= 1;
         });
         let text = copy.problem(OPTIM_1);
         assert!(text.contains("data.pkl") && text.to_lowercase().contains("checksum"), "{text}");
@@ -283,10 +283,10 @@ fn a_changed_pickle_is_seen_by_its_checksum() {
 
 #[test]
 fn a_changed_storage_is_seen_when_it_is_asked_for() {
-    let copy = Copy::of(&tiny()[1]);
+    let copy = DamagedCopy::of(&tiny()[1]);
     copy.change(OPTIM_1, |bytes| {
-        let place = bytes.len() / 2;
-        bytes[place] ^= 1;
+        let position = bytes.len() / 2;
+        bytes[position] ^= 1;
     });
     let text = copy.open().unwrap().verify().unwrap_err().to_string();
     assert!(text.contains(OPTIM_1) && text.contains("data/"), "{text}");
@@ -295,14 +295,14 @@ fn a_changed_storage_is_seen_when_it_is_asked_for() {
 #[test]
 fn files_of_two_checkpoints_are_told_apart() {
     let [two, three] = tiny();
-    let copy = Copy::of(&two);
+    let copy = DamagedCopy::of(&two);
     std::fs::copy(three.join("checkpoint/global_step5").join(OPTIM_1), copy.file(OPTIM_1)).unwrap();
     assert!(copy.problem(OPTIM_1).contains("zero_stage is 3, but 2 in"));
 }
 
 #[test]
 fn a_storage_that_is_too_short_is_named() {
-    let copy = Copy::of(&tiny()[1]);
+    let copy = DamagedCopy::of(&tiny()[1]);
     let (mut entries, _) = unpack(&copy.file(OPTIM_1));
     entries.iter_mut().find(|(name, _)| name.ends_with("data/7")).unwrap().1.truncate(100);
     pack(&copy.file(OPTIM_1), &entries);
@@ -320,7 +320,7 @@ fn requests_beyond_the_end_are_errors() {
 }
 
 /// Reads everything that can be read; must not panic.
-fn read_all(copy: &Copy) {
+fn read_all(copy: &DamagedCopy) {
     let Ok(checkpoint) = copy.open() else { return };
     for index in 0..checkpoint.parameters().len() {
         for state in [DeepSpeedStateKind::Master, DeepSpeedStateKind::ExpAvg, DeepSpeedStateKind::ExpAvgSq] {
@@ -340,16 +340,16 @@ proptest! {
         file in any::<proptest::sample::Index>(),
         changes in proptest::collection::vec((any::<proptest::sample::Index>(), any::<u8>()), 1..4),
     ) {
-        let copy = Copy::of(&tiny()[which]);
+        let copy = DamagedCopy::of(&tiny()[which]);
         let names = names(&copy.path("global_step5"));
         let path = copy.file(file.get::<String>(&names));
         let (entries, pickle) = unpack(&path);
         // Each change is tested separately, because most changes make the reader stop early.
-        for (place, byte) in changes {
+        for (position, byte) in changes {
             let mut entries = entries.clone();
             let bytes = &mut entries[pickle].1;
-            let place = place.index(bytes.len());
-            bytes[place] = byte;
+            let position = position.index(bytes.len());
+            bytes[position] = byte;
             pack(&path, &entries);
             read_all(&copy);
         }
@@ -362,13 +362,13 @@ proptest! {
         // A change is either near the end, where the list of entries is, or anywhere in the file.
         changes in proptest::collection::vec((any::<bool>(), 0..2000usize, any::<u8>()), 1..4),
     ) {
-        let copy = Copy::of(&tiny()[which]);
+        let copy = DamagedCopy::of(&tiny()[which]);
         let name = file.get(&names(&copy.path("global_step5"))).clone();
         copy.change(&name, |bytes| {
-            for (is_at_end, place, byte) in changes {
+            for (is_at_end, position, byte) in changes {
                 let last = bytes.len() - 1;
-                let place = if is_at_end { last - place } else { place * last / 2000 };
-                bytes[place] = byte;
+                let position = if is_at_end { last - position } else { position * last / 2000 };
+                bytes[position] = byte;
             }
         });
         read_all(&copy);
@@ -376,7 +376,7 @@ proptest! {
 
     #[test]
     fn arbitrary_bytes_are_refused(bytes in proptest::collection::vec(any::<u8>(), 0..2000)) {
-        let copy = Copy::of(&tiny()[0]);
+        let copy = DamagedCopy::of(&tiny()[0]);
         copy.change(OPTIM_1, |old| *old = bytes);
         copy.problem(OPTIM_1);
     }

@@ -59,7 +59,7 @@ fn state(engine: &mut Engine<Tiny>, dir: &Path) -> Result<Vec<u64>> {
     let mut files = vec!["manifest.json".to_owned()];
     files.extend((0..2).map(|rank| format!("rank_{rank:05}_of_00002.safetensors")));
     let all = files.iter().map(|name| XxHash3_64::oneshot(&std::fs::read(path.join(name)).unwrap())).collect();
-    // No rank saves again while another reads.
+    // All ranks wait here, so that none saves again while another one reads.
     engine.gather_f64(&[])?;
     Ok(all)
 }
@@ -69,7 +69,7 @@ fn state(engine: &mut Engine<Tiny>, dir: &Path) -> Result<Vec<u64>> {
 fn refusals(dir: &Path, tag: Option<&str>) -> Vec<String> {
     let states = folder();
     let ranks = with_engine(2, |engine| {
-        // Neither optimizer states nor counters are zero.
+        // After a step, neither the optimizer states nor the counters are zero.
         step(engine)?;
         let before = state(engine, states.path())?;
         let error = engine.load_checkpoint(dir, tag, &LoadOptions::default()).unwrap_err();
@@ -85,12 +85,12 @@ fn refusals(dir: &Path, tag: Option<&str>) -> Vec<String> {
 }
 
 /// Runs `damage` on a copy of an intact folder and expects an error with all of `words` on one of the ranks.
-fn damaged(whole: &Path, what: &str, words: &[&str], damage: impl FnOnce(&Path)) {
+fn damaged(intact: &Path, case: &str, words: &[&str], damage: impl FnOnce(&Path)) {
     let copy = folder();
-    copy_all(whole, copy.path());
+    copy_all(intact, copy.path());
     damage(copy.path());
     let texts = refusals(copy.path(), None);
-    assert!(texts.iter().any(|text| words.iter().all(|word| text.contains(word))), "{what}: {texts:?}");
+    assert!(texts.iter().any(|text| words.iter().all(|word| text.contains(word))), "{case}: {texts:?}");
 }
 
 fn copy_all(from: &Path, to: &Path) {
@@ -116,30 +116,32 @@ const RANKS: [&str; 2] = ["rank_00000_of_00002.safetensors", "rank_00001_of_0000
 
 #[test]
 fn a_damaged_file_is_named_and_nothing_is_touched() {
-    let whole = folder();
-    save_two(whole.path());
+    let intact = folder();
+    save_two(intact.path());
     for (rank, name) in RANKS.iter().enumerate() {
-        let len = std::fs::metadata(whole.path().join("two").join(name)).unwrap().len() as usize;
+        let len = std::fs::metadata(intact.path().join("two").join(name)).unwrap().len() as usize;
         for at in [0, 9, 100, 4095, 4096, 5000, len - 1] {
-            let what = if at < 4096 { "its header is damaged" } else { "are damaged" };
-            damaged(whole.path(), &format!("bit at {at}"), &[name, what], |dir| flip(&dir.join("two").join(name), at));
-        }
-        for left in [0, 7, 4096, len - 1] {
-            damaged(whole.path(), "truncated", &[name, &format!("it has {left} bytes")], |dir| {
-                let file = std::fs::OpenOptions::new().write(true).open(dir.join("two").join(name)).unwrap();
-                file.set_len(left as u64).unwrap();
+            let problem = if at < 4096 { "its header is damaged" } else { "are damaged" };
+            damaged(intact.path(), &format!("bit at {at}"), &[name, problem], |dir| {
+                flip(&dir.join("two").join(name), at);
             });
         }
-        damaged(whole.path(), "deleted", &[name, "missing"], |dir| {
+        for remaining in [0, 7, 4096, len - 1] {
+            damaged(intact.path(), "truncated", &[name, &format!("it has {remaining} bytes")], |dir| {
+                let file = std::fs::OpenOptions::new().write(true).open(dir.join("two").join(name)).unwrap();
+                file.set_len(remaining as u64).unwrap();
+            });
+        }
+        damaged(intact.path(), "deleted", &[name, "missing"], |dir| {
             std::fs::remove_file(dir.join("two").join(name)).unwrap();
         });
-        damaged(whole.path(), "the other rank's", &[name], |dir| {
+        damaged(intact.path(), "the other rank's", &[name], |dir| {
             std::fs::copy(dir.join("two").join(RANKS[1 - rank]), dir.join("two").join(name)).unwrap();
         });
-        damaged(whole.path(), "of another checkpoint", &[name], |dir| {
+        damaged(intact.path(), "of another checkpoint", &[name], |dir| {
             std::fs::copy(dir.join("one").join(name), dir.join("two").join(name)).unwrap();
         });
-        damaged(whole.path(), "huge header", &[name, "its header is damaged"], |dir| {
+        damaged(intact.path(), "huge header", &[name, "its header is damaged"], |dir| {
             let path = dir.join("two").join(name);
             let mut bytes = std::fs::read(&path).unwrap();
             bytes[..8].copy_from_slice(&u64::MAX.to_le_bytes());
@@ -147,20 +149,20 @@ fn a_damaged_file_is_named_and_nothing_is_touched() {
         });
     }
     let manifest = |dir: &Path| dir.join("two/manifest.json");
-    let len = std::fs::metadata(manifest(whole.path())).unwrap().len() as usize;
+    let len = std::fs::metadata(manifest(intact.path())).unwrap().len() as usize;
     for at in (0..len).step_by(len / 20).chain([len - 1, len - 2, len - 5]) {
-        damaged(whole.path(), &format!("manifest, bit at {at}"), &["manifest.json"], |dir| flip(&manifest(dir), at));
+        damaged(intact.path(), &format!("manifest, bit at {at}"), &["manifest.json"], |dir| flip(&manifest(dir), at));
     }
-    damaged(whole.path(), "manifest cut", &["manifest.json", "damaged"], |dir| {
+    damaged(intact.path(), "manifest cut", &["manifest.json", "damaged"], |dir| {
         let text = std::fs::read_to_string(manifest(dir)).unwrap();
         std::fs::write(manifest(dir), &text[..text.len() / 2]).unwrap();
     });
-    damaged(whole.path(), "manifest gone", &["manifest.json"], |dir| std::fs::remove_file(manifest(dir)).unwrap());
-    damaged(whole.path(), "latest names nothing", &["three", "available: one, two"], |dir| {
+    damaged(intact.path(), "manifest gone", &["manifest.json"], |dir| std::fs::remove_file(manifest(dir)).unwrap());
+    damaged(intact.path(), "latest names nothing", &["three", "available: one, two"], |dir| {
         std::fs::write(dir.join("latest"), "three").unwrap();
     });
     for tag in ["../two", "/etc", "", "two/../one", "\u{0}"] {
-        damaged(whole.path(), tag, &["cannot be the name of a folder"], |dir| {
+        damaged(intact.path(), tag, &["cannot be the name of a folder"], |dir| {
             std::fs::write(dir.join("latest"), tag).unwrap()
         });
     }
@@ -179,10 +181,10 @@ fn forge(path: &Path, change: impl FnOnce(&mut Value)) {
 
 #[test]
 fn a_manifest_that_lies_is_refused() {
-    let whole = folder();
-    save_two(whole.path());
+    let intact = folder();
+    save_two(intact.path());
     let lie = |words: &[&str], change: &dyn Fn(&mut Value)| {
-        damaged(whole.path(), &format!("{words:?}"), words, |dir| forge(&dir.join("two/manifest.json"), change));
+        damaged(intact.path(), &format!("{words:?}"), words, |dir| forge(&dir.join("two/manifest.json"), change));
     };
     lie(&["shapes of its parameters"], &|m| m["parameters"][0]["shape"][0] = json!(38));
     lie(&["larger than any memory"], &|m| m["parameters"][0]["shape"] = json!([u64::MAX, 2]));
@@ -247,14 +249,14 @@ proptest! {
     fn any_bytes_in_place_of_a_file_are_refused_without_a_panic(
         bytes in prop::collection::vec(any::<u8>(), 0..300), at in any::<prop::sample::Index>(), file in 0usize..4,
     ) {
-        static WHOLE: std::sync::OnceLock<tempfile::TempDir> = std::sync::OnceLock::new();
-        let whole = WHOLE.get_or_init(|| {
-            let whole = folder();
-            save_two(whole.path());
-            whole
+        static INTACT: std::sync::OnceLock<tempfile::TempDir> = std::sync::OnceLock::new();
+        let intact = INTACT.get_or_init(|| {
+            let intact = folder();
+            save_two(intact.path());
+            intact
         });
         let copy = folder();
-        copy_all(whole.path(), copy.path());
+        copy_all(intact.path(), copy.path());
         let name = ["two/manifest.json", "two/rank_00000_of_00002.safetensors", "two/rank_00001_of_00002.safetensors", "latest"][file];
         let path = copy.path().join(name);
         let mut all = std::fs::read(&path).unwrap();
@@ -320,9 +322,9 @@ fn small_disk_program() {
             }
             engine.gather_f64(&[])?;
             let names: Vec<_> = std::fs::read_dir(&dir).unwrap().map(|e| e.unwrap().file_name()).collect();
-            let is_left =
+            let is_leftover =
                 |name: &std::ffi::OsString| name.to_string_lossy().starts_with('.') && name != ".candle-zero.lock";
-            assert!(!names.iter().any(is_left), "{names:?}");
+            assert!(!names.iter().any(is_leftover), "{names:?}");
             let loaded = engine.load_checkpoint(&dir, Some("fits"), &LoadOptions::default())?.unwrap();
             assert_eq!(loaded.client_state["note"], "fits");
             let newest = engine.load_checkpoint(&dir, None, &LoadOptions::default())?;
@@ -422,10 +424,10 @@ fn a_job_whose_ranks_are_killed_ends_with_the_bits_of_one_that_never_was() {
     let done = || std::fs::read_to_string(killed.path().join("metrics.jsonl")).unwrap_or_default().lines().count();
     for kill in 0..kills {
         // Kills are spread over the run; a killed run repeats at most two steps.
-        let least = (kill as usize + 1) * 50 / (kills as usize + 1);
+        let min_lines = (kill as usize + 1) * 50 / (kills as usize + 1);
         // The pause before a restart grows to 30 s.
         let ranks = wait_up_to(Duration::from_secs(60), "steps of two ranks", || {
-            Some(descendants(pid)).filter(|ranks| ranks.len() == 2 && done() >= least)
+            Some(descendants(pid)).filter(|ranks| ranks.len() == 2 && done() >= min_lines)
         });
         std::thread::sleep(Duration::from_micros(u64::from(seed.wrapping_mul(kill * 2 + 1) % 20_000)));
         let rank = ranks[(seed >> kill) as usize % 2];

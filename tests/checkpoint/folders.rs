@@ -28,7 +28,7 @@ fn names(dir: &Path) -> Vec<String> {
 }
 
 /// Runs `act` with the engine of a single rank.
-fn alone<T: Send>(act: impl Fn(&mut Engine<Tiny>) -> Result<T> + Sync) -> T {
+fn on_one_rank<T: Send>(act: impl Fn(&mut Engine<Tiny>) -> Result<T> + Sync) -> T {
     let settings = config(1, 1, json!({}), json!({}));
     let ranks = threads::run(1, |comm| {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
@@ -56,7 +56,7 @@ fn keep(count: usize) -> SaveOptions {
 #[test]
 fn a_checkpoint_that_the_user_named_is_never_removed() {
     let dir = folder();
-    alone(|engine| {
+    on_one_rank(|engine| {
         train(engine, 1)?;
         engine.save_checkpoint(dir.path(), Some("best"), Value::Null)?;
         // The name has the automatic form, but the user chose it.
@@ -74,7 +74,7 @@ fn a_checkpoint_that_the_user_named_is_never_removed() {
 fn after_a_roll_back_the_new_line_of_steps_is_kept_and_not_the_abandoned_one() {
     let dir = folder();
     let save = |engine: &mut Engine<Tiny>| engine.save_checkpoint_with(dir.path(), None, Value::Null, &keep(3));
-    alone(|engine| {
+    on_one_rank(|engine| {
         for _ in 0..4 {
             train(engine, 2)?;
             save(engine)?;
@@ -82,7 +82,7 @@ fn after_a_roll_back_the_new_line_of_steps_is_kept_and_not_the_abandoned_one() {
         Ok(())
     });
     assert_eq!(names(dir.path()), ["global_step4", "global_step6", "global_step8", "latest"]);
-    alone(|engine| {
+    on_one_rank(|engine| {
         engine.load_checkpoint(dir.path(), Some("global_step4"), &LoadOptions::default())?.unwrap();
         train(engine, 1)?;
         save(engine)?;
@@ -102,11 +102,11 @@ fn a_line_of_steps_goes_through_names_of_the_user_and_saves_in_the_background() 
     let dir = folder();
     let background = SaveOptions { in_background: true, ..keep(2) };
     // Another run leaves a checkpoint behind.
-    alone(|engine| {
+    on_one_rank(|engine| {
         train(engine, 9)?;
         engine.save_checkpoint(dir.path(), None, Value::Null)
     });
-    alone(|engine| {
+    on_one_rank(|engine| {
         for step in 1..=3 {
             train(engine, 1)?;
             engine.save_checkpoint_with(dir.path(), None, Value::Null, &background)?;
@@ -130,7 +130,7 @@ fn load_error(dir: &Path) -> String {
     let load = |engine: &mut Engine<Tiny>| {
         Ok(engine.load_checkpoint(dir, None, &LoadOptions::default()).map(|loaded| loaded.map(|l| l.path)))
     };
-    match alone(load) {
+    match on_one_rank(load) {
         Ok(loaded) => panic!("{loaded:?} is loaded"),
         Err(error) => error.to_string().replace(dir.to_str().unwrap(), "DIR"),
     }
@@ -139,9 +139,9 @@ fn load_error(dir: &Path) -> String {
 #[test]
 fn checkpoints_without_latest_are_an_error_that_lists_them_and_an_empty_folder_is_none() {
     let dir = folder();
-    let loaded = alone(|engine| engine.load_checkpoint(dir.path(), None, &LoadOptions::default()));
+    let loaded = on_one_rank(|engine| engine.load_checkpoint(dir.path(), None, &LoadOptions::default()));
     assert!(loaded.is_none());
-    alone(|engine| {
+    on_one_rank(|engine| {
         for _ in 0..2 {
             train(engine, 1)?;
             engine.save_checkpoint(dir.path(), None, Value::Null)?;
@@ -175,16 +175,16 @@ fn in_time<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
 
 #[test]
 fn pipes_sockets_and_devices_in_place_of_its_files_are_errors_in_words() {
-    let whole = folder();
-    alone(|engine| {
+    let saved = folder();
+    on_one_rank(|engine| {
         train(engine, 1)?;
-        engine.save_checkpoint(whole.path(), Some("one"), Value::Null)
+        engine.save_checkpoint(saved.path(), Some("one"), Value::Null)
     });
     for name in ["latest", "one/manifest.json", "one/rank_00000_of_00001.safetensors"] {
-        let path = whole.path().join(name);
+        let path = saved.path().join(name);
         let bytes = std::fs::read(&path).unwrap();
         let text = || {
-            let dir = whole.path().to_owned();
+            let dir = saved.path().to_owned();
             in_time(move || Checkpoint::open(&dir, None).map(|_| ()).unwrap_err().to_string())
         };
         pipe(&path);
@@ -203,7 +203,7 @@ fn pipes_sockets_and_devices_in_place_of_its_files_are_errors_in_words() {
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, bytes).unwrap();
     }
-    Checkpoint::open(whole.path(), None).unwrap().unwrap().verify(|_| {}).unwrap();
+    Checkpoint::open(saved.path(), None).unwrap().unwrap().verify(|_| {}).unwrap();
 }
 
 // ---- two jobs ----------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ fn pipes_sockets_and_devices_in_place_of_its_files_are_errors_in_words() {
 #[ignore = "a program for other tests"]
 fn saver() {
     let dir = std::env::var("DIR_OF_TEST").unwrap();
-    alone(|engine| {
+    on_one_rank(|engine| {
         train(engine, 5)?;
         engine.save_checkpoint(&dir, None, Value::Null)?;
         println!("saved");
@@ -246,7 +246,7 @@ fn start_saver(dir: &Path) -> Saver {
 fn the_second_job_that_saves_into_a_folder_is_told_and_one_that_only_loads_is_not_disturbed() {
     let dir = folder();
     let other = start_saver(dir.path());
-    alone(|engine| {
+    on_one_rank(|engine| {
         engine.load_checkpoint(dir.path(), None, &LoadOptions::default())?.unwrap();
         let error = engine.save_checkpoint(dir.path(), Some("mine"), Value::Null).unwrap_err().to_string();
         let error = error.replace(dir.path().to_str().unwrap(), "DIR");
@@ -261,7 +261,7 @@ fn the_second_job_that_saves_into_a_folder_is_told_and_one_that_only_loads_is_no
     killed.0.kill().unwrap();
     killed.0.wait().unwrap();
     assert_eq!(names(dir.path()), [".candle-zero.lock", "global_step5", "latest"]);
-    alone(|engine| engine.save_checkpoint(dir.path(), Some("mine"), Value::Null));
+    on_one_rank(|engine| engine.save_checkpoint(dir.path(), Some("mine"), Value::Null));
     assert_eq!(names(dir.path()), ["global_step5", "latest", "mine"]);
 }
 
@@ -271,7 +271,7 @@ fn the_second_job_that_saves_into_a_folder_is_told_and_one_that_only_loads_is_no
 fn a_folder_that_cannot_be_saved_into_is_found_without_a_save() {
     let dir = folder();
     std::fs::write(dir.path().join("file"), "mine").unwrap();
-    alone(|engine| {
+    on_one_rank(|engine| {
         let mut error = |path: &Path| {
             let text = engine.check_save_dir(path).unwrap_err().to_string();
             text.replace(dir.path().to_str().unwrap(), "DIR")
@@ -286,7 +286,7 @@ fn a_folder_that_cannot_be_saved_into_is_found_without_a_save() {
     });
     assert_eq!(names(&dir.path().join("new/ck")), ["latest", "one"]);
     let other = start_saver(dir.path());
-    alone(|engine| {
+    on_one_rank(|engine| {
         let error = engine.check_save_dir(dir.path()).unwrap_err();
         assert!(
             matches!(error, Error::Checkpoint(CheckpointError::Busy { owner: Some(pid), .. }) if pid == other.0.id())

@@ -36,7 +36,7 @@ fn config(fp16: bool, stage: u8) -> Value {
 }
 
 /// Loads on `world` ranks and trains until step `until` as the older program did; returns the master weights.
-fn go_on(name: &str, world: usize, stage: u8, until: u64, options: LoadOptions) -> Vec<f32> {
+fn resume(name: &str, world: usize, stage: u8, until: u64, options: LoadOptions) -> Vec<f32> {
     let fp16 = name == "fp16";
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("weights");
@@ -70,7 +70,7 @@ fn weights(file: &Path) -> Vec<f32> {
     all.iter().flat_map(|(_, values)| values.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
 }
 
-fn farthest(a: &[f32], b: &[f32]) -> f32 {
+fn max_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
@@ -93,7 +93,7 @@ fn checkpoints_of_version_1_are_whole_and_load_at_any_stage_and_number_of_ranks(
         let saved: Vec<f32> = saved.into_iter().flat_map(|(_, values)| values).collect();
         for (world, stage) in [(1, 0), (2, 1), (2, 3), (3, 2)] {
             assert_eq!(
-                go_on(name, world, stage, 3, LoadOptions::default()),
+                resume(name, world, stage, 3, LoadOptions::default()),
                 saved,
                 "{name}, world size {world}, stage {stage}"
             );
@@ -103,16 +103,16 @@ fn checkpoints_of_version_1_are_whole_and_load_at_any_stage_and_number_of_ranks(
 
 #[test]
 fn a_run_goes_on_from_a_checkpoint_of_version_1_as_the_program_that_wrote_it_did() {
-    for (name, near) in [("f32", 1e-6), ("fp16", 2e-4)] {
+    for (name, tolerance) in [("f32", 1e-6), ("fp16", 2e-4)] {
         let expected = weights(&fixture(name).join("after_5.safetensors"));
         for stage in [1, 2, 3] {
-            let distance = farthest(&go_on(name, 2, stage, 5, LoadOptions::default()), &expected);
-            assert!(distance < near, "{name}, stage {stage}: {distance}");
+            let distance = max_difference(&resume(name, 2, stage, 5, LoadOptions::default()), &expected);
+            assert!(distance < tolerance, "{name}, stage {stage}: {distance}");
         }
         // Without its optimizer states, the run would differ.
-        let without = LoadOptions { load_optimizer_states: false, ..LoadOptions::default() };
-        let distance = farthest(&go_on(name, 2, 2, 5, without), &expected);
-        assert!(distance > 4.0 * near, "{name}: {distance}");
+        let options = LoadOptions { load_optimizer_states: false, ..LoadOptions::default() };
+        let distance = max_difference(&resume(name, 2, 2, 5, options), &expected);
+        assert!(distance > 4.0 * tolerance, "{name}: {distance}");
     }
 }
 

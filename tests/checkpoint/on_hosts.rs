@@ -21,14 +21,14 @@ fn folder() -> TempDir {
 }
 
 /// The communicator of a thread that acts as a rank on one of several hosts.
-struct OnHosts {
+struct HostCommunicator {
     inner: Arc<dyn Communicator>,
     here: Range<usize>,
     /// The number of pieces of files sent so far.
     pieces: AtomicUsize,
 }
 
-impl Communicator for OnHosts {
+impl Communicator for HostCommunicator {
     fn rank(&self) -> usize {
         self.inner.rank()
     }
@@ -53,7 +53,7 @@ impl Communicator for OnHosts {
 
 /// Runs `act` with an engine on each rank of `hosts`, which lists each host's number of ranks. `act` gets the index of
 /// its host. Returns the results of all ranks, and the number of pieces of files sent between hosts.
-fn on<T: Send>(
+fn on_hosts<T: Send>(
     hosts: &[usize],
     stage: u8,
     act: impl Fn(&mut Engine<Tiny>, usize) -> Result<T> + Sync,
@@ -71,7 +71,7 @@ fn on<T: Send>(
             inner.rank() < first
         });
         let host = host.unwrap();
-        let comm = Arc::new(OnHosts { inner, here: first - hosts[host]..first, pieces: AtomicUsize::new(0) });
+        let comm = Arc::new(HostCommunicator { inner, here: first - hosts[host]..first, pieces: AtomicUsize::new(0) });
         let builder = Engine::builder().communicator(comm.clone()).device(Device::Cpu);
         let result = act(&mut builder.initialize(|vb| Tiny::new(SHAPE, vb), settings.clone())?, host);
         sent.fetch_add(comm.pieces.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -92,9 +92,9 @@ fn step(engine: &mut Engine<Tiny>) -> Result<()> {
 }
 
 /// Saves checkpoints `one` and `two` (the latest) on two hosts with two ranks each, in one folder per host.
-fn saved(stage: u8) -> [TempDir; 2] {
+fn save_on_two_hosts(stage: u8) -> [TempDir; 2] {
     let dirs = [folder(), folder()];
-    let (ranks, _) = on(&[2, 2], stage, |engine, host| {
+    let (ranks, _) = on_hosts(&[2, 2], stage, |engine, host| {
         step(engine)?;
         engine.save_checkpoint(dirs[host].path(), Some("one"), json!({"rank": engine.rank()}))?;
         step(engine)?;
@@ -112,7 +112,7 @@ fn names(dir: &Path) -> Vec<String> {
 }
 
 /// Returns a folder that combines the content of `dirs`, as if all hosts saw the same folder.
-fn together(dirs: &[TempDir]) -> TempDir {
+fn combined(dirs: &[TempDir]) -> TempDir {
     let all = folder();
     for tag in dirs.iter().flat_map(|dir| names(dir.path()).into_iter().map(move |name| dir.path().join(name))) {
         let to = all.path().join(tag.file_name().unwrap());
@@ -152,11 +152,11 @@ const RANKS: [&str; 4] = [
 
 #[test]
 fn each_host_has_its_own_files_and_the_folders_together_are_an_ordinary_checkpoint() {
-    let dirs = saved(3);
+    let dirs = save_on_two_hosts(3);
     for (host, dir) in dirs.iter().enumerate() {
         assert_eq!(names(dir.path()), ["latest", "one", "two"]);
-        let own = [["manifest.json"].as_slice(), &RANKS[2 * host..][..2]].concat();
-        assert_eq!(names(&dir.path().join("two")), own);
+        let expected = [["manifest.json"].as_slice(), &RANKS[2 * host..][..2]].concat();
+        assert_eq!(names(&dir.path().join("two")), expected);
         // A single folder's error names the hosts of the other files.
         let error = Checkpoint::open(dir.path(), None).err().unwrap().to_string();
         let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
@@ -165,27 +165,27 @@ fn each_host_has_its_own_files_and_the_folders_together_are_an_ordinary_checkpoi
     }
     let manifests = dirs.each_ref().map(|dir| std::fs::read(dir.path().join("two/manifest.json")).unwrap());
     assert!(manifests[0] == manifests[1]);
-    let all = together(&dirs);
+    let all = combined(&dirs);
     let checkpoint = Checkpoint::open(all.path(), None).unwrap().unwrap();
     assert_eq!(checkpoint.manifest().client_state, json!({"rank": 0}));
     let out = all.path().join("out");
     consolidate(&checkpoint, &out, &ConsolidateSettings::default(), &mut |_| {}).unwrap();
     assert!(names(&out).contains(&"model.safetensors".to_string()), "{:?}", names(&out));
     // One host with 3 ranks loads the combined folder.
-    let again = folder();
-    let (ranks, sent) = on(&[3], 1, |engine, _| {
+    let resaved = folder();
+    let (ranks, sent) = on_hosts(&[3], 1, |engine, _| {
         engine.load_checkpoint(all.path(), None, &LoadOptions::default())?.unwrap();
-        engine.save_checkpoint(again.path(), Some("two"), Value::Null).map(drop)
+        engine.save_checkpoint(resaved.path(), Some("two"), Value::Null).map(drop)
     });
     ranks.into_iter().for_each(|rank| rank.unwrap());
     assert_eq!(sent, 0);
-    assert!(states(all.path(), "two") == states(again.path(), "two"));
+    assert!(states(all.path(), "two") == states(resaved.path(), "two"));
 }
 
 #[test]
 fn every_placement_of_ranks_loads_what_another_has_saved() {
-    let dirs = saved(3);
-    let expected = states(together(&dirs).path(), "two");
+    let dirs = save_on_two_hosts(3);
+    let expected = states(combined(&dirs).path(), "two");
     let (a, b, new) = (dirs[0].path(), dirs[1].path(), folder());
     let missing = new.path().join("not there yet");
     // The number of ranks on each host, the stage, the folder of each host, and whether parts are sent between hosts.
@@ -200,15 +200,15 @@ fn every_placement_of_ranks_loads_what_another_has_saved() {
         (&[3, 1], 1, &[a, b], true),
     ];
     for (hosts, stage, at, are_sent) in placements {
-        let again: Vec<TempDir> = hosts.iter().map(|_| folder()).collect();
-        let (ranks, sent) = on(hosts, stage, |engine, host| {
+        let resaved: Vec<TempDir> = hosts.iter().map(|_| folder()).collect();
+        let (ranks, sent) = on_hosts(hosts, stage, |engine, host| {
             let loaded = engine.load_checkpoint(at[host], None, &LoadOptions::default())?.unwrap();
             assert_eq!((engine.global_steps(), &loaded.client_state["rank"]), (2, &json!(0)));
-            engine.save_checkpoint(again[host].path(), Some("two"), Value::Null).map(drop)
+            engine.save_checkpoint(resaved[host].path(), Some("two"), Value::Null).map(drop)
         });
         ranks.into_iter().for_each(|rank| rank.unwrap());
         assert_eq!(sent > 0, are_sent, "{hosts:?} at stage {stage}");
-        assert!(states(together(&again).path(), "two") == expected, "{hosts:?} at stage {stage}");
+        assert!(states(combined(&resaved).path(), "two") == expected, "{hosts:?} at stage {stage}");
     }
     // No temporary file remains.
     assert_eq!((names(a), names(&missing)), (names(b), vec![]));
@@ -218,7 +218,7 @@ fn every_placement_of_ranks_loads_what_another_has_saved() {
 fn a_run_that_goes_on_has_the_bits_of_one_that_never_stopped_also_in_the_background() {
     let dirs = [folder(), folder()];
     let run = |from: u64| {
-        let (ranks, _) = on(&[2, 2], 3, |engine, host| {
+        let (ranks, _) = on_hosts(&[2, 2], 3, |engine, host| {
             let mut norms = vec![];
             if from > 0 {
                 engine.load_checkpoint(dirs[host].path(), None, &LoadOptions::default())?.unwrap();
@@ -235,17 +235,17 @@ fn a_run_that_goes_on_has_the_bits_of_one_that_never_stopped_also_in_the_backgro
         });
         ranks.into_iter().map(Result::unwrap).collect::<Vec<_>>()
     };
-    let straight = run(0);
+    let uninterrupted = run(0);
     for dir in &dirs {
         assert_eq!(names(dir.path()), ["global_step2", "global_step3", "latest"]);
     }
-    let after: Vec<_> = straight.iter().map(|norms| norms[3..].to_vec()).collect();
+    let after: Vec<_> = uninterrupted.iter().map(|norms| norms[3..].to_vec()).collect();
     assert_eq!(run(3), after);
 }
 
 /// Loads on the hosts that saved, and returns the steps or the errors of all ranks.
 fn load(dirs: &[TempDir; 2], tag: Option<&str>) -> Vec<std::result::Result<u64, String>> {
-    let (ranks, _) = on(&[2, 2], 3, |engine, host| {
+    let (ranks, _) = on_hosts(&[2, 2], 3, |engine, host| {
         let loaded = engine.load_checkpoint(dirs[host].path(), tag, &LoadOptions::default());
         let steps = loaded.map(|loaded| loaded.map_or(0, |_| engine.global_steps())).map_err(|e| e.to_string());
         // The ranks are in step, whatever the result.
@@ -258,7 +258,7 @@ fn load(dirs: &[TempDir; 2], tag: Option<&str>) -> Vec<std::result::Result<u64, 
 #[test]
 fn a_tag_that_only_one_host_committed_is_passed_over() {
     for host in 0..2 {
-        let dirs = saved(3);
+        let dirs = save_on_two_hosts(3);
         // The folders are as if the job had died before the other host renamed its folder.
         let other = dirs[1 - host].path();
         std::fs::rename(other.join("two"), other.join(".candle-zero-saving-two")).unwrap();
@@ -269,7 +269,7 @@ fn a_tag_that_only_one_host_committed_is_passed_over() {
             assert!(text.contains("all hosts together have no complete copy"), "{text}");
         }
         // The next save can use the tag `two`.
-        let (ranks, _) = on(&[2, 2], 3, |engine, host| {
+        let (ranks, _) = on_hosts(&[2, 2], 3, |engine, host| {
             engine.load_checkpoint(dirs[host].path(), None, &LoadOptions::default())?.unwrap();
             step(engine)?;
             engine.save_checkpoint(dirs[host].path(), Some("two"), Value::Null).map(drop)
@@ -284,39 +284,42 @@ fn a_tag_that_only_one_host_committed_is_passed_over() {
 fn a_host_whose_disk_lost_its_part_is_named() {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
     let host = host.trim();
-    let lost = |lose: &dyn Fn(&[TempDir; 2])| {
-        let dirs = saved(3);
+    let errors_after = |lose: &dyn Fn(&[TempDir; 2])| {
+        let dirs = save_on_two_hosts(3);
         lose(&dirs);
         let texts = load(&dirs, None);
         assert!(texts.iter().all(|text| text == &texts[0] || text.is_err()), "{texts:?}");
         texts.into_iter().map(Result::unwrap_err).collect::<Vec<_>>()
     };
-    for text in lost(&|dirs| std::fs::remove_file(dirs[1].path().join("two").join(RANKS[3])).unwrap()) {
-        let what = format!(
+    for text in errors_after(&|dirs| std::fs::remove_file(dirs[1].path().join("two").join(RANKS[3])).unwrap()) {
+        let expected = format!(
             "all hosts together have no complete copy: no host has {} (written on host {host}); start ranks",
             RANKS[3]
         );
-        assert!(text.contains(&what), "{text}");
+        assert!(text.contains(&expected), "{text}");
     }
-    for text in lost(&|dirs| std::fs::remove_dir_all(dirs[1].path()).unwrap()) {
-        let what = format!("no host has {} (written on host {host}), {} (written on host {host})", RANKS[2], RANKS[3]);
-        assert!(text.contains(&what), "{text}");
+    for text in errors_after(&|dirs| std::fs::remove_dir_all(dirs[1].path()).unwrap()) {
+        let expected =
+            format!("no host has {} (written on host {host}), {} (written on host {host})", RANKS[2], RANKS[3]);
+        assert!(text.contains(&expected), "{text}");
         assert!(text.contains(&format!("host {host} (ranks 2 to 3) has no ")), "{text}");
     }
-    for text in lost(&|dirs| std::fs::write(dirs[0].path().join("two/manifest.json"), "{}").unwrap()) {
+    for text in errors_after(&|dirs| std::fs::write(dirs[0].path().join("two/manifest.json"), "{}").unwrap()) {
         assert!(text.contains(&format!("host {host} (ranks 0 to 1) reports: ")), "{text}");
     }
-    let texts = lost(&|dirs| dirs.iter().for_each(|dir| std::fs::remove_file(dir.path().join("latest")).unwrap()));
+    let texts = errors_after(&|dirs| {
+        dirs.iter().for_each(|dir| std::fs::remove_file(dir.path().join("latest")).unwrap());
+    });
     for rank in [0, 2] {
         assert!(texts[rank].contains("it has no file `latest`"), "{texts:?}");
     }
     // A file that is sent to the other host is damaged.
-    let dirs = saved(3);
+    let dirs = save_on_two_hosts(3);
     let path = dirs[0].path().join("two").join(RANKS[1]);
     let mut bytes = std::fs::read(&path).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     std::fs::write(&path, bytes).unwrap();
-    let (ranks, _) = on(&[1, 1], 3, |engine, host| {
+    let (ranks, _) = on_hosts(&[1, 1], 3, |engine, host| {
         let error = engine.load_checkpoint(dirs[host].path(), None, &LoadOptions::default()).unwrap_err();
         engine.load_checkpoint(dirs[host].path(), Some("one"), &LoadOptions::default())?.unwrap();
         Ok(error.to_string())
@@ -333,10 +336,10 @@ fn there_is_nothing_to_load_in_empty_folders() {
 
 #[test]
 fn a_host_that_cannot_write_keeps_the_others_from_committing() {
-    let dirs = saved(3);
+    let dirs = save_on_two_hosts(3);
     let file = dirs[1].path().join("a file");
     std::fs::write(&file, "").unwrap();
-    let (ranks, _) = on(&[2, 2], 3, |engine, host| {
+    let (ranks, _) = on_hosts(&[2, 2], 3, |engine, host| {
         let at = [dirs[0].path(), &file][host];
         let error = engine.save_checkpoint(at, Some("three"), Value::Null).unwrap_err().to_string();
         assert!(engine.check_save_dir(at).is_err());
@@ -344,8 +347,8 @@ fn a_host_that_cannot_write_keeps_the_others_from_committing() {
         Ok(error)
     });
     for (rank, text) in ranks.into_iter().map(Result::unwrap).enumerate() {
-        let what = if rank == 2 { "cannot be written" } else { "rank 2 failed" };
-        assert!(text.contains(what), "{rank}: {text}");
+        let expected = if rank == 2 { "cannot be written" } else { "rank 2 failed" };
+        assert!(text.contains(expected), "{rank}: {text}");
     }
     assert_eq!(names(dirs[0].path()), ["latest", "one", "two"]);
 }
@@ -353,7 +356,7 @@ fn a_host_that_cannot_write_keeps_the_others_from_committing() {
 #[test]
 fn ranks_of_a_host_that_name_several_folders_are_told() {
     let dirs = [folder(), folder()];
-    let (ranks, _) = on(&[2, 1], 3, |engine, _| {
+    let (ranks, _) = on_hosts(&[2, 1], 3, |engine, _| {
         let dir = dirs[engine.rank() % 2].path();
         Ok(engine.save_checkpoint(dir, None, Value::Null).unwrap_err().to_string())
     });
@@ -369,7 +372,7 @@ fn hosts_that_see_one_folder_save_into_it_together() {
     let link = folder().path().join("link");
     std::fs::create_dir_all(link.parent().unwrap()).unwrap();
     std::os::unix::fs::symlink(dir.path(), &link).unwrap();
-    let (ranks, sent) = on(&[2, 2], 3, |engine, host| {
+    let (ranks, sent) = on_hosts(&[2, 2], 3, |engine, host| {
         let at = [dir.path(), &link][host];
         step(engine)?;
         engine.save_checkpoint(at, Some("two"), Value::Null)?;
@@ -392,7 +395,7 @@ fn buffers_reach_hosts_that_have_no_file_of_them() {
     let run = |saves: bool| {
         let ranks = threads::run(2, |inner| {
             let rank = inner.rank();
-            let comm = Arc::new(OnHosts { inner, here: rank..rank + 1, pieces: AtomicUsize::new(0) });
+            let comm = Arc::new(HostCommunicator { inner, here: rank..rank + 1, pieces: AtomicUsize::new(0) });
             let mut engine = convnet::engine(comm, shape, &settings, |builder| builder)?;
             let dir = dirs[rank].path();
             if saves {

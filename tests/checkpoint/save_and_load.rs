@@ -15,17 +15,17 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// The observations of a rank.
+/// The values that a rank observes in a run.
 #[derive(Debug, Clone, PartialEq, Default)]
-struct Seen {
+struct Trace {
     losses: Vec<u64>,
     norms: Vec<u64>,
     scales: Vec<u64>,
     exported: Vec<u8>,
 }
 
-/// Trains until step `until`, and calls `at` before every step and after the last.
-fn run(world: usize, config: &Value, until: u64, at: impl Fn(&mut Engine<Tiny>) -> Result<()> + Sync) -> Vec<Seen> {
+/// Trains until step `until`, and calls `act` before every step and after the last.
+fn run(world: usize, config: &Value, until: u64, act: impl Fn(&mut Engine<Tiny>) -> Result<()> + Sync) -> Vec<Trace> {
     let folder = folder();
     let file = folder.path().join("model.safetensors");
     let ranks = threads::run(world, |comm| {
@@ -35,9 +35,9 @@ fn run(world: usize, config: &Value, until: u64, at: impl Fn(&mut Engine<Tiny>) 
         let accumulation = engine.config().batch.gradient_accumulation_steps;
         let micro = engine.config().batch.train_micro_batch_size_per_gpu;
         assert_eq!(micro % 2, 0);
-        let mut seen = Seen::default();
+        let mut seen = Trace::default();
         loop {
-            at(&mut engine)?;
+            act(&mut engine)?;
             if engine.global_steps() == until {
                 break;
             }
@@ -58,7 +58,7 @@ fn run(world: usize, config: &Value, until: u64, at: impl Fn(&mut Engine<Tiny>) 
         Ok(seen)
     });
     let exported = std::fs::read(&file).unwrap();
-    ranks.unwrap().into_iter().map(|r: Result<Seen>| Seen { exported: exported.clone(), ..r.unwrap() }).collect()
+    ranks.unwrap().into_iter().map(|r: Result<Trace>| Trace { exported: exported.clone(), ..r.unwrap() }).collect()
 }
 
 fn saves(dir: &Path, step: u64, options: SaveOptions) -> impl Fn(&mut Engine<Tiny>) -> Result<()> + Sync {
@@ -91,12 +91,12 @@ fn precisions() -> [Value; 3] {
     ]
 }
 
-/// Returns each rank's observations after the first `steps` steps of a run.
-fn after(run: &[Seen], steps: usize) -> Vec<Seen> {
+/// Returns the part of each rank's trace that follows the first `steps` steps of a run.
+fn after(run: &[Trace], steps: usize) -> Vec<Trace> {
     run.iter()
         .map(|seen| {
             let per_step = seen.losses.len() / seen.norms.len();
-            Seen {
+            Trace {
                 losses: seen.losses[steps * per_step..].to_vec(),
                 norms: seen.norms[steps..].to_vec(),
                 scales: seen.scales[steps..].to_vec(),
@@ -124,7 +124,7 @@ fn optimizers_with_factored_states_or_averages_go_on_with_the_same_bits_at_any_s
             zero.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
             config(stage, 1, zero, keys.clone())
         });
-        let straight = run(2, &configs[0], 8, |_| Ok(()));
+        let uninterrupted = run(2, &configs[0], 8, |_| Ok(()));
         for saving in &configs {
             let dir = folder();
             // An evaluation before the save leaves the average in the model.
@@ -134,15 +134,15 @@ fn optimizers_with_factored_states_or_averages_go_on_with_the_same_bits_at_any_s
                 engine.eval(|model| model.loss(&ids, &targets))?;
                 saves(engine)
             };
-            assert_eq!(run(2, saving, 8, evaluates_and_saves), straight, "{optimizer}: saving");
+            assert_eq!(run(2, saving, 8, evaluates_and_saves), uninterrupted, "{optimizer}: saving");
             for resuming in &configs {
                 let resumed = run(2, resuming, 8, loads(dir.path()));
-                let what = format!("{optimizer}: {} to {}", saving["zero_optimization"], resuming["zero_optimization"]);
-                assert_eq!(after(&straight, 4), resumed, "{what}");
+                let case = format!("{optimizer}: {} to {}", saving["zero_optimization"], resuming["zero_optimization"]);
+                assert_eq!(after(&uninterrupted, 4), resumed, "{case}");
             }
             // A different number of ranks divides the states differently.
-            let alone = run(1, &configs[1], 5, loads(dir.path()));
-            assert!(alone[0].losses.iter().all(|loss| f64::from_bits(*loss).is_finite()));
+            let resumed = run(1, &configs[1], 5, loads(dir.path()));
+            assert!(resumed[0].losses.iter().all(|loss| f64::from_bits(*loss).is_finite()));
         }
     }
 }
@@ -166,7 +166,7 @@ fn states_of_another_optimizer_are_refused() {
     insta::assert_snapshot!(error);
 }
 
-fn goes_on_with_the_same_bits(world: usize) {
+fn check_resumed_run(world: usize) {
     let files = folder();
     let nvme = |key: &str| json!({"device": "nvme", "nvme_path": files.path(), key: 0});
     for more in precisions() {
@@ -192,28 +192,28 @@ fn goes_on_with_the_same_bits(world: usize) {
             let dir = folder();
             let options = SaveOptions { in_background: i % 2 == 1, ..SaveOptions::default() };
             // Saving does not change the run that continues.
-            let straight = run(world, &config, 40, |_| Ok(()));
+            let uninterrupted = run(world, &config, 40, |_| Ok(()));
             let saved = run(world, &config, 40, saves(dir.path(), 20, options));
-            assert_eq!(straight, saved, "world {world}, stage {stage}, {more}, {offload}: saving");
+            assert_eq!(uninterrupted, saved, "world {world}, stage {stage}, {more}, {offload}: saving");
             let resumed = run(world, &config, 40, loads(dir.path()));
-            assert_eq!(after(&straight, 20), resumed, "world {world}, stage {stage}, {more}, {offload}: resumed");
+            assert_eq!(after(&uninterrupted, 20), resumed, "world {world}, stage {stage}, {more}, {offload}: resumed");
         }
     }
 }
 
 #[test]
 fn a_resumed_run_has_the_bits_of_one_that_never_stopped_on_1_rank() {
-    goes_on_with_the_same_bits(1);
+    check_resumed_run(1);
 }
 
 #[test]
 fn a_resumed_run_has_the_bits_of_one_that_never_stopped_on_2_ranks() {
-    goes_on_with_the_same_bits(2);
+    check_resumed_run(2);
 }
 
 #[test]
 fn a_resumed_run_has_the_bits_of_one_that_never_stopped_on_4_ranks() {
-    goes_on_with_the_same_bits(4);
+    check_resumed_run(4);
 }
 
 /// Returns all states of the checkpoint in `dir`, by name.
@@ -238,25 +238,25 @@ fn every_stage_and_world_size_loads_what_every_other_has_saved() {
         let more = json!({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24});
         config(stage, 12 / world, zero(), more)
     };
-    let places: Vec<(u8, usize)> = (0..4).flat_map(|stage| (1..=4).map(move |world| (stage, world))).collect();
+    let combinations: Vec<(u8, usize)> = (0..4).flat_map(|stage| (1..=4).map(move |world| (stage, world))).collect();
     let reference = run(1, &with(0, 1), 5, |_| Ok(()));
     let loss = |bits: &u64| f64::from_bits(*bits);
-    let mean = |seen: &Seen, step: usize| seen.losses[step * 12..(step + 1) * 12].iter().map(loss).sum::<f64>() / 12.0;
-    for (stage, world) in &places {
+    let mean = |seen: &Trace, step: usize| seen.losses[step * 12..(step + 1) * 12].iter().map(loss).sum::<f64>() / 12.0;
+    for (stage, world) in &combinations {
         let dir = folder();
         run(*world, &with(*stage, *world), 3, saves(dir.path(), 3, SaveOptions::default()));
         let saved = states(dir.path());
-        for (other_stage, other_world) in &places {
-            let what = format!("stage {stage}, world {world} to stage {other_stage}, world {other_world}");
-            let again = folder();
-            let then = run(*other_world, &with(*other_stage, *other_world), 5, |engine| {
+        for (other_stage, other_world) in &combinations {
+            let case = format!("stage {stage}, world {world} to stage {other_stage}, world {other_world}");
+            let resaved = folder();
+            let resumed = run(*other_world, &with(*other_stage, *other_world), 5, |engine| {
                 loads(dir.path())(engine)?;
-                saves(again.path(), 3, SaveOptions::default())(engine)
+                saves(resaved.path(), 3, SaveOptions::default())(engine)
             });
-            assert!(saved == states(again.path()), "states: {what}");
+            assert!(saved == states(resaved.path()), "states: {case}");
             for step in 3..5 {
-                let (expected, found) = (mean(&reference[0], step), mean(&then[0], step - 3));
-                assert!((expected - found).abs() <= 1e-6 * expected.abs(), "{found} for {expected}: {what}");
+                let (expected, found) = (mean(&reference[0], step), mean(&resumed[0], step - 3));
+                assert!((expected - found).abs() <= 1e-6 * expected.abs(), "{found} for {expected}: {case}");
             }
         }
     }
@@ -279,7 +279,7 @@ fn groups_save_the_files_of_stage_3_without_groups_and_load_any() {
         config(stage, 12 / world, zero, json!({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24}))
     };
     let plain = folder();
-    let straight = run(4, &with(3, 4, json!({})), 5, saves(plain.path(), 3, SaveOptions::default()));
+    let uninterrupted = run(4, &with(3, 4, json!({})), 5, saves(plain.path(), 3, SaveOptions::default()));
     let saved = states(plain.path());
     let in_files = json!({
         "mics_shard_size": 2, "offload_optimizer": nvme(), "offload_param": {"device": "nvme", "nvme_path": files.path(), "max_in_cpu": 0},
@@ -289,18 +289,18 @@ fn groups_save_the_files_of_stage_3_without_groups_and_load_any() {
         let dir = folder();
         let options = SaveOptions { in_background: i == 1, ..SaveOptions::default() };
         let seen = run(4, &with(3, 4, groups.clone()), 5, saves(dir.path(), 3, options));
-        assert_eq!(straight, seen, "{groups}");
+        assert_eq!(uninterrupted, seen, "{groups}");
         assert!(rank_files(plain.path()) == rank_files(dir.path()), "files: {groups}");
         // Loads a checkpoint that was saved without groups into groups.
-        assert_eq!(after(&straight, 3), run(4, &with(3, 4, groups.clone()), 5, loads(plain.path())), "{groups}");
+        assert_eq!(after(&uninterrupted, 3), run(4, &with(3, 4, groups.clone()), 5, loads(plain.path())), "{groups}");
         // Loads the checkpoint that was saved with groups into other combinations.
         for (stage, world, more) in [(3, 4, json!({})), (2, 3, json!({})), (3, 2, json!({"mics_shard_size": 1}))] {
-            let again = folder();
+            let resaved = folder();
             run(world, &with(stage, world, more), 3, |engine| {
                 loads(dir.path())(engine)?;
-                saves(again.path(), 3, SaveOptions::default())(engine)
+                saves(resaved.path(), 3, SaveOptions::default())(engine)
             });
-            assert!(saved == states(again.path()), "{groups} to stage {stage}, world {world}");
+            assert!(saved == states(resaved.path()), "{groups} to stage {stage}, world {world}");
         }
     }
 }
@@ -311,12 +311,12 @@ fn a_checkpoint_of_any_precision_loads_into_any_other() {
         let dir = folder();
         run(2, &config(2, 1, zero(), from.clone()), 3, saves(dir.path(), 3, SaveOptions::default()));
         for to in precisions() {
-            let again = folder();
+            let resaved = folder();
             run(2, &config(3, 1, zero(), to.clone()), 3, |engine| {
                 loads(dir.path())(engine)?;
-                saves(again.path(), 3, SaveOptions::default())(engine)
+                saves(resaved.path(), 3, SaveOptions::default())(engine)
             });
-            assert!(states(dir.path()) == states(again.path()), "{from} to {to}");
+            assert!(states(dir.path()) == states(resaved.path()), "{from} to {to}");
         }
     }
 }
@@ -345,7 +345,7 @@ fn without_a_checkpoint_nothing_is_loaded_and_a_wrong_tag_is_an_error_that_names
 /// Takes one step on two ranks and loads with `options`. Returns the number of steps, the learning rate and the states
 /// after the load.
 fn loaded_with(dir: &Path, options: LoadOptions) -> (u64, f64, Vec<(String, Vec<u32>)>) {
-    let again = folder();
+    let resaved = folder();
     let settings = config(2, 1, zero(), json!({}));
     let ranks = threads::run(2, |comm| {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
@@ -355,11 +355,11 @@ fn loaded_with(dir: &Path, options: LoadOptions) -> (u64, f64, Vec<(String, Vec<
         engine.backward(&loss)?;
         engine.step()?;
         engine.load_checkpoint(dir, None, &options)?.unwrap();
-        engine.save_checkpoint(again.path(), None, Value::Null)?;
+        engine.save_checkpoint(resaved.path(), None, Value::Null)?;
         Ok((engine.global_steps(), engine.lr()[0]))
     });
     let (steps, rate): (u64, f64) = ranks.unwrap().remove(0).unwrap();
-    (steps, rate, states(again.path()))
+    (steps, rate, states(resaved.path()))
 }
 
 #[test]
@@ -389,25 +389,25 @@ fn another_model_loads_what_it_knows_where_it_need_not_be_the_same() {
     let settings = config(3, 1, zero(), json!({}));
     run(2, &settings, 3, saves(dir.path(), 3, SaveOptions::default()));
     let larger = Shape { layers: 3, ..SHAPE };
-    let again = folder();
+    let resaved = folder();
     let ranks = threads::run(2, |comm| {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let mut engine = builder.initialize(|vb| Tiny::new(larger, vb), settings.clone())?;
         let error = engine.load_checkpoint(dir.path(), None, &LoadOptions::default()).unwrap_err();
         let loose = LoadOptions { load_module_strict: false, ..LoadOptions::default() };
         engine.load_checkpoint(dir.path(), None, &loose)?.unwrap();
-        engine.save_checkpoint(again.path(), None, Value::Null)?;
+        engine.save_checkpoint(resaved.path(), None, Value::Null)?;
         Ok(error.to_string())
     });
     let text = ranks.unwrap().remove(0).unwrap();
     assert!(text.contains("it lacks") && text.contains("load_module_strict false"), "{text}");
-    let found = states(again.path());
+    let found = states(resaved.path());
     let saved = states(dir.path());
     assert!(saved.len() < found.len() && saved.iter().all(|state| found.contains(state)));
 }
 
 /// Runs `act` with the engine of a single rank at stage 1.
-fn alone<T: Send>(act: impl Fn(&mut Engine<Tiny>) -> Result<T> + Sync) -> T {
+fn on_one_rank<T: Send>(act: impl Fn(&mut Engine<Tiny>) -> Result<T> + Sync) -> T {
     let settings = config(1, 1, zero(), json!({}));
     let ranks = threads::run(1, |comm| {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
@@ -444,9 +444,9 @@ fn a_load_after_a_forward_alone_forgets_what_that_forward_gathered() {
         zero.as_object_mut().unwrap().extend(offload.as_object().unwrap().clone());
         let settings = config(3, 1, zero, json!({}));
         let dir = folder();
-        let straight = run(2, &settings, 6, saves(dir.path(), 3, SaveOptions::default()));
+        let uninterrupted = run(2, &settings, 6, saves(dir.path(), 3, SaveOptions::default()));
         let rolled_back = std::sync::atomic::AtomicUsize::new(0);
-        let again = run(2, &settings, 6, |engine| {
+        let reloaded = run(2, &settings, 6, |engine| {
             if engine.global_steps() == 5 && rolled_back.fetch_add(1, std::sync::atomic::Ordering::Relaxed) < 2 {
                 let (ids, targets) = batch(1);
                 let loss = engine.forward(|model| model.loss(&ids, &targets))?;
@@ -456,8 +456,8 @@ fn a_load_after_a_forward_alone_forgets_what_that_forward_gathered() {
             }
             Ok(())
         });
-        let again: Vec<Seen> = after(&again, 5);
-        assert_eq!(after(&straight, 3), again, "{offload}");
+        let reloaded: Vec<Trace> = after(&reloaded, 5);
+        assert_eq!(after(&uninterrupted, 3), reloaded, "{offload}");
     }
 }
 
@@ -469,7 +469,7 @@ fn what_is_no_checkpoint_is_never_replaced() {
     std::fs::write(dir.path().join("best"), "mine").unwrap();
     std::os::unix::fs::symlink("nowhere", dir.path().join("link")).unwrap();
     let before = names(dir.path());
-    alone(|engine| {
+    on_one_rank(|engine| {
         for tag in ["data", "best", "link"] {
             let error = engine.save_checkpoint(dir.path(), Some(tag), Value::Null).unwrap_err().to_string();
             assert!(
@@ -488,7 +488,7 @@ fn a_tag_that_is_saved_again_is_replaced() {
     let dir = folder();
     for save_latest in [true, false] {
         let options = SaveOptions { save_latest, ..SaveOptions::default() };
-        alone(|engine| {
+        on_one_rank(|engine| {
             engine.save_checkpoint_with(dir.path(), Some("same"), json!(1), &options)?;
             train(engine)?;
             engine.save_checkpoint_with(dir.path(), Some("same"), json!(2), &options).map(drop)
@@ -504,7 +504,7 @@ fn a_tag_that_is_saved_again_is_replaced() {
 fn latest_is_readable_for_whom_other_new_files_are() {
     use std::os::unix::fs::PermissionsExt;
     let dir = folder();
-    alone(|engine| engine.save_checkpoint(dir.path(), Some("one"), Value::Null));
+    on_one_rank(|engine| engine.save_checkpoint(dir.path(), Some("one"), Value::Null));
     std::fs::write(dir.path().join("other"), "").unwrap();
     let mode = |name: &str| dir.path().join(name).metadata().unwrap().permissions().mode();
     assert_eq!(mode("latest"), mode("other"));
@@ -513,7 +513,7 @@ fn latest_is_readable_for_whom_other_new_files_are() {
 #[test]
 fn a_save_in_the_background_outlives_a_step_that_fails() {
     let dir = folder();
-    alone(|engine| {
+    on_one_rank(|engine| {
         train(engine)?;
         let options = SaveOptions { in_background: true, ..SaveOptions::default() };
         engine.save_checkpoint_with(dir.path(), Some("before"), Value::Null, &options)?;
@@ -529,10 +529,10 @@ fn a_save_in_the_background_outlives_a_step_that_fails() {
 #[test]
 fn two_engines_save_into_one_folder_and_neither_clears_what_the_other_writes() {
     let dir = folder();
-    alone(|first| {
+    on_one_rank(|first| {
         let options = SaveOptions { in_background: true, ..SaveOptions::default() };
         first.save_checkpoint_with(dir.path(), Some("first"), json!(1), &options)?;
-        alone(|second| {
+        on_one_rank(|second| {
             let error = second.save_checkpoint(dir.path(), Some("first"), json!(2)).unwrap_err().to_string();
             assert!(error.contains("another save of first is in progress"), "{error}");
             second.save_checkpoint(dir.path(), Some("second"), json!(2))
@@ -545,11 +545,11 @@ fn two_engines_save_into_one_folder_and_neither_clears_what_the_other_writes() {
     }
     // Leftovers of a dead job are removed, even by a job that only checks the folder.
     for saves in [true, false] {
-        let left = |name: &str| dir.path().join(name);
-        std::fs::create_dir(left(".candle-zero-saving-dead")).unwrap();
-        std::fs::write(left(".candle-zero-latest-dead"), "").unwrap();
-        std::fs::create_dir(left(".candle-zero-writing-abcdef")).unwrap();
-        alone(|engine| match saves {
+        let leftover = |name: &str| dir.path().join(name);
+        std::fs::create_dir(leftover(".candle-zero-saving-dead")).unwrap();
+        std::fs::write(leftover(".candle-zero-latest-dead"), "").unwrap();
+        std::fs::create_dir(leftover(".candle-zero-writing-abcdef")).unwrap();
+        on_one_rank(|engine| match saves {
             true => engine.save_checkpoint(dir.path(), Some("second"), Value::Null).map(drop),
             false => engine.check_save_dir(dir.path()),
         });
@@ -560,16 +560,16 @@ fn two_engines_save_into_one_folder_and_neither_clears_what_the_other_writes() {
 #[test]
 fn a_save_waits_a_moment_for_a_process_that_is_dying_to_let_go_of_the_folder() {
     let dir = folder();
-    let left = dir.path().join(".candle-zero-saving-again");
-    std::fs::create_dir(&left).unwrap();
-    let held = std::fs::File::open(&left).unwrap();
-    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).unwrap();
-    let dies = std::thread::spawn(move || {
+    let leftover = dir.path().join(".candle-zero-saving-again");
+    std::fs::create_dir(&leftover).unwrap();
+    let locked = std::fs::File::open(&leftover).unwrap();
+    rustix::fs::flock(&locked, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let dying = std::thread::spawn(move || {
         std::thread::sleep(std::time::Duration::from_millis(300));
-        drop(held);
+        drop(locked);
     });
-    alone(|engine| engine.save_checkpoint(dir.path(), Some("again"), Value::Null));
-    dies.join().unwrap();
+    on_one_rank(|engine| engine.save_checkpoint(dir.path(), Some("again"), Value::Null));
+    dying.join().unwrap();
     assert_eq!(names(dir.path()), ["again", "latest"]);
 }
 
@@ -578,7 +578,7 @@ fn numbers_of_client_state_come_back_bit_for_bit_and_what_would_not_is_an_error(
     let dir = folder();
     let numbers: Vec<f64> =
         (1..2000u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 11) as f64 * 1e-17).collect();
-    alone(|engine| {
+    on_one_rank(|engine| {
         engine.save_checkpoint(dir.path(), Some("numbers"), json!(numbers))?;
         let loaded = engine.load_checkpoint(dir.path(), None, &LoadOptions::default())?.unwrap();
         assert_eq!(loaded.client_state, json!(numbers));
@@ -594,7 +594,7 @@ fn numbers_of_client_state_come_back_bit_for_bit_and_what_would_not_is_an_error(
 fn what_was_just_saved_and_what_latest_names_is_always_kept() {
     let dir = folder();
     let quiet = SaveOptions { save_latest: false, keep: Some(2), ..SaveOptions::default() };
-    alone(|engine| {
+    on_one_rank(|engine| {
         engine.save_checkpoint_with(dir.path(), None, Value::Null, &quiet)?;
         // The file has a final line break, as if an editor had written it.
         std::fs::write(dir.path().join("latest"), "global_step0\n").unwrap();
@@ -608,7 +608,7 @@ fn what_was_just_saved_and_what_latest_names_is_always_kept() {
     // An incomplete checkpoint does not count.
     std::fs::remove_file(dir.path().join("global_step3/rank_00000_of_00001.safetensors")).unwrap();
     let train_and_save = |steps: usize| {
-        alone(|engine| {
+        on_one_rank(|engine| {
             (0..steps).try_for_each(|_| train(engine))?;
             engine.save_checkpoint_with(dir.path(), None, Value::Null, &quiet).map(drop)
         });
@@ -640,11 +640,11 @@ fn ranks_that_save_under_different_tags_take_rank_0s_or_fail_as_the_config_says(
         let dir = folder();
         let settings = config(2, 1, zero(), json!({"checkpoint": {"tag_validation": validation}}));
         run(2, &settings, 0, |engine| {
-            let own = ["first", "the second rank's"][engine.rank()];
-            let saved = engine.save_checkpoint(dir.path(), Some(own), Value::Null);
+            let tag = ["first", "the second rank's"][engine.rank()];
+            let saved = engine.save_checkpoint(dir.path(), Some(tag), Value::Null);
             if validation == "FAIL" {
                 let text = saved.unwrap_err().to_string();
-                assert!(text.contains("rank 1 and rank 0 name different tags") && text.contains(own), "{text}");
+                assert!(text.contains("rank 1 and rank 0 name different tags") && text.contains(tag), "{text}");
             } else {
                 assert_eq!(saved?, dir.path().join("first"));
             }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 1 };
 
-fn on<T: Send>(world: usize, url: &str, act: impl Fn(&mut Engine<Tiny>) -> Result<T> + Sync) -> Vec<Result<T>> {
+fn on_ranks<T: Send>(world: usize, url: &str, act: impl Fn(&mut Engine<Tiny>) -> Result<T> + Sync) -> Vec<Result<T>> {
     let settings = config(3, 1, json!({}), json!({"checkpoint": {"upload_to": url}}));
     let ranks = threads::run(world, |comm| {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
@@ -35,12 +35,12 @@ fn step(engine: &mut Engine<Tiny>) -> Result<()> {
 }
 
 /// The communicator of a thread that acts as a rank on one of two hosts.
-struct OnHosts {
+struct HostCommunicator {
     inner: Arc<dyn Communicator>,
     here: Range<usize>,
 }
 
-impl Communicator for OnHosts {
+impl Communicator for HostCommunicator {
     fn rank(&self) -> usize {
         self.inner.rank()
     }
@@ -75,7 +75,7 @@ fn hosts_with_folders_of_their_own_send_what_each_has_also_where_ranks_form_grou
         let settings = config(3, 1, zero, checkpoint);
         let ranks = threads::run(4, |inner| {
             let host = inner.rank() / 2;
-            let comm = Arc::new(OnHosts { here: 2 * host..2 * host + 2, inner });
+            let comm = Arc::new(HostCommunicator { here: 2 * host..2 * host + 2, inner });
             let builder = Engine::builder().communicator(comm).device(Device::Cpu);
             let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), settings.clone())?;
             step(&mut engine)?;
@@ -84,7 +84,7 @@ fn hosts_with_folders_of_their_own_send_what_each_has_also_where_ranks_form_grou
         });
         ranks.unwrap().into_iter().for_each(|rank| rank.unwrap());
         // The downloaded files form a checkpoint.
-        let loaded = on(3, &url, |engine| {
+        let loaded = on_ranks(3, &url, |engine| {
             Ok(engine.load_checkpoint(&url, None, &LoadOptions::default())?.map(|_| engine.global_steps()))
         });
         let steps: Vec<_> = loaded.into_iter().map(|rank| rank.unwrap()).collect();
@@ -98,7 +98,7 @@ fn hosts_with_folders_of_their_own_send_what_each_has_also_where_ranks_form_grou
 fn program() {
     let url = std::env::var("URL_OF_TEST").unwrap();
     let (dir, again) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    for rank in on(2, &url, |engine| {
+    for rank in on_ranks(2, &url, |engine| {
         assert!(engine.load_checkpoint(&url, None, &LoadOptions::default())?.is_none());
         step(engine)?;
         engine.save_checkpoint(dir.path(), None, json!({"note": "first"}))?;
@@ -111,7 +111,7 @@ fn program() {
     }
     let exported = std::fs::read(dir.path().join("model")).unwrap();
     drop(dir);
-    for rank in on(3, &url, |engine| {
+    for rank in on_ranks(3, &url, |engine| {
         let loaded = engine.load_checkpoint(&url, None, &LoadOptions::default())?.unwrap();
         assert_eq!((&loaded.client_state["note"], engine.global_steps()), (&json!("second"), 2));
         engine.export_safetensors(again.path().join("model"))?;
@@ -168,7 +168,7 @@ fn what_cannot_be_sent_is_an_error_of_the_next_save_and_the_one_after_it_goes_on
     let url = format!("file://{}", store.path().display());
     // A file takes the place of the folder.
     std::fs::write(store.path().join("one"), "").unwrap();
-    let ranks = on(2, &url, |engine| {
+    let ranks = on_ranks(2, &url, |engine| {
         step(engine)?;
         engine.save_checkpoint(dir.path(), Some("one"), Value::Null)?;
         let error = engine.save_checkpoint(dir.path(), Some("two"), Value::Null).unwrap_err().to_string();

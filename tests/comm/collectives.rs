@@ -27,15 +27,15 @@ proptest! {
             let data = |r: usize, len: usize| Flat::from((0..len).map(|i| value(r, i)).collect::<Vec<_>>());
             // All collectives are launched before any is awaited: the queue keeps their order.
             let reduced = comm.reduce_scatter(data(rank, n * world), 1);
-            let whole = comm.all_reduce(data(rank, n + 1), 2);
+            let summed = comm.all_reduce(data(rank, n + 1), 2);
             let gathered = comm.all_gather(data(rank, n), 3);
-            Ok((reduced.wait()?, whole.wait()?, gathered.wait()?))
+            Ok((reduced.wait()?, summed.wait()?, gathered.wait()?))
         });
-        for (rank, (reduced, whole, gathered)) in results.into_iter().enumerate() {
+        for (rank, (reduced, summed, gathered)) in results.into_iter().enumerate() {
             let sum = |i: usize| (0..world).map(|r| value(r, i)).sum::<f32>();
             let expect = |range: std::ops::Range<usize>| Flat::from(range.map(sum).collect::<Vec<_>>());
             prop_assert_eq!(reduced, expect(rank * n..(rank + 1) * n));
-            prop_assert_eq!(whole, expect(0..n + 1));
+            prop_assert_eq!(summed, expect(0..n + 1));
             let parts = (0..world).flat_map(|r| (0..n).map(move |i| value(r, i))).collect::<Vec<_>>();
             prop_assert_eq!(gathered, Flat::from(parts));
         }
@@ -43,13 +43,13 @@ proptest! {
 }
 
 /// Returns the values that arrive if `values` are sent as `ints`.
-fn arrived(ints: IntFormat, values: &[f32], dtype: DType) -> Flat {
+fn round_trip(ints: IntFormat, values: &[f32], dtype: DType) -> Flat {
     let sent = Flat::from_f32(values.to_vec(), dtype);
     let mut bytes = vec![0; ints.encoded_len(sent.len())];
     ints.encode(sent.as_ref(), &mut bytes);
-    let mut arrived = Flat::zeros(dtype, sent.len());
-    ints.decode(&bytes, arrived.as_mut());
-    arrived
+    let mut round_trip = Flat::zeros(dtype, sent.len());
+    ints.decode(&bytes, round_trip.as_mut());
+    round_trip
 }
 
 proptest! {
@@ -59,29 +59,29 @@ proptest! {
         let ints = [IntFormat::Int8, IntFormat::Int4][kind % 2];
         // In bf16, received values would be rounded once more here than in a sum, so bf16 is used only for gathers.
         let dtype = [DType::F32, DType::BF16][kind / 2];
-        let of = |r: usize| -> Vec<f32> { (0..n * world).map(|i| value(r, i) * 0.37).collect() };
+        let values_of = |r: usize| -> Vec<f32> { (0..n * world).map(|i| value(r, i) * 0.37).collect() };
         let results = all(world, |comm| {
             let (rank, wire) = (comm.rank(), WireFormat::Blocks(ints));
-            let reduced = comm.reduce_scatter_as(wire, Flat::from(of(rank)), 1);
-            let whole = comm.all_reduce_as(wire, Flat::from(of(rank)), 2);
-            let gathered = comm.all_gather_as(wire, Flat::from_f32(of(rank)[..n].to_vec(), dtype), 3);
-            Ok((reduced.wait()?, whole.wait()?, gathered.wait()?))
+            let reduced = comm.reduce_scatter_as(wire, Flat::from(values_of(rank)), 1);
+            let summed = comm.all_reduce_as(wire, Flat::from(values_of(rank)), 2);
+            let gathered = comm.all_gather_as(wire, Flat::from_f32(values_of(rank)[..n].to_vec(), dtype), 3);
+            Ok((reduced.wait()?, summed.wait()?, gathered.wait()?))
         });
         let mut sums = vec![];
         for (rank, (reduced, ..)) in results.iter().enumerate() {
             let mut sum = vec![0f32; n];
             for r in 0..world {
-                let part = &of(r)[rank * n..(rank + 1) * n];
-                let part = if r == rank { Flat::from(part.to_vec()) } else { arrived(ints, part, DType::F32) };
+                let part = &values_of(r)[rank * n..(rank + 1) * n];
+                let part = if r == rank { Flat::from(part.to_vec()) } else { round_trip(ints, part, DType::F32) };
                 sum.iter_mut().enumerate().for_each(|(i, s)| *s += part.as_ref().get(i));
             }
             prop_assert_eq!(reduced, &Flat::from(sum.clone()));
             sums.extend(sum);
         }
         let mut parts = Flat::zeros(dtype, 0);
-        (0..world).for_each(|r| parts.extend_cast(arrived(ints, &of(r)[..n], dtype).as_ref()));
-        for (_, whole, gathered) in results {
-            prop_assert_eq!(whole, Flat::from(sums.clone()));
+        (0..world).for_each(|r| parts.extend_cast(round_trip(ints, &values_of(r)[..n], dtype).as_ref()));
+        for (_, summed, gathered) in results {
+            prop_assert_eq!(summed, Flat::from(sums.clone()));
             prop_assert_eq!(gathered, parts.clone());
         }
     }
@@ -94,20 +94,20 @@ fn what_is_coded_between_hosts_alone_is_exact_on_one_host() {
         .into_iter()
         .chain([InterHostFormat::Bf16, InterHostFormat::F16]);
     for (code, world) in codes.flat_map(|code| [1, 2, 3].map(|world| (code, world))) {
-        let of = |wire: WireFormat| {
+        let outcome = |wire: WireFormat| {
             all(world, |comm| {
                 let values =
                     |len: usize| Flat::from((0..len).map(|i| value(comm.rank(), i) * 0.37).collect::<Vec<_>>());
                 let reduced = comm.reduce_scatter_as(wire, values(999 * world), 1);
-                let whole = comm.all_reduce_as(wire, values(1001), 2);
+                let summed = comm.all_reduce_as(wire, values(1001), 2);
                 let gathered = comm.all_gather_as(wire, values(70), 3);
                 let within = comm.all_gather_within_as(wire, 1, values(70), 4);
                 let grouped = comm.reduce_to_groups_as(wire, 1, values(30 * world), 5);
-                let results = [reduced.wait()?, whole.wait()?, gathered.wait()?, within.wait()?, grouped.wait()?];
+                let results = [reduced.wait()?, summed.wait()?, gathered.wait()?, within.wait()?, grouped.wait()?];
                 Ok((results, comm.report().data_wire_bytes()))
             })
         };
-        assert!(of(WireFormat::BetweenHosts(code)) == of(WireFormat::Exact), "{code:?}, world size {world}");
+        assert!(outcome(WireFormat::BetweenHosts(code)) == outcome(WireFormat::Exact), "{code:?}, world size {world}");
     }
 }
 
@@ -118,15 +118,15 @@ fn results_lie_in_the_memory_of_the_arguments_where_that_has_room() {
     all(world, |comm| {
         let mut shard = Flat::with_capacity(DType::F32, n * world);
         shard.extend_cast(Flat::from((0..n).map(|i| value(comm.rank(), i)).collect::<Vec<_>>()).as_ref());
-        let place = shard.as_bytes().as_ptr() as usize;
-        let whole = comm.all_gather(shard, 0).wait()?;
-        assert_eq!(whole.as_bytes().as_ptr() as usize, place);
+        let address = shard.as_bytes().as_ptr() as usize;
+        let gathered = comm.all_gather(shard, 0).wait()?;
+        assert_eq!(gathered.as_bytes().as_ptr() as usize, address);
         let parts = (0..world).flat_map(|r| (0..n).map(move |i| value(r, i))).collect::<Vec<_>>();
-        assert!(whole == Flat::from(parts));
-        let sum = comm.all_reduce(whole, 1).wait()?;
-        assert_eq!(sum.as_bytes().as_ptr() as usize, place);
+        assert!(gathered == Flat::from(parts));
+        let sum = comm.all_reduce(gathered, 1).wait()?;
+        assert_eq!(sum.as_bytes().as_ptr() as usize, address);
         let chunk = comm.reduce_scatter(sum, 2).wait()?;
-        assert_eq!((chunk.as_bytes().as_ptr() as usize, chunk.len()), (place, n));
+        assert_eq!((chunk.as_bytes().as_ptr() as usize, chunk.len()), (address, n));
         let exact = (0..n).map(|i| (world * world) as f32 * value(comm.rank(), i)).collect::<Vec<_>>();
         assert!(chunk == Flat::from(exact));
         Ok(())
@@ -151,8 +151,8 @@ fn bytes_on_the_wire_are_counted_as_the_formula_says() {
         comm.all_reduce(Flat::from(vec![1.0; n * world]), 0).wait()?;
         Ok(comm.report())
     }) {
-        let whole = (n * world * 4) as u64;
-        let part = whole * (world as u64 - 1) / world as u64;
+        let total = (n * world * 4) as u64;
+        let part = total * (world as u64 - 1) / world as u64;
         assert_eq!(report.kind(CollectiveKind::ReduceScatter).wire_bytes, part);
         assert_eq!(report.kind(CollectiveKind::AllGather).wire_bytes, part);
         assert_eq!(report.kind(CollectiveKind::AllReduce).wire_bytes, 2 * part);
@@ -192,7 +192,7 @@ fn a_rank_that_sends_another_form_of_the_same_elements_is_told_apart() {
         let sum = comm.all_reduce_as(WireFormat::Blocks(IntFormat::Int4), Flat::from(vec![1.0; 8]), 7);
         assert!(sum.wait().is_err());
     };
-    for error in told(odd) {
+    for error in errors_of_others(odd) {
         let text = error.to_string();
         assert!(text.contains("with 8 f32 as int4") && text.contains("with 8 f32 (content"), "{text}");
     }
@@ -206,7 +206,7 @@ fn control_values_arrive_in_rank_order() {
 }
 
 /// Runs `odd` on rank 1 and an all-reduce of 8 elements on the other ranks, and returns their errors.
-fn told(odd: impl Fn(Arc<dyn Communicator>) + Sync) -> Vec<CommError> {
+fn errors_of_others(odd: impl Fn(Arc<dyn Communicator>) + Sync) -> Vec<CommError> {
     let start = Instant::now();
     let results = threads::run(3, |comm| {
         if comm.rank() == 1 {
@@ -224,7 +224,7 @@ fn told(odd: impl Fn(Arc<dyn Communicator>) + Sync) -> Vec<CommError> {
 
 #[test]
 fn ranks_that_diverge_are_told_both_sides() {
-    let errors = told(|comm| {
+    let errors = errors_of_others(|comm| {
         let mine = comm.all_gather(Flat::from(vec![1.0; 5]), 7).wait().unwrap_err();
         assert!(matches!(mine, Error::Comm(CommError::Diverged { rank: 1, .. })), "{mine}");
     });
@@ -233,19 +233,19 @@ fn ranks_that_diverge_are_told_both_sides() {
 
 #[test]
 fn a_rank_that_leaves_early_is_named() {
-    let errors = told(drop);
+    let errors = errors_of_others(drop);
     insta::assert_snapshot!(errors[1], @"rank 1 left the job while rank 2 waited for it in all_reduce no. 1 with 8 f32 (content 00000007); every rank must run the same number of steps and make the same number of collective calls");
 }
 
 #[test]
 fn a_rank_that_gives_up_is_named_with_its_reason() {
-    let errors = told(|comm| comm.abort("the loss is NaN"));
+    let errors = errors_of_others(|comm| comm.abort("the loss is NaN"));
     insta::assert_snapshot!(errors[0], @"rank 1 stopped (the loss is NaN) while rank 0 waited in all_reduce no. 1 with 8 f32 (content 00000007)");
 }
 
 #[test]
 fn a_rank_that_panics_is_named() {
-    let result = std::panic::catch_unwind(|| told(|_comm| panic!("on purpose")));
+    let result = std::panic::catch_unwind(|| errors_of_others(|_comm| panic!("on purpose")));
     assert_eq!(*result.unwrap_err().downcast::<&str>().unwrap(), "on purpose");
 }
 
@@ -284,16 +284,16 @@ fn all_ranks_are_told_of_the_first_failure_and_not_of_its_echo() {
 
 #[test]
 fn a_rank_that_has_left_is_named_although_another_one_is_awaited_first() {
-    let told = Barrier::new(2);
+    let notified = Barrier::new(2);
     let errors = threads::run(3, |comm| match comm.rank() {
         0 => {
             let error = comm.barrier().wait().unwrap_err();
-            told.wait();
+            notified.wait();
             Ok(Some(error))
         }
         1 => {
             // This rank enters no collective until rank 0 has its error.
-            told.wait();
+            notified.wait();
             Ok(Some(comm.barrier().wait().unwrap_err()))
         }
         _ => Ok(None),
@@ -321,9 +321,9 @@ fn a_rank_that_gives_up_does_not_wait_for_its_own_collectives() {
     let mut ranks = threads::communicators(2, Duration::from_secs(600)).unwrap();
     let absent = ranks.pop().unwrap();
     let start = Instant::now();
-    let under_way = [ranks[0].barrier(), ranks[0].barrier()];
+    let barriers = [ranks[0].barrier(), ranks[0].barrier()];
     ranks[0].abort("enough");
-    for pending in under_way {
+    for pending in barriers {
         let Err(Error::Comm(error)) = pending.wait() else { panic!("a rank that gave up got a result") };
         let gave_up = matches!(error, CommError::RankAborted { peer: 0, .. } | CommError::GaveUp { rank: 0, .. });
         assert!(gave_up, "{error}");
@@ -336,7 +336,7 @@ fn a_rank_that_gives_up_does_not_wait_for_its_own_collectives() {
 #[test]
 fn a_failed_collective_is_told_to_the_others_although_nobody_has_come_for_its_result() {
     let ranks = threads::communicators(3, Duration::from_secs(4)).unwrap();
-    let not_looked_at = ranks[0].barrier();
+    let unawaited = ranks[0].barrier();
     std::thread::sleep(Duration::from_secs(2));
     // Rank 2 never arrives. Rank 1 is notified when rank 0 times out, before rank 1 itself times out, and its error
     // names the cause.
@@ -344,7 +344,7 @@ fn a_failed_collective_is_told_to_the_others_although_nobody_has_come_for_its_re
     let error = ranks[1].barrier().wait().unwrap_err();
     assert!(start.elapsed() < Duration::from_millis(3500), "{:?}", start.elapsed());
     assert!(matches!(&error, Error::Comm(CommError::Timeout { peer: 2, .. })), "{error}");
-    drop(not_looked_at);
+    drop(unawaited);
 }
 
 #[test]

@@ -15,11 +15,11 @@ use serde_json::{Value, json};
 const STEPS: usize = 8;
 const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 2 };
 
-fn assert_same(a: &[Outcome], b: &[Outcome], what: &str) {
+fn assert_same(a: &[Outcome], b: &[Outcome], case: &str) {
     for (rank, (a, b)) in a.iter().zip(b).enumerate() {
-        assert_eq!(a.losses, b.losses, "losses of rank {rank}: {what}");
-        assert_eq!(a.norms, b.norms, "norms of rank {rank}: {what}");
-        assert!(a.exported == b.exported, "parameters: {what}");
+        assert_eq!(a.losses, b.losses, "losses of rank {rank}: {case}");
+        assert_eq!(a.norms, b.norms, "norms of rank {rank}: {case}");
+        assert!(a.exported == b.exported, "parameters: {case}");
     }
 }
 
@@ -37,7 +37,7 @@ fn gradient(rank: usize, len: usize) -> Vec<f32> {
 }
 
 /// Returns the weights after one step of SGD with learning rate 1, starting from zeros: the negated gradient.
-fn stepped(world: usize, len: usize, config: &Value) -> Vec<f32> {
+fn weights_after_step(world: usize, len: usize, config: &Value) -> Vec<f32> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
     let results = threads::run(world, |comm| {
@@ -92,7 +92,7 @@ fn contributions_are_rounded_for_the_wire_and_summed_in_f32() {
                     "communication_data_type": match dtype { DType::BF16 => "bf16", DType::F16 => "fp16", _ => "fp32" },
                     "zero_allow_untested_optimizer": true,
                 });
-                let found = stepped(world, len, &config(stage, 1, zero.clone(), more));
+                let found = weights_after_step(world, len, &config(stage, 1, zero.clone(), more));
                 assert!(found == expect, "stage {stage}, {dtype:?}, {zero}, {len} elements");
             }
         }
@@ -161,8 +161,8 @@ fn quantized_weights_do_not_depend_on_what_is_gathered_together_nor_on_where_sha
                     (Shape { checkpointed: true, ..SHAPE }, json!({"stage3_param_persistence_threshold": 0})),
                     (SHAPE, in_files),
                 ] {
-                    let what = format!("world {world}, {shape:?}, {more}, {keys}");
-                    assert_same(&reference, &run(world, shape, &keys), &what);
+                    let case = format!("world {world}, {shape:?}, {more}, {keys}");
+                    assert_same(&reference, &run(world, shape, &keys), &case);
                 }
             }
         }
@@ -177,8 +177,8 @@ fn owners_keep_exact_weights_and_below_stage_3_the_key_has_no_effect() {
     assert!(exact.exported == quantized.exported, "gathering changed nothing");
     for stage in 0..3 {
         let exact = train(2, SHAPE, &config(stage, 1, json!({}), json!({})), STEPS);
-        let noted = train(2, SHAPE, &config(stage, 1, keys(), json!({})), STEPS);
-        assert_same(&exact, &noted, &format!("stage {stage}"));
+        let with_key = train(2, SHAPE, &config(stage, 1, keys(), json!({})), STEPS);
+        assert_same(&exact, &with_key, &format!("stage {stage}"));
     }
 }
 
@@ -294,10 +294,10 @@ fn nano_config(world: usize, [weights, gradients]: [bool; 2], more: Value) -> Va
 
 /// Returns the bytes of one kind of collective per step: as sent, and as they would be without compression.
 fn bytes_per_step([first, last]: &[CommReport; 2], steps: usize, kind: CollectiveKind) -> (f64, f64) {
-    let of = |bytes: fn(CollectiveKindReport) -> u64| {
+    let per_step = |bytes: fn(CollectiveKindReport) -> u64| {
         (bytes(last.kind(kind)) - bytes(first.kind(kind))) as f64 / (steps - 1) as f64
     };
-    (of(|k| k.wire_bytes), of(|k| k.exact_bytes))
+    (per_step(|k| k.wire_bytes), per_step(|k| k.exact_bytes))
 }
 
 #[test]
@@ -306,16 +306,16 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
     let run = |quantized| train_nano(2, &nano_config(2, quantized, json!({})), STEPS).1;
     let (exact, both) = (run([false; 2]), run([true; 2]));
     let mut total = (0.0, 0.0);
-    for (kind, least) in [(CollectiveKind::AllGather, 3.8), (CollectiveKind::ReduceScatter, 7.3)] {
+    for (kind, min_ratio) in [(CollectiveKind::AllGather, 3.8), (CollectiveKind::ReduceScatter, 7.3)] {
         let (bytes, would_be) = bytes_per_step(&both, STEPS, kind);
-        let (without, same) = bytes_per_step(&exact, STEPS, kind);
-        assert_eq!(without, same);
+        let (uncompressed, same) = bytes_per_step(&exact, STEPS, kind);
+        assert_eq!(uncompressed, same);
         // The bytes that would be sent without compression are those that a run without the keys sends, except for
         // padding to complete blocks.
-        assert!((would_be / without - 1.0).abs() < 0.01, "{kind:?}: {would_be}, {without}");
-        println!("{kind:?}: {without} bytes a step, compressed {bytes}: {:.2} times fewer", without / bytes);
-        assert!(without / bytes > least, "{kind:?}: {without} / {bytes}");
-        total = (total.0 + without, total.1 + bytes);
+        assert!((would_be / uncompressed - 1.0).abs() < 0.01, "{kind:?}: {would_be}, {uncompressed}");
+        println!("{kind:?}: {uncompressed} bytes a step, compressed {bytes}: {:.2} times fewer", uncompressed / bytes);
+        assert!(uncompressed / bytes > min_ratio, "{kind:?}: {uncompressed} / {bytes}");
+        total = (total.0 + uncompressed, total.1 + bytes);
     }
     println!("in total {:.2} times fewer", total.0 / total.1);
     assert!(total.0 / total.1 > 4.0);
@@ -375,13 +375,13 @@ fn check_300_steps(runs: &[CompressedRun]) {
     };
     let row: Vec<String> = results.iter().map(|r| format!("{:.0}", bytes(r))).collect();
     println!("| bytes a step | {} |", row.join(" | "));
-    let mut off = vec![];
+    let mut deviations = vec![];
     for ((_, world, ..), result) in runs.iter().zip(&results) {
         let exact = &results[runs.iter().position(|(_, other, ..)| other == world).unwrap()];
-        off.push(mean(&result.0, STEPS) / mean(&exact.0, STEPS) - 1.0);
+        deviations.push(mean(&result.0, STEPS) / mean(&exact.0, STEPS) - 1.0);
     }
-    let row: Vec<String> = off.iter().map(|off| format!("{:+.2} %", off * 100.0)).collect();
+    let row: Vec<String> = deviations.iter().map(|deviation| format!("{:+.2} %", deviation * 100.0)).collect();
     println!("| last 20 losses | {} |", row.join(" | "));
     assert!(mean(&results[0].0, STEPS) < 0.6 * results[0].0[0], "the model learns");
-    assert!(off.iter().all(|off| off.abs() < 0.01), "{off:?}");
+    assert!(deviations.iter().all(|deviation| deviation.abs() < 0.01), "{deviations:?}");
 }

@@ -99,10 +99,10 @@ fn a_message_that_the_other_rank_does_not_expect_is_an_error_that_shows_both() {
         }
     });
     let mut errors = errors.unwrap().into_iter().map(|result| error_of(result).to_string());
-    let of_sender = errors.next().unwrap();
-    let of_receiver = errors.next().unwrap();
-    assert!(of_sender.contains("rank 1 stopped"), "{of_sender}");
-    assert!(of_receiver.starts_with("ranks have diverged: rank 1 is in receive no. 1 with 6 f32 (content 000000cd), and rank 0 is in send no. 1 with 5 f32 (content 000000ab)"), "{of_receiver}");
+    let sender_error = errors.next().unwrap();
+    let receiver_error = errors.next().unwrap();
+    assert!(sender_error.contains("rank 1 stopped"), "{sender_error}");
+    assert!(receiver_error.starts_with("ranks have diverged: rank 1 is in receive no. 1 with 6 f32 (content 000000cd), and rank 0 is in send no. 1 with 5 f32 (content 000000ab)"), "{receiver_error}");
 }
 
 #[test]
@@ -176,16 +176,16 @@ proptest! {
                 assert_eq!((group.rank(), group.size()), (members.iter().position(|r| *r == rank).unwrap(), members.len()));
                 let part = |r: usize| message(r, 0, 0, n * members.len());
                 let sums = group.reduce_scatter(part(rank), 1);
-                let whole = group.all_gather(message(rank, 0, 0, n), 2);
+                let gathered = group.all_gather(message(rank, 0, 0, n), 2);
                 // All ranks of the job exchange values at the same time.
                 let sizes = comm.gather_f64(vec![n as f64]).wait()?;
                 assert_eq!(sizes, vec![vec![n as f64]; data * pipeline]);
                 let sum = |i: usize| members.iter().map(|r| element(*r, 0, 0, i)).sum::<f32>();
-                let own = group.rank() * n..(group.rank() + 1) * n;
-                assert_eq!(sums.wait()?, Flat::from(own.map(sum).collect::<Vec<_>>()));
+                let shard = group.rank() * n..(group.rank() + 1) * n;
+                assert_eq!(sums.wait()?, Flat::from(shard.map(sum).collect::<Vec<_>>()));
                 let mut all = Flat::zeros(DType::F32, 0);
                 members.iter().for_each(|r| all.extend_cast(message(*r, 0, 0, n).as_ref()));
-                assert_eq!(whole.wait()?, all);
+                assert_eq!(gathered.wait()?, all);
                 let next = (group.rank() + 1) % group.size();
                 if next != group.rank() {
                     let last = (group.rank() + group.size() - 1) % group.size();
@@ -221,7 +221,9 @@ fn a_failed_rank_is_named_in_the_collectives_of_other_groups() {
     });
     for (rank, result) in results.unwrap().into_iter().enumerate().take(3) {
         match error_of(result) {
-            CommError::RankAborted { rank: own, peer: 3, why, .. } => assert_eq!((own, &why[..]), (rank, "no disk")),
+            CommError::RankAborted { rank: named, peer: 3, why, .. } => {
+                assert_eq!((named, &why[..]), (rank, "no disk"));
+            }
             other => panic!("rank {rank}: {other}"),
         }
     }

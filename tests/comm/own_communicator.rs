@@ -92,9 +92,9 @@ fn networks(world: usize) -> Vec<Network> {
 }
 
 /// A communicator that has only the required methods.
-struct Least(Network);
+struct Minimal(Network);
 
-impl Communicator for Least {
+impl Communicator for Minimal {
     fn rank(&self) -> usize {
         self.0.rank
     }
@@ -176,8 +176,8 @@ fn shared(world: usize) -> World {
     threads::communicators(world, Duration::from_secs(60)).unwrap()
 }
 
-fn least(world: usize) -> World {
-    networks(world).into_iter().map(|network| Arc::new(Least(network)) as Arc<dyn Communicator>).collect()
+fn minimal(world: usize) -> World {
+    networks(world).into_iter().map(|network| Arc::new(Minimal(network)) as Arc<dyn Communicator>).collect()
 }
 
 fn full(world: usize) -> World {
@@ -223,26 +223,26 @@ fn train(world: World, config: &Value) -> Run {
 }
 
 /// Returns a configuration that gathers and releases every unit.
-fn released(stage: u8, more: Value) -> Value {
+fn release_config(stage: u8, more: Value) -> Value {
     config(stage, 1, json!({"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 300}), more)
 }
 
 #[test]
 fn at_stage_3_a_communicator_of_my_own_trains_to_the_bits_of_shared_memory() {
     for more in [json!({}), json!({"bf16": {"enabled": true}})] {
-        let config = released(3, more);
+        let config = release_config(3, more);
         let reference = train(shared(3), &config);
         assert!(reference.0[0].0.windows(2).all(|losses| losses[0] != losses[1]), "the model learns");
         assert!(train(full(3), &config) == reference, "{config}");
-        assert!(train(least(3), &config) == reference, "{config}");
+        assert!(train(minimal(3), &config) == reference, "{config}");
     }
 }
 
 #[test]
 fn four_methods_are_enough_for_every_stage() {
     for stage in 0..3 {
-        let config = released(stage, json!({}));
-        assert!(train(least(2), &config) == train(shared(2), &config), "stage {stage}");
+        let config = release_config(stage, json!({}));
+        assert!(train(minimal(2), &config) == train(shared(2), &config), "stage {stage}");
     }
 }
 
@@ -264,8 +264,8 @@ fn collectives_of_four_methods_give_the_bits_of_shared_memory_also_as_blocks() {
                     // The collectives are launched together and awaited in a different order.
                     let sum = comm.all_reduce_as(wire, values(1001), 1);
                     let part = comm.reduce_scatter_as(wire, values(700 * world), 2);
-                    let whole = comm.all_gather_as(wire, values(700), 3);
-                    results.extend([whole.wait()?, part.wait()?, sum.wait()?]);
+                    let gathered = comm.all_gather_as(wire, values(700), 3);
+                    results.extend([gathered.wait()?, part.wait()?, sum.wait()?]);
                 }
             }
             let numbers = comm.gather_f64(vec![rank as f64, -0.0, f64::NAN]).wait()?;
@@ -274,12 +274,12 @@ fn collectives_of_four_methods_give_the_bits_of_shared_memory_also_as_blocks() {
         })
     };
     let results = |world| collectives(world).into_iter().map(|rank| rank.unwrap()).collect::<Vec<_>>();
-    assert!(results(least(3)) == results(shared(3)));
+    assert!(results(minimal(3)) == results(shared(3)));
 }
 
 #[test]
 fn a_launch_returns_before_the_result_is_there() {
-    for world in [least(2), full(2)] {
+    for world in [minimal(2), full(2)] {
         let launch = |rank: usize, value: f32| world[rank].all_gather(Flat::from(vec![value]), 0);
         // One thread makes all calls: if launching waited for the other rank, this would never end.
         let first = [launch(0, 1.0), launch(1, 2.0)];
@@ -295,7 +295,7 @@ fn a_launch_returns_before_the_result_is_there() {
 
 #[test]
 fn ranks_of_four_methods_that_diverge_are_told_both_sides() {
-    let errors = on_ranks(least(2), |comm| match comm.rank() {
+    let errors = on_ranks(minimal(2), |comm| match comm.rank() {
         0 => comm.all_gather(Flat::from(vec![1.0; 8]), 7).wait(),
         _ => comm.all_gather(Flat::from(vec![1.0; 8]), 8).wait(),
     });
@@ -324,9 +324,9 @@ fn an_error_of_my_own_communicator_reaches_the_one_who_trains() {
 }
 
 /// Rank 0 of two. The peer echoes rank 0's messages, and the function changes the messages of both ranks.
-struct Spoilt(fn(Vec<Vec<u8>>) -> Vec<Vec<u8>>);
+struct Corrupting(fn(Vec<Vec<u8>>) -> Vec<Vec<u8>>);
 
-impl Communicator for Spoilt {
+impl Communicator for Corrupting {
     fn rank(&self) -> usize {
         0
     }
@@ -344,8 +344,9 @@ impl Communicator for Spoilt {
 
 #[test]
 fn messages_that_are_missing_or_too_short_are_errors_that_say_so() {
-    let sum =
-        |spoil| Spoilt(spoil).all_reduce(Flat::zeros(DType::F32, 4), 0).wait().map(|_| ()).map_err(|e| e.to_string());
+    let sum = |corrupt| {
+        Corrupting(corrupt).all_reduce(Flat::zeros(DType::F32, 4), 0).wait().map(|_| ()).map_err(|e| e.to_string())
+    };
     assert_eq!(sum(|all| all), Ok(()));
     let few = sum(|mut all| {
         all.truncate(1);

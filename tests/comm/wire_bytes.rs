@@ -18,9 +18,9 @@ fn numels() -> Vec<usize> {
 /// Returns the bytes of gradients and parameters per step: the difference between a longer and a shorter run, so that
 /// the bytes that are sent at the start do not count.
 fn per_step(world: usize, config: &Value) -> Vec<(CommReport, u64)> {
-    let of = |steps| train(world, SHAPE, config, steps);
+    let run = |steps| train(world, SHAPE, config, steps);
     let bytes = |o: &Outcome| o.comm.data_wire_bytes();
-    let (long, short) = (of(7), of(3));
+    let (long, short) = (run(7), run(3));
     long.iter().zip(&short).map(|(l, s)| (l.comm.clone(), (bytes(l) - bytes(s)) / 4)).collect()
 }
 
@@ -37,8 +37,8 @@ fn a_step_moves_2_2_2_3_psi_and_named_padding() {
                 for (report, bytes) in per_step(world, &config(stage, 1, zero, more.clone())) {
                     let formula = volume * psi as f64 * element * (n - 1.0) / n;
                     let padding = volume * (padded - psi) as f64 * element * (n - 1.0) / n;
-                    let what = format!("stage {stage}, world {world}, {more}\n{report}");
-                    assert_eq!(bytes as f64, formula + padding, "{what}");
+                    let case = format!("stage {stage}, world {world}, {more}\n{report}");
+                    assert_eq!(bytes as f64, formula + padding, "{case}");
                     assert!(padding <= formula * 0.02 || world == 1, "too much padding: {padding} of {formula}");
                 }
             }

@@ -44,53 +44,53 @@ fn differences(expected: &Value, batch: Option<&Value>, printed: &Value) -> Vec<
         let ours: Value = KEYS.iter().map(|key| printed["resolved"][key].clone()).collect();
         wrong.extend((ours != *batch).then(|| format!("batch is {ours}, not {batch}")));
     }
-    wrong.extend(errors(expected, printed));
+    wrong.extend(missing_errors(expected, printed));
     let syntax = list(printed, "errors").iter().any(|error| error["rule"] == "syntax");
     if !syntax {
-        wrong.extend(said(expected, printed));
+        wrong.extend(missing_messages(expected, printed));
     }
     wrong
 }
 
 /// Returns the expected errors that are not reported.
-fn errors(expected: &Value, printed: &Value) -> Vec<String> {
+fn missing_errors(expected: &Value, printed: &Value) -> Vec<String> {
     let ours = list(printed, "errors");
     let hjson = list(expected, "errors_of_a_full_hjson_reader");
-    let wanted = if hjson.is_empty() { list(expected, "errors") } else { hjson };
-    let missing = wanted.iter().filter(|error| {
+    let expected_errors = if hjson.is_empty() { list(expected, "errors") } else { hjson };
+    let missing = expected_errors.iter().filter(|error| {
         !ours.iter().any(|our| {
             // If a key of that name exists elsewhere, candle-zero reports it as a misplaced key.
             let rule =
                 our["rule"] == error["rule"] || (our["rule"] == "misplaced key" && error["rule"] == "unknown key");
             let message = our["message"].as_str().unwrap();
             let near = error["near"].as_str().is_none_or(|near| message.contains(near));
-            // Positions of syntax errors are in the note, as "line 34 column 23: what".
-            let place = format!("line {} column {}:", our["line"], our["column"]);
-            let place = error["rule"] != "syntax" || error["note"].as_str().unwrap().starts_with(&place);
-            our["path"] == error["path"] && rule && near && place
+            // Positions of syntax errors are in the note, for example "line 34 column 23: ...".
+            let position = format!("line {} column {}:", our["line"], our["column"]);
+            let position = error["rule"] != "syntax" || error["note"].as_str().unwrap().starts_with(&position);
+            our["path"] == error["path"] && rule && near && position
         })
     });
     missing.map(|error| format!("{error} is not among {ours:?}")).collect()
 }
 
 /// Returns the expected messages that are missing.
-fn said(expected: &Value, printed: &Value) -> Vec<String> {
-    let said: Vec<(&str, &str)> = list(printed, "said")
+fn missing_messages(expected: &Value, printed: &Value) -> Vec<String> {
+    let messages: Vec<(&str, &str)> = list(printed, "said")
         .iter()
         .map(|note| (note["path"].as_str().unwrap(), note["message"].as_str().unwrap()))
         .collect();
     let texts = |key: &str| list(expected, key).iter().map(|text| text.as_str().unwrap().to_string());
-    let is_said = |path: &str| {
-        said.iter().any(|(p, _)| p.strip_prefix(path).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
+    let is_reported = |path: &str| {
+        messages.iter().any(|(p, _)| p.strip_prefix(path).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
     };
-    let ignored = texts("ignored").filter(|path| !is_said(path));
+    let ignored = texts("ignored").filter(|path| !is_reported(path));
     let translated = texts("translated").filter(|text| {
         let (from, _) = text.split_once(" -> ").unwrap();
-        !said.iter().any(|(path, _)| *path == from)
+        !messages.iter().any(|(path, _)| *path == from)
     });
     let auto = texts("auto")
-        .filter(|path| !said.iter().any(|(p, message)| *p == canonical(path) && message.starts_with("\"auto\": ")));
-    ignored.chain(translated).chain(auto).map(|what| format!("{what} is not reported")).collect()
+        .filter(|path| !messages.iter().any(|(p, message)| *p == canonical(path) && message.starts_with("\"auto\": ")));
+    ignored.chain(translated).chain(auto).map(|text| format!("{text} is not reported")).collect()
 }
 
 #[test]

@@ -410,7 +410,7 @@ fn every_key_of_offload_reaches_the_resolved_configuration_without_a_note() {
 
 #[test]
 fn offload_below_its_stage_is_noted_and_resolves_to_none() {
-    let said = |stage: u8| {
+    let notes_at = |stage: u8| {
         let nvme = json!({"device": "nvme"});
         let zero = json!({"stage": stage, "offload_optimizer": {"device": "cpu"}, "offload_param": nvme});
         let config = load(with(json!({ "zero_optimization": zero })));
@@ -418,11 +418,11 @@ fn offload_below_its_stage_is_noted_and_resolves_to_none() {
         assert_eq!(config.zero.offload_param, None);
         notes(&config)
     };
-    insta::assert_snapshot!(said(0), @"
+    insta::assert_snapshot!(notes_at(0), @"
     zero_optimization.offload_optimizer: accepted, but has no effect at stage 0, as in DeepSpeed: it needs stage 1, 2 or 3
     zero_optimization.offload_param: accepted, but has no effect at stage 0, as in DeepSpeed: it needs stage 3
     ");
-    insta::assert_snapshot!(said(2), @"zero_optimization.offload_param: accepted, but has no effect at stage 2, as in DeepSpeed: it needs stage 3");
+    insta::assert_snapshot!(notes_at(2), @"zero_optimization.offload_param: accepted, but has no effect at stage 2, as in DeepSpeed: it needs stage 3");
     let config = load(with(json!({"zero_optimization": {"stage": 1, "cpu_offload": true}})));
     insta::assert_snapshot!(notes(&config), @r#"zero_optimization.cpu_offload: deprecated: treated as `zero_optimization.offload_optimizer.device` = "cpu""#);
     assert_eq!(config.zero.offload_optimizer.map(|offload| offload.to), Some(OffloadTo::Cpu));
@@ -508,26 +508,26 @@ fn an_auto_warm_up_is_none_unless_the_run_knows_one() {
 
 #[test]
 fn a_warm_up_to_a_lower_rate_is_noted() {
-    let said = |params: Value| {
+    let notes_for = |params: Value| {
         let config = load(with(json!({
             "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
             "scheduler": {"type": "WarmupLR", "params": params}})));
         notes(&config)
     };
-    insta::assert_snapshot!(said(json!({"warmup_min_lr": 1, "warmup_max_lr": 0.1})), @"scheduler.params.warmup_min_lr: 1 is above warmup_max_lr 0.1: the rate falls during the warm-up, as in DeepSpeed");
-    insta::assert_snapshot!(said(json!({"warmup_min_lr": 1})), @"scheduler.params.warmup_min_lr: 1 is above the optimizer's lr 0.5: the rate falls during the warm-up, as in DeepSpeed");
-    assert_eq!(said(json!({"warmup_min_lr": 0.1})), "");
+    insta::assert_snapshot!(notes_for(json!({"warmup_min_lr": 1, "warmup_max_lr": 0.1})), @"scheduler.params.warmup_min_lr: 1 is above warmup_max_lr 0.1: the rate falls during the warm-up, as in DeepSpeed");
+    insta::assert_snapshot!(notes_for(json!({"warmup_min_lr": 1})), @"scheduler.params.warmup_min_lr: 1 is above the optimizer's lr 0.5: the rate falls during the warm-up, as in DeepSpeed");
+    assert_eq!(notes_for(json!({"warmup_min_lr": 0.1})), "");
 }
 
 #[test]
 fn compression_between_hosts_only_is_true_or_false_and_noted_where_nothing_is_compressed() {
-    let of = |zero: Value, more: Value| {
+    let load_zero = |zero: Value, more: Value| {
         let mut value = with(more);
         value["zero_optimization"] = zero;
         load(value)
     };
     let key = "compress_between_hosts_only";
-    assert!(!of(json!({"stage": 3}), json!({})).zero.compress_between_hosts_only);
+    assert!(!load_zero(json!({"stage": 3}), json!({})).zero.compress_between_hosts_only);
     for (zero, more) in [
         (json!({"stage": 0, "zero_quantized_gradients": true}), json!({})),
         (json!({"stage": 3, "zero_quantized_weights": true}), json!({})),
@@ -535,23 +535,23 @@ fn compression_between_hosts_only_is_true_or_false_and_noted_where_nothing_is_co
     ] {
         let mut zero = zero;
         zero[key] = true.into();
-        let config = of(zero, more);
+        let config = load_zero(zero, more);
         assert!(config.zero.compress_between_hosts_only);
         assert_eq!(notes(&config), "");
         assert_eq!(load(config.to_deepspeed_json()).zero, config.zero);
     }
-    let idle = of(json!({"stage": 3, key: true}), json!({"communication_data_type": "fp32"}));
-    insta::assert_snapshot!(notes(&idle), @"zero_optimization.compress_between_hosts_only: accepted, but has no effect here: it applies to zero_quantized_gradients, zero_quantized_weights at stage 3 and a 16-bit communication_data_type, and none of these is set");
+    let idle = load_zero(json!({"stage": 3, key: true}), json!({"communication_data_type": "fp32"}));
+    insta::assert_snapshot!(notes(&idle), @"zero_optimization.compress_between_hosts_only: accepted, but has no effect here: it applies to zero_quantized_gradients, zero_quantized_weights at stage 3 and a 16-bit communication_data_type, and none load_zero these is set");
     for value in [json!(2), json!("between"), json!([])] {
         let refused = with(json!({"zero_optimization": {"stage": 3, key: value}}));
-        let said = Config::load(refused, 1).unwrap_err().to_string();
-        assert!(said.contains(key) && said.contains("true or false"), "{said}");
+        let message = Config::load(refused, 1).unwrap_err().to_string();
+        assert!(message.contains(key) && message.contains("true or false"), "{message}");
     }
 }
 
 #[test]
 fn autocast_is_the_format_of_an_f32_models_products() {
-    let of = |section: Value, more: Value| {
+    let resolve = |section: Value, more: Value| {
         let mut value = with(more);
         value["torch_autocast"] = section;
         let config = load(value);
@@ -559,23 +559,23 @@ fn autocast_is_the_format_of_an_f32_models_products() {
         (config.autocast, notes(&config))
     };
     for dtype in [json!(null), json!("bf16"), json!("torch.bfloat16")] {
-        assert_eq!(of(json!({"enabled": true, "dtype": dtype}), json!({})), (Some(DType::BF16), String::new()));
-        assert_eq!(of(json!({"enabled": false, "dtype": dtype}), json!({})), (None, String::new()));
+        assert_eq!(resolve(json!({"enabled": true, "dtype": dtype}), json!({})), (Some(DType::BF16), String::new()));
+        assert_eq!(resolve(json!({"enabled": false, "dtype": dtype}), json!({})), (None, String::new()));
     }
-    assert_eq!(of(json!({"enabled": true, "dtype": "float32"}), json!({})), (None, String::new()));
-    let (dtype, said) = of(json!({"enabled": true}), json!({"bf16": {"enabled": true}}));
+    assert_eq!(resolve(json!({"enabled": true, "dtype": "float32"}), json!({})), (None, String::new()));
+    let (dtype, note) = resolve(json!({"enabled": true}), json!({"bf16": {"enabled": true}}));
     assert_eq!(dtype, None);
-    assert!(said.contains("products use that format"), "{said}");
+    assert!(note.contains("products use that format"), "{note}");
 }
 
 #[test]
 fn classes_whose_gradients_may_travel_in_low_precision_are_those_that_are_known() {
-    let of = |classes: &[&str]| {
+    let notes_for = |classes: &[&str]| {
         notes(&load(with(json!({"torch_autocast": {"enabled": true, "lower_precision_safe_modules": classes}}))))
     };
     let all = ["torch.nn.Linear", "torch.nn.modules.conv.Conv2d", "candle_zero::nn::Conv1D"];
-    insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted, but has no effect here: all gradients are communicated in communication_data_type, f32 by default; set it to bf16 for all of them");
-    assert_eq!(of(&[]), of(&all));
+    insta::assert_snapshot!(notes_for(&all), @"torch_autocast.lower_precision_safe_modules: accepted, but has no effect here: all gradients are communicated in communication_data_type, f32 by default; set it to bf16 for all notes_for them");
+    assert_eq!(notes_for(&[]), notes_for(&all));
     // If nothing is rounded, the classes do not matter.
     let off = json!({"torch_autocast": {"enabled": false, "lower_precision_safe_modules": ["x.Y"]}});
     assert_eq!(load(with(off)).autocast, None);
@@ -583,16 +583,16 @@ fn classes_whose_gradients_may_travel_in_low_precision_are_those_that_are_known(
 
 #[test]
 fn modules_kept_in_f32_are_a_list_of_names_in_a_16_bit_model() {
-    let of = |precision: &str, modules: Value| {
+    let resolve = |precision: &str, modules: Value| {
         let config = load(with(json!({precision: {"enabled": true}, "data_types": {"keep_in_fp32_modules": modules}})));
         assert_eq!(load(config.to_deepspeed_json()).keep_in_fp32_modules, config.keep_in_fp32_modules);
         (config.keep_in_fp32_modules.join(" "), notes(&config))
     };
     for precision in ["bf16", "fp16"] {
         let modules = json!(["ln_f", "mlp.c_proj", "*norm*"]);
-        assert_eq!(of(precision, modules), ("ln_f mlp.c_proj *norm*".into(), String::new()));
-        assert_eq!(of(precision, json!("auto")), (String::new(), String::new()));
-        assert_eq!(of(precision, json!([])), (String::new(), String::new()));
+        assert_eq!(resolve(precision, modules), ("ln_f mlp.c_proj *norm*".into(), String::new()));
+        assert_eq!(resolve(precision, json!("auto")), (String::new(), String::new()));
+        assert_eq!(resolve(precision, json!([])), (String::new(), String::new()));
     }
     let f32 = load(with(json!({"data_types": {"keep_in_fp32_modules": ["ln_f"]}})));
     assert!(f32.keep_in_fp32_modules.is_empty());
@@ -601,9 +601,9 @@ fn modules_kept_in_f32_are_a_list_of_names_in_a_16_bit_model() {
 
 #[test]
 fn a_vocabulary_that_is_no_multiple_of_8_is_noted() {
-    let said = |size: u32| notes(&load(with(json!({ "vocabulary_size": size }))));
-    insta::assert_snapshot!(said(50257), @"vocabulary_size: 50257 is not a multiple of 8: the matrix units of GPUs work best with a multiple, such as 50264");
-    assert_eq!(said(50264), "");
+    let notes_for = |size: u32| notes(&load(with(json!({ "vocabulary_size": size }))));
+    insta::assert_snapshot!(notes_for(50257), @"vocabulary_size: 50257 is not a multiple of 8: the matrix units of GPUs work best with a multiple, such as 50264");
+    assert_eq!(notes_for(50264), "");
 }
 
 #[test]
@@ -612,8 +612,8 @@ fn the_level_of_messages_and_the_keys_of_loading_reach_the_resolved_configuratio
         "load_from_fp32_weights": false, "log_trace_cache_warnings": true}})));
     assert_eq!((config.monitoring.log_level, notes(&config).as_str()), (Some(LogLevel::Warning), ""));
     assert!(!config.zero.load_from_fp32_weights && config.zero.log_trace_cache_warnings);
-    let again = load(config.to_deepspeed_json());
-    assert_eq!((again.monitoring.log_level, again.zero), (Some(LogLevel::Warning), config.zero));
+    let reloaded = load(config.to_deepspeed_json());
+    assert_eq!((reloaded.monitoring.log_level, reloaded.zero), (Some(LogLevel::Warning), config.zero));
     assert_eq!(load(with(json!({}))).monitoring.log_level, None);
     assert_eq!(refused(json!({"log_level": "loud"})), ["log_level"]);
 }
@@ -638,27 +638,28 @@ fn the_norm_may_be_left_out_where_deepspeed_lets_it() {
 fn changed_offload_wins_over_what_the_file_said() {
     let (mut zero, optimizer, param) = both_on_nvme();
     zero["stage"] = json!(3);
-    let said = load(with(json!({"zero_optimization": zero, "activation_checkpointing": {"cpu_checkpointing": true}})));
-    let silent = load(with(json!({"zero_optimization": {"stage": 3}})));
-    let again = |config: &Config| load(config.to_deepspeed_json());
+    let offloading =
+        load(with(json!({"zero_optimization": zero, "activation_checkpointing": {"cpu_checkpointing": true}})));
+    let plain = load(with(json!({"zero_optimization": {"stage": 3}})));
+    let reload = |config: &Config| load(config.to_deepspeed_json());
 
-    let mut config = said.clone();
+    let mut config = offloading.clone();
     config.zero.offload_optimizer = None;
     config.zero.offload_param.as_mut().unwrap().to = OffloadTo::Cpu;
     config.cpu_checkpointing = false;
-    let printed = again(&config);
+    let printed = reload(&config);
     assert_eq!(printed.zero, config.zero);
     assert!(printed.activation_checkpointing && !printed.cpu_checkpointing);
 
-    let mut config = said;
+    let mut config = offloading;
     config.activation_checkpointing = false;
-    assert!(!again(&config).activation_checkpointing);
+    assert!(!reload(&config).activation_checkpointing);
 
-    let mut config = silent;
+    let mut config = plain;
     (config.zero.offload_optimizer, config.zero.offload_param) = (Some(optimizer), Some(param));
     (config.activation_checkpointing, config.cpu_checkpointing) = (true, true);
     config.aio.queue_depth = 5;
-    let printed = again(&config);
+    let printed = reload(&config);
     assert_eq!((printed.zero, printed.aio), (config.zero, config.aio));
     assert!(printed.cpu_checkpointing);
 }
@@ -996,8 +997,8 @@ fn any_config() -> impl Strategy<Value = Value> {
         (0..2_u8, 0..20_u8).prop_map(|(scale, power)| json!({
             "fp16": {"enabled": true, "loss_scale": scale, "initial_scale_power": power}})),
     ];
-    let keeping = (prop::option::of(1..9_u8), any::<bool>());
-    (zero, optimizer, scheduler, precision, 1..64_u32, keeping).prop_map(
+    let checkpointing = (prop::option::of(1..9_u8), any::<bool>());
+    (zero, optimizer, scheduler, precision, 1..64_u32, checkpointing).prop_map(
         |(zero, optimizer, scheduler, precision, micro, (checkpoints, cpu))| {
             let mut value = json!({
                 "train_micro_batch_size_per_gpu": micro, "zero_optimization": zero, "optimizer": optimizer,
@@ -1020,8 +1021,8 @@ proptest! {
             config.recorded.clear();
             config
         };
-        let again = Config::load(config.to_deepspeed_json(), world_size).unwrap();
-        prop_assert_eq!(plain(again), plain(config.clone()));
+        let reloaded = Config::load(config.to_deepspeed_json(), world_size).unwrap();
+        prop_assert_eq!(plain(reloaded), plain(config.clone()));
         // The same holds if it is loaded as text.
         let text = serde_json::to_string_pretty(&config.to_deepspeed_json()).unwrap();
         prop_assert_eq!(plain(Config::load(text, world_size).unwrap()), plain(config));
@@ -1047,18 +1048,18 @@ fn no_value_of_any_key_makes_loading_panic() {
 }
 
 fn no_value_makes_loading_panic(scheduler: &Value) {
-    let whole = json!({"train_batch_size": 8, "weight_quantization": {}, "checkpoint": {"writer": {}},
+    let complete = json!({"train_batch_size": 8, "weight_quantization": {}, "checkpoint": {"writer": {}},
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"},
                               "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
         "optimizer": {"type": "Adam"}, "scheduler": scheduler});
-    let whole = load(whole).to_deepspeed_json();
+    let complete = load(complete).to_deepspeed_json();
     let mut all = Vec::new();
-    paths(&whole, "", &mut all);
+    paths(&complete, "", &mut all);
     assert!(all.len() > 200, "{}", all.len());
     let values = json!([null, true, -1, 0, i64::MAX, 0.5, 1e300, "auto", "x", [0.5, 0.25], {}]);
     for path in all {
         for value in values.as_array().unwrap() {
-            let mut config = whole.clone();
+            let mut config = complete.clone();
             *config.pointer_mut(&path).unwrap() = value.clone();
             // A refused value is an error; a configuration that is accepted can be printed and loaded again.
             if let Ok(config) = Config::load(config, 2) {

@@ -8,7 +8,7 @@ fn refusal(text: &str, world_size: usize) -> String {
 }
 
 /// Returns the message for a file, without its folder.
-fn of_file(text: &str) -> String {
+fn file_refusal(text: &str) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("ds.json");
     std::fs::write(&path, text).unwrap();
@@ -40,15 +40,15 @@ fn a_pipe_in_place_of_a_file() {
 
 #[test]
 fn broken_json_in_a_file() {
-    insta::assert_snapshot!(of_file("{\n  \"train_batch_size\": 8  \"bf16\": {}\n}"), @r#"ds.json: line 2, column 26: expected `,` or `}` after the value of `train_batch_size`, found `"`"#);
-    insta::assert_snapshot!(of_file("{\n  \"train_batch_size\": 8,\n  \"bf16\": {\"enabled\": true\n}"), @"ds.json: line 4, column 2: expected `}` for the object that starts at line 1, column 1, found the end of the text");
+    insta::assert_snapshot!(file_refusal("{\n  \"train_batch_size\": 8  \"bf16\": {}\n}"), @r#"ds.json: line 2, column 26: expected `,` or `}` after the value of `train_batch_size`, found `"`"#);
+    insta::assert_snapshot!(file_refusal("{\n  \"train_batch_size\": 8,\n  \"bf16\": {\"enabled\": true\n}"), @"ds.json: line 4, column 2: expected `}` for the object that starts at line 1, column 1, found the end of the text");
 }
 
 #[test]
 fn a_string_without_quotes_that_took_in_what_follows() {
-    insta::assert_snapshot!(of_file("train_batch_size: 8\noptimizer: { type: AdamW }\n"), @"ds.json: line 2, column 20: expected a JSON value for `type` (text must be in double quotes; an unquoted string extends to the end of its line, and this line contains a bracket), found `AdamW`");
-    insta::assert_snapshot!(of_file("{ train_batch_size: 8\n  optimizer: {\n    type: AdamW,\n  }\n}"), @r#"ds.json: line 3, column 5: `optimizer.type`: "AdamW," is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit. Did you mean "AdamW"?"#);
-    insta::assert_snapshot!(of_file("{ train_batch_size: 8 ranks }"), @"ds.json: line 1, column 23: expected `,` or `}` after the value of `train_batch_size`, found `ranks`");
+    insta::assert_snapshot!(file_refusal("train_batch_size: 8\noptimizer: { type: AdamW }\n"), @"ds.json: line 2, column 20: expected a JSON value for `type` (text must be in double quotes; an unquoted string extends to the end of its line, and this line contains a bracket), found `AdamW`");
+    insta::assert_snapshot!(file_refusal("{ train_batch_size: 8\n  optimizer: {\n    type: AdamW,\n  }\n}"), @r#"ds.json: line 3, column 5: `optimizer.type`: "AdamW," is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit. Did you mean "AdamW"?"#);
+    insta::assert_snapshot!(file_refusal("{ train_batch_size: 8 ranks }"), @"ds.json: line 1, column 23: expected `,` or `}` after the value of `train_batch_size`, found `ranks`");
 }
 
 #[test]
@@ -63,12 +63,12 @@ fn names_and_numbers_that_no_terminal_should_see() {
 
 #[test]
 fn a_list_at_the_top_of_a_file() {
-    insta::assert_snapshot!(of_file("[1, 2]"), @"ds.json: line 1, column 1: expected an object `{...}` as the outermost value, found `[`");
+    insta::assert_snapshot!(file_refusal("[1, 2]"), @"ds.json: line 1, column 1: expected an object `{...}` as the outermost value, found `[`");
 }
 
 #[test]
 fn a_duplicate_key() {
-    insta::assert_snapshot!(of_file("{\"bf16\": {\"enabled\": true,\n  \"enabled\": false}}"), @"ds.json: duplicate key: `bf16.enabled` is given twice, at line 1, column 11 and at line 2, column 3; remove one of them");
+    insta::assert_snapshot!(file_refusal("{\"bf16\": {\"enabled\": true,\n  \"enabled\": false}}"), @"ds.json: duplicate key: `bf16.enabled` is given twice, at line 1, column 11 and at line 2, column 3; remove one of them");
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn fp16_and_bf16() {
 }
 
 /// Returns the error about one offload section at stage 3.
-fn of_offload(section: &str, keys: &str, optimizer: &str) -> String {
+fn offload_refusal(section: &str, keys: &str, optimizer: &str) -> String {
     let text = format!(
         "{{\"train_batch_size\": 8, \"optimizer\": {optimizer}, \"zero_allow_untested_optimizer\": true,\n \
          \"zero_optimization\": {{\"stage\": 3,\n  \"{section}\": {{\"device\": \"nvme\", {keys}}}}}}}"
@@ -124,19 +124,19 @@ const ADAM: &str = "{\"type\": \"Adam\"}";
 
 #[test]
 fn nvme_without_a_folder() {
-    insta::assert_snapshot!(of_offload("offload_optimizer", "", ADAM), @r#"the configuration text: line 3, column 25: `zero_optimization.offload_optimizer.nvme_path`: required: device "nvme" needs a folder on a fast local disk; give its path, or use device "cpu""#);
-    insta::assert_snapshot!(of_offload("offload_param", "\"nvme_path\": \"\"", ADAM), @r#"the configuration text: line 3, column 39: `zero_optimization.offload_param.nvme_path`: found "": device "nvme" needs a folder on a fast local disk; give its path, or use device "cpu""#);
+    insta::assert_snapshot!(offload_refusal("offload_optimizer", "", ADAM), @r#"the configuration text: line 3, column 25: `zero_optimization.offload_optimizer.nvme_path`: required: device "nvme" needs a folder on a fast local disk; give its path, or use device "cpu""#);
+    insta::assert_snapshot!(offload_refusal("offload_param", "\"nvme_path\": \"\"", ADAM), @r#"the configuration text: line 3, column 39: `zero_optimization.offload_param.nvme_path`: found "": device "nvme" needs a folder on a fast local disk; give its path, or use device "cpu""#);
 }
 
 #[test]
 fn too_few_buffers() {
     let momentum = "{\"type\": \"SGD\", \"params\": {\"momentum\": 0.9}}";
     let count = |count: u8| format!("\"nvme_path\": \"/x\", \"buffer_count\": {count}");
-    insta::assert_snapshot!(of_offload("offload_optimizer", &count(3), ADAM), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 4 or more, found 3: Adam needs the gradient, the weights and two moments"#);
-    insta::assert_snapshot!(of_offload("offload_optimizer", &count(2), momentum), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 3 or more, found 2: SGD with momentum needs the gradient, the weights and the momentum"#);
-    insta::assert_snapshot!(of_offload("offload_optimizer", &count(1), "{\"type\": \"SGD\"}"), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 2 or more, found 1: a step needs the gradient and the weights"#);
-    insta::assert_snapshot!(of_offload("offload_param", &count(0), ADAM), @r#"the configuration text: line 3, column 58: `zero_optimization.offload_param.buffer_count`: device "nvme" needs 1 or more, found 0"#);
-    insta::assert_snapshot!(of_offload("offload_param", "\"nvme_path\": \"/x\", \"buffer_size\": 0", ADAM), @r#"the configuration text: line 3, column 58: `zero_optimization.offload_param.buffer_size`: device "nvme" needs 1 or more, found 0"#);
+    insta::assert_snapshot!(offload_refusal("offload_optimizer", &count(3), ADAM), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 4 or more, found 3: Adam needs the gradient, the weights and two moments"#);
+    insta::assert_snapshot!(offload_refusal("offload_optimizer", &count(2), momentum), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 3 or more, found 2: SGD with momentum needs the gradient, the weights and the momentum"#);
+    insta::assert_snapshot!(offload_refusal("offload_optimizer", &count(1), "{\"type\": \"SGD\"}"), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 2 or more, found 1: a step needs the gradient and the weights"#);
+    insta::assert_snapshot!(offload_refusal("offload_param", &count(0), ADAM), @r#"the configuration text: line 3, column 58: `zero_optimization.offload_param.buffer_count`: device "nvme" needs 1 or more, found 0"#);
+    insta::assert_snapshot!(offload_refusal("offload_param", "\"nvme_path\": \"/x\", \"buffer_size\": 0", ADAM), @r#"the configuration text: line 3, column 58: `zero_optimization.offload_param.buffer_size`: device "nvme" needs 1 or more, found 0"#);
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn an_unsupported_optimizer_and_an_unknown_one() {
 fn all_problems_of_a_file_in_its_order() {
     let text = "{\n  \"bf16\": {\"enabled\": true, \"loss_scale\": 0},\n  \"amp\": {},\n  \"zero_optimization\": {\n    \
                 \"reduce_bucket_size\": 0\n  }\n}";
-    insta::assert_snapshot!(of_file(text), @r#"
+    insta::assert_snapshot!(file_refusal(text), @r#"
     ds.json has 4 problems:
       line 2, column 29: `bf16.loss_scale`: not a key of `bf16`: it belongs at `fp16.loss_scale`; move it there
       line 3, column 3: `amp`: not supported, and DeepSpeed 0.19.8 refuses the whole file because of it; remove it, or set its `enabled` to false

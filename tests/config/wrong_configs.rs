@@ -8,7 +8,7 @@ use crate::support::processes::{stderr, stdout, zerorun};
 use std::fmt::Write as _;
 
 /// Returns the output for configurations that each have the given number of problems.
-fn pictures(world_size: usize, configs: &[(&str, usize)]) -> String {
+fn check_outputs(world_size: usize, configs: &[(&str, usize)]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let mut all = String::new();
     for (text, problems) in configs {
@@ -16,17 +16,17 @@ fn pictures(world_size: usize, configs: &[(&str, usize)]) -> String {
         let world = world_size.to_string();
         let output = zerorun().current_dir(folder.path()).args(["check", "ds.json", "--world_size", &world]).output();
         let output = output.unwrap();
-        let shown = stdout(&output);
-        assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(2), ""), "{text}\n{shown}");
-        assert_eq!(shown.matches("error: ").count(), *problems, "{text}\n{shown}");
-        writeln!(all, "---- {}\n{}", text.replace('\n', "\n     "), shown.trim_end()).unwrap();
+        let report = stdout(&output);
+        assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(2), ""), "{text}\n{report}");
+        assert_eq!(report.matches("error: ").count(), *problems, "{text}\n{report}");
+        writeln!(all, "---- {}\n{}", text.replace('\n', "\n     "), report.trim_end()).unwrap();
     }
     all
 }
 
 #[test]
 fn text_that_is_not_json() {
-    insta::assert_snapshot!(pictures(
+    insta::assert_snapshot!(check_outputs(
         1,
         &[
             ("", 1),
@@ -48,7 +48,7 @@ fn text_that_is_not_json() {
 
 #[test]
 fn batch_sizes_that_do_not_fit() {
-    insta::assert_snapshot!(pictures(
+    insta::assert_snapshot!(check_outputs(
         4,
         &[
             ("{}", 1),
@@ -69,7 +69,7 @@ fn batch_sizes_that_do_not_fit() {
 
 #[test]
 fn keys_that_do_not_exist() {
-    insta::assert_snapshot!(pictures(
+    insta::assert_snapshot!(check_outputs(
         1,
         &[
             (r#"{"train_batch_size": 8, "gradient_cliping": 1.0}"#, 1),
@@ -88,7 +88,7 @@ fn keys_that_do_not_exist() {
 
 #[test]
 fn values_of_the_wrong_kind_or_size() {
-    insta::assert_snapshot!(pictures(
+    insta::assert_snapshot!(check_outputs(
         1,
         &[
             (r#"{"train_batch_size": 8, "zero_optimization": {"stage": 4}}"#, 1),
@@ -115,7 +115,7 @@ fn values_of_the_wrong_kind_or_size() {
 
 #[test]
 fn settings_that_contradict_each_other() {
-    insta::assert_snapshot!(pictures(
+    insta::assert_snapshot!(check_outputs(
         2,
         &[
             (r#"{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}"#, 1),
@@ -159,7 +159,7 @@ fn settings_that_contradict_each_other() {
 
 #[test]
 fn optimizers_and_schedules_that_are_not_there_or_incomplete() {
-    insta::assert_snapshot!(pictures(
+    insta::assert_snapshot!(check_outputs(
         1,
         &[
             (r#"{"train_batch_size": 8, "optimizer": {"params": {"lr": 1e-3}}}"#, 1),
@@ -189,7 +189,7 @@ fn optimizers_and_schedules_that_are_not_there_or_incomplete() {
 
 #[test]
 fn what_deepspeed_removed_and_what_is_not_offered() {
-    insta::assert_snapshot!(pictures(
+    insta::assert_snapshot!(check_outputs(
         1,
         &[
             (r#"{"train_batch_size": 8, "amp": {"enabled": true, "opt_level": "O1"}}"#, 1),

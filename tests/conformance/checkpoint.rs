@@ -31,7 +31,7 @@ fn number(value: &Value) -> usize {
 }
 
 /// Returns the configuration of a case. A step has 4 samples for any number of ranks.
-fn configured(input: &Value, world: usize) -> Value {
+fn case_config(input: &Value, world: usize) -> Value {
     let precision = match input["precision"].as_str().unwrap_or("fp32") {
         "fp32" => json!({}),
         "fp16" => json!({"fp16": {"enabled": true, "initial_scale_power": 8}}),
@@ -84,11 +84,11 @@ fn folder() -> tempfile::TempDir {
 fn tags_and_latest_are_as_recorded() {
     for case in cases("ckrun-files") {
         let (dir, world) = (folder(), number(&case["input"]["world_size"]));
-        on_ranks(world, &configured(&case["input"], world), |engine| {
+        on_ranks(world, &case_config(&case["input"], world), |engine| {
             steps(engine, SAVED_AT)?;
             engine.save_checkpoint(dir.path(), None, json!({}))?;
-            let unnamed = SaveOptions { save_latest: false, ..SaveOptions::default() };
-            engine.save_checkpoint_with(dir.path(), Some("foo"), json!({}), &unnamed)
+            let without_latest = SaveOptions { save_latest: false, ..SaveOptions::default() };
+            engine.save_checkpoint_with(dir.path(), Some("foo"), json!({}), &without_latest)
         });
         let entries = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
         // The content of a tag's folder differs between libraries.
@@ -101,7 +101,7 @@ fn tags_and_latest_are_as_recorded() {
     }
     for case in cases("ckptfiles") {
         let (dir, world) = (folder(), number(&case["input"]["world_size"]));
-        on_ranks(world, &configured(&case["input"], world), |engine| {
+        on_ranks(world, &case_config(&case["input"], world), |engine| {
             steps(engine, case["input"]["global_steps"].as_u64().unwrap())?;
             engine.save_checkpoint(dir.path(), None, json!({}))
         });
@@ -115,13 +115,13 @@ fn tags_and_latest_are_as_recorded() {
 fn a_folder_without_latest_is_no_error_and_an_unknown_tag_is_one() {
     for case in cases("ckrun-missing") {
         let dir = folder();
-        on_ranks(2, &configured(&case["input"], 2), |engine| {
+        on_ranks(2, &case_config(&case["input"], 2), |engine| {
             assert_eq!(engine.load_checkpoint(dir.path(), None, &LoadOptions::default())?, None, "{}", case["id"]);
             Ok(())
         });
     }
     for case in cases("ckrun-badtag") {
-        let (dir, config) = (folder(), configured(&case["input"], 2));
+        let (dir, config) = (folder(), case_config(&case["input"], 2));
         save(dir.path(), 2, &config, &json!({}));
         on_ranks(2, &config, |engine| {
             let error = engine.load_checkpoint(dir.path(), case["input"]["tag"].as_str(), &LoadOptions::default());
@@ -137,8 +137,8 @@ fn resuming_gives_the_same_losses_and_counters() {
     for case in cases("ckrun-resume") {
         let (input, expect) = (&case["input"], &case["expect"]);
         let (dir, world) = (folder(), number(&input["world_size"]));
-        let config = configured(input, world);
-        let whole = on_ranks(world, &config, |engine| {
+        let config = case_config(input, world);
+        let uninterrupted = on_ranks(world, &config, |engine| {
             steps(engine, SAVED_AT)?;
             engine.save_checkpoint(dir.path(), None, input["client_state"].clone())?;
             steps(engine, SAVED_AT)
@@ -160,7 +160,7 @@ fn resuming_gives_the_same_losses_and_counters() {
             assert_eq!(loaded.path, dir.path().join(tag));
             steps(engine, SAVED_AT)
         });
-        assert_eq!(whole, resumed, "{}", case["id"]);
+        assert_eq!(uninterrupted, resumed, "{}", case["id"]);
     }
 }
 
@@ -175,8 +175,8 @@ fn what_is_loaded_at_another_number_of_ranks_is_as_recorded() {
             load_module_only: input["mode"] == "load_module_only=true",
             ..LoadOptions::default()
         };
-        save(dir.path(), saved, &configured(input, saved), &json!({}));
-        on_ranks(loaded, &configured(input, loaded), |engine| {
+        save(dir.path(), saved, &case_config(input, saved), &json!({}));
+        on_ranks(loaded, &case_config(input, loaded), |engine| {
             assert!(engine.load_checkpoint(dir.path(), None, &options)?.is_some());
             let after = case["expect"]["global_steps_after"].as_u64().unwrap_or(SAVED_AT);
             assert_eq!(engine.global_steps(), after, "{}", case["id"]);
@@ -189,11 +189,11 @@ fn what_is_loaded_at_another_number_of_ranks_is_as_recorded() {
 fn the_same_tag_on_all_ranks_is_valid_and_no_folder_is_not() {
     for case in cases("ckpt-tag") {
         let input = json!({"stage": 2, "tag_validation": case["input"]["tag_validation"]});
-        save(folder().path(), 2, &configured(&input, 2), &json!({}));
+        save(folder().path(), 2, &case_config(&input, 2), &json!({}));
     }
     for case in cases("savedir") {
         let input = json!({"stage": 1});
-        on_ranks(1, &configured(&input, 1), |engine| {
+        on_ranks(1, &case_config(&input, 1), |engine| {
             let dir = case["input"]["save_dir"].as_str().unwrap();
             assert!(engine.save_checkpoint(dir, None, json!({})).is_err(), "{}", case["id"]);
             Ok(())
@@ -208,9 +208,9 @@ fn reduced_mean(comm: &Arc<dyn Communicator>, value: &[f32]) -> Result<Vec<f32>>
     let (world, rank) = (comm.size(), comm.rank());
     let mut padded = value.to_vec();
     padded.resize(shard_len(value.len(), world) * world, 0.0);
-    let own = comm.reduce_scatter(Flat::F32(padded), 0).wait()?;
-    let Flat::F32(own) = own else { panic!("f32 stays f32") };
-    Ok(own[..shard_range(value.len(), world, rank).len()].iter().map(|v| v / world as f32).collect())
+    let sum = comm.reduce_scatter(Flat::F32(padded), 0).wait()?;
+    let Flat::F32(sum) = sum else { panic!("f32 stays f32") };
+    Ok(sum[..shard_range(value.len(), world, rank).len()].iter().map(|v| v / world as f32).collect())
 }
 
 #[test]
@@ -218,7 +218,7 @@ fn shares_of_a_reduction_are_as_recorded() {
     for case in cases("rsc-") {
         let inputs = case["input"]["inputs"].as_array().unwrap();
         let ranks = threads::run(number(&case["input"]["world_size"]), |comm| {
-            let of_rank = |input: &Value| -> Vec<f32> {
+            let values = |input: &Value| -> Vec<f32> {
                 let factor = if input["value"] == "0" { 0.0 } else { comm.rank() as f32 };
                 let start: usize = match input["value"].as_str().unwrap() {
                     "rank*arange(6,9)" => 6,
@@ -227,7 +227,7 @@ fn shares_of_a_reduction_are_as_recorded() {
                 };
                 (start..start + number(&input["shape"][0])).map(|i| factor * i as f32).collect()
             };
-            inputs.iter().map(|input| reduced_mean(&comm, &of_rank(input))).collect::<Result<Vec<_>>>()
+            inputs.iter().map(|input| reduced_mean(&comm, &values(input))).collect::<Result<Vec<_>>>()
         });
         for (rank, outputs) in ranks.unwrap().into_iter().enumerate() {
             let recorded: Vec<Vec<f32>> =

@@ -14,13 +14,13 @@ fn usize_at(value: &Value, key: &str) -> usize {
 }
 
 /// Returns the value at a dotted path of the printed configuration.
-fn at<'a>(printed: &'a Value, path: &str) -> Option<&'a Value> {
+fn value_at<'a>(printed: &'a Value, path: &str) -> Option<&'a Value> {
     // One recorded name is not a path: the switch of the comms logger.
     let path = if path == "comms logger on" { "comms_logger.enabled" } else { path };
     path.split('.').try_fold(printed, |value, key| value.get(key))
 }
 
-fn same(ours: &Value, theirs: &Value) -> bool {
+fn is_same(ours: &Value, theirs: &Value) -> bool {
     match (ours, theirs) {
         // The record has the name of a Python type; candle-zero prints the name used in configuration files.
         (Value::String(ours), Value::String(theirs)) if theirs.starts_with("float") || theirs == "bfloat16" => {
@@ -28,7 +28,7 @@ fn same(ours: &Value, theirs: &Value) -> bool {
         }
         (Value::Number(a), Value::Number(b)) => a.as_f64() == b.as_f64(),
         (Value::Object(a), Value::Object(b)) => {
-            a.len() == b.len() && a.iter().all(|(key, a)| b.get(key).is_some_and(|b| same(a, b)))
+            a.len() == b.len() && a.iter().all(|(key, a)| b.get(key).is_some_and(|b| is_same(a, b)))
         }
         _ => ours == theirs,
     }
@@ -56,10 +56,10 @@ fn check(case: &Value) -> Option<String> {
             json!({"train_batch_size": 1})
         };
         let printed = Config::load(config, 1).unwrap().to_deepspeed_json();
-        let ours = at(&printed, path);
-        return (!ours.is_some_and(|ours| same(ours, &expect["default"]))).then(|| format!("{path} is {ours:?}"));
+        let ours = value_at(&printed, path);
+        return (!ours.is_some_and(|ours| is_same(ours, &expect["default"]))).then(|| format!("{path} is {ours:?}"));
     }
-    let result = if case["input"].get("set_train_batch_size").is_some() { set(&case["input"]) } else { load(case) };
+    let result = if case["input"].get("set_train_batch_size").is_some() { resize(&case["input"]) } else { load(case) };
     match (result, expect["ok"].as_bool().unwrap()) {
         (Ok(_), false) => Some("is accepted".into()),
         (Err(e), true) => Some(format!("is refused: {e}")),
@@ -72,16 +72,18 @@ fn check(case: &Value) -> Option<String> {
         }
         (Ok(config), true) => {
             let printed = config.to_deepspeed_json();
-            let batch = expect.as_object().unwrap().iter().filter(|(key, _)| at(&printed, key).is_some());
+            let batch = expect.as_object().unwrap().iter().filter(|(key, _)| value_at(&printed, key).is_some());
             let values = expect["values"].as_object().into_iter().flatten();
-            let wrong = batch.chain(values).find(|(path, theirs)| !at(&printed, path).is_some_and(|o| same(o, theirs)));
-            wrong.map(|(path, theirs)| format!("{path} is {:?}, not {theirs}", at(&printed, path)))
+            let is_wrong =
+                |(path, theirs): &(&String, &Value)| !value_at(&printed, path).is_some_and(|o| is_same(o, theirs));
+            let wrong = batch.chain(values).find(is_wrong);
+            wrong.map(|(path, theirs)| format!("{path} is {:?}, not {theirs}", value_at(&printed, path)))
         }
     }
 }
 
 /// Returns the configuration that results from `set_train_batch_size` on a running engine.
-fn set(input: &Value) -> Result<Config> {
+fn resize(input: &Value) -> Result<Config> {
     let world_size = usize_at(input, "world_size");
     let keys = json!({
         "train_micro_batch_size_per_gpu": input["train_micro_batch_size_per_gpu"],
@@ -95,12 +97,12 @@ fn set(input: &Value) -> Result<Config> {
 #[test]
 fn every_recorded_case_is_answered_as_recorded() {
     let cases = cases();
-    let (out, held): (Vec<_>, Vec<_>) = cases.iter().partition(|case| is_left_out(case));
+    let (left_out, covered): (Vec<_>, Vec<_>) = cases.iter().partition(|case| is_left_out(case));
     let wrong: Vec<_> =
-        held.iter().filter_map(|case| check(case).map(|what| format!("{} {what}", case["id"]))).collect();
+        covered.iter().filter_map(|case| check(case).map(|problem| format!("{} {problem}", case["id"]))).collect();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     // Cases that are left out are refused by name, not accepted silently.
-    for case in out {
+    for case in left_out {
         if case["area"] == "config-default" {
             assert!(check(case).is_some(), "{} is the default here too", case["id"]);
             continue;

@@ -324,8 +324,8 @@ fn the_optimizers_name_and_parameters_choose_the_kind_of_decay() {
 
 #[test]
 fn configurations_train_or_are_refused_as_recorded() {
-    let is_of_a_test_below = |case: &Value| ["call", "env"].iter().any(|key| case["input"].get(key).is_some());
-    let cases: Vec<Value> = cases("config-engine").into_iter().filter(|case| !is_of_a_test_below(case)).collect();
+    let has_separate_test = |case: &Value| ["call", "env"].iter().any(|key| case["input"].get(key).is_some());
+    let cases: Vec<Value> = cases("config-engine").into_iter().filter(|case| !has_separate_test(case)).collect();
     for case in &cases {
         let (id, input) = (&case["id"], &case["input"]);
         let mut config = json!({
@@ -378,8 +378,8 @@ fn configurations_train_or_are_refused_as_recorded() {
 
 #[test]
 fn no_sync_is_offered_or_refused_as_recorded() {
-    let of_call = |case: &Value| case["input"]["call"].as_str().is_some_and(|call| call.contains("no_sync"));
-    let cases: Vec<Value> = cases("config-engine").into_iter().filter(of_call).collect();
+    let calls_no_sync = |case: &Value| case["input"]["call"].as_str().is_some_and(|call| call.contains("no_sync"));
+    let cases: Vec<Value> = cases("config-engine").into_iter().filter(calls_no_sync).collect();
     for case in &cases {
         let (id, input) = (&case["id"], &case["input"]);
         let stage = input.get("stage").cloned().unwrap_or(json!(1));

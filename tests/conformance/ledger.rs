@@ -21,7 +21,7 @@ const STRICT: [(&str, &[&str]); 8] = [
 ];
 
 /// The largest share of the cases of all these areas together that may be left out, in percent.
-const MOST_LEFT_OUT: usize = 5;
+const MAX_LEFT_OUT_PERCENT: usize = 5;
 
 fn read(path: &Path) -> Vec<Value> {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
@@ -39,17 +39,17 @@ fn fixtures() -> BTreeMap<String, Value> {
 
 #[test]
 fn at_most_a_twentieth_of_the_cases_that_matter_most_is_left_out() {
-    let (cases, mut all, mut out) = (fixtures(), 0, 0);
+    let (cases, mut total, mut total_left_out) = (fixtures(), 0, 0);
     for (concern, areas) in STRICT {
-        let of_concern: Vec<_> =
+        let concern_cases: Vec<_> =
             cases.values().filter(|case| areas.contains(&case["area"].as_str().unwrap())).collect();
-        let left_out = of_concern.iter().filter(|case| is_left_out(case)).count();
-        println!("{concern}: {left_out} of {} cases left out", of_concern.len());
-        assert!(!of_concern.is_empty(), "no cases of {concern}");
-        (all, out) = (all + of_concern.len(), out + left_out);
+        let left_out = concern_cases.iter().filter(|case| is_left_out(case)).count();
+        println!("{concern}: {left_out} of {} cases left out", concern_cases.len());
+        assert!(!concern_cases.is_empty(), "no cases of {concern}");
+        (total, total_left_out) = (total + concern_cases.len(), total_left_out + left_out);
     }
-    println!("together: {out} of {all}");
-    assert!(out * 100 <= all * MOST_LEFT_OUT, "{out} of {all}");
+    println!("together: {total_left_out} of {total}");
+    assert!(total_left_out * 100 <= total * MAX_LEFT_OUT_PERCENT, "{total_left_out} of {total}");
 }
 
 #[test]

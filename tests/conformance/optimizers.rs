@@ -143,22 +143,22 @@ impl Run {
         bounds.push(self.param.len());
         let mut direction = vec![0.0; self.param.len()];
         let mut grad = grad;
-        let whole = match optimizer.needs() {
-            OptimizerNeeds::Whole(wholewise) => Some(wholewise),
+        let whole_optimizer = match optimizer.needs() {
+            OptimizerNeeds::Whole(optimizer) => Some(optimizer),
             _ => None,
         };
-        if let Some(wholewise) = whole {
+        if let Some(optimizer) = whole_optimizer {
             for pair in bounds.windows(2).rev() {
                 let range = pair[0]..pair[1];
                 let mut states: Vec<&mut [f32]> = self.states.iter_mut().map(|s| &mut s[range.clone()]).collect();
-                wholewise.momentum(&ctx, grad.slice(range.clone()), &mut states, &mut direction[range]);
+                optimizer.momentum(&ctx, grad.slice(range.clone()), &mut states, &mut direction[range]);
             }
-            wholewise.finish(&mut direction, &self.shape);
+            optimizer.finish(&mut direction, &self.shape);
             grad = FlatRef::F32(&direction);
         }
         for pair in bounds.windows(2).rev() {
             let range = pair[0]..pair[1];
-            let states = if whole.is_some() { &mut [][..] } else { &mut self.states[..] };
+            let states = if whole_optimizer.is_some() { &mut [][..] } else { &mut self.states[..] };
             let mut states: Vec<&mut [f32]> = states.iter_mut().map(|s| &mut s[range.clone()]).collect();
             let half = half.as_mut().map(|h| h.slice_mut(range.clone()));
             optimizer.update(&ctx, &mut self.param[range.clone()], grad.slice(range), &mut states, half);
@@ -199,9 +199,9 @@ fn recorded_weights_and_states_are_met() {
         // Some arrays equal those of another case, bit for bit.
         let arrays = match case["same_as"].as_str() {
             None => case,
-            Some(same) => {
-                let named = |c: &&Value| same.starts_with(c["name"].as_str().unwrap()) && c["hyper"] == *hyper;
-                cases.iter().find(named).unwrap()
+            Some(name) => {
+                let is_named = |c: &&Value| name.starts_with(c["name"].as_str().unwrap()) && c["hyper"] == *hyper;
+                cases.iter().find(is_named).unwrap()
             }
         };
         for (tensor, k, shape) in [("a", 0, &[7][..]), ("b", 1, &[5, 3])] {
@@ -214,7 +214,7 @@ fn recorded_weights_and_states_are_met() {
                 if recorded.is_null() {
                     continue;
                 }
-                let context = |what: &str| format!("{name} {hyper}: {what} of {tensor} after step {step}");
+                let context = |value: &str| format!("{name} {hyper}: {value} of {tensor} after step {step}");
                 // The betas are rounded to f32 as in DeepSpeed. Therefore, a second moment from PyTorch, or from the
                 // formula in f64, differs. Without bias correction, the weights differ too.
                 let source = case["source"].as_str().unwrap();
@@ -228,12 +228,12 @@ fn recorded_weights_and_states_are_met() {
                     () if hyper["ns_method"] == "gram" && shape.len() > 1 && products_are_rounded() => 2e-6,
                     () => 1e-6,
                 };
-                let off = distance(&run.param, &floats(&recorded["param"]));
-                assert!(off <= tolerance, "{}: off by {off:e}", context("param"));
+                let deviation = distance(&run.param, &floats(&recorded["param"]));
+                assert!(deviation <= tolerance, "{}: off by {deviation:e}", context("param"));
                 for (state, state_name) in run.states.iter().zip(run.optimizer().state_names()) {
                     let tolerance = if exact_betas && *state_name == "exp_avg_sq" { 1.5e-5 } else { 1e-6 };
-                    let off = distance(state, &floats(&recorded[*state_name]));
-                    assert!(off <= tolerance, "{}: off by {off:e}", context(state_name));
+                    let deviation = distance(state, &floats(&recorded[*state_name]));
+                    assert!(deviation <= tolerance, "{}: off by {deviation:e}", context(state_name));
                 }
                 if let Some(ratio) = recorded["lamb_coeff"].as_f64() {
                     // The ratio is proportional to the inverse square root of the second moment.
@@ -253,9 +253,9 @@ fn recorded_weights_and_states_are_met() {
 fn a_larger_matrix_of_muon_is_met() {
     let file = file(include_str!("../fixtures/muon_matrix.json"));
     let recorded = recorded();
-    let of_muon = recorded["cases"].as_array().unwrap().iter().filter(|c| c["name"] == "Muon");
+    let muon_cases = recorded["cases"].as_array().unwrap().iter().filter(|c| c["name"] == "Muon");
     let mut count = 0;
-    for (case, large) in of_muon.zip(file["cases"].as_array().unwrap()) {
+    for (case, large) in muon_cases.zip(file["cases"].as_array().unwrap()) {
         assert_eq!(case["hyper"]["ns_method"], large["ns_method"]);
         let mut run = Run::of_shape(&muon(&case["hyper"]), (0..64 * 33).map(|i| initial(2, i)).collect(), &[64, 33]);
         for step in 1..=10 {
@@ -263,11 +263,11 @@ fn a_larger_matrix_of_muon_is_met() {
             run.step(FlatRef::F32(&grad), 1.0, &[100, 1100], None);
         }
         let tolerance = if large["ns_method"] == "standard" { 2e-2 } else { 1e-6 };
-        let off = distance(&run.param, &floats(&large["param"]));
-        assert!(off <= tolerance, "{}: off by {off:e}", case["hyper"]);
+        let deviation = distance(&run.param, &floats(&large["param"]));
+        assert!(deviation <= tolerance, "{}: off by {deviation:e}", case["hyper"]);
         if large["momentum_buffer"].is_array() {
-            let off = distance(&run.states[0], &floats(&large["momentum_buffer"]));
-            assert!(off <= 1e-6, "momentum is off by {off:e}");
+            let deviation = distance(&run.states[0], &floats(&large["momentum_buffer"]));
+            assert!(deviation <= 1e-6, "momentum is off by {deviation:e}");
             count += 1;
         }
     }
@@ -439,6 +439,6 @@ fn products_are_rounded() -> bool {
         is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
     #[cfg(not(target_arch = "x86_64"))]
     let best_is_fused = cfg!(target_arch = "aarch64");
-    let asked = std::env::var("CANDLE_ZERO_SIMD").unwrap_or_default();
-    asked == "portable" || !best_is_fused
+    let level = std::env::var("CANDLE_ZERO_SIMD").unwrap_or_default();
+    level == "portable" || !best_is_fused
 }

@@ -310,7 +310,7 @@ fn a_pipeline_that_cannot_be_estimated_is_refused_in_words() {
         json!({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage},
                "pipeline": pipeline})
     };
-    insta::assert_snapshot!(refused(config(1, json!({"stages": 2})), &["-n", "2"]), @"zerorun: cannot train in a pipeline: pipeline.stages is 2, but this estimate is about data-parallel ranks; use PipelineEstimate (zerorun estimate --pipeline), or remove the key");
+    insta::assert_snapshot!(refused(config(1, json!({"stages": 2})), &["-n", "2"]), @"zerorun: cannot train in a pipeline: pipeline.stages is 2, but this estimate covers only data-parallel ranks; use PipelineEstimate (zerorun estimate --pipeline), or remove the key");
     insta::assert_snapshot!(refused(config(3, json!({})), &["-n", "2", "--pipeline"]), @"zerorun: cannot train in a pipeline: zero_optimization.stage is 3, but gradients and parameters of a pipeline's stages are not sharded; use stage 0 or 1");
     insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "8", "--pipeline"]), @"zerorun: cannot train in a pipeline: 8 ranks along the pipeline (pipeline.stages; auto: all ranks) need more stages than the model's 7 layers can fill; use fewer ranks or chunks");
     insta::assert_snapshot!(refused(config(1, json!({"stages": 3})), &["-n", "4", "--pipeline"]), @"zerorun: cannot train in a pipeline: pipeline.stages is 3, but 4 ranks do not fit the lengths of the axes (pipeline 3), which require a multiple of 3 ranks; start a different number of ranks or change these lengths");

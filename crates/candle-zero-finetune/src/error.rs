@@ -83,7 +83,7 @@ pub enum FinetuneError {
     /// A tensor whose shape differs from the model description.
     #[error(
         "tensor {name} in {} has shape {found:?}, but {}",
-        file.display(), described(file, description, expected)
+        file.display(), shape_mismatch(file, description, expected)
     )]
     NotAsDescribed {
         /// The name of the tensor in the model.
@@ -344,7 +344,7 @@ pub enum FinetuneError {
     NoSamples {
         /// The file.
         path: PathBuf,
-        /// A summary of what happened to the records of the file.
+        /// A summary of the outcomes of the file's records.
         reason: String,
     },
     /// Labels that cannot be used.
@@ -515,7 +515,7 @@ impl From<FinetuneError> for Error {
 
 /// Returns the end of the message about a tensor whose shape differs from the description. A GGUF file contains its own
 /// description.
-fn described(file: &Path, description: &Path, shape: &[usize]) -> String {
+fn shape_mismatch(file: &Path, description: &Path, shape: &[usize]) -> String {
     if file == description {
         return format!(
             "the file's metadata describes shape {shape:?}; the file is inconsistent; download or convert it again"

@@ -135,9 +135,9 @@ struct ZerorunArguments {
 impl ZerorunArguments {
     /// Fills in, from the variables of another launcher, the options that the command line omits. With a hostfile, the
     /// variables are ignored.
-    fn fill_in(&mut self, given: &ArgMatches, variables: &LauncherVariables<'_>) -> Result<()> {
+    fn fill_in(&mut self, matches: &ArgMatches, variables: &LauncherVariables<'_>) -> Result<()> {
         const RESTARTS: &str = "PET_MAX_RESTARTS";
-        let is_default = |name: &str| given.value_source(name) == Some(ValueSource::DefaultValue);
+        let is_default = |name: &str| matches.value_source(name) == Some(ValueSource::DefaultValue);
         if self.hosts.hostfile.is_some() {
             return Ok(());
         }
@@ -158,7 +158,7 @@ impl ZerorunArguments {
 
 /// Parses a command line whose first word is the program's own name.
 pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> std::result::Result<LaunchOptions, CommandLineError> {
-    read_beside(words, &LauncherVariables(&of_process))
+    read_with_variables(words, &LauncherVariables(&of_process))
 }
 
 /// Returns the command line of `zerorun` without its tools. The help lists the tools first.
@@ -172,26 +172,29 @@ pub(crate) fn command() -> clap::Command {
 }
 
 /// Parses a command line with the given environment variables.
-fn read_beside(
+fn read_with_variables(
     words: impl IntoIterator<Item = OsString>,
     variables: &LauncherVariables<'_>,
 ) -> std::result::Result<LaunchOptions, CommandLineError> {
     let mut reader = command();
     let matches = reader.try_get_matches_from_mut(words).map_err(|e| CommandLineError(e.format(&mut reader)))?;
-    let own_ranks = matches.value_source("ranks") != Some(ValueSource::DefaultValue);
-    let typed = ZerorunArguments::from_arg_matches(&matches);
-    let mut typed = typed.map_err(|e| CommandLineError(e.format(&mut reader)))?;
-    let filled_in = typed.fill_in(&matches, variables);
+    let has_ranks_flag = matches.value_source("ranks") != Some(ValueSource::DefaultValue);
+    let arguments = ZerorunArguments::from_arg_matches(&matches);
+    let mut arguments = arguments.map_err(|e| CommandLineError(e.format(&mut reader)))?;
+    let filled_in = arguments.fill_in(&matches, variables);
     filled_in.map_err(|error| CommandLineError(reader.error(ErrorKind::ValueValidation, error)))?;
-    let wrong = [wrong_min_ranks, wrong_backend, wrong_launcher, |typed: &ZerorunArguments| typed.run.wrong()];
-    let text = wrong.iter().find_map(|wrong| wrong(&typed)).or_else(|| typed.hosts.wrong_min_nodes(typed.max_restarts));
-    if let Some(text) = text {
-        return Err(CommandLineError(reader.error(ErrorKind::ArgumentConflict, text)));
+    let wrong = [wrong_min_ranks, wrong_backend, wrong_launcher, |arguments: &ZerorunArguments| arguments.run.wrong()];
+    let conflict = wrong
+        .iter()
+        .find_map(|wrong| wrong(&arguments))
+        .or_else(|| arguments.hosts.wrong_min_nodes(arguments.max_restarts));
+    if let Some(conflict) = conflict {
+        return Err(CommandLineError(reader.error(ErrorKind::ArgumentConflict, conflict)));
     }
-    let own_ranks = own_ranks.then_some(usize::from(typed.ranks));
-    let job_hosts = typed.hosts.job_hosts(own_ranks, &mut typed.master_port, variables);
+    let ranks_per_host = has_ranks_flag.then_some(usize::from(arguments.ranks));
+    let job_hosts = arguments.hosts.job_hosts(ranks_per_host, &mut arguments.master_port, variables);
     let job_hosts = job_hosts.map_err(|error| CommandLineError(reader.error(ErrorKind::ValueValidation, error)))?;
-    let mut command = typed.command.into_iter();
+    let mut command = arguments.command.into_iter();
     let script = command.next().map(PathBuf::from).unwrap_or_default();
     if let Some(tools::ZerorunTool { name, .. }) = tools::named(script.as_os_str()) {
         let text = format!(
@@ -201,30 +204,30 @@ fn read_beside(
         return Err(CommandLineError(reader.error(ErrorKind::ArgumentConflict, text)));
     }
     Ok(LaunchOptions {
-        ranks: usize::from(typed.ranks),
+        ranks: usize::from(arguments.ranks),
         job_hosts,
-        backend: typed.backend.unwrap_or(CommBackend::Shm),
-        binding: typed.bind_cores_to_rank.then_some(CoreBinding { list: typed.bind_core_list }),
-        timeout: typed.timeout,
-        grace: typed.grace,
-        features: typed.features,
-        master_port: typed.master_port,
-        prometheus: typed.prometheus,
-        run: typed.run,
-        island: typed.islands.place(),
-        max_restarts: typed.max_restarts,
-        min_ranks: usize::from(typed.min_ranks.unwrap_or(typed.ranks)),
-        timeline: typed.timeline,
-        print_package: typed.print_package,
+        backend: arguments.backend.unwrap_or(CommBackend::Shm),
+        binding: arguments.bind_cores_to_rank.then_some(CoreBinding { list: arguments.bind_core_list }),
+        timeout: arguments.timeout,
+        grace: arguments.grace,
+        features: arguments.features,
+        master_port: arguments.master_port,
+        prometheus: arguments.prometheus,
+        run: arguments.run,
+        island: arguments.islands.place(),
+        max_restarts: arguments.max_restarts,
+        min_ranks: usize::from(arguments.min_ranks.unwrap_or(arguments.ranks)),
+        timeline: arguments.timeline,
+        print_package: arguments.print_package,
         script,
         script_args: command.collect(),
     })
 }
 
 /// Returns the conflict of `--backend` with the other options, if any.
-fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
-    let several = typed.hosts.hostfile.is_some() || typed.hosts.nnodes.is_some();
-    (several && typed.backend == Some(CommBackend::Shm)).then(|| {
+fn wrong_backend(arguments: &ZerorunArguments) -> Option<String> {
+    let has_several_hosts = arguments.hosts.hostfile.is_some() || arguments.hosts.nnodes.is_some();
+    (has_several_hosts && arguments.backend == Some(CommBackend::Shm)).then(|| {
         "--backend shm is for ranks on one host, because hosts do not share memory; leave --backend out, so that the \
          ranks use MPI"
             .to_string()
@@ -232,26 +235,26 @@ fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
 }
 
 /// Returns the conflict of `--launcher` with the other options, if any.
-fn wrong_launcher(typed: &ZerorunArguments) -> Option<String> {
-    let own = [
-        ("--max_restarts", typed.max_restarts > 0),
-        ("--bind_cores_to_rank", typed.bind_cores_to_rank),
-        ("--prometheus", typed.prometheus.is_some()),
-        ("--dashboard", typed.run.dashboard.is_some()),
+fn wrong_launcher(arguments: &ZerorunArguments) -> Option<String> {
+    let zerorun_only = [
+        ("--max_restarts", arguments.max_restarts > 0),
+        ("--bind_cores_to_rank", arguments.bind_cores_to_rank),
+        ("--prometheus", arguments.prometheus.is_some()),
+        ("--dashboard", arguments.run.dashboard.is_some()),
     ];
-    typed.hosts.wrong_launcher(&[own.as_slice(), &typed.islands.given()].concat())
+    arguments.hosts.wrong_launcher(&[zerorun_only.as_slice(), &arguments.islands.given()].concat())
 }
 
 /// Returns the conflict of `--min_ranks` with the other options, if any.
-fn wrong_min_ranks(typed: &ZerorunArguments) -> Option<String> {
-    let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
-    if typed.hosts.hostfile.is_some() || typed.hosts.nnodes.is_some() {
+fn wrong_min_ranks(arguments: &ZerorunArguments) -> Option<String> {
+    let (fewest, ranks) = (arguments.min_ranks?, arguments.ranks);
+    if arguments.hosts.hostfile.is_some() || arguments.hosts.nnodes.is_some() {
         return Some(format!(
             "--min_ranks {fewest} is for one host; on several hosts, each keeps its number of ranks; give --min_nodes \
              instead, or leave --min_ranks out"
         ));
     }
-    if typed.max_restarts == 0 {
+    if arguments.max_restarts == 0 {
         return Some(format!(
             "--min_ranks {fewest} is the minimum number of ranks after a restart, but restarts are off; give a \
              --max_restarts of at least 1, or leave --min_ranks out"

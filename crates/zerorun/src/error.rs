@@ -1,5 +1,5 @@
-//! The errors of the launcher and the tools, in addition to those of the packages below. Each becomes a
-//! [`candle_zero::Error`].
+//! The errors of the launcher and the tools, in addition to those of the packages that `zerorun` uses.
+//! Each becomes a [`candle_zero::Error`].
 
 pub(crate) use crate::dashboard::error::DashboardError;
 pub(crate) use crate::launch::error::LaunchError;

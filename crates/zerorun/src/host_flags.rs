@@ -135,12 +135,12 @@ impl HostFlags {
             "auto" => None,
             _ => Some(hosts(text).ok_or_else(|| HostsError::BadNodes { text: text.clone() })?),
         };
-        let alone = !self.until_stdin_ends;
-        if alone && range.is_some_and(|(_, nodes)| nodes == 1) {
+        let may_run_alone = !self.until_stdin_ends;
+        if may_run_alone && range.is_some_and(|(_, nodes)| nodes == 1) {
             return Ok(LaunchMode::Alone);
         }
         let (node, nodes) = variables.node(self.node_rank, range.map(|(_, nodes)| nodes))?;
-        if alone && nodes == 1 {
+        if may_run_alone && nodes == 1 {
             return Ok(LaunchMode::Alone);
         }
         let (master_addr, port) = variables.first_host(self.master_addr.clone(), *master_port, nodes)?;
@@ -151,22 +151,22 @@ impl HostFlags {
         Ok(LaunchMode::Nodes(NodeOptions { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends }))
     }
 
-    /// Returns the conflict of `--launcher` with the other options, if any. `own` lists the command line's options that
-    /// have an effect only on ranks that `zerorun` itself starts, and whether each is set.
-    pub(crate) fn wrong_launcher(&self, own: &[(&str, bool)]) -> Option<String> {
+    /// Returns the conflict of `--launcher` with the other options, if any. `zerorun_only` lists the command line's
+    /// options that have an effect only on ranks that `zerorun` itself starts, and whether each is set.
+    pub(crate) fn wrong_launcher(&self, zerorun_only: &[(&str, bool)]) -> Option<String> {
         let Some(name) = self.launcher.to_possible_value().filter(|_| self.launcher != HostLauncherFlag::Ssh) else {
             return self.launcher_args.as_ref().map(|_| {
                 "--launcher_args is for mpirun; give --launcher openmpi or --launcher mpich, or leave --launcher_args out"
                     .to_string()
             });
         };
-        let ours = [
+        let ssh_only = [
             ("--min_nodes", self.min_nodes.is_some()),
             ("--ssh_port", self.ssh_port.is_some()),
             ("--force_multi", self.force_multi),
             ("--bind_addr", self.bind_addr.is_some()),
         ];
-        own.iter().chain(&ours).find(|(_, is_given)| *is_given).map(|(option, _)| {
+        zerorun_only.iter().chain(&ssh_only).find(|(_, is_given)| *is_given).map(|(option, _)| {
             format!(
                 "{option} is for ranks that zerorun starts, but with --launcher {}, mpirun starts them; leave {option} out, pass \
                  mpirun's equivalent in --launcher_args, or use --launcher ssh",
@@ -205,34 +205,34 @@ fn hosts(text: &str) -> Option<(usize, usize)> {
 pub(crate) fn without_host_flags(words: Vec<OsString>, command: &clap::Command, also: &str) -> Vec<OsString> {
     let options = command.get_arguments().filter(|arg| arg.get_help_heading() == Some(HOSTS) || arg.get_id() == also);
     let options: Vec<&clap::Arg> = options.collect();
-    let named = |name: &str| {
+    let option_named = |name: &str| {
         options.iter().find(|arg| {
             let long = name.strip_prefix("--");
             let longs = arg.get_long().into_iter().chain(arg.get_all_aliases().unwrap_or_default());
-            long.is_some_and(|long| longs.into_iter().any(|own| own == long))
+            long.is_some_and(|long| longs.into_iter().any(|alias| alias == long))
                 || arg.get_short().is_some_and(|short| name.strip_prefix('-') == Some(short.to_string().as_str()))
         })
     };
-    let (mut kept, mut words) = (Vec::new(), words.into_iter());
+    let (mut remaining, mut words) = (Vec::new(), words.into_iter());
     while let Some(word) = words.next() {
         if word == "--" {
-            kept.push(word);
+            remaining.push(word);
             break;
         }
         let text = word.to_string_lossy().into_owned();
         let (name, value) = text.split_once('=').map_or((text.as_str(), None), |(name, value)| (name, Some(value)));
         // A short option joined with its value, such as `-n2`.
         let joined = text.strip_prefix('-').filter(|rest| !rest.starts_with('-') && rest.chars().count() > 1);
-        let joined = joined.and_then(|rest| named(&format!("-{}", rest.chars().next()?)));
-        match named(name) {
+        let joined = joined.and_then(|rest| option_named(&format!("-{}", rest.chars().next()?)));
+        match option_named(name) {
             Some(option) if value.is_none() && option.get_action().takes_values() => _ = words.next(),
             Some(_) => {}
             None if joined.is_some() => {}
-            None => kept.push(word),
+            None => remaining.push(word),
         }
     }
-    kept.extend(words);
-    kept
+    remaining.extend(words);
+    remaining
 }
 
 #[cfg(test)]
@@ -253,14 +253,14 @@ mod tests {
     #[test]
     fn options_that_differ_from_host_to_host_are_left_out_in_every_spelling() {
         let command = Arguments::command();
-        let kept = |words: &str| {
+        let without = |words: &str| {
             let words = words.split(' ').map(OsString::from).collect();
-            let kept = without_host_flags(words, &command, "_ranks");
-            kept.join(OsString::from(" ").as_os_str()).to_string_lossy().into_owned()
+            let without = without_host_flags(words, &command, "_ranks");
+            without.join(OsString::from(" ").as_os_str()).to_string_lossy().into_owned()
         };
-        assert_eq!(kept("a --nnodes 2 --node_rank=1 --node-rank 1 --data x y -n 2 --out o"), "a --data x y --out o");
-        assert_eq!(kept("a -n2 -n=2 --num_gpus 3 -H hosts --force_multi b"), "a b");
-        assert_eq!(kept("--prompt hi -- --nnodes 2"), "--prompt hi -- --nnodes 2");
-        assert_eq!(kept("--noise 2 -x3"), "--noise 2 -x3");
+        assert_eq!(without("a --nnodes 2 --node_rank=1 --node-rank 1 --data x y -n 2 --out o"), "a --data x y --out o");
+        assert_eq!(without("a -n2 -n=2 --num_gpus 3 -H hosts --force_multi b"), "a b");
+        assert_eq!(without("--prompt hi -- --nnodes 2"), "--prompt hi -- --nnodes 2");
+        assert_eq!(without("--noise 2 -x3"), "--noise 2 -x3");
     }
 }

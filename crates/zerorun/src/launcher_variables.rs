@@ -131,23 +131,23 @@ impl LauncherVariables<'_> {
         super::ranks_per_host::ranks(text.trim()).map(Some).map_err(refused)
     }
 
-    /// Returns this host's index and the number of hosts. `given` is `--node_rank`. `nodes` is `--nnodes`, or `None`
-    /// for `auto`; the other launcher's variables then give the number.
+    /// Returns this host's index and the number of hosts. `node_rank` is `--node_rank`. `nodes` is `--nnodes`, or
+    /// `None` for `auto`; the other launcher's variables then give the number.
     ///
     /// # Errors
     /// Fails if one of them is unknown or invalid, or if the launcher has started a different number of processes.
-    pub(super) fn node(&self, given: Option<usize>, nodes: Option<usize>) -> Result<(usize, usize)> {
-        let place = self.place()?;
-        let said = place.and_then(|place| place.nodes);
-        let Some(nodes) = nodes.or(said.map(|(nodes, _)| nodes)) else {
+    pub(super) fn node(&self, node_rank: Option<usize>, nodes: Option<usize>) -> Result<(usize, usize)> {
+        let numbers = self.place()?;
+        let launched = numbers.and_then(|numbers| numbers.nodes);
+        let Some(nodes) = nodes.or(launched.map(|(nodes, _)| nodes)) else {
             return Err(HostsError::NodesUnknown.into());
         };
-        if let (None, Some((found, by))) = (given, said)
+        if let (None, Some((found, by))) = (node_rank, launched)
             && found != nodes
         {
             return Err(HostsError::NodesDiffer { nodes, found, by }.into());
         }
-        match given.or(place.map(|place| place.node)) {
+        match node_rank.or(numbers.map(|numbers| numbers.node)) {
             Some(node) if node < nodes => Ok((node, nodes)),
             Some(node) => Err(HostsError::NodeOutOfRange { node, nodes }.into()),
             None => Err(HostsError::NodeUnknown { nodes, missing: "--node_rank" }.into()),
@@ -160,10 +160,16 @@ impl LauncherVariables<'_> {
     /// # Errors
     /// Fails if the endpoint or the port is invalid, or if nothing gives the address. The error about a missing address
     /// names `nodes`, the number of hosts.
-    pub(super) fn first_host(&self, given: Option<String>, port: Option<u16>, nodes: usize) -> Result<(String, u16)> {
-        let (address, at) = self.endpoint()?.map_or((None, None), |(address, port)| (Some(address), port));
-        let port = port.or(at).or(self.master_port()?).unwrap_or(DEFAULT_PORT);
-        let address = given.or(address).or_else(|| self.get("PET_MASTER_ADDR")).or_else(|| self.get("MASTER_ADDR"));
+    pub(super) fn first_host(
+        &self,
+        master_addr: Option<String>,
+        port: Option<u16>,
+        nodes: usize,
+    ) -> Result<(String, u16)> {
+        let (address, endpoint_port) = self.endpoint()?.map_or((None, None), |(address, port)| (Some(address), port));
+        let port = port.or(endpoint_port).or(self.master_port()?).unwrap_or(DEFAULT_PORT);
+        let address =
+            master_addr.or(address).or_else(|| self.get("PET_MASTER_ADDR")).or_else(|| self.get("MASTER_ADDR"));
         match address {
             Some(address) => Ok((address, port)),
             None => Err(HostsError::NodeUnknown { nodes, missing: "--master_addr" }.into()),
@@ -216,12 +222,12 @@ mod tests {
 
     #[test]
     fn numbers_that_do_not_fit_are_named() {
-        let told = |variables: &str, nodes| node(variables, nodes).unwrap_err().to_string();
-        insta::assert_snapshot!(told("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", Some(2)), @"--nnodes is 2, but OMPI_COMM_WORLD_SIZE is 4; start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun --ntasks-per-node=1) and set --nnodes to the number of hosts, or give this host's number as --node_rank");
-        insta::assert_snapshot!(told("PALS_RANKID=2", Some(2)), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
-        insta::assert_snapshot!(told("SLURM_NODEID=x", Some(2)), @"environment variable SLURM_NODEID is `x`; it must be a whole number");
-        insta::assert_snapshot!(told("JOB_COMPLETION_INDEX=0", None), @"--nnodes auto cannot determine the number of hosts: zerorun was not started by mpirun, srun or jsrun, or the variable that contains the number is not set; give the number");
-        insta::assert_snapshot!(told("", Some(2)), @"--nnodes 2 needs --node_rank; give each host its index from 0 to 1, and give all hosts the first host's address");
+        let message = |variables: &str, nodes| node(variables, nodes).unwrap_err().to_string();
+        insta::assert_snapshot!(message("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", Some(2)), @"--nnodes is 2, but OMPI_COMM_WORLD_SIZE is 4; start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun --ntasks-per-node=1) and set --nnodes to the number of hosts, or give this host's number as --node_rank");
+        insta::assert_snapshot!(message("PALS_RANKID=2", Some(2)), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
+        insta::assert_snapshot!(message("SLURM_NODEID=x", Some(2)), @"environment variable SLURM_NODEID is `x`; it must be a whole number");
+        insta::assert_snapshot!(message("JOB_COMPLETION_INDEX=0", None), @"--nnodes auto cannot determine the number of hosts: zerorun was not started by mpirun, srun or jsrun, or the variable that contains the number is not set; give the number");
+        insta::assert_snapshot!(message("", Some(2)), @"--nnodes 2 needs --node_rank; give each host its index from 0 to 1, and give all hosts the first host's address");
     }
 
     #[test]
@@ -237,10 +243,10 @@ mod tests {
         assert_eq!(first("MASTER_ADDR=d", None, None).unwrap(), of("d", DEFAULT_PORT));
         assert_eq!(first("PET_RDZV_ENDPOINT=[::1]:0", None, None).unwrap(), of("::1", DEFAULT_PORT));
         assert_eq!(first("PET_RDZV_ENDPOINT=fe80::1", None, None).unwrap(), of("fe80::1", DEFAULT_PORT));
-        let told = |variables: &str| first(variables, None, None).unwrap_err().to_string();
-        insta::assert_snapshot!(told("PET_RDZV_ENDPOINT=a:http"), @"environment variable PET_RDZV_ENDPOINT is `a:http`; it must be HOST or HOST:PORT");
-        insta::assert_snapshot!(told("PET_RDZV_ENDPOINT=:29400"), @"environment variable PET_RDZV_ENDPOINT is `:29400`; it must be HOST or HOST:PORT");
-        insta::assert_snapshot!(told("PET_MASTER_ADDR=a PET_MASTER_PORT=0"), @"environment variable PET_MASTER_PORT is `0`; it must be a port number from 1 to 65535");
-        insta::assert_snapshot!(told(""), @"--nnodes 2 needs --master_addr; give each host its index from 0 to 1, and give all hosts the first host's address");
+        let message = |variables: &str| first(variables, None, None).unwrap_err().to_string();
+        insta::assert_snapshot!(message("PET_RDZV_ENDPOINT=a:http"), @"environment variable PET_RDZV_ENDPOINT is `a:http`; it must be HOST or HOST:PORT");
+        insta::assert_snapshot!(message("PET_RDZV_ENDPOINT=:29400"), @"environment variable PET_RDZV_ENDPOINT is `:29400`; it must be HOST or HOST:PORT");
+        insta::assert_snapshot!(message("PET_MASTER_ADDR=a PET_MASTER_PORT=0"), @"environment variable PET_MASTER_PORT is `0`; it must be a port number from 1 to 65535");
+        insta::assert_snapshot!(message(""), @"--nnodes 2 needs --master_addr; give each host its index from 0 to 1, and give all hosts the first host's address");
     }
 }

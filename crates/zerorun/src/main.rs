@@ -59,13 +59,13 @@ fn main() -> ExitCode {
         Err(error) if matches!(error.downcast_ref(), Some(LaunchError::ScriptDoesNotCompile { .. })) => {
             console::refused(&error, EXIT_COMPILE)
         }
-        Err(error) => console::refused(&naming_the_tool(error), console::EXIT_SETUP),
+        Err(error) => console::refused(&with_suggested_tool(error), console::EXIT_SETUP),
     }
 }
 
 /// Suggests a tool with a similar name if the script does not exist, because the user may have mistyped the tool's
 /// name.
-fn naming_the_tool(error: Error) -> Error {
+fn with_suggested_tool(error: Error) -> Error {
     let (path, found, mut fix) = match error.downcast() {
         Ok(LaunchError::NotStartable { path, found, fix }) => (path, found, fix),
         Ok(other) => return other.into(),

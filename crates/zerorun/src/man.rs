@@ -41,6 +41,6 @@ pub(crate) fn run(words: Vec<OsString>, zerorun: clap::Command) -> Result<ExitCo
     };
     let mut text = Vec::new();
     let rendered = page.render(&mut text);
-    debug_assert!(rendered.is_ok(), "memory can be written");
+    debug_assert!(rendered.is_ok(), "writing to memory cannot fail");
     Ok(print_and_exit(String::from_utf8_lossy(&text).trim_end()))
 }

@@ -34,15 +34,15 @@ pub(super) fn ranks(text: &str) -> Result<u16, String> {
 
 /// Returns the number of GPUs that are visible to programs.
 fn gpus() -> usize {
-    let there = std::fs::read_dir(GPUS).map_or(0, |entries| entries.flatten().count());
+    let installed = std::fs::read_dir(GPUS).map_or(0, |entries| entries.flatten().count());
     match std::env::var(DEVICES) {
-        Ok(devices) => visible(&devices).min(there),
-        Err(_) => there,
+        Ok(devices) => count_visible(&devices).min(installed),
+        Err(_) => installed,
     }
 }
 
 /// Counts the devices in a list, up to the first empty entry or negative number.
-fn visible(devices: &str) -> usize {
+fn count_visible(devices: &str) -> usize {
     devices.split(',').map(str::trim).take_while(|device| !device.is_empty() && !device.starts_with('-')).count()
 }
 
@@ -70,6 +70,6 @@ mod tests {
 
     #[test]
     fn visible_devices_end_where_cuda_ends_them() {
-        assert_eq!(["0,2", "GPU-8a, GPU-9b", "0,-1,2", "-1", ""].map(visible), [2, 2, 1, 0, 0]);
+        assert_eq!(["0,2", "GPU-8a, GPU-9b", "0,-1,2", "-1", ""].map(count_visible), [2, 2, 1, 0, 0]);
     }
 }

@@ -80,7 +80,7 @@ pub struct DeepSpeedCheckpoint {
     parameters: Vec<DeepSpeedParameter>,
     buffers: Vec<DeepSpeedBuffer>,
     /// The position of each parameter.
-    places: Vec<ParameterLocation>,
+    locations: Vec<ParameterLocation>,
     ranks: Vec<OptimFile>,
 }
 
@@ -114,10 +114,10 @@ impl DeepSpeedCheckpoint {
             file.check_alike(&ranks[0])?;
             ranks.push(file);
         }
-        let places = places(&model.groups, ranks[0].stage, world_size).map_err(|p| damaged(&model_path, &p))?;
+        let locations = locations(&model.groups, ranks[0].stage, world_size).map_err(|p| damaged(&model_path, &p))?;
         let parameters = model.groups.iter().flatten().cloned().collect();
         let buffers = model.buffers.iter().map(|(buffer, _)| buffer.clone()).collect();
-        let checkpoint = Self { folder: files.folder().to_owned(), model, parameters, buffers, places, ranks };
+        let checkpoint = Self { folder: files.folder().to_owned(), model, parameters, buffers, locations, ranks };
         checkpoint.check_lengths()?;
         Ok(checkpoint)
     }
@@ -247,33 +247,33 @@ impl DeepSpeedCheckpoint {
 
     /// Reads the elements `range` of one parameter's `state`, as needed by a rank that owns a shard of it.
     pub fn read_range(&self, state: DeepSpeedStateKind, parameter: usize, range: Range<usize>) -> Result<Vec<f32>> {
-        let (Some(about), Some(place)) = (self.parameters.get(parameter), self.places.get(parameter)) else {
+        let (Some(metadata), Some(location)) = (self.parameters.get(parameter), self.locations.get(parameter)) else {
             let count = self.parameters.len();
             let be = is_or_are(count);
             let problem = format!("parameter {parameter} was requested, but there {be} only {count}");
             return Err(wrong(&self.folder, problem));
         };
-        if range.start > range.end || range.end > about.elements() {
-            let (Range { start, end }, DeepSpeedParameter { name, .. }) = (range, about);
+        if range.start > range.end || range.end > metadata.elements() {
+            let (Range { start, end }, DeepSpeedParameter { name, .. }) = (range, metadata);
             let problem =
-                format!("elements {start} to {end} of {name} were requested, but it has only {}", about.elements());
+                format!("elements {start} to {end} of {name} were requested, but it has only {}", metadata.elements());
             return Err(wrong(&self.folder, problem));
         }
         if !self.has(state) {
-            return Err(without(&self.ranks[0], state, 0));
+            return Err(missing_state_error(&self.ranks[0], state, 0));
         }
         let mut values = vec![0.0; range.len()];
         if self.stage() < 3 {
-            let parts = self.group_parts(state, place.group)?;
-            copy(&parts, place.start + range.start..place.start + range.end, &mut values)?;
+            let parts = self.group_parts(state, location.group)?;
+            copy(&parts, location.start + range.start..location.start + range.end, &mut values)?;
             return Ok(values);
         }
         let mut rest = values.as_mut_slice();
-        for (rank, piece) in partition::ranks_of(about.elements(), self.world_size(), range) {
-            let (out, others) = rest.split_at_mut(piece.len());
+        for (rank, piece) in partition::ranks_of(metadata.elements(), self.world_size(), range) {
+            let (out, remaining) = rest.split_at_mut(piece.len());
             let parts = self.rank_parts(state, rank)?;
-            copy(&parts, place.start + piece.start..place.start + piece.end, out)?;
-            rest = others;
+            copy(&parts, location.start + piece.start..location.start + piece.end, out)?;
+            rest = remaining;
         }
         Ok(values)
     }
@@ -370,14 +370,14 @@ impl<'a> FlatTensor<'a> {
             DeepSpeedStateKind::Master => Ok(Self { archive, tensor: master }),
             _ => match states.get(state.name()) {
                 Some(tensor) => Ok(Self { archive, tensor }),
-                None => Err(without(rank, state, group)),
+                None => Err(missing_state_error(rank, state, group)),
             },
         }
     }
 }
 
 /// Returns the error for a state that a group does not have.
-fn without(rank: &OptimFile, state: DeepSpeedStateKind, group: usize) -> Error {
+fn missing_state_error(rank: &OptimFile, state: DeepSpeedStateKind, group: usize) -> Error {
     let names: Vec<_> = rank.groups.get(group).into_iter().flat_map(|group| group.states.keys()).collect();
     let found = if names.is_empty() { "none".into() } else { crate::util::list(&names) };
     let name = state.name();
@@ -403,24 +403,28 @@ fn copy(parts: &[FlatTensor<'_>], range: Range<usize>, mut out: &mut [f32]) -> R
     let lengths: Vec<_> = parts.iter().map(|part| part.tensor.length).collect();
     for partition::TensorRange { tensor, range } in partition::cut(&lengths, range) {
         let FlatTensor { archive, tensor } = &parts[tensor];
-        let (now, later) = out.split_at_mut(range.len());
-        archive.read(tensor, range, now)?;
-        out = later;
+        let (head, tail) = out.split_at_mut(range.len());
+        archive.read(tensor, range, head)?;
+        out = tail;
     }
     assert!(out.is_empty(), "the lengths of flat tensors were checked when the checkpoint was opened");
     Ok(())
 }
 
 /// Returns the start of each parameter. Checks for overflow, so that later arithmetic need not check for it.
-fn places(groups: &[Vec<DeepSpeedParameter>], stage: u8, world_size: usize) -> Result<Vec<ParameterLocation>, String> {
-    let mut places = vec![];
+fn locations(
+    groups: &[Vec<DeepSpeedParameter>],
+    stage: u8,
+    world_size: usize,
+) -> Result<Vec<ParameterLocation>, String> {
+    let mut locations = vec![];
     let mut start: usize = 0;
     for (group, parameters) in groups.iter().enumerate() {
         if stage < 3 {
             start = 0;
         }
         for parameter in parameters {
-            places.push(ParameterLocation { group, start });
+            locations.push(ParameterLocation { group, start });
             let length = match stage {
                 3 => shard_len(parameter.elements(), world_size),
                 _ => parameter.elements(),
@@ -429,5 +433,5 @@ fn places(groups: &[Vec<DeepSpeedParameter>], stage: u8, world_size: usize) -> R
             start = end.ok_or_else(|| format!("the shapes up to {} have too many elements", parameter.name))?;
         }
     }
-    Ok(places)
+    Ok(locations)
 }

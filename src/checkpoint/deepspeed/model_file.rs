@@ -104,7 +104,7 @@ impl ModelFile {
         let root = PickleValue::root(&pickle);
         match unsupported_part(&root) {
             Ok(None) => {}
-            Ok(Some(what)) => return Err(wrong(path, what)),
+            Ok(Some(problem)) => return Err(wrong(path, problem)),
             Err(problem) => return Err(damaged(path, &problem)),
         }
         Self::read(&root, archive).map_err(|problem| damaged(path, &problem))
@@ -180,7 +180,7 @@ fn check_names(groups: &[Vec<DeepSpeedParameter>]) -> Result<(), PickleProblem> 
     let mut names = BTreeSet::new();
     match groups.iter().flatten().find(|parameter| !names.insert(&parameter.name)) {
         None => Ok(()),
-        Some(twice) => Err(format!("parameter {} is in param_shapes twice", twice.name)),
+        Some(duplicate) => Err(format!("parameter {} is in param_shapes twice", duplicate.name)),
     }
 }
 
@@ -218,9 +218,9 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
         match StoredTensor::of(&value) {
             Ok(tensor) => {
                 archive.check(&tensor)?;
-                let about =
+                let buffer =
                     DeepSpeedBuffer { name: name.into(), shape: tensor.shape.clone(), dtype: tensor.kind.dtype() };
-                buffers.push((about, tensor));
+                buffers.push((buffer, tensor));
             }
             Err(problem) => unread.push(problem),
         }
@@ -238,6 +238,6 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
 }
 
 fn client_state(root: &PickleValue<'_>) -> Result<Map<String, Json>, PickleProblem> {
-    let own = root.entries()?.into_iter().filter(|(key, _)| !DEEPSPEED_KEYS.contains(key));
-    own.map(|(key, value)| Ok((key.to_owned(), value.json()?))).collect()
+    let entries = root.entries()?.into_iter().filter(|(key, _)| !DEEPSPEED_KEYS.contains(key));
+    entries.map(|(key, value)| Ok((key.to_owned(), value.json()?))).collect()
 }

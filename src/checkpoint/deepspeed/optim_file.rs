@@ -94,9 +94,9 @@ impl OptimFile {
             ]
         };
         let differs = facts(self).into_iter().zip(facts(first)).find(|(mine, theirs)| mine != theirs);
-        let Some(((what, mine), (_, theirs))) = differs else { return Ok(()) };
+        let Some(((name, mine), (_, theirs))) = differs else { return Ok(()) };
         let problem = format!(
-            "{what} is {mine}, but {theirs} in {}; the files are not from the same checkpoint; copy it again",
+            "{name} is {mine}, but {theirs} in {}; the files are not from the same checkpoint; copy it again",
             first.archive.path().display()
         );
         Err(wrong(self.archive.path(), problem))

@@ -419,8 +419,8 @@ mod tests {
             end in 0..=SAMPLE.len(),
         ) {
             let mut bytes = SAMPLE.to_vec();
-            for (place, byte) in changes {
-                bytes[place] = byte;
+            for (index, byte) in changes {
+                bytes[index] = byte;
             }
             let _ = Pickle::parse(&bytes);
             let _ = Pickle::parse(&bytes[..end]);

@@ -40,7 +40,7 @@ impl<'a> PickleValue<'a> {
         Self { pickle: self.pickle, id, place }
     }
 
-    /// Returns the message about this value, which is not of the kind `needed`.
+    /// Returns the message that this value is not of the kind `needed`.
     pub fn unlike(&self, needed: &str) -> PickleProblem {
         let place = if self.place.is_empty() { "the outermost value" } else { &self.place };
         format!("{place} is {}, but {needed} is needed", self.kind())
@@ -72,8 +72,8 @@ impl<'a> PickleValue<'a> {
     /// dictionary.
     pub fn find(&self, key: &str) -> Option<Self> {
         let PickleNode::Dict(entries) = self.node() else { return None };
-        let is_it = |id: PickleNodeId| matches!(self.pickle.node(id), PickleNode::Text(text) if text == key);
-        let (_, value) = entries.iter().rev().find(|(k, _)| is_it(*k))?;
+        let has_key = |id: PickleNodeId| matches!(self.pickle.node(id), PickleNode::Text(text) if text == key);
+        let (_, value) = entries.iter().rev().find(|(k, _)| has_key(*k))?;
         Some(self.inner(*value, key)).filter(|value| !matches!(value.node(), PickleNode::None))
     }
 
@@ -112,8 +112,8 @@ impl<'a> PickleValue<'a> {
         let id = match self.node() {
             PickleNode::List(items) | PickleNode::Tuple(items) => items.get(index),
             PickleNode::Dict(entries) => {
-                let is_it = |id: PickleNodeId| matches!(self.pickle.node(id), PickleNode::Int(n) if usize::try_from(*n) == Ok(index));
-                entries.iter().rev().find(|(key, _)| is_it(*key)).map(|(_, value)| value)
+                let has_key = |id: PickleNodeId| matches!(self.pickle.node(id), PickleNode::Int(n) if usize::try_from(*n) == Ok(index));
+                entries.iter().rev().find(|(key, _)| has_key(*key)).map(|(_, value)| value)
             }
             _ => return Err(self.unlike("a list or a dictionary")),
         };
@@ -205,12 +205,12 @@ impl<'a> PickleValue<'a> {
     /// Returns the value in JSON. Tuples become lists; numbers that are not finite, and values that JSON cannot
     /// express, become null. Dictionary entries whose keys are neither strings nor integers are left out.
     pub fn json(&self) -> Result<Json, PickleProblem> {
-        let mut left = MAX_JSON_VALUES;
-        self.json_within(&mut left, MAX_JSON_DEPTH).ok_or_else(|| format!("{} is too large or too deep", self.place))
+        let mut budget = MAX_JSON_VALUES;
+        self.json_within(&mut budget, MAX_JSON_DEPTH).ok_or_else(|| format!("{} is too large or too deep", self.place))
     }
 
-    fn json_within(&self, left: &mut usize, depth: usize) -> Option<Json> {
-        *left = left.checked_sub(1)?;
+    fn json_within(&self, budget: &mut usize, depth: usize) -> Option<Json> {
+        *budget = budget.checked_sub(1)?;
         let depth = depth.checked_sub(1)?;
         let child = |id: PickleNodeId| Self { pickle: self.pickle, id, place: String::new() };
         Some(match self.node() {
@@ -218,12 +218,12 @@ impl<'a> PickleValue<'a> {
             PickleNode::Int(number) => (*number).into(),
             PickleNode::Float(number) => (*number).into(),
             PickleNode::Text(text) => {
-                *left = left.checked_sub(text.len() / TEXT_BYTES_PER_VALUE)?;
+                *budget = budget.checked_sub(text.len() / TEXT_BYTES_PER_VALUE)?;
                 text.as_str().into()
             }
             PickleNode::Global(name) => name.as_str().into(),
             PickleNode::List(items) | PickleNode::Tuple(items) => {
-                items.iter().map(|id| child(*id).json_within(left, depth)).collect::<Option<Vec<_>>>()?.into()
+                items.iter().map(|id| child(*id).json_within(budget, depth)).collect::<Option<Vec<_>>>()?.into()
             }
             PickleNode::Dict(entries) => {
                 let mut object = serde_json::Map::new();
@@ -233,8 +233,8 @@ impl<'a> PickleValue<'a> {
                         PickleNode::Int(number) => number.to_string(),
                         _ => continue,
                     };
-                    *left = left.checked_sub(key.len() / TEXT_BYTES_PER_VALUE)?;
-                    object.insert(key, child(*value).json_within(left, depth)?);
+                    *budget = budget.checked_sub(key.len() / TEXT_BYTES_PER_VALUE)?;
+                    object.insert(key, child(*value).json_within(budget, depth)?);
                 }
                 object.into()
             }

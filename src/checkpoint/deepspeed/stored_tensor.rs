@@ -84,13 +84,13 @@ impl StorageType {
 
     /// Converts a file's little-endian elements to f32. Their type must be one that weights can have.
     pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
-        fn each<const N: usize>(bytes: &[u8], out: &mut [f32], f: impl Fn([u8; N]) -> f32) {
+        fn convert<const N: usize>(bytes: &[u8], out: &mut [f32], f: impl Fn([u8; N]) -> f32) {
             out.iter_mut().zip(bytes.as_chunks::<N>().0).for_each(|(out, b)| *out = f(*b));
         }
         match self {
-            Self::F32 => each(bytes, out, f32::from_le_bytes),
-            Self::F16 => each(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
-            Self::Bf16 => each(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
+            Self::F32 => convert(bytes, out, f32::from_le_bytes),
+            Self::F16 => convert(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
+            Self::Bf16 => convert(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
             _ => unreachable!("StoredTensor::of_weights rejects other types"),
         }
     }

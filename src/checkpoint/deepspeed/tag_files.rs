@@ -170,8 +170,7 @@ pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
     match folder.is_dir() {
         true => Ok(folder),
         false => {
-            let problem =
-                format!("there is no such folder for the tag {tag:?}; tags here: {}; give one of them", tags(dir));
+            let problem = format!("there is no folder for the tag {tag:?}; tags here: {}; give one of them", tags(dir));
             Err(wrong(&folder, problem))
         }
     }

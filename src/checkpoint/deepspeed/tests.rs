@@ -27,7 +27,7 @@ use Python::{Call, Dict, Int, List, Name, Tuple};
 
 impl Python {
     fn pickle(&self, out: &mut Vec<u8>) {
-        let all = |items: &[Self], out: &mut Vec<u8>| {
+        let pickle_items = |items: &[Self], out: &mut Vec<u8>| {
             out.push(b'(');
             items.iter().for_each(|item| item.pickle(out));
         };
@@ -43,17 +43,17 @@ impl Python {
             Name(module, name) => out.extend(format!("c{module}\n{name}\n").as_bytes()),
             List(items) => {
                 out.push(b']');
-                all(items, out);
+                pickle_items(items, out);
                 out.push(b'e');
             }
             Tuple(items) => {
-                all(items, out);
+                pickle_items(items, out);
                 out.push(b't');
             }
             Dict(entries) => {
                 let items: Vec<_> = entries.iter().flat_map(|(k, v)| [k.clone(), v.clone()]).collect();
                 out.push(b'}');
-                all(&items, out);
+                pickle_items(&items, out);
                 out.push(b'u');
             }
             Call(function, arguments) => {
@@ -61,8 +61,8 @@ impl Python {
                 Tuple(arguments.clone()).pickle(out);
                 out.push(b'R');
             }
-            Self::Storage(about) => {
-                Tuple(about.clone()).pickle(out);
+            Self::Storage(description) => {
+                Tuple(description.clone()).pickle(out);
                 out.push(b'Q');
             }
         }
@@ -83,11 +83,11 @@ fn dict<const N: usize>(entries: [(&str, Python); N]) -> Python {
 
 /// A file in the format of `torch.save`.
 #[derive(Default)]
-struct Saved {
+struct SavedFile {
     storages: Vec<Vec<u8>>,
 }
 
-impl Saved {
+impl SavedFile {
     fn tensor(&mut self, values: Vec<f32>) -> Python {
         let shape = [values.len()];
         self.tensor_of("FloatStorage", values.into_iter().flat_map(f32::to_le_bytes).collect(), &shape)
@@ -97,12 +97,12 @@ impl Saved {
     fn tensor_of(&mut self, storage: &'static str, bytes: Vec<u8>, shape: &[usize]) -> Python {
         let (length, key) = (int(shape.iter().product()), self.storages.len().to_string());
         self.storages.push(bytes);
-        let about = vec![text("storage"), Name("torch", storage), text(&key), text("cpu"), length];
+        let description = vec![text("storage"), Name("torch", storage), text(&key), text("cpu"), length];
         let ordered = Call(Name("collections", "OrderedDict").into(), vec![]);
         let stride = |axis: usize| int(shape[axis + 1..].iter().product());
         let strides = Tuple((0..shape.len()).map(stride).collect());
         let shape = Tuple(shape.iter().map(|size| int(*size)).collect());
-        let arguments = vec![Python::Storage(about), Int(0), shape, strides, Python::False, ordered];
+        let arguments = vec![Python::Storage(description), Int(0), shape, strides, Python::False, ordered];
         Call(Name("torch._utils", "_rebuild_tensor_v2").into(), arguments)
     }
 
@@ -158,11 +158,11 @@ impl Case {
             return parameters.flat_map(piece).collect();
         }
         let mut flat: Vec<f32> = parameters.flatten().collect();
-        let part = flat.len().next_multiple_of(2 * self.world_size) / self.world_size;
+        let part_len = flat.len().next_multiple_of(2 * self.world_size) / self.world_size;
         if state != DeepSpeedStateKind::Master && !self.is_elastic {
-            flat.resize(part * self.world_size, f32::NAN);
+            flat.resize(part_len * self.world_size, f32::NAN);
         }
-        flat.into_iter().skip(rank * part).take(part).collect()
+        flat.into_iter().skip(rank * part_len).take(part_len).collect()
     }
 
     fn model(&self) -> Vec<(Python, Python)> {
@@ -179,7 +179,7 @@ impl Case {
         entries
     }
 
-    fn optim(&self, rank: usize, file: &mut Saved) -> Python {
+    fn optim(&self, rank: usize, file: &mut SavedFile) -> Python {
         let groups = 0..self.groups.len();
         let masters =
             List(groups.clone().map(|g| file.tensor(self.flat(DeepSpeedStateKind::Master, g, rank))).collect());
@@ -223,15 +223,15 @@ impl Case {
     /// Writes the checkpoint with a changed model file that may contain tensors, and opens it.
     fn open_saved_with(
         &self,
-        change: impl FnOnce(&mut Vec<(Python, Python)>, &mut Saved),
+        change: impl FnOnce(&mut Vec<(Python, Python)>, &mut SavedFile),
     ) -> (tempfile::TempDir, Result<DeepSpeedCheckpoint>) {
         let folder = tempfile::tempdir().unwrap();
         for rank in 0..self.world_size {
-            let mut file = Saved::default();
+            let mut file = SavedFile::default();
             let value = self.optim(rank, &mut file);
             file.write(&folder.path().join(format!("zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")), &value);
         }
-        let (mut model, mut file) = (self.model(), Saved::default());
+        let (mut model, mut file) = (self.model(), SavedFile::default());
         change(&mut model, &mut file);
         let start = if self.stage == 3 { "zero_pp_rank_0_" } else { "" };
         file.write(&folder.path().join(format!("{start}mp_rank_00_model_states.pt")), &Dict(model));
@@ -323,7 +323,7 @@ fn before_the_first_step_there_are_masters_alone() {
     let (folder, checkpoint) = case.open_with(|_| {});
     drop(checkpoint);
     for rank in 0..2 {
-        let mut file = Saved::default();
+        let mut file = SavedFile::default();
         let masters = List(vec![file.tensor(case.flat(DeepSpeedStateKind::Master, 0, rank))]);
         let optimizer = dict([
             ("zero_stage", Int(2)),
@@ -415,7 +415,7 @@ fn buffers_of_every_type_are_read_and_imported_and_parameters_in_module_are_not(
 
 #[test]
 fn a_buffer_that_cannot_be_read_is_told_by_name_and_the_others_are_imported() {
-    let complex = Saved::default().tensor_of("ComplexFloatStorage", vec![], &[0]);
+    let complex = SavedFile::default().tensor_of("ComplexFloatStorage", vec![], &[0]);
     let (folder, checkpoint) = with_buffers(2, &[("freqs_cis", complex), ("odd", Int(4))]);
     let checkpoint = checkpoint.unwrap();
     let [freqs, odd] = checkpoint.unread_buffers() else { panic!("{:?}", checkpoint.unread_buffers()) };
@@ -454,8 +454,8 @@ fn a_damaged_buffer_is_an_error_that_names_the_file() {
     let path = folder.path().join("mp_rank_00_model_states.pt");
     let mut bytes = std::fs::read(&path).unwrap();
     let value = (1i64 << 40).to_le_bytes();
-    let place = bytes.windows(8).position(|window| window == value).unwrap();
-    bytes[place] ^= 1;
+    let position = bytes.windows(8).position(|window| window == value).unwrap();
+    bytes[position] ^= 1;
     std::fs::write(&path, bytes).unwrap();
     let problem = DeepSpeedCheckpoint::open(folder.path(), None).unwrap().verify().unwrap_err().to_string();
     assert!(problem.contains("mp_rank_00_model_states.pt") && problem.contains("data/"), "{problem}");

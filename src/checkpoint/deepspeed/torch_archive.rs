@@ -59,7 +59,7 @@ impl TorchArchive {
             let length = entry.size();
             let is_plain = entry.compression() == CompressionMethod::Stored && !entry.encrypted();
             if !is_plain || entry.compressed_size() != length {
-                return Err(format!("{name} is compressed or encrypted, which torch.save never does"));
+                return Err(format!("{name} is compressed or encrypted, but torch.save writes neither"));
             }
             if start.checked_add(length).is_none_or(|end| end > file_length) {
                 return Err(format!("{name} of {} extends beyond the end of the file", counted(length, "byte")));
@@ -92,14 +92,14 @@ impl TorchArchive {
         }
         let entry = entry.ok_or_else(|| format!("{place}: the archive has no storage data/{storage}"))?;
         let bytes = |elements: usize| u64::try_from(elements.checked_mul(kind.size())?).ok();
-        let place_of = |element: usize| bytes(start.checked_add(element)?).filter(|end| *end <= entry.length);
-        let found = || match (place_of(range.start), place_of(range.end)) {
+        let byte_position = |element: usize| bytes(start.checked_add(element)?).filter(|end| *end <= entry.length);
+        let span = || match (byte_position(range.start), byte_position(range.end)) {
             (Some(first), Some(end)) if range.end <= *length => {
                 Some(StorageSpan { start: entry.start.checked_add(first)?, length: end.checked_sub(first)? })
             }
             _ => None,
         };
-        found().ok_or_else(|| {
+        span().ok_or_else(|| {
             format!(
                 "{place}: elements {} to {} of a tensor of {} that starts at element {start} are not in \
                  data/{storage}, which has {}",

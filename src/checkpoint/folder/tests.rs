@@ -27,12 +27,12 @@ fn without_locks_only_what_a_dead_process_of_this_system_left_is_removed() {
         owner.iter().for_each(|owner| std::fs::write(saving(dir, tag).join(OWNER_FILE), owner.to_text()).unwrap());
     };
     put("living", None);
-    mark(&saving(dir, "living"), Err(Errno::NOLCK)).unwrap();
-    put("dead", Some(OwnerProcess { pid: this.pid, started: "1".into(), system: this.system.clone() }));
+    record_owner(&saving(dir, "living"), Err(Errno::NOLCK)).unwrap();
+    put("dead", Some(OwnerProcess { pid: this.pid, start_time: "1".into(), system: this.system.clone() }));
     put("unknown", None);
-    put("elsewhere", Some(OwnerProcess { pid: this.pid, started: "1".into(), system: "other/pid:[1]".into() }));
+    put("elsewhere", Some(OwnerProcess { pid: this.pid, start_time: "1".into(), system: "other/pid:[1]".into() }));
     std::fs::write(dir.join(format!("{VISIBILITY_PREFIX}x")), "").unwrap();
-    let left = || {
+    let remaining = || {
         let mut names: Vec<String> = std::fs::read_dir(dir)
             .unwrap()
             .map(|entry| {
@@ -43,13 +43,13 @@ fn without_locks_only_what_a_dead_process_of_this_system_left_is_removed() {
         names
     };
     clear_by(dir, without_locks).unwrap();
-    assert_eq!(left(), ["elsewhere", "living", "unknown", "x"]);
+    assert_eq!(remaining(), ["elsewhere", "living", "unknown", "x"]);
     // A complete checkpoint contains no trace of its writer.
-    name(dir, "living", None).unwrap();
+    give_final_name(dir, "living", None).unwrap();
     assert_eq!(std::fs::read_dir(dir.join("living")).unwrap().count(), 0);
     // With locks, anything that is not locked counts as abandoned.
     clear(dir).unwrap();
-    assert_eq!(left(), ["living"]);
+    assert_eq!(remaining(), ["living"]);
 }
 
 #[test]
@@ -95,15 +95,15 @@ fn what_a_job_that_died_while_it_replaced_a_checkpoint_left_loads_and_is_put_rig
 fn the_first_checkpoint_of_a_run_that_died_before_it_was_the_latest_is_found() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    let left = |tag: &str| new_latest(dir, tag).unwrap().keep().map(drop).unwrap();
-    left("T");
+    let leave_unpublished = |tag: &str| new_latest(dir, tag).unwrap().keep().map(drop).unwrap();
+    leave_unpublished("T");
     assert_eq!(latest(dir).unwrap(), None);
     put(dir, &dir.join("T"), "T", 1);
     assert_eq!(latest(dir).unwrap().as_deref(), Some("T"));
     // `latest` also appears when another run begins to save and dies.
     drop(begin(dir, "other").unwrap());
     assert_eq!(std::fs::read_to_string(dir.join(LATEST)).unwrap(), "T");
-    left("T");
+    leave_unpublished("T");
     std::fs::write(dir.join(LATEST), "elsewhere").unwrap();
     drop(begin(dir, "other").unwrap());
     assert_eq!(latest(dir).unwrap().as_deref(), Some("elsewhere"));

@@ -87,25 +87,25 @@ impl ObjectBucket {
     /// Fails with [`CheckpointError::Store`] for an invalid address, wrong settings, or a folder that cannot be
     /// created.
     pub fn open(url: &str) -> Result<Self> {
-        let form = || {
+        let invalid_address = || {
             wrong(url, "it is not the address of an object store; give s3://BUCKET/PREFIX, or file:///FOLDER".into())
         };
         let settings = |e: StoreError| wrong(url, format!("{e}; correct the environment variables AWS_..."));
         if let Some(folder) = url.strip_prefix("file://") {
             if !folder.starts_with('/') {
-                return Err(form());
+                return Err(invalid_address());
             }
             std::fs::create_dir_all(folder)
                 .map_err(|e| wrong(url, format!("{e}; give a folder that can be created")))?;
             let store = LocalFileSystem::new_with_prefix(folder).map_err(settings)?;
             return Ok(Self::new(Arc::new(store.with_fsync(true)), Key::default(), url));
         }
-        let rest = url.strip_prefix("s3://").ok_or_else(form)?;
+        let rest = url.strip_prefix("s3://").ok_or_else(invalid_address)?;
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         if bucket.is_empty() {
-            return Err(form());
+            return Err(invalid_address());
         }
-        let prefix = Key::parse(prefix).map_err(|_| form())?;
+        let prefix = Key::parse(prefix).map_err(|_| invalid_address())?;
         // rustls requires a process-wide default provider; another part of the program may already have installed one.
         _ = rustls::crypto::ring::default_provider().install_default();
         let endpoint = ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"].into_iter().find_map(|name| std::env::var(name).ok());
@@ -134,7 +134,7 @@ impl ObjectBucket {
         wrong(&self.url, format!("{action} {key}: {why}"))
     }
 
-    fn refused(&self, action: &str, names: &[&str], why: &StoreError) -> Error {
+    fn request_error(&self, action: &str, names: &[&str], why: &StoreError) -> Error {
         let fix = match why {
             StoreError::NotFound { .. } => "check that the bucket exists, or correct the address",
             StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. } => {
@@ -148,43 +148,43 @@ impl ObjectBucket {
     /// Writes a small object.
     pub async fn put(&self, names: &[&str], bytes: Vec<u8>) -> Result<()> {
         let put = self.store.put(&self.key(names), bytes.into()).await;
-        put.map(drop).map_err(|e| self.refused("cannot write", names, &e))
+        put.map(drop).map_err(|e| self.request_error("cannot write", names, &e))
     }
 
-    /// Writes the file at `path`, which has `bytes` bytes. Returns an error if `stop` is set before all bytes are sent. The
-    /// object appears only once it is complete. `tell` is called with the number of bytes sent so far.
+    /// Writes the file at `path`, which has `bytes` bytes. The object appears only once it is complete. Returns an
+    /// error if `stop` is set before all bytes are sent. `on_progress` is called with the number of bytes sent so far.
     pub async fn put_file(
         &self,
         names: &[&str],
         (path, bytes): (&Path, u64),
         stop: &AtomicBool,
-        mut tell: impl FnMut(u64),
+        mut on_progress: impl FnMut(u64),
     ) -> Result<()> {
         let part = MIN_PART_BYTES.max(bytes.div_ceil(MAX_PARTS));
         let upload = self.store.put_multipart(&self.key(names)).await;
-        let upload = upload.map_err(|e| self.refused("cannot write", names, &e))?;
+        let upload = upload.map_err(|e| self.request_error("cannot write", names, &e))?;
         let mut upload = WriteMultipart::new_with_chunk_size(upload, part as usize);
         let read = |e: std::io::Error| self.failed("cannot send", names, &format!("{}: {e}", path.display()));
         let parts = async {
             let mut file = File::open(path).map_err(read)?;
             let mut buffer = vec![0; part.min(bytes) as usize];
-            let mut done = 0;
-            while done < bytes {
+            let mut sent = 0;
+            while sent < bytes {
                 if stop.load(Ordering::Relaxed) {
                     return Err(self.failed("stopped writing", names, &"another rank failed"));
                 }
-                let now = &mut buffer[..(bytes - done).min(part) as usize];
-                file.read_exact(now).map_err(read)?;
+                let chunk = &mut buffer[..(bytes - sent).min(part) as usize];
+                file.read_exact(chunk).map_err(read)?;
                 let ready = upload.wait_for_capacity(PARTS_IN_FLIGHT).await;
-                ready.map_err(|e| self.refused("cannot write", names, &e))?;
-                upload.write(now);
-                done += now.len() as u64;
-                tell(done);
+                ready.map_err(|e| self.request_error("cannot write", names, &e))?;
+                upload.write(chunk);
+                sent += chunk.len() as u64;
+                on_progress(sent);
             }
             Ok(())
         };
         match parts.await {
-            Ok(()) => upload.finish().await.map(drop).map_err(|e| self.refused("cannot write", names, &e)),
+            Ok(()) => upload.finish().await.map(drop).map_err(|e| self.request_error("cannot write", names, &e)),
             Err(error) => {
                 // Parts that were sent do not form an object.
                 _ = upload.abort().await;
@@ -193,32 +193,38 @@ impl ObjectBucket {
         }
     }
 
-    /// Returns an object of at most `most` bytes; `None` if it does not exist.
-    pub async fn get(&self, names: &[&str], most: u64) -> Result<Option<Vec<u8>>> {
-        let refused = |e: StoreError| self.refused("cannot read", names, &e);
-        let found = match self.store.get(&self.key(names)).await {
+    /// Returns an object of at most `limit` bytes; `None` if it does not exist.
+    pub async fn get(&self, names: &[&str], limit: u64) -> Result<Option<Vec<u8>>> {
+        let request_error = |e: StoreError| self.request_error("cannot read", names, &e);
+        let response = match self.store.get(&self.key(names)).await {
             Err(StoreError::NotFound { .. }) => return Ok(None),
-            found => found.map_err(refused)?,
+            response => response.map_err(request_error)?,
         };
-        let bytes = found.meta.size;
-        if bytes > most {
-            return Err(self.failed("cannot read", names, &format!("it has {bytes} bytes, but only {most} are read")));
+        let bytes = response.meta.size;
+        if bytes > limit {
+            return Err(self.failed("cannot read", names, &format!("it has {bytes} bytes, but only {limit} are read")));
         }
-        Ok(Some(found.bytes().await.map_err(refused)?.to_vec()))
+        Ok(Some(response.bytes().await.map_err(request_error)?.to_vec()))
     }
 
-    /// Reads an object of `bytes` bytes into `file`. `tell` is called with the number of bytes read so far.
-    pub async fn get_file(&self, names: &[&str], file: &File, bytes: u64, mut tell: impl FnMut(u64)) -> Result<()> {
+    /// Reads an object of `bytes` bytes into `file`. `on_progress` is called with the number of bytes read so far.
+    pub async fn get_file(
+        &self,
+        names: &[&str],
+        file: &File,
+        bytes: u64,
+        mut on_progress: impl FnMut(u64),
+    ) -> Result<()> {
         let mut at = 0;
         while at < bytes {
             let part = self.store.get_range(&self.key(names), at..bytes.min(at + 2 * MIN_PART_BYTES)).await;
-            let part = part.map_err(|e| self.refused("cannot read", names, &e))?;
+            let part = part.map_err(|e| self.request_error("cannot read", names, &e))?;
             if part.is_empty() {
                 return Err(self.failed("cannot read", names, &format!("it ends after {at} of {bytes} bytes")));
             }
             file.write_all_at(&part, at).map_err(|e| self.failed("cannot save", names, &e))?;
             at += part.len() as u64;
-            tell(at);
+            on_progress(at);
         }
         Ok(())
     }
@@ -226,14 +232,14 @@ impl ObjectBucket {
     /// Returns the tags under the address, complete or not.
     pub async fn tags(&self) -> Result<Vec<String>> {
         let list = self.store.list_with_delimiter(Some(&self.prefix)).await;
-        let list = list.map_err(|e| self.refused("cannot list", &[], &e))?;
+        let list = list.map_err(|e| self.request_error("cannot list", &[], &e))?;
         Ok(list.common_prefixes.iter().filter_map(|key| key.filename().map(str::to_owned)).collect())
     }
 
     /// Returns the names and lengths of a tag's objects.
     pub async fn sizes(&self, tag: &str) -> Result<BTreeMap<String, u64>> {
         let list = self.store.list_with_delimiter(Some(&self.key(&[tag]))).await;
-        let list = list.map_err(|e| self.refused("cannot list", &[tag], &e))?;
+        let list = list.map_err(|e| self.request_error("cannot list", &[tag], &e))?;
         let entry = |object: &object_store::ObjectMeta| Some((object.location.filename()?.to_owned(), object.size));
         Ok(list.objects.iter().filter_map(entry).collect())
     }
@@ -246,7 +252,7 @@ impl ObjectBucket {
         parsed.map(Some).map_err(|problem| self.failed("cannot use", &names, &problem))
     }
 
-    /// Removes an object, and ignores errors.
+    /// Removes an object and ignores errors.
     pub async fn remove(&self, names: &[&str]) {
         _ = self.store.delete(&self.key(names)).await;
     }

@@ -75,7 +75,7 @@ fn folder_of(url: &str) -> PathBuf {
 pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<Option<String>> {
     if let Some(tag) = tag {
         check_tag(Path::new(bucket.url()), tag)?;
-        return match missing(bucket, tag).await? {
+        return match steps_if_complete(bucket, tag).await? {
             Ok(_) => Ok(Some(tag.to_owned())),
             Err(problem) => Err(wrong(bucket.url(), format!("{tag} is incomplete: {problem}; give another tag"))),
         };
@@ -84,20 +84,20 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
         bucket.get(&[LATEST], MAX_LATEST_BYTES).await?.map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned());
     let mut notes = Vec::new();
     if let Some(latest) = latest.as_deref().filter(|tag| check_tag(Path::new(bucket.url()), tag).is_ok()) {
-        match missing(bucket, latest).await? {
+        match steps_if_complete(bucket, latest).await? {
             Ok(_) => return Ok(Some(latest.to_owned())),
             Err(problem) => notes.push(format!("{latest}: {problem}")),
         }
     }
-    let mut whole = Vec::new();
+    let mut complete = Vec::new();
     for tag in bucket.tags().await?.into_iter().filter(|tag| Some(tag) != latest.as_ref()) {
-        match missing(bucket, &tag).await? {
-            Ok(steps) => whole.push((Reverse(steps), tag)),
+        match steps_if_complete(bucket, &tag).await? {
+            Ok(steps) => complete.push((Reverse(steps), tag)),
             Err(problem) => notes.push(format!("{tag}: {problem}")),
         }
     }
-    whole.sort();
-    match whole.into_iter().next() {
+    complete.sort();
+    match complete.into_iter().next() {
         None if notes.is_empty() => Ok(None),
         None => Err(wrong(
             bucket.url(),
@@ -120,22 +120,22 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
 }
 
 /// Returns the number of steps of a checkpoint or, as the inner error, the reason why the checkpoint is incomplete.
-async fn missing(bucket: &ObjectBucket, tag: &str) -> Result<std::result::Result<u64, String>> {
+async fn steps_if_complete(bucket: &ObjectBucket, tag: &str) -> Result<std::result::Result<u64, String>> {
     let manifest = match bucket.manifest(tag).await {
         Ok(Some(manifest)) => manifest,
         Ok(None) => return Ok(Err(format!("it has no {MANIFEST}"))),
         Err(Error::Checkpoint(CheckpointError::Store { problem, .. })) => return Ok(Err(problem)),
         Err(other) => return Err(other),
     };
-    let there = bucket.sizes(tag).await?;
-    let is_missing = |(object, bytes): &(String, u64)| there.get(object) != Some(bytes);
+    let sizes = bucket.sizes(tag).await?;
+    let is_missing = |(object, bytes): &(String, u64)| sizes.get(object) != Some(bytes);
     let missing: Vec<String> = objects(&manifest).filter(is_missing).map(|(object, _)| object).collect();
     Ok(if missing.is_empty() { Ok(manifest.global_steps) } else { Err(format!("it lacks {}", list(&missing))) })
 }
 
 /// Downloads the files of `tag` into `dir`, from which other checkpoints are removed, and checks every byte. Until the
 /// result is dropped, no other job writes there.
-pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: bool) -> Result<FolderLock> {
+pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, reports_progress: bool) -> Result<FolderLock> {
     let manifest = bucket.manifest(tag).await?;
     let manifest = manifest.ok_or_else(|| bucket.failed("cannot read", &[tag, MANIFEST], &"it no longer exists"))?;
     let folder = dir.join(tag);
@@ -157,29 +157,29 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
     }
     std::fs::create_dir_all(&folder).map_err(io("create"))?;
     let total: u64 = objects(&manifest).map(|(_, bytes)| bytes).sum();
-    let (mut said, mut before) = (Instant::now(), 0);
-    if speaks {
+    let (mut last_report, mut finished_bytes) = (Instant::now(), 0);
+    if reports_progress {
         emit(&format!("checkpoint {tag}: downloading {total} bytes from {} to {}", bucket.url(), dir.display()));
     }
     let ranks = manifest.files.iter().map(|file| (&file.name, rank_object(file), file.bytes));
     let buffers = manifest.buffers.iter().map(|file| (&file.name, buffers_object(file), file.bytes));
     for (number, (name, object, bytes)) in ranks.chain(buffers).enumerate() {
-        if is_right(&folder, &manifest, number).is_err() {
+        if check_file(&folder, &manifest, number).is_err() {
             let file = new_beside(&folder, FETCHED_PREFIX).map_err(io("write"))?;
-            let tell = |done: u64| {
-                if speaks && said.elapsed() >= REPORT_INTERVAL {
-                    said = Instant::now();
-                    emit(&format!("checkpoint {tag}: {} of {total} bytes downloaded", before + done));
+            let on_progress = |done: u64| {
+                if reports_progress && last_report.elapsed() >= REPORT_INTERVAL {
+                    last_report = Instant::now();
+                    emit(&format!("checkpoint {tag}: {} of {total} bytes downloaded", finished_bytes + done));
                 }
             };
-            bucket.get_file(&[tag, &object], file.as_file(), bytes, tell).await?;
+            bucket.get_file(&[tag, &object], file.as_file(), bytes, on_progress).await?;
             file.persist(folder.join(name)).map_err(|e| io("write")(e.error))?;
-            if let Err(error) = is_right(&folder, &manifest, number) {
+            if let Err(error) = check_file(&folder, &manifest, number) {
                 let problem = format!("it is damaged there: {error}");
                 return Err(bucket.failed("cannot use", &[tag, &object], &problem));
             }
         }
-        before += bytes;
+        finished_bytes += bytes;
     }
     write_whole(&folder.join(MANIFEST), FETCHED_PREFIX, manifest.to_text().as_bytes())
         .map(|_| lock)
@@ -188,7 +188,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
 
 /// Checks all checksums of a file in the folder. `number` is the index of a rank's file; for the file of buffers, it is
 /// the number of ranks' files.
-fn is_right(folder: &Path, manifest: &Manifest, number: usize) -> Result<()> {
+fn check_file(folder: &Path, manifest: &Manifest, number: usize) -> Result<()> {
     match (&manifest.buffers, number < manifest.files.len()) {
         (Some(entry), false) => buffers::read(folder, entry).map(drop),
         _ => {

@@ -39,23 +39,23 @@ impl Store {
 
     /// Sends the checkpoint in `folder` from both of its ranks.
     fn send(&self, folder: &Path) {
-        self.sent(folder).into_iter().for_each(|rank| rank.unwrap());
+        self.send_results(folder).into_iter().for_each(|rank| rank.unwrap());
     }
 
     /// Sends the checkpoint from both ranks and returns the result of each.
-    fn sent(&self, folder: &Path) -> Vec<std::result::Result<(), String>> {
-        let sent = threads::run(2, |comm| {
+    fn send_results(&self, folder: &Path) -> Vec<std::result::Result<(), String>> {
+        let results = threads::run(2, |comm| {
             let ended = self.start(folder, comm.rank()).wait(&*comm);
             Ok(ended.map_err(|failure| match failure {
                 JointOperationFailure::InStep(error) | JointOperationFailure::OutOfStep(error) => error.to_string(),
             }))
         });
-        sent.unwrap().into_iter().map(|rank| rank.unwrap()).collect()
+        results.unwrap().into_iter().map(|rank| rank.unwrap()).collect()
     }
 
     fn start(&self, folder: &Path, rank: usize) -> CheckpointUpload {
-        let sending = UploadRequest { url: URL.into(), folder: folder.to_owned(), rank, piece: rank, is_latest: true };
-        CheckpointUpload::to(self.bucket(), sending).unwrap()
+        let request = UploadRequest { url: URL.into(), folder: folder.to_owned(), rank, piece: rank, is_latest: true };
+        CheckpointUpload::to(self.bucket(), request).unwrap()
     }
 
     fn choose(&self, tag: Option<&str>) -> Result<Option<String>> {
@@ -119,7 +119,7 @@ fn is_same(folder: &Path, other: &Path) -> bool {
 
 #[test]
 fn a_checkpoint_comes_back_as_it_was_sent() {
-    let (dir, back, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), Store::new());
+    let (dir, target, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), Store::new());
     assert_eq!(store.choose(None).unwrap(), None);
     let (one, two) = (save(dir.path(), "one", 1), save(dir.path(), "two", 2));
     store.send(&two);
@@ -127,34 +127,34 @@ fn a_checkpoint_comes_back_as_it_was_sent() {
     // `latest` names the checkpoint that was sent last.
     store.send(&one);
     assert_eq!(store.choose(None).unwrap().as_deref(), Some("one"));
-    store.bring("two", back.path()).unwrap();
-    assert!(is_same(&two, &back.path().join("two")));
+    store.bring("two", target.path()).unwrap();
+    assert!(is_same(&two, &target.path().join("two")));
     // One checkpoint is kept at a time, and damaged files are downloaded again.
-    store.bring("one", back.path()).unwrap();
-    assert!(!back.path().join("two").exists());
-    let file = back.path().join("one/rank_00001_of_00002.safetensors");
+    store.bring("one", target.path()).unwrap();
+    assert!(!target.path().join("two").exists());
+    let file = target.path().join("one/rank_00001_of_00002.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     std::fs::write(&file, bytes).unwrap();
-    store.bring("one", back.path()).unwrap();
-    assert!(is_same(&one, &back.path().join("one")));
+    store.bring("one", target.path()).unwrap();
+    assert!(is_same(&one, &target.path().join("one")));
     // Another checkpoint of the same name replaces the first one completely.
     let other = save(&dir.path().join("other"), "one", 3);
     store.send(&other);
-    store.bring("one", back.path()).unwrap();
-    assert!(is_same(&other, &back.path().join("one")));
+    store.bring("one", target.path()).unwrap();
+    assert!(is_same(&other, &target.path().join("one")));
     assert_eq!(store.objects("one").len(), 3);
 }
 
 #[test]
 fn no_other_job_fetches_into_a_folder_until_what_came_is_loaded() {
-    let (dir, back, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), Store::new());
+    let (dir, target, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), Store::new());
     store.send(&save(dir.path(), "one", 1));
     let is_free =
-        || matches!(FolderLock::ask(back.path(), std::time::Duration::ZERO).unwrap(), FolderLockOutcome::Held(_));
-    let came = store.bring("one", back.path()).unwrap();
+        || matches!(FolderLock::ask(target.path(), std::time::Duration::ZERO).unwrap(), FolderLockOutcome::Held(_));
+    let lock = store.bring("one", target.path()).unwrap();
     assert!(!is_free());
-    drop(came);
+    drop(lock);
     assert!(is_free());
 }
 
@@ -176,8 +176,8 @@ fn a_copy_that_was_cut_in_the_middle_is_not_taken_for_a_checkpoint() {
     let (stop, file) = (AtomicBool::new(false), two.join("rank_00001_of_00002.safetensors"));
     let bytes = file.metadata().unwrap().len();
     let send = async || {
-        let tell = |_| stop.store(true, Ordering::Relaxed);
-        store.bucket().put_file(&["two", "half"], (&file, bytes), &stop, tell).await
+        let on_progress = |_| stop.store(true, Ordering::Relaxed);
+        store.bucket().put_file(&["two", "half"], (&file, bytes), &stop, on_progress).await
     };
     let problem = run(URL, send).unwrap_err().to_string();
     insta::assert_snapshot!(problem, @"the object store s3://bucket/runs/one cannot be used: stopped writing runs/one/two/half: another rank failed");
@@ -185,17 +185,17 @@ fn a_copy_that_was_cut_in_the_middle_is_not_taken_for_a_checkpoint() {
     // The next upload continues with the existing objects.
     store.send(&two);
     assert_eq!(store.choose(None).unwrap().as_deref(), Some("two"));
-    // A checkpoint that `latest` names but that has lost a file is passed over.
+    // A checkpoint that `latest` names but that has lost a file is skipped.
     let manifest = Manifest::read(&two.join(MANIFEST)).unwrap();
-    let (lost, _) = objects(&manifest).last().unwrap();
+    let (lost_object, _) = objects(&manifest).last().unwrap();
     let remove = async || {
-        store.bucket().remove(&["two", &lost]).await;
+        store.bucket().remove(&["two", &lost_object]).await;
         Ok(())
     };
     run(URL, remove).unwrap();
     assert_eq!(store.choose(None).unwrap().as_deref(), Some("one"));
     let problem = store.choose(Some("two")).unwrap_err().to_string();
-    assert!(problem.contains(&format!("it lacks {lost}")), "{problem}");
+    assert!(problem.contains(&format!("it lacks {lost_object}")), "{problem}");
     store.put(&["one", MANIFEST], b"{}");
     let problem = store.choose(None).unwrap_err().to_string();
     assert!(problem.contains("no checkpoint in it is complete (two: it lacks "), "{problem}");
@@ -204,7 +204,7 @@ fn a_copy_that_was_cut_in_the_middle_is_not_taken_for_a_checkpoint() {
 
 #[test]
 fn an_object_that_is_damaged_is_named() {
-    let (dir, back, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), Store::new());
+    let (dir, target, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), Store::new());
     let one = save(dir.path(), "one", 1);
     store.send(&one);
     let manifest = Manifest::read(&one.join(MANIFEST)).unwrap();
@@ -213,9 +213,9 @@ fn an_object_that_is_damaged_is_named() {
     let at = bytes.len() - 9;
     bytes[at] ^= 1;
     store.put(&["one", &object], &bytes);
-    let problem = store.bring("one", back.path()).unwrap_err().to_string();
+    let problem = store.bring("one", target.path()).unwrap_err().to_string();
     assert!(problem.contains(&format!("cannot use runs/one/one/{object}: it is damaged there: ")), "{problem}");
-    assert!(!back.path().join("one").join(MANIFEST).exists());
+    assert!(!target.path().join("one").join(MANIFEST).exists());
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn a_file_that_cannot_be_sent_is_an_error_on_all_ranks() {
     let (dir, store) = (tempfile::tempdir().unwrap(), Store::new());
     let one = save(dir.path(), "one", 1);
     std::fs::remove_file(one.join("rank_00001_of_00002.safetensors")).unwrap();
-    let ended: Vec<String> = store.sent(&one).into_iter().map(|rank| rank.unwrap_err()).collect();
+    let ended: Vec<String> = store.send_results(&one).into_iter().map(|rank| rank.unwrap_err()).collect();
     assert!(ended[0].contains("rank 1 failed"), "{ended:?}");
     assert!(ended[1].contains("cannot send") && ended[1].contains("rank_00001_of_00002"), "{ended:?}");
     assert_eq!(store.choose(None).unwrap_err().to_string().matches("it has no manifest.json").count(), 1);

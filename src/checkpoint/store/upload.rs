@@ -32,7 +32,7 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 pub(crate) struct CheckpointUpload {
     url: String,
     /// The channel that receives the result of sending this rank's files.
-    sent: Receiver<Result<()>>,
+    send_result: Receiver<Result<()>>,
     /// The thread, which returns the result of the complete upload.
     thread: Option<JoinHandle<Result<()>>>,
     stop: Arc<AtomicBool>,
@@ -43,23 +43,23 @@ impl CheckpointUpload {
     ///
     /// # Errors
     /// Fails if the address is invalid or a thread cannot be created.
-    pub fn start(sending: UploadRequest) -> Result<Option<Self>> {
-        let (bucket, url) = (ObjectBucket::open(&sending.url)?, sending.url.clone());
-        Self::to(bucket, sending).map(Some).map_err(|e| wrong(&url, format!("cannot start a thread for it: {e}")))
+    pub fn start(request: UploadRequest) -> Result<Option<Self>> {
+        let (bucket, url) = (ObjectBucket::open(&request.url)?, request.url.clone());
+        Self::to(bucket, request).map(Some).map_err(|e| wrong(&url, format!("cannot start a thread for it: {e}")))
     }
 
-    pub(super) fn to(bucket: ObjectBucket, sending: UploadRequest) -> std::io::Result<Self> {
-        let (told, sent) = channel();
+    pub(super) fn to(bucket: ObjectBucket, request: UploadRequest) -> std::io::Result<Self> {
+        let (result_sender, send_result) = channel();
         let stop = Arc::<AtomicBool>::default();
-        let (url, stopped) = (sending.url.clone(), stop.clone());
+        let (url, stopped) = (request.url.clone(), stop.clone());
         let send = move || {
-            let url = sending.url.clone();
+            let url = request.url.clone();
             block_on(&url, async || {
-                UploadWorker { bucket, sending, stop: stopped, start: Instant::now() }.all(&told).await
+                UploadWorker { bucket, request, stop: stopped, start: Instant::now() }.run(&result_sender).await
             })
         };
         let thread = Builder::new().name("checkpoint upload".into()).spawn(send)?;
-        Ok(Self { url, sent, thread: Some(thread), stop })
+        Ok(Self { url, send_result, thread: Some(thread), stop })
     }
 
     /// Waits until all ranks' files and the manifest are uploaded. Collective.
@@ -69,8 +69,8 @@ impl CheckpointUpload {
     pub fn wait(mut self, comm: &dyn Communicator) -> Result<(), JointOperationFailure> {
         let elsewhere = || failed_elsewhere(Path::new(&self.url));
         // A thread that ends without sending a result has panicked; the join below returns the error.
-        let sent = self.sent.recv().unwrap_or(Ok(()));
-        agree(comm, sent, elsewhere())?;
+        let send_result = self.send_result.recv().unwrap_or(Ok(()));
+        agree(comm, send_result, elsewhere())?;
         let joined = self.thread.take().map_or(Ok(Ok(())), JoinHandle::join);
         let done = joined.unwrap_or_else(|_| Err(wrong(&self.url, "the thread that uploads to it panicked".into())));
         agree(comm, done, elsewhere())
@@ -86,30 +86,30 @@ impl Drop for CheckpointUpload {
 /// The data of the upload thread.
 struct UploadWorker {
     bucket: ObjectBucket,
-    sending: UploadRequest,
+    request: UploadRequest,
     stop: Arc<AtomicBool>,
     start: Instant,
 }
 
 impl UploadWorker {
-    async fn all(self, told: &Sender<Result<()>>) -> Result<()> {
-        let own = self.own().await;
+    async fn run(self, result_sender: &Sender<Result<()>>) -> Result<()> {
+        let own = self.upload_own_files().await;
         let manifest = match own {
             Ok(manifest) => manifest,
             Err(error) => {
-                _ = told.send(Err(error));
+                _ = result_sender.send(Err(error));
                 return Ok(());
             }
         };
-        _ = told.send(Ok(()));
-        if self.sending.rank == 0 { self.rest(&manifest).await } else { Ok(()) }
+        _ = result_sender.send(Ok(()));
+        if self.request.rank == 0 { self.complete(&manifest).await } else { Ok(()) }
     }
 
     /// Sends the files of this rank, except those that already exist, and returns the manifest.
-    async fn own(&self) -> Result<Manifest> {
-        let UploadRequest { folder, rank, piece, .. } = &self.sending;
+    async fn upload_own_files(&self) -> Result<Manifest> {
+        let UploadRequest { folder, rank, piece, .. } = &self.request;
         let manifest = Manifest::read(&folder.join(MANIFEST))?;
-        let there = self.bucket.sizes(&manifest.tag).await?;
+        let sizes = self.bucket.sizes(&manifest.tag).await?;
         let own = &manifest.files[*piece];
         let mut files = vec![(&own.name, rank_object(own), own.bytes)];
         if let (0, Some(buffers)) = (rank, &manifest.buffers) {
@@ -119,37 +119,37 @@ impl UploadWorker {
             let (tag, url, sum) = (&manifest.tag, self.bucket.url(), objects(&manifest).map(|o| o.1).sum::<u64>());
             emit(&format!("checkpoint {tag}: uploading {sum} bytes to {url}"));
         }
-        let mut said = Instant::now();
-        for (name, object, bytes) in files.iter().filter(|(_, object, bytes)| there.get(object) != Some(bytes)) {
-            let tell = |done: u64| {
-                if *rank == 0 && said.elapsed() >= REPORT_INTERVAL {
-                    said = Instant::now();
+        let mut last_report = Instant::now();
+        for (name, object, bytes) in files.iter().filter(|(_, object, bytes)| sizes.get(object) != Some(bytes)) {
+            let progress = |done: u64| {
+                if *rank == 0 && last_report.elapsed() >= REPORT_INTERVAL {
+                    last_report = Instant::now();
                     emit(&format!("checkpoint {}: {done} of {bytes} bytes of {name} uploaded", manifest.tag));
                 }
             };
-            self.bucket.put_file(&[&manifest.tag, object], (&folder.join(name), *bytes), &self.stop, tell).await?;
+            self.bucket.put_file(&[&manifest.tag, object], (&folder.join(name), *bytes), &self.stop, progress).await?;
         }
         Ok(manifest)
     }
 
     /// Completes the checkpoint once the files of all ranks exist.
-    async fn rest(&self, manifest: &Manifest) -> Result<()> {
+    async fn complete(&self, manifest: &Manifest) -> Result<()> {
         let tag = manifest.tag.as_str();
-        let mut there = self.bucket.sizes(tag).await?;
-        while objects(manifest).any(|(object, bytes)| there.get(&object) != Some(&bytes)) {
+        let mut sizes = self.bucket.sizes(tag).await?;
+        while objects(manifest).any(|(object, bytes)| sizes.get(&object) != Some(&bytes)) {
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(());
             }
             tokio::time::sleep(POLL_INTERVAL).await;
-            there = self.bucket.sizes(tag).await?;
+            sizes = self.bucket.sizes(tag).await?;
         }
         self.bucket.put(&[tag, MANIFEST], manifest.to_text().into_bytes()).await?;
-        if self.sending.is_latest {
+        if self.request.is_latest {
             self.bucket.put(&[LATEST], tag.as_bytes().to_vec()).await?;
         }
         // The leftovers of an earlier checkpoint of this name are removed.
-        let is_of_it = |object: &String| object == MANIFEST || objects(manifest).any(|(own, _)| own == *object);
-        for object in there.keys().filter(|object| !is_of_it(object)) {
+        let is_current = |object: &String| object == MANIFEST || objects(manifest).any(|(own, _)| own == *object);
+        for object in sizes.keys().filter(|object| !is_current(object)) {
             self.bucket.remove(&[tag, object]).await;
         }
         let (url, seconds) = (self.bucket.url(), self.start.elapsed().as_secs_f64());

@@ -1,4 +1,4 @@
-//! A build without feature `s3`: giving the address of an object store is an error.
+//! A build without the `s3` feature: giving the address of an object store is an error.
 
 use super::{DownloadedCheckpoint, UploadRequest};
 use crate::comm::Communicator;
@@ -9,8 +9,8 @@ use crate::error::{CheckpointError, Result};
 pub(crate) enum CheckpointUpload {}
 
 impl CheckpointUpload {
-    pub fn start(sending: UploadRequest) -> Result<Option<Self>> {
-        check(&sending.url).map(|()| None)
+    pub fn start(request: UploadRequest) -> Result<Option<Self>> {
+        check(&request.url).map(|()| None)
     }
 
     pub fn wait(self, _: &dyn Communicator) -> Result<(), JointOperationFailure> {

@@ -16,7 +16,7 @@
 //! # Blocks in flight
 //!
 //! Partial sums are received [`MESSAGES_IN_FLIGHT`] blocks ahead, the same number may be in flight to the next host,
-//! and an owner receives a block's sums when its host has advanced by [`behind`] further blocks. Hosts thus work on
+//! and an owner receives a block's sums when its host has advanced by [`block_lag`] further blocks. Hosts thus work on
 //! different blocks at the same time, and neither they nor their network links wait for individual messages. Everything
 //! is received in memory that was allocated before the sender could have produced it. A rank holds messages of at most
 //! [`MAX_MESSAGE_BYTES`](super::inter_host::MAX_MESSAGE_BYTES): MESSAGES_IN_FLIGHT incoming messages,
@@ -39,7 +39,7 @@ use std::ops::Range;
 
 /// Returns by how many blocks the sums that a rank receives lag behind the parts that it adds: the number of blocks
 /// that can be in flight among `hosts` hosts.
-fn behind(hosts: usize) -> usize {
+fn block_lag(hosts: usize) -> usize {
     2 * MESSAGES_IN_FLIGHT * (hosts - 1)
 }
 
@@ -55,12 +55,12 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
     let hands_over =
         hosts.host_ranks().last().is_some_and(|last| last.clone().any(|rank| !handed_by(&hosts, rank).is_empty()));
     let hands_over = hands_over && role.last;
-    let (coming, sums) = (VecDeque::new(), VecDeque::new());
-    let mut chain = ChainReduce { inter_host, role, layout, input, chunk, at, coming, sums };
+    let (partials, sums) = (VecDeque::new(), VecDeque::new());
+    let mut chain = ChainReduce { inter_host, role, layout, input, chunk, at, partials, sums };
     for block in blocks.iter().take(MESSAGES_IN_FLIGHT) {
         chain.expect_partial(block)?;
     }
-    let behind = behind(hosts.host_ranks().len());
+    let block_lag = block_lag(hosts.host_ranks().len());
     for (i, block) in blocks.iter().enumerate() {
         chain.expect_sums(block)?;
         let mut partial = chain.take_partial(block)?;
@@ -68,22 +68,23 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
             chain.expect_partial(block)?;
         }
         let ChainReduce { inter_host, role, layout, input, chunk, .. } = &mut chain;
-        let here = IntraHostSum { layout: *layout, input, chunk: *chunk, owners: &role.owners, begins: role.first };
-        here.add_parts(inter_host, &mut partial, block)?;
+        let intra_host =
+            IntraHostSum { layout: *layout, input, chunk: *chunk, owners: &role.owners, begins: role.first };
+        intra_host.add_parts(inter_host, &mut partial, block)?;
         if chain.role.last {
-            let kept = chain.give_sums(&partial, block)?;
+            let sums_here = chain.give_sums(&partial, block)?;
             if hands_over {
-                chain.hand_over(&kept, block)?;
+                chain.hand_over(&sums_here, block)?;
             }
         } else {
             chain.pass_on(&partial)?;
-            if let Some(i) = i.checked_sub(behind) {
+            if let Some(i) = i.checked_sub(block_lag) {
                 chain.take_sums(&blocks[i])?;
             }
         }
     }
     // On the last host, no sums remain to be received.
-    blocks[blocks.len().saturating_sub(behind)..].iter().try_for_each(|block| chain.take_sums(block))
+    blocks[blocks.len().saturating_sub(block_lag)..].iter().try_for_each(|block| chain.take_sums(block))
 }
 
 /// One rank's work on one collective.
@@ -96,8 +97,9 @@ struct ChainReduce<'a> {
     chunk: usize,
     /// The element at which this rank's chunk of the sum is written.
     at: usize,
-    /// Incoming partial sums from the previous host, and incoming sums of this rank's chunk, oldest first.
-    coming: VecDeque<MpiTransfer>,
+    /// The incoming partial sums from the previous host, oldest first.
+    partials: VecDeque<MpiTransfer>,
+    /// The incoming sums of this rank's chunk, oldest first.
     sums: VecDeque<MpiTransfer>,
 }
 
@@ -106,7 +108,7 @@ impl ChainReduce<'_> {
     fn expect_partial(&mut self, block: &Range<usize>) -> Result<()> {
         if let Some(before) = self.role.before {
             let bytes = size_of::<f32>() * self.role.owners.len() * block.len();
-            self.coming.push_back(self.inter_host.receive(before, MessageTag::Data, bytes)?);
+            self.partials.push_back(self.inter_host.receive(before, MessageTag::Data, bytes)?);
         }
         Ok(())
     }
@@ -127,7 +129,7 @@ impl ChainReduce<'_> {
     /// the values have no meaning.
     fn take_partial(&mut self, block: &Range<usize>) -> Result<Vec<f32>> {
         let mut partial = vec![0f32; self.role.owners.len() * block.len()];
-        if let (Some(before), Some(transfer)) = (self.role.before, self.coming.pop_front()) {
+        if let (Some(before), Some(transfer)) = (self.role.before, self.partials.pop_front()) {
             let bytes = self.inter_host.finish(before, transfer)?;
             self.inter_host.count(bytes.len(), bytes.len());
             bytemuck::cast_slice_mut(&mut partial).copy_from_slice(&bytes);
@@ -147,8 +149,8 @@ impl ChainReduce<'_> {
     /// Sends, on the last host, the sums of a block to their owners on other hosts, and writes those of this rank's
     /// chunk. Returns the remaining sums, which are for other ranks of this host, as bytes, in order.
     fn give_sums(&mut self, partial: &[f32], block: &Range<usize>) -> Result<Vec<Vec<u8>>> {
-        let (dtype, here) = (self.input.dtype(), self.inter_host.hosts.local_ranks());
-        let mut kept = Vec::new();
+        let (dtype, local_ranks) = (self.input.dtype(), self.inter_host.hosts.local_ranks());
+        let mut sums_here = Vec::new();
         let mut sent = 0;
         for (owner, sum) in self.role.owners.iter().zip(partial.chunks_exact(block.len())) {
             if *owner == self.inter_host.rank() {
@@ -157,29 +159,31 @@ impl ChainReduce<'_> {
             }
             let mut rounded = Flat::zeros(dtype, sum.len());
             rounded.as_mut().copy_cast(FlatRef::F32(sum));
-            if here.contains(owner) {
-                kept.push(rounded.as_bytes().to_vec());
+            if local_ranks.contains(owner) {
+                sums_here.push(rounded.as_bytes().to_vec());
             } else {
                 self.inter_host.send(*owner, MessageTag::Data, rounded.as_bytes().to_vec())?;
                 sent += 1;
             }
         }
         self.inter_host.limit_in_flight(MESSAGES_IN_FLIGHT * sent)?;
-        Ok(kept)
+        Ok(sums_here)
     }
 
     /// Shares, on the last host, the sums of a block with their owners on this host, and takes those of this rank.
-    fn hand_over(&mut self, kept: &[Vec<u8>], block: &Range<usize>) -> Result<()> {
+    fn hand_over(&mut self, sums_here: &[Vec<u8>], block: &Range<usize>) -> Result<()> {
         let (size, rank, giver) = (self.layout.size, self.inter_host.rank(), self.role.giver);
-        let (hosts, here) = (self.inter_host.hosts.clone(), self.inter_host.hosts.local_ranks());
-        let place = handed_by(&hosts, giver).iter().position(|owner| *owner == rank);
-        for inside in pieces(block.len(), SLOT_BYTES / (here.len() * size)) {
-            let (bytes, range) = (inside.len() * size, inside.start * size..inside.end * size);
-            self.inter_host.local.piece(kept.len() * bytes, |slot| {
-                slot.chunks_exact_mut(bytes).zip(kept).for_each(|(to, sums)| to.copy_from_slice(&sums[range.clone()]));
+        let (hosts, local_ranks) = (self.inter_host.hosts.clone(), self.inter_host.hosts.local_ranks());
+        let index = handed_by(&hosts, giver).iter().position(|owner| *owner == rank);
+        for piece in pieces(block.len(), SLOT_BYTES / (local_ranks.len() * size)) {
+            let (bytes, range) = (piece.len() * size, piece.start * size..piece.end * size);
+            self.inter_host.local.piece(sums_here.len() * bytes, |slot| {
+                slot.chunks_exact_mut(bytes)
+                    .zip(sums_here)
+                    .for_each(|(to, sums)| to.copy_from_slice(&sums[range.clone()]));
             })?;
-            if let Some(place) = place {
-                let sums = self.inter_host.local.peer(giver - here.start, place * bytes, bytes);
+            if let Some(index) = index {
+                let sums = self.inter_host.local.peer(giver - local_ranks.start, index * bytes, bytes);
                 let start = (self.at + block.start) * size;
                 self.input.as_bytes_mut()[start + range.start..start + range.end].copy_from_slice(sums);
             }

@@ -11,39 +11,42 @@ use super::topology::HostTopology;
 pub(super) struct ChainRole {
     /// The owners of the chunks that this rank adds up for its lane, in order; empty if the rank serves no lane.
     pub owners: Vec<usize>,
-    /// The rank that serves the lane on the previous host; `after` is the rank that serves the lane on the next host.
+    /// The rank that serves the lane on the previous host, if there is one.
     pub before: Option<usize>,
+    /// The rank that serves the lane on the next host, if there is one.
     pub after: Option<usize>,
     /// The rank on the last host that sends this rank the sums of its chunk.
     pub giver: usize,
-    /// Whether this rank's host is the first; `last`: whether it is the last.
+    /// Whether this rank's host is the first.
     pub first: bool,
+    /// Whether this rank's host is the last.
     pub last: bool,
 }
 
 impl ChainRole {
     /// Returns the role of `rank`, which is on this host.
     pub(super) fn of(hosts: &HostTopology, rank: usize) -> Self {
-        let (each, number, lanes) = (hosts.host_ranks(), hosts.number(), hosts.lanes());
-        let (lane, last) = (rank - hosts.local_ranks().start, each.len() - 1);
-        let on =
-            |host: Option<usize>| host.filter(|_| lane < lanes).and_then(|host| Some(each.get(host)?.start + lane));
+        let (host_ranks, host_index, lanes) = (hosts.host_ranks(), hosts.number(), hosts.lanes());
+        let (lane, last) = (rank - hosts.local_ranks().start, host_ranks.len() - 1);
+        let lane_rank_on = |host: Option<usize>| {
+            host.filter(|_| lane < lanes).and_then(|host| Some(host_ranks.get(host)?.start + lane))
+        };
         Self {
             owners: (0..hosts.world_size()).filter(|owner| lane < lanes && owner % lanes == lane).collect(),
-            before: on(number.checked_sub(1)),
-            after: on(Some(number + 1)),
-            giver: each[last].start + rank % lanes,
-            first: number == 0,
-            last: number == last,
+            before: lane_rank_on(host_index.checked_sub(1)),
+            after: lane_rank_on(Some(host_index + 1)),
+            giver: host_ranks[last].start + rank % lanes,
+            first: host_index == 0,
+            last: host_index == last,
         }
     }
 
     /// Returns the ranks of other hosts with which this rank exchanges messages, in order. The relation is symmetric.
     pub(super) fn partners(&self, hosts: &HostTopology) -> Vec<usize> {
-        let here = hosts.local_ranks();
+        let local_ranks = hosts.local_ranks();
         let mut partners: Vec<usize> = self.before.into_iter().chain(self.after).collect();
         match self.last {
-            true => partners.extend(self.owners.iter().filter(|owner| !here.contains(owner))),
+            true => partners.extend(self.owners.iter().filter(|owner| !local_ranks.contains(owner))),
             false => partners.push(self.giver),
         }
         partners.sort_unstable();

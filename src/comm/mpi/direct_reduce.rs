@@ -20,53 +20,53 @@ use std::ops::Range;
 /// chunk.
 pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
     let (world, rank, dtype) = (inter_host.size(), inter_host.rank(), input.dtype());
-    let here = inter_host.hosts.local_ranks();
+    let local_ranks = inter_host.hosts.local_ranks();
     let remote: Vec<usize> = inter_host.hosts.remote().collect();
     let (chunk, size) = (input.len() / world, dtype.size_in_bytes());
-    let (local_wire, local_step) = piece_of(here.len(), wire, dtype);
+    let (local_wire, local_step) = piece_of(local_ranks.len(), wire, dtype);
     assert!(local_wire == wire, "fewer ranks leave more room");
-    let local_step = if here.len() == 1 { usize::MAX } else { local_step };
+    let local_step = if local_ranks.len() == 1 { usize::MAX } else { local_step };
     let step = message_elements(wire, size, remote.len());
     let encoded = |len: usize| wire.encoded_len(len, size);
     inter_host.announce_collective(&remote)?;
-    let mut coming = VecDeque::new();
-    let mut ahead = pieces(chunk, step);
-    for range in ahead.by_ref().take(MESSAGES_IN_FLIGHT - 1) {
-        coming.push_back(post(inter_host, &remote, wire, input, range, encoded)?);
+    let mut incoming = VecDeque::new();
+    let mut ranges_to_post = pieces(chunk, step);
+    for range in ranges_to_post.by_ref().take(MESSAGES_IN_FLIGHT - 1) {
+        incoming.push_back(post(inter_host, &remote, wire, input, range, encoded)?);
     }
     for range in pieces(chunk, step) {
-        if let Some(range) = ahead.next() {
-            coming.push_back(post(inter_host, &remote, wire, input, range, encoded)?);
+        if let Some(range) = ranges_to_post.next() {
+            incoming.push_back(post(inter_host, &remote, wire, input, range, encoded)?);
         }
-        let arriving = coming.pop_front().unwrap_or_default();
+        let transfers = incoming.pop_front().unwrap_or_default();
         let mut parts = Vec::with_capacity(remote.len());
-        for (peer, transfer) in remote.iter().zip(arriving) {
+        for (peer, transfer) in remote.iter().zip(transfers) {
             parts.push(inter_host.finish(*peer, transfer)?);
         }
         inter_host.count(remote.len() * encoded(range.len()), remote.len() * range.len() * size);
-        for inside in pieces(range.len(), local_step) {
-            let bytes = encoded(inside.len());
-            let of =
-                |owner: usize| owner * chunk + range.start + inside.start..owner * chunk + range.start + inside.end;
+        for piece in pieces(range.len(), local_step) {
+            let bytes = encoded(piece.len());
+            let range_of =
+                |owner: usize| owner * chunk + range.start + piece.start..owner * chunk + range.start + piece.end;
             give_each(&mut inter_host.local, bytes, |r, part| match wire {
-                WireFormat::Blocks(ints) => ints.encode(input.slice(of(here.start + r)), part),
-                _ => part.copy_from_slice(input.slice(of(here.start + r)).as_bytes()),
+                WireFormat::Blocks(ints) => ints.encode(input.slice(range_of(local_ranks.start + r)), part),
+                _ => part.copy_from_slice(input.slice(range_of(local_ranks.start + r)).as_bytes()),
             })?;
-            if inside.is_empty() {
+            if piece.is_empty() {
                 continue;
             }
-            let from = encoded(inside.start);
-            let (before, after) = parts.split_at(here.start);
-            let peers: Vec<&[u8]> = (before.iter().map(|part| &part[from..from + bytes]))
-                .chain(given(&inter_host.local, bytes, inside.len() * size))
-                .chain(after.iter().map(|part| &part[from..from + bytes]))
+            let from = encoded(piece.start);
+            let (lower, higher) = parts.split_at(local_ranks.start);
+            let peers: Vec<&[u8]> = (lower.iter().map(|part| &part[from..from + bytes]))
+                .chain(given(&inter_host.local, bytes, piece.len() * size))
+                .chain(higher.iter().map(|part| &part[from..from + bytes]))
                 .collect();
-            let places = (of(rank).start, at + range.start + inside.start);
+            let positions = (range_of(rank).start, at + range.start + piece.start);
             match wire {
-                WireFormat::Blocks(ints) => sum_blocks(ints, input, places, inside.len(), rank, &peers),
+                WireFormat::Blocks(ints) => sum_blocks(ints, input, positions, piece.len(), rank, &peers),
                 _ => {
                     let peers: Vec<_> = peers.into_iter().map(|part| FlatRef::of_bytes(dtype, part)).collect();
-                    sum_exact(input, places, inside.len(), rank, &peers);
+                    sum_exact(input, positions, piece.len(), rank, &peers);
                 }
             }
         }
@@ -86,7 +86,7 @@ fn post(
 ) -> Result<Vec<MpiTransfer>> {
     let chunk = input.len() / inter_host.size();
     let bytes = encoded(range.len());
-    let arriving = inter_host.receive_each(remote, MessageTag::Data, bytes)?;
+    let transfers = inter_host.receive_each(remote, MessageTag::Data, bytes)?;
     for peer in remote {
         let part = input.slice(peer * chunk + range.start..peer * chunk + range.end);
         let message = match wire {
@@ -99,7 +99,7 @@ fn post(
         };
         inter_host.send(*peer, MessageTag::Data, message)?;
     }
-    Ok(arriving)
+    Ok(transfers)
 }
 
 /// Returns the number of elements in a message to each of `peers` ranks. If the format has blocks, they are complete.

@@ -36,7 +36,7 @@ impl GroupLink {
         self.members.as_ref().map_or(rank, |members| members[rank])
     }
 
-    /// Begins to send.
+    /// Begins to send a message.
     pub(super) fn send(&self, to: usize, tag: MessageTag, bytes: Vec<u8>) -> Result<MpiTransfer, CommError> {
         self.link.send_on(self.channel, self.in_job(to), tag, bytes)
     }

@@ -41,9 +41,9 @@ pub(super) struct HostHeartbeat {
 struct WatchedHost {
     rank: usize,
     /// The host's next beat; `None` after its last one.
-    coming: Option<MpiTransfer>,
+    incoming: Option<MpiTransfer>,
     /// The last beat sent to the host, until it has been delivered.
-    going: Option<MpiTransfer>,
+    outgoing: Option<MpiTransfer>,
     silent: Duration,
 }
 
@@ -60,8 +60,8 @@ impl HostHeartbeat {
     ) -> Result<Self, CommError> {
         let mut others = Vec::new();
         for rank in hosts.remote_ranks().map(|ranks| ranks.start) {
-            let coming = Some(link.receive(rank, MessageTag::Beat, 1)?);
-            others.push(WatchedHost { rank, coming, going: None, silent: Duration::ZERO });
+            let incoming = Some(link.receive(rank, MessageTag::Beat, 1)?);
+            others.push(WatchedHost { rank, incoming, outgoing: None, silent: Duration::ZERO });
         }
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
@@ -72,11 +72,11 @@ impl HostHeartbeat {
                 // A suspended job does not listen, so the time for which it was suspended does not count as silence
                 // from the others.
                 let passed = now.duration_since(last_turn).min(HEARTBEAT_INTERVAL);
-                let beats = now >= next_beat;
-                (last_turn, next_beat) = (now, if beats { now + HEARTBEAT_INTERVAL } else { next_beat });
+                let beat_is_due = now >= next_beat;
+                (last_turn, next_beat) = (now, if beat_is_due { now + HEARTBEAT_INTERVAL } else { next_beat });
                 for other in &mut others {
                     // MPI's own errors also occur in the next collective, which reports them.
-                    let Ok(silent) = other.exchange_beats(&link, passed, beats) else { return Vec::new() };
+                    let Ok(silent) = other.exchange_beats(&link, passed, beat_is_due) else { return Vec::new() };
                     if silent > HEARTBEAT_TIMEOUT && !peer_exit_notices.has_left(other.rank) {
                         let seconds = HEARTBEAT_TIMEOUT.as_secs();
                         let why = format!("its host is gone: it sent nothing for {seconds} s");
@@ -94,56 +94,61 @@ impl HostHeartbeat {
         Ok(Self { stop, thread })
     }
 
-    /// Stops the watch when all ranks end normally. MPI requires that no message stays in flight, so this function waits
-    /// for the last beats, for at most [`FINAL_BEATS_TIMEOUT`].
+    /// Stops the watch when all ranks end normally. MPI requires that no message stays in flight, so this function
+    /// waits for the last beats, for at most [`FINAL_BEATS_TIMEOUT`].
     pub(super) fn stop(self, link: &Arc<MpiLink>) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.thread().unpark();
         // If the thread panicked, the panic has already been printed.
         let Ok(others) = self.thread.join() else { return };
-        let end = Instant::now() + FINAL_BEATS_TIMEOUT;
+        let deadline = Instant::now() + FINAL_BEATS_TIMEOUT;
         let sent: Vec<_> =
             others.iter().map(|other| link.send(other.rank, MessageTag::Beat, vec![BEAT_FINAL])).collect();
         others.into_iter().zip(sent).for_each(|(other, last)| {
             // The job has ended normally, whatever MPI reports now.
-            _ = last.and_then(|last| other.finish(link, last, end));
+            _ = last.and_then(|last| other.finish(link, last, deadline));
         });
     }
 }
 
 impl WatchedHost {
     /// Sends and receives the beats that are due, and returns how long the host has been silent.
-    fn exchange_beats(&mut self, link: &Arc<MpiLink>, passed: Duration, beats: bool) -> Result<Duration, CommError> {
+    fn exchange_beats(
+        &mut self,
+        link: &Arc<MpiLink>,
+        passed: Duration,
+        beat_is_due: bool,
+    ) -> Result<Duration, CommError> {
         let heard = self.receive_beat(link)?;
-        self.silent = if heard || self.coming.is_none() { Duration::ZERO } else { self.silent + passed };
-        if let Some(going) = &mut self.going
-            && going.is_done()?
+        self.silent = if heard || self.incoming.is_none() { Duration::ZERO } else { self.silent + passed };
+        if let Some(outgoing) = &mut self.outgoing
+            && outgoing.is_done()?
         {
-            self.going.take().map(MpiTransfer::into_bytes);
+            self.outgoing.take().map(MpiTransfer::into_bytes);
         }
-        if beats && self.going.is_none() {
-            self.going = Some(link.send(self.rank, MessageTag::Beat, vec![BEAT_CONTINUES])?);
+        if beat_is_due && self.outgoing.is_none() {
+            self.outgoing = Some(link.send(self.rank, MessageTag::Beat, vec![BEAT_CONTINUES])?);
         }
         Ok(self.silent)
     }
 
     /// Receives a beat if one has arrived, and returns whether one has.
     fn receive_beat(&mut self, link: &Arc<MpiLink>) -> Result<bool, CommError> {
-        let Some(coming) = &mut self.coming else { return Ok(false) };
-        if !coming.is_done()? {
+        let Some(incoming) = &mut self.incoming else { return Ok(false) };
+        if !incoming.is_done()? {
             return Ok(false);
         }
-        let is_last = self.coming.take().is_some_and(|beat| beat.into_bytes() == [BEAT_FINAL]);
-        self.coming = if is_last { None } else { Some(link.receive(self.rank, MessageTag::Beat, 1)?) };
+        let is_last = self.incoming.take().is_some_and(|beat| beat.into_bytes() == [BEAT_FINAL]);
+        self.incoming = if is_last { None } else { Some(link.receive(self.rank, MessageTag::Beat, 1)?) };
         Ok(true)
     }
 
     /// Receives beats up to the host's last one, and waits until this rank's own beats have been delivered.
-    fn finish(mut self, link: &Arc<MpiLink>, mut last: MpiTransfer, end: Instant) -> Result<(), CommError> {
-        while Instant::now() < end {
+    fn finish(mut self, link: &Arc<MpiLink>, mut last: MpiTransfer, deadline: Instant) -> Result<(), CommError> {
+        while Instant::now() < deadline {
             self.receive_beat(link)?;
-            let gone = last.is_done()? && self.going.as_mut().map_or(Ok(true), MpiTransfer::is_done)?;
-            if gone && self.coming.is_none() {
+            let delivered = last.is_done()? && self.outgoing.as_mut().map_or(Ok(true), MpiTransfer::is_done)?;
+            if delivered && self.incoming.is_none() {
                 break;
             }
             std::thread::yield_now();

@@ -92,27 +92,27 @@ impl HierarchicalCollectives {
     pub(in crate::comm) fn all_gather(&mut self, wire: WireFormat, shard: Flat, tag: u64) -> Result<Flat> {
         self.0.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
         let (world, rank, chunk) = (self.0.size(), self.0.rank(), shard.len());
-        let exact = shard.size_in_bytes();
-        let mut whole = shard;
-        whole.reserve_exact(chunk * (world - 1));
+        let shard_bytes = shard.size_in_bytes();
+        let mut output = shard;
+        output.reserve_exact(chunk * (world - 1));
         // If nothing goes between hosts, an encoding that applies only between hosts is not used.
         let wire = if self.0.hosts.host_ranks().len() == 1 { wire.inside() } else { wire };
         let Some(code) = wire.code() else {
-            whole.extend_zeros(chunk * (world - 1));
-            let bytes = whole.as_bytes_mut();
-            bytes.copy_within(..exact, rank * exact);
-            gather(&mut self.0, bytes, exact)?;
-            return Ok(whole);
+            output.extend_zeros(chunk * (world - 1));
+            let bytes = output.as_bytes_mut();
+            bytes.copy_within(..shard_bytes, rank * shard_bytes);
+            gather(&mut self.0, bytes, shard_bytes)?;
+            return Ok(output);
         };
         let part = code.encoded_len(chunk);
         let mut coded = vec![0; part * world];
-        code.encode(whole.slice(0..chunk), &mut coded[rank * part..][..part]);
-        gather(&mut self.0, &mut coded, exact)?;
-        whole.extend_zeros(chunk * (world - 1));
+        code.encode(output.slice(0..chunk), &mut coded[rank * part..][..part]);
+        gather(&mut self.0, &mut coded, shard_bytes)?;
+        output.extend_zeros(chunk * (world - 1));
         for (r, coded) in coded.chunks_exact(part.max(1)).enumerate() {
-            code.decode(coded, whole.slice_mut(r * chunk..(r + 1) * chunk));
+            code.decode(coded, output.slice_mut(r * chunk..(r + 1) * chunk));
         }
-        Ok(whole)
+        Ok(output)
     }
 
     /// Gathers within groups. Nothing goes from host to host if each group is on one host.
@@ -123,14 +123,14 @@ impl HierarchicalCollectives {
         shard: Flat,
         tag: u64,
     ) -> Result<Flat> {
-        if self.groups_lie_on_one_host(ranks) {
+        if self.each_group_is_on_one_host(ranks) {
             self.0.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
-            let here = self.0.rank() - self.0.hosts.local_ranks().start;
-            return gather_of(&mut self.0.local, wire, StridedRanks::neighbours(here, ranks), shard);
+            let local_rank = self.0.rank() - self.0.hosts.local_ranks().start;
+            return gather_of(&mut self.0.local, wire, StridedRanks::neighbours(local_rank, ranks), shard);
         }
         let len = shard.len();
-        let whole = self.all_gather(wire, shard, tag)?;
-        Ok(of_group(whole, StridedRanks::neighbours(self.0.rank(), ranks), len))
+        let output = self.all_gather(wire, shard, tag)?;
+        Ok(of_group(output, StridedRanks::neighbours(self.0.rank(), ranks), len))
     }
 
     /// Runs a reduce-scatter to all ranks, then a gather of the sums of the ranks that have the same position in their
@@ -148,21 +148,21 @@ impl HierarchicalCollectives {
         let (group, len) = (StridedRanks::across(self.0.rank(), ranks, self.0.size()), sum.len());
         let bytes = sum.size_in_bytes();
         let hosts = self.0.hosts.clone();
-        if self.groups_lie_on_one_host(ranks) && hosts.host_ranks().iter().all(|host| host.len() == hosts.lanes()) {
+        if self.each_group_is_on_one_host(ranks) && hosts.host_ranks().iter().all(|host| host.len() == hosts.lanes()) {
             sum.extend_zeros(len * (group.len() - 1));
-            let whole = sum.as_bytes_mut();
-            whole.copy_within(..bytes, group.place(self.0.rank()) * bytes);
-            gather_across(&mut self.0, whole, ranks)?;
+            let output = sum.as_bytes_mut();
+            output.copy_within(..bytes, group.place(self.0.rank()) * bytes);
+            gather_across(&mut self.0, output, ranks)?;
             return Ok(sum);
         }
         sum.extend_zeros(len * (self.0.size() - 1));
-        let whole = sum.as_bytes_mut();
-        whole.copy_within(..bytes, self.0.rank() * bytes);
-        gather(&mut self.0, whole, bytes)?;
+        let output = sum.as_bytes_mut();
+        output.copy_within(..bytes, self.0.rank() * bytes);
+        gather(&mut self.0, output, bytes)?;
         Ok(of_group(sum, group, len))
     }
 
-    fn groups_lie_on_one_host(&self, ranks: usize) -> bool {
+    fn each_group_is_on_one_host(&self, ranks: usize) -> bool {
         let on_one = |host: &Range<usize>| host.start.is_multiple_of(ranks) && host.len().is_multiple_of(ranks);
         self.0.hosts.host_ranks().iter().all(on_one)
     }
@@ -182,12 +182,12 @@ impl HierarchicalCollectives {
 
     pub(in crate::comm) fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.0.begin(CollectiveKind::Control, WireFormat::Exact, DType::U8, bytes.len(), 0);
-        let mut whole = vec![0; bytes.len() * self.0.size()];
-        whole[self.0.rank() * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
-        gather(&mut self.0, &mut whole, bytes.len())?;
+        let mut output = vec![0; bytes.len() * self.0.size()];
+        output[self.0.rank() * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
+        gather(&mut self.0, &mut output, bytes.len())?;
         Ok(match bytes.len() {
             0 => vec![Vec::new(); self.0.size()],
-            len => whole.chunks_exact(len).map(<[u8]>::to_vec).collect(),
+            len => output.chunks_exact(len).map(<[u8]>::to_vec).collect(),
         })
     }
 

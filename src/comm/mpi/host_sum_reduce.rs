@@ -46,27 +46,27 @@ struct HostSumRole {
     /// The owners of the chunks for which this rank adds up its host's parts, itself included, in order.
     owners: Vec<usize>,
     /// The rank of each other host that adds up this rank's chunk there, in order.
-    givers: Vec<usize>,
+    senders: Vec<usize>,
 }
 
 impl HostSumRole {
     /// Returns the role of `rank`, which is on this host.
     fn of(hosts: &HostTopology, rank: usize) -> Self {
-        let here = hosts.local_ranks();
-        let giver = |host: &Range<usize>, place: usize| host.start + place % host.len();
-        let taken = |ranks: &Range<usize>| {
+        let local_ranks = hosts.local_ranks();
+        let sender = |host: &Range<usize>, position: usize| host.start + position % host.len();
+        let owners_on = |ranks: &Range<usize>| {
             let start = ranks.start;
-            ranks.clone().filter(|owner| giver(&here, owner - start) == rank).collect::<Vec<_>>()
+            ranks.clone().filter(|owner| sender(&local_ranks, owner - start) == rank).collect::<Vec<_>>()
         };
         Self {
-            owners: hosts.host_ranks().iter().flat_map(taken).collect(),
-            givers: hosts.remote_ranks().map(|host| giver(&host, rank - here.start)).collect(),
+            owners: hosts.host_ranks().iter().flat_map(owners_on).collect(),
+            senders: hosts.remote_ranks().map(|host| sender(&host, rank - local_ranks.start)).collect(),
         }
     }
 
     /// Returns the ranks of other hosts with which this one exchanges messages, in order. The relation is symmetric.
     fn partners(&self, rank: usize) -> Vec<usize> {
-        let mut partners = [&self.owners[..], &self.givers].concat();
+        let mut partners = [&self.owners[..], &self.senders].concat();
         partners.sort_unstable();
         partners.dedup();
         partners.retain(|partner| *partner != rank);
@@ -75,19 +75,19 @@ impl HostSumRole {
 }
 
 /// Returns the maximum number of chunks that a rank of any host adds up.
-fn most_chunks(hosts: &HostTopology) -> usize {
-    let of = |here: &Range<usize>| hosts.host_ranks().iter().map(|host| host.len().div_ceil(here.len())).sum();
+fn max_chunks(hosts: &HostTopology) -> usize {
+    let of = |ranks: &Range<usize>| hosts.host_ranks().iter().map(|host| host.len().div_ceil(ranks.len())).sum();
     hosts.host_ranks().iter().map(of).max().unwrap_or(1)
 }
 
 /// Returns the number of elements of every chunk in one block; a message contains this many elements of one chunk. The
 /// number is the same on all ranks.
 pub(super) fn block_elements(hosts: &HostTopology, code: InterHostFormat, chunk: usize) -> usize {
-    let chunks = most_chunks(hosts);
+    let chunks = max_chunks(hosts);
     let bytes = (code.encoded_len(chunk) / BLOCKS_PER_SUM).max(MIN_MESSAGE_BYTES).min(message_bytes(chunks));
-    let held = MAX_PARTIAL_SUM_BYTES / (size_of::<f32>() * chunks);
+    let max_elements = MAX_PARTIAL_SUM_BYTES / (size_of::<f32>() * chunks);
     let align = code.alignment();
-    (code.elements_in(bytes).min(held) / align * align).max(align)
+    (code.elements_in(bytes).min(max_elements) / align * align).max(align)
 }
 
 /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes the sum to `input`, starting at
@@ -103,8 +103,8 @@ pub(super) fn reduce(
     let role = HostSumRole::of(&hosts, rank);
     inter_host.announce_collective(&role.partners(rank))?;
     let blocks: Vec<_> = pieces(chunk, block_elements(&hosts, code, chunk)).collect();
-    let (coming, kept) = (VecDeque::new(), VecDeque::new());
-    let mut sums = HostSumReduce { inter_host, code, role, at, coming, kept };
+    let (incoming, own_partials) = (VecDeque::new(), VecDeque::new());
+    let mut sums = HostSumReduce { inter_host, code, role, at, incoming, own_partials };
     for block in blocks.iter().take(MESSAGES_IN_FLIGHT) {
         sums.expect(block)?;
     }
@@ -114,14 +114,14 @@ pub(super) fn reduce(
         }
         let mut partial = vec![0f32; sums.role.owners.len() * block.len()];
         let layout = SlotLayout { wire: WireFormat::Exact, size, world };
-        let here = IntraHostSum { layout, input, chunk, owners: &sums.role.owners, begins: true };
-        here.add_parts(sums.inter_host, &mut partial, block)?;
+        let intra_host = IntraHostSum { layout, input, chunk, owners: &sums.role.owners, begins: true };
+        intra_host.add_parts(sums.inter_host, &mut partial, block)?;
         sums.give(&partial, block)?;
-        if sums.kept.len() == MESSAGES_IN_FLIGHT {
+        if sums.own_partials.len() == MESSAGES_IN_FLIGHT {
             sums.take(input)?;
         }
     }
-    while !sums.kept.is_empty() {
+    while !sums.own_partials.is_empty() {
         sums.take(input)?;
     }
     Ok(())
@@ -135,26 +135,26 @@ struct HostSumReduce<'a> {
     /// The element at which this rank's chunk of the sum is written.
     at: usize,
     /// The incoming encoded blocks from each other host, oldest block first.
-    coming: VecDeque<Vec<MpiTransfer>>,
+    incoming: VecDeque<Vec<MpiTransfer>>,
     /// This host's partial sums of this rank's chunk, for blocks that are still awaited from other hosts.
-    kept: VecDeque<(Range<usize>, Vec<f32>)>,
+    own_partials: VecDeque<(Range<usize>, Vec<f32>)>,
 }
 
 impl HostSumReduce<'_> {
     /// Begins to receive a block's encoded partial sums from the other hosts.
     fn expect(&mut self, block: &Range<usize>) -> Result<()> {
         let bytes = self.code.encoded_len(block.len());
-        self.coming.push_back(self.inter_host.receive_each(&self.role.givers, MessageTag::Data, bytes)?);
+        self.incoming.push_back(self.inter_host.receive_each(&self.role.senders, MessageTag::Data, bytes)?);
         Ok(())
     }
 
     /// Sends a block's partial sums to their owners on other hosts, and keeps those of this rank's chunk.
     fn give(&mut self, partial: &[f32], block: &Range<usize>) -> Result<()> {
         let mut sent = 0;
-        for (place, owner) in self.role.owners.iter().enumerate() {
-            let sum = &partial[place * block.len()..(place + 1) * block.len()];
+        for (position, owner) in self.role.owners.iter().enumerate() {
+            let sum = &partial[position * block.len()..(position + 1) * block.len()];
             if *owner == self.inter_host.rank() {
-                self.kept.push_back((block.clone(), sum.to_vec()));
+                self.own_partials.push_back((block.clone(), sum.to_vec()));
                 continue;
             }
             let mut codes = vec![0; self.code.encoded_len(sum.len())];
@@ -167,24 +167,24 @@ impl HostSumReduce<'_> {
 
     /// Receives the other hosts' partial sums of the oldest block, and writes the sums of this rank's chunk.
     fn take(&mut self, input: &mut Flat) -> Result<()> {
-        let (Some((block, own)), Some(coming)) = (self.kept.pop_front(), self.coming.pop_front()) else {
+        let (Some((block, own)), Some(incoming)) = (self.own_partials.pop_front(), self.incoming.pop_front()) else {
             return Ok(());
         };
-        let mut arrived = Vec::with_capacity(coming.len());
-        for (giver, transfer) in self.role.givers.iter().zip(coming) {
-            let codes = self.inter_host.finish(*giver, transfer)?;
+        let mut encoded_sums = Vec::with_capacity(incoming.len());
+        for (sender, transfer) in self.role.senders.iter().zip(incoming) {
+            let codes = self.inter_host.finish(*sender, transfer)?;
             self.inter_host.count(codes.len(), size_of_val(&own[..]));
-            arrived.push(codes);
+            encoded_sums.push(codes);
         }
-        let sum = sum_of(self.code, &arrived, &own, self.inter_host.hosts.number());
+        let sum = sum_of(self.code, &encoded_sums, &own, self.inter_host.hosts.number());
         input.slice_mut(self.at + block.start..self.at + block.end).copy_cast(FlatRef::F32(&sum));
         Ok(())
     }
 }
 
 /// Returns the sum of all hosts' partial sums in host order: the decoded sums of the other hosts, and this host's `own`
-/// at position `place`.
-fn sum_of(code: InterHostFormat, codes: &[Vec<u8>], own: &[f32], place: usize) -> Vec<f32> {
+/// at position `position`.
+fn sum_of(code: InterHostFormat, codes: &[Vec<u8>], own: &[f32], position: usize) -> Vec<f32> {
     if own.is_empty() {
         // An empty message has no alignment.
         return Vec::new();
@@ -194,7 +194,7 @@ fn sum_of(code: InterHostFormat, codes: &[Vec<u8>], own: &[f32], place: usize) -
         Err(dtype) => PartialSumTerm::Exact(FlatRef::of_bytes(dtype, codes)),
     };
     let mut parts: Vec<PartialSumTerm<'_>> = codes.iter().map(|codes| read(codes)).collect();
-    parts.insert(place, PartialSumTerm::Exact(FlatRef::F32(own)));
+    parts.insert(position, PartialSumTerm::Exact(FlatRef::F32(own)));
     let mut sum = vec![0f32; own.len()];
     add(&mut sum, true, &parts);
     sum
@@ -264,8 +264,8 @@ mod tests {
             assert_eq!(sum_of(code, &[], &own, 0), own);
             // The others send zeros, whose encoding is exact.
             let zeros = encoded(code, &[0.0; 300]);
-            for place in 0..3 {
-                assert_eq!(sum_of(code, &[zeros.clone(), zeros.clone()], &own, place), own, "{code:?}");
+            for position in 0..3 {
+                assert_eq!(sum_of(code, &[zeros.clone(), zeros.clone()], &own, position), own, "{code:?}");
             }
         }
     }
@@ -291,14 +291,14 @@ mod tests {
                 owners.sort_unstable();
                 prop_assert_eq!(owners, (0..all.len()).collect::<Vec<_>>());
             }
-            let most = most_chunks(&all[0].0);
+            let max = max_chunks(&all[0].0);
             for (rank, (_, role)) in all.iter().enumerate() {
                 prop_assert!(role.owners.contains(&rank) && role.owners.is_sorted());
-                prop_assert!(role.owners.len() <= most);
+                prop_assert!(role.owners.len() <= max);
             }
-            prop_assert!(all.iter().any(|(_, role)| role.owners.len() == most));
+            prop_assert!(all.iter().any(|(_, role)| role.owners.len() == max));
             if counts.iter().all(|count| *count == counts[0]) {
-                prop_assert_eq!(most, counts.len());
+                prop_assert_eq!(max, counts.len());
             }
         }
 
@@ -308,9 +308,9 @@ mod tests {
         ) {
             let all = all(&counts);
             for (rank, (hosts, role)) in all.iter().enumerate() {
-                prop_assert_eq!(role.givers.len(), counts.len() - 1);
-                for (giver, host) in role.givers.iter().zip(hosts.remote_ranks()) {
-                    prop_assert!(host.contains(giver) && all[*giver].1.owners.contains(&rank));
+                prop_assert_eq!(role.senders.len(), counts.len() - 1);
+                for (sender, host) in role.senders.iter().zip(hosts.remote_ranks()) {
+                    prop_assert!(host.contains(sender) && all[*sender].1.owners.contains(&rank));
                 }
                 for partner in role.partners(rank) {
                     prop_assert!(!hosts.local_ranks().contains(&partner));
@@ -329,7 +329,7 @@ mod tests {
                 let elements = block_elements(&hosts, code, chunk);
                 prop_assert!(elements > 0 && elements.is_multiple_of(code.alignment()));
                 prop_assert!(code.encoded_len(elements) <= MAX_MESSAGE_BYTES);
-                let held = 4 * elements * most_chunks(&hosts);
+                let held = 4 * elements * max_chunks(&hosts);
                 prop_assert!(held <= MAX_PARTIAL_SUM_BYTES || elements == code.alignment(), "{} of {:?}", elements, code);
             }
         }

@@ -42,25 +42,26 @@ pub(super) struct InterHostExchange {
     /// The exchange with the ranks of this host, counted from 0.
     pub(super) local: ShmExchange,
     pub(super) link: GroupLink,
-    /// The hosts of the ranks that take part, with these ranks counted from 0.
+    /// The hosts of the participating ranks, which are counted from 0.
     pub(super) hosts: Arc<HostTopology>,
     wait: MessageWait,
     /// The current collective, and the engine call in which it was launched.
     current: Option<CollectiveFingerprint>,
     sequence: u64,
     call: u64,
-    /// Bytes from other hosts in the current collective, as sent; `exact_bytes` counts them as decoded in memory.
+    /// The number of bytes from other hosts in the current collective, as sent.
     wire_bytes: usize,
+    /// The number of bytes from other hosts in the current collective, as decoded in memory.
     exact_bytes: usize,
     /// The messages being sent, oldest first.
-    sending: VecDeque<(usize, MpiTransfer)>,
+    sends: VecDeque<(usize, MpiTransfer)>,
 }
 
 impl InterHostExchange {
     pub(super) fn new(local: ShmExchange, link: GroupLink, hosts: Arc<HostTopology>, wait: MessageWait) -> Self {
-        let messages = wait.peer_exit_notices.clone();
+        let notices = wait.peer_exit_notices.clone();
         Self {
-            local: local.waiting_with(move || messages.progress()),
+            local: local.waiting_with(move || notices.progress()),
             link,
             hosts,
             wait,
@@ -69,7 +70,7 @@ impl InterHostExchange {
             call: 0,
             wire_bytes: 0,
             exact_bytes: 0,
-            sending: VecDeque::new(),
+            sends: VecDeque::new(),
         }
     }
 
@@ -110,20 +111,20 @@ impl InterHostExchange {
     /// Ends a collective with this `result`. A success is returned only after all of this rank's messages have been
     /// sent, because the process may end before it takes part in another collective.
     pub(super) fn end<T>(&mut self, result: Result<T>) -> Result<T> {
-        result.and_then(|result| self.limit_in_flight(0).map(|()| result)).map_err(|error| self.at_first(error))
+        result.and_then(|result| self.limit_in_flight(0).map(|()| result)).map_err(|error| self.original_failure(error))
     }
 
     /// Returns the original failure if `error` is only its consequence: a rank of this host may have been notified of a
     /// failure on another host before this rank was.
-    fn at_first(&self, error: CommError) -> CommError {
+    fn original_failure(&self, error: CommError) -> CommError {
         if !matches!(error, CommError::RankAborted { .. } | CommError::RankLeft { .. }) {
             return error;
         }
-        let until = Instant::now() + REMOTE_FAILURE_DELAY;
+        let deadline = Instant::now() + REMOTE_FAILURE_DELAY;
         loop {
             match self.wait.peer_exit_notices.failure() {
                 Ok(Some((from, why))) => return self.wait.aborted(from, &why, self.op()),
-                Ok(None) if Instant::now() < until => std::thread::sleep(POLL_SLEEP),
+                Ok(None) if Instant::now() < deadline => std::thread::sleep(POLL_SLEEP),
                 _ => return error,
             }
         }
@@ -132,12 +133,12 @@ impl InterHostExchange {
     /// Announces this collective to the ranks with which data will be exchanged, and checks that theirs is the same.
     pub(super) fn announce_collective(&mut self, peers: &[usize]) -> Result<()> {
         let mine = self.current.expect("a collective has begun");
-        let arriving = self.receive_each(peers, MessageTag::Header, 8 * (CollectiveFingerprint::WORDS + 1))?;
+        let transfers = self.receive_each(peers, MessageTag::Header, 8 * (CollectiveFingerprint::WORDS + 1))?;
         let header: Vec<u8> = mine.words().into_iter().chain([self.call]).flat_map(u64::to_le_bytes).collect();
         for peer in peers {
             self.send(*peer, MessageTag::Header, header.clone())?;
         }
-        for (peer, transfer) in peers.iter().zip(arriving) {
+        for (peer, transfer) in peers.iter().zip(transfers) {
             let bytes = self.finish(*peer, transfer)?;
             let mut words = [0u64; CollectiveFingerprint::WORDS + 1];
             for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
@@ -163,22 +164,22 @@ impl InterHostExchange {
         self.link.receive(peer, tag, len)
     }
 
-    /// Begins to send. Earlier messages are freed once they are done.
+    /// Begins to send a message. Earlier messages are freed once they are done.
     pub(super) fn send(&mut self, peer: usize, tag: MessageTag, bytes: Vec<u8>) -> Result<()> {
-        while let Some((_, oldest)) = self.sending.front_mut() {
+        while let Some((_, oldest)) = self.sends.front_mut() {
             if !oldest.is_done()? {
                 break;
             }
-            drop(self.sending.pop_front().map(|(_, sent)| sent.into_bytes()));
+            drop(self.sends.pop_front().map(|(_, sent)| sent.into_bytes()));
         }
-        self.sending.push_back((peer, self.link.send(peer, tag, bytes)?));
+        self.sends.push_back((peer, self.link.send(peer, tag, bytes)?));
         Ok(())
     }
 
     /// Waits until no sent message is in flight except the newest `messages`.
     pub(super) fn limit_in_flight(&mut self, messages: usize) -> Result<()> {
-        while self.sending.len() > messages
-            && let Some((peer, sent)) = self.sending.pop_front()
+        while self.sends.len() > messages
+            && let Some((peer, sent)) = self.sends.pop_front()
         {
             self.finish(peer, sent)?;
         }

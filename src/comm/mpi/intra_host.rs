@@ -25,32 +25,32 @@ pub(super) struct IntraHostSum<'a> {
 
 impl IntraHostSum<'_> {
     /// Adds to `partial` the parts that this host's ranks have for elements `block` of the owners' chunks, one owner
-    /// after another. All ranks of the host take part, with the same block.
+    /// after another. All ranks of the host call this function with the same block.
     pub(super) fn add_parts(
         &self,
         inter_host: &mut InterHostExchange,
         partial: &mut [f32],
         block: &Range<usize>,
     ) -> Result<()> {
-        let (layout, rank, here) = (self.layout, inter_host.rank(), inter_host.hosts.local_ranks());
+        let (layout, rank, local_ranks) = (self.layout, inter_host.rank(), inter_host.hosts.local_ranks());
         // A single rank has no one to share its parts with.
-        let alone = here.len() == 1;
-        let step = if alone { block.len().max(1) } else { layout.elements_in(SLOT_BYTES) };
+        let is_only_rank = local_ranks.len() == 1;
+        let step = if is_only_rank { block.len().max(1) } else { layout.elements_in(SLOT_BYTES) };
         let mut own_codes = Vec::new();
-        for inside in pieces(block.len(), step) {
-            let len = inside.len();
-            let of = |owner: usize| {
+        for piece in pieces(block.len(), step) {
+            let len = piece.len();
+            let range_of = |owner: usize| {
                 let start = owner * self.chunk + block.start;
-                start + inside.start..start + inside.end
+                start + piece.start..start + piece.end
             };
-            let shown = if alone { 0 } else { layout.bytes(len) };
-            inter_host.local.piece(shown, |slot| {
-                for owner in (0..layout.world).filter(|owner| !alone && !self.owners.contains(owner)) {
-                    let part = self.input.slice(of(owner));
-                    let place = &mut slot[layout.offset(rank, owner, len)..][..layout.part(rank, owner, len)];
+            let shared_bytes = if is_only_rank { 0 } else { layout.bytes(len) };
+            inter_host.local.piece(shared_bytes, |slot| {
+                for owner in (0..layout.world).filter(|owner| !is_only_rank && !self.owners.contains(owner)) {
+                    let part = self.input.slice(range_of(owner));
+                    let target = &mut slot[layout.offset(rank, owner, len)..][..layout.part(rank, owner, len)];
                     match layout.wire {
-                        WireFormat::Blocks(ints) if owner != rank => ints.encode(part, place),
-                        _ => place.copy_from_slice(part.as_bytes()),
+                        WireFormat::Blocks(ints) if owner != rank => ints.encode(part, target),
+                        _ => target.copy_from_slice(part.as_bytes()),
                     }
                 }
             })?;
@@ -58,7 +58,7 @@ impl IntraHostSum<'_> {
                 continue;
             }
             for (owner, sum) in self.owners.iter().zip(partial.chunks_exact_mut(block.len())) {
-                let own = self.input.slice(of(*owner));
+                let own = self.input.slice(range_of(*owner));
                 let own = match layout.wire {
                     WireFormat::Blocks(ints) if *owner != rank => {
                         own_codes.resize(ints.encoded_len(len), 0);
@@ -69,15 +69,15 @@ impl IntraHostSum<'_> {
                 };
                 let part = |r: usize| {
                     let (offset, bytes) = (layout.offset(r, *owner, len), layout.part(r, *owner, len));
-                    let part = inter_host.local.coded(r - here.start, offset, bytes, len * layout.size);
+                    let part = inter_host.local.coded(r - local_ranks.start, offset, bytes, len * layout.size);
                     match layout.wire {
                         WireFormat::Blocks(ints) if *owner != r => PartialSumTerm::Blocks(ints, part),
                         _ => PartialSumTerm::Exact(FlatRef::of_bytes(self.input.dtype(), part)),
                     }
                 };
                 let parts: Vec<PartialSumTerm<'_>> =
-                    here.clone().map(|r| if r == rank { own } else { part(r) }).collect();
-                add(&mut sum[inside.clone()], self.begins, &parts);
+                    local_ranks.clone().map(|r| if r == rank { own } else { part(r) }).collect();
+                add(&mut sum[piece.clone()], self.begins, &parts);
             }
         }
         Ok(())

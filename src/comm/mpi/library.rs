@@ -65,7 +65,7 @@ impl MpiLibrary {
         if let Some(path) = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
             let path = PathBuf::from(path);
             let loaded =
-                open(&path).map_err(|why| none(format!("{} from {LIBRARY_VARIABLE} ({why})", path.display())))?;
+                open(&path).map_err(|why| no_library(format!("{} from {LIBRARY_VARIABLE} ({why})", path.display())))?;
             let standard = path.file_name().is_some_and(|name| name.to_string_lossy().contains("mpi_abi"));
             // SAFETY: nothing is read at the address.
             let open_mpi = unsafe { loaded.get::<*mut c_void>(c"ompi_mpi_comm_world") }.is_ok();
@@ -78,19 +78,19 @@ impl MpiLibrary {
             };
             return Self::of(loaded, path, abi);
         }
-        let folders: Vec<PathBuf> = std::iter::once(PathBuf::new()).chain(beside_mpirun()).collect();
-        let (mut tried, mut broken) = (Vec::new(), None);
-        for abi in preferred(under_open_mpi(), under_zerorun()) {
+        let folders: Vec<PathBuf> = std::iter::once(PathBuf::new()).chain(mpirun_lib_folders()).collect();
+        let (mut tried, mut load_error) = (Vec::new(), None);
+        for abi in search_order(under_open_mpi(), under_zerorun()) {
             for path in abi.libraries().iter().flat_map(|name| folders.iter().map(move |folder| folder.join(name))) {
                 let library = path.display().to_string();
                 match open(&path) {
                     Ok(loaded) => return Self::of(loaded, path, abi),
                     Err(why) if is_missing(&why, &library) => tried.push(library),
-                    Err(why) => drop(broken.get_or_insert(CommError::MpiNotLoaded { library, why })),
+                    Err(why) => drop(load_error.get_or_insert(CommError::MpiNotLoaded { library, why })),
                 }
             }
         }
-        Err(broken.unwrap_or_else(|| none(tried.join(", "))))
+        Err(load_error.unwrap_or_else(|| no_library(tried.join(", "))))
     }
 
     fn of(loaded: Loaded, path: PathBuf, abi: MpiAbi) -> Result<Self, CommError> {
@@ -146,12 +146,12 @@ impl MpiLibrary {
         if under_open_mpi() && !under_zerorun() && !name.contains("Open MPI") {
             return Err(CommError::MpiNotOpenMpi { library: name });
         }
-        let wanted = self.abi.constants().serialized;
+        let required = self.abi.constants().serialized;
         let mut granted = 0;
         // SAFETY: MPI allows null for the program's arguments; `granted` has room for a number.
-        let code = unsafe { (self.init_thread)(std::ptr::null_mut(), std::ptr::null_mut(), wanted, &mut granted) };
+        let code = unsafe { (self.init_thread)(std::ptr::null_mut(), std::ptr::null_mut(), required, &mut granted) };
         self.check("MPI_Init_thread", code)?;
-        if granted < wanted {
+        if granted < required {
             return Err(CommError::MpiThreads { library: self.name() });
         }
         // SAFETY: the handles are this library's.
@@ -173,8 +173,8 @@ impl MpiLibrary {
         let mut text = vec![0u8; TEXT_BUFFER_BYTES];
         let mut len = 0;
         // SAFETY: the buffer is larger than any library needs.
-        let told = unsafe { (self.error_string)(code, text.as_mut_ptr().cast(), &mut len) } == 0;
-        let why = if told { of_text(&text) } else { format!("code {code}") };
+        let succeeded = unsafe { (self.error_string)(code, text.as_mut_ptr().cast(), &mut len) } == 0;
+        let why = if succeeded { text_before_zero(&text) } else { format!("code {code}") };
         Err(CommError::Mpi { call, why })
     }
 
@@ -183,20 +183,20 @@ impl MpiLibrary {
         let mut text = vec![0u8; TEXT_BUFFER_BYTES];
         let mut len = 0;
         // SAFETY: the buffer is larger than any library needs; MPI allows the call at any time.
-        let told = unsafe { (self.version)(text.as_mut_ptr().cast(), &mut len) } == 0;
-        let version = if told { of_text(&text) } else { String::new() };
+        let succeeded = unsafe { (self.version)(text.as_mut_ptr().cast(), &mut len) } == 0;
+        let version = if succeeded { text_before_zero(&text) } else { String::new() };
         let first = version.lines().next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ");
         format!("{} ({first})", self.path.display())
     }
 }
 
 /// Returns the text before the first zero byte.
-fn of_text(bytes: &[u8]) -> String {
+fn text_before_zero(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
 }
 
-fn none(tried: String) -> CommError {
+fn no_library(tried: String) -> CommError {
     CommError::NoMpi { tried }
 }
 
@@ -223,7 +223,7 @@ fn under_zerorun() -> bool {
 }
 
 /// Returns the ABIs in the order in which they are searched. Under Open MPI's mpirun, Open MPI's own ABI comes first.
-fn preferred(under_open_mpi: bool, under_zerorun: bool) -> Vec<MpiAbi> {
+fn search_order(under_open_mpi: bool, under_zerorun: bool) -> Vec<MpiAbi> {
     match (under_zerorun, under_open_mpi) {
         // zerorun connects ranks as MPICH's process managers do; Open MPI's library supports only Open MPI's own.
         (true, _) => vec![MpiAbi::Standard, MpiAbi::Mpich],
@@ -234,7 +234,7 @@ fn preferred(under_open_mpi: bool, under_zerorun: bool) -> Vec<MpiAbi> {
 
 /// Returns `lib` folders: the one next to the folder of the program that started this process, then those next to the
 /// folders of the mpirun and mpiexec programs on the PATH.
-fn beside_mpirun() -> Vec<PathBuf> {
+fn mpirun_lib_folders() -> Vec<PathBuf> {
     let parent = rustix::process::getppid().map(|pid| format!("/proc/{}/exe", pid.as_raw_nonzero()));
     let path = std::env::var_os("PATH").unwrap_or_default();
     let on_path = std::env::split_paths(&path).flat_map(|folder| ["mpirun", "mpiexec"].map(|name| folder.join(name)));
@@ -252,9 +252,9 @@ mod tests {
 
     #[test]
     fn under_open_mpi_its_own_library_is_looked_for_first() {
-        assert_eq!(preferred(true, false)[0], MpiAbi::OpenMpi);
-        assert_eq!(preferred(false, false)[0], MpiAbi::Standard);
-        assert!(!preferred(true, true).contains(&MpiAbi::OpenMpi), "zerorun cannot launch its ranks");
+        assert_eq!(search_order(true, false)[0], MpiAbi::OpenMpi);
+        assert_eq!(search_order(false, false)[0], MpiAbi::Standard);
+        assert!(!search_order(true, true).contains(&MpiAbi::OpenMpi), "zerorun cannot launch its ranks");
     }
 
     #[test]

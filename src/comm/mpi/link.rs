@@ -102,12 +102,12 @@ impl MpiLink {
         Ok(all.chunks_exact(own.len().max(1)).map(<[u8]>::to_vec).collect())
     }
 
-    /// Begins to send.
+    /// Begins to send a message.
     pub(super) fn send(self: &Arc<Self>, to: usize, tag: MessageTag, bytes: Vec<u8>) -> Result<MpiTransfer, CommError> {
         self.send_on(0, to, tag, bytes)
     }
 
-    /// Begins to send in a channel. Messages of different channels are kept apart.
+    /// Begins to send a message in a channel. Messages of different channels are kept apart.
     pub(super) fn send_on(
         self: &Arc<Self>,
         channel: usize,
@@ -148,7 +148,7 @@ impl MpiLink {
         let memory = Box::into_raw(bytes.into_boxed_slice());
         let mut transfer = MpiTransfer { link: self.clone(), requests: VecDeque::new(), memory };
         let (byte, world) = (self.library.byte, self.library.world);
-        let peer = c_int::try_from(peer).expect("a rank of MPI");
+        let peer = c_int::try_from(peer).expect("an MPI rank fits in a C int");
         let number = (channel * MAX_TAGS + tag as usize) as c_int;
         let (call, name) = if sends { (&self.library.isend, "MPI_Isend") } else { (&self.library.irecv, "MPI_Irecv") };
         let _calling = lock(&self.calling);

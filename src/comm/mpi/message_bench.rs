@@ -23,27 +23,27 @@ impl MpiRank {
     /// collective is in progress.
     ///
     /// # Errors
-    /// Fails if MPI fails, or a rank has given up.
+    /// Fails if MPI fails or a rank has given up.
     pub(in crate::comm) fn send_around(&self, bytes: usize) -> Result<()> {
         let (lanes, lane) = (self.hosts.lanes(), self.link.rank() - self.hosts.local_ranks().start);
         if lane >= lanes {
             return Ok(());
         }
-        let (each, number) = (self.hosts.host_ranks(), self.hosts.number());
-        let to = each[(number + 1) % each.len()].start + lane;
-        let from = each[(number + each.len() - 1) % each.len()].start + lane;
-        let (mut coming, mut going) = (VecDeque::new(), VecDeque::new());
+        let (host_ranks, host_index) = (self.hosts.host_ranks(), self.hosts.number());
+        let to = host_ranks[(host_index + 1) % host_ranks.len()].start + lane;
+        let from = host_ranks[(host_index + host_ranks.len() - 1) % host_ranks.len()].start + lane;
+        let (mut incoming, mut outgoing) = (VecDeque::new(), VecDeque::new());
         let share = bytes.div_ceil(lanes);
         for start in (0..share).step_by(MESSAGE_BYTES) {
             let len = MESSAGE_BYTES.min(share - start);
-            coming.push_back(self.link.receive(from, MessageTag::Plain, len)?);
-            going.push_back(self.link.send(to, MessageTag::Plain, vec![1; len])?);
-            if coming.len() > MESSAGES_IN_FLIGHT {
-                self.finish(coming.pop_front())?;
-                self.finish(going.pop_front())?;
+            incoming.push_back(self.link.receive(from, MessageTag::Plain, len)?);
+            outgoing.push_back(self.link.send(to, MessageTag::Plain, vec![1; len])?);
+            if incoming.len() > MESSAGES_IN_FLIGHT {
+                self.finish(incoming.pop_front())?;
+                self.finish(outgoing.pop_front())?;
             }
         }
-        coming.into_iter().chain(going).try_for_each(|transfer| self.finish(Some(transfer)))
+        incoming.into_iter().chain(outgoing).try_for_each(|transfer| self.finish(Some(transfer)))
     }
 
     /// Returns, on the first host's first rank, the latency of a message of a few bytes to the second host's first
@@ -72,11 +72,11 @@ impl MpiRank {
 
     fn finish(&self, transfer: Option<MpiTransfer>) -> Result<()> {
         let Some(mut transfer) = transfer else { return Ok(()) };
-        let mut looked = Instant::now();
+        let mut last_check = Instant::now();
         while !transfer.is_done()? {
             std::thread::yield_now();
-            if looked.elapsed() > FAILURE_CHECK_INTERVAL {
-                looked = Instant::now();
+            if last_check.elapsed() > FAILURE_CHECK_INTERVAL {
+                last_check = Instant::now();
                 if let Some((rank, why)) = self.peer_exit_notices.failure()? {
                     return Err(CommError::other(format!("rank {rank} gave up: {why}")));
                 }

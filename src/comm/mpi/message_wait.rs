@@ -38,15 +38,15 @@ impl MessageWait {
         SpinLimits { spins, yields }: SpinLimits,
         op: &dyn Fn() -> String,
     ) -> Result<Vec<u8>, CommError> {
-        let (mut turns, mut waited, mut last) = (0u32, Duration::ZERO, None::<Instant>);
+        let (mut polls, mut waited, mut last) = (0u32, Duration::ZERO, None::<Instant>);
         while !transfer.is_done()? {
-            turns += 1;
-            match turns {
-                turn if turn < spins => std::hint::spin_loop(),
-                turn if turn < spins + yields => std::thread::yield_now(),
+            polls += 1;
+            match polls {
+                poll if poll < spins => std::hint::spin_loop(),
+                poll if poll < spins + yields => std::thread::yield_now(),
                 _ => std::thread::sleep(POLL_SLEEP),
             }
-            if turns.is_multiple_of(POLLS_PER_CLOCK_READ) {
+            if polls.is_multiple_of(POLLS_PER_CLOCK_READ) {
                 let now = Instant::now();
                 let passed = now.duration_since(*last.get_or_insert(now));
                 if passed >= FAILURE_CHECK_INTERVAL {

@@ -93,9 +93,9 @@ impl MpiRank {
             return Err(CommError::MpiForeign { rank, world, mpi_rank, mpi_world, library }.into());
         }
         // zerorun's launchers compare the hosts before they start ranks.
-        let compared = env.shm_fd.is_some();
+        let already_compared = env.shm_fd.is_some();
         let hosts = HostTopology::exchange(&link).and_then(|hosts| {
-            if !compared {
+            if !already_compared {
                 preflight::check(&link, &hosts)?;
             }
             Ok(hosts)
@@ -155,7 +155,7 @@ impl MpiRank {
         HierarchicalCollectives::new(InterHostExchange::new(local, link, hosts, self.wait(timeout)))
     }
 
-    /// Returns the end for messages between this rank and `peer`, a rank of another host, in a channel.
+    /// Returns this rank's end of a channel for messages to or from `peer`, a rank of another host.
     pub(super) fn messages(&self, channel: usize, peer: usize, timeout: std::time::Duration) -> MpiPointToPoint {
         MpiPointToPoint::new(self.link.clone(), self.wait(timeout), channel, peer)
     }

@@ -22,14 +22,15 @@ pub(super) enum PartialSumTerm<'a> {
     Blocks(IntFormat, &'a [u8]),
 }
 
-/// Adds `parts` to `sum` in their order. If the sum `begins` with the first part, its initial content is ignored.
-pub(super) fn add(sum: &mut [f32], begins: bool, parts: &[PartialSumTerm<'_>]) {
-    level().run(AddSummands { sum, begins, parts });
+/// Adds `parts` to `sum` in their order. If `starts_sum`, the sum starts with the first part, and the initial content
+/// of `sum` is ignored.
+pub(super) fn add(sum: &mut [f32], starts_sum: bool, parts: &[PartialSumTerm<'_>]) {
+    level().run(AddSummands { sum, starts_sum, parts });
 }
 
 struct AddSummands<'a> {
     sum: &'a mut [f32],
-    begins: bool,
+    starts_sum: bool,
     parts: &'a [PartialSumTerm<'a>],
 }
 
@@ -38,12 +39,12 @@ impl SimdLoop for AddSummands<'_> {
 
     #[inline(always)]
     fn run(self) {
-        let Self { sum, begins, parts } = self;
-        let mut room = [0f32; BLOCK];
-        for (stretch, sum) in sum.chunks_mut(SUM_CHUNK).enumerate() {
-            let (start, end) = (stretch * SUM_CHUNK, stretch * SUM_CHUNK + sum.len());
-            for (place, part) in parts.iter().enumerate() {
-                let first = begins && place == 0;
+        let Self { sum, starts_sum, parts } = self;
+        let mut decoded = [0f32; BLOCK];
+        for (chunk_index, sum) in sum.chunks_mut(SUM_CHUNK).enumerate() {
+            let (start, end) = (chunk_index * SUM_CHUNK, chunk_index * SUM_CHUNK + sum.len());
+            for (i, part) in parts.iter().enumerate() {
+                let first = starts_sum && i == 0;
                 match part {
                     PartialSumTerm::Exact(values) if first => widen(sum, values.slice(start..end)),
                     PartialSumTerm::Exact(values) => accumulate(sum, values.slice(start..end)),
@@ -54,7 +55,7 @@ impl SimdLoop for AddSummands<'_> {
                                 ints.decode_nth(nth, codes, sum);
                                 continue;
                             }
-                            let values = &mut room[..sum.len()];
+                            let values = &mut decoded[..sum.len()];
                             ints.decode_nth(nth, codes, values);
                             sum.iter_mut().zip(&*values).for_each(|(s, v)| *s += v);
                         }
@@ -90,19 +91,19 @@ impl SlotLayout {
         (self.world - 1) * self.stride(len) + len * self.size
     }
 
-    /// Returns the number of bytes of `len` elements of rank `of` for `owner`.
-    pub(super) fn part(self, of: usize, owner: usize, len: usize) -> usize {
-        if owner == of { len * self.size } else { self.encoded(len) }
+    /// Returns the number of bytes of the part of `rank` for `owner`: `len` elements.
+    pub(super) fn part(self, rank: usize, owner: usize, len: usize) -> usize {
+        if owner == rank { len * self.size } else { self.encoded(len) }
     }
 
-    /// Returns the offset in the slot of rank `of` of its part for `owner`. Elements are aligned.
-    pub(super) fn offset(self, of: usize, owner: usize, len: usize) -> usize {
-        let place = match owner {
-            owner if owner < of => owner,
-            owner if owner > of => owner - 1,
+    /// Returns the offset in the slot of `rank` of its part for `owner`. Elements are aligned.
+    pub(super) fn offset(self, rank: usize, owner: usize, len: usize) -> usize {
+        let position = match owner {
+            owner if owner < rank => owner,
+            owner if owner > rank => owner - 1,
             _ => self.world - 1,
         };
-        place * self.stride(len)
+        position * self.stride(len)
     }
 
     fn stride(self, len: usize) -> usize {
@@ -191,20 +192,20 @@ mod tests {
         for (wire, size) in WIRES.into_iter().flat_map(|wire| [2, 4].map(|size| (wire, size))) {
             for world in [2, 3, 16, 500] {
                 let layout = SlotLayout { wire, size, world };
-                let most = layout.elements_in(SLOT_BYTES);
-                assert!(most > 0 && most.is_multiple_of(wire.alignment()));
-                for (len, of) in [1, 77, most].into_iter().flat_map(|len| [0, world / 2, world - 1].map(|of| (len, of)))
+                let max_len = layout.elements_in(SLOT_BYTES);
+                assert!(max_len > 0 && max_len.is_multiple_of(wire.alignment()));
+                for (len, r) in [1, 77, max_len].into_iter().flat_map(|len| [0, world / 2, world - 1].map(|r| (len, r)))
                 {
-                    let len = len.min(most);
-                    let place = |owner| (layout.offset(of, owner, len), layout.part(of, owner, len));
-                    let mut places: Vec<_> = (0..world).map(place).collect();
+                    let len = len.min(max_len);
+                    let extent = |owner| (layout.offset(r, owner, len), layout.part(r, owner, len));
+                    let mut extents: Vec<_> = (0..world).map(extent).collect();
                     assert!(
-                        places[of].0.is_multiple_of(size)
-                            && (wire != WireFormat::Exact || places[0].0.is_multiple_of(size))
+                        extents[r].0.is_multiple_of(size)
+                            && (wire != WireFormat::Exact || extents[0].0.is_multiple_of(size))
                     );
-                    places.sort_unstable();
-                    assert!(places.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "{layout:?} {len} {of}");
-                    let (start, bytes) = places[world - 1];
+                    extents.sort_unstable();
+                    assert!(extents.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "{layout:?} {len} {r}");
+                    let (start, bytes) = extents[world - 1];
                     assert!(start + bytes <= layout.bytes(len) && layout.bytes(len) <= SLOT_BYTES, "{layout:?} {len}");
                 }
             }

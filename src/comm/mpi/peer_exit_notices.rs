@@ -61,12 +61,12 @@ pub(super) struct PeerExitNotices {
 #[derive(Default)]
 struct PeerExitNoticesState {
     /// The pending receives from the ranks that have sent nothing yet.
-    awaited: Vec<(usize, MpiTransfer)>,
-    left: BTreeSet<usize>,
+    pending: Vec<(usize, MpiTransfer)>,
+    left_ranks: BTreeSet<usize>,
     /// The first rank that failed, with the reason.
     failure: Option<(usize, String)>,
     /// The notice of this rank, in flight to each of the others.
-    told: Option<Vec<MpiTransfer>>,
+    sent_notices: Option<Vec<MpiTransfer>>,
 }
 
 impl PeerExitNotices {
@@ -79,14 +79,14 @@ impl PeerExitNotices {
         hosts: &HostTopology,
         region: Arc<SharedMemoryRegion>,
     ) -> Result<Self, CommError> {
-        let mut awaited = Vec::new();
+        let mut pending = Vec::new();
         for peer in hosts.remote() {
-            awaited.push((peer, link.receive(peer, MessageTag::Status, NOTICE_BYTES)?));
+            pending.push((peer, link.receive(peer, MessageTag::Status, NOTICE_BYTES)?));
         }
         Ok(Self {
             link,
             region,
-            state: Mutex::new(PeerExitNoticesState { awaited, ..PeerExitNoticesState::default() }),
+            state: Mutex::new(PeerExitNoticesState { pending, ..PeerExitNoticesState::default() }),
         })
     }
 
@@ -102,11 +102,11 @@ impl PeerExitNotices {
 
     fn send_notice(&self, hosts: &HostTopology, notice: &StatusNotice) {
         let mut state = lock(&self.state);
-        if state.told.is_none() {
+        if state.sent_notices.is_none() {
             // Best effort: a rank that is gone cannot receive it.
             let sent =
                 hosts.remote().filter_map(|peer| self.link.send(peer, MessageTag::Status, notice.to_bytes()).ok());
-            state.told = Some(sent.collect());
+            state.sent_notices = Some(sent.collect());
         }
     }
 
@@ -116,13 +116,13 @@ impl PeerExitNotices {
     /// Fails if MPI fails.
     pub(super) fn failure(&self) -> Result<Option<(usize, String)>, CommError> {
         let mut state = lock(&self.state);
-        for (peer, mut transfer) in std::mem::take(&mut state.awaited) {
+        for (peer, mut transfer) in std::mem::take(&mut state.pending) {
             if !transfer.is_done()? {
-                state.awaited.push((peer, transfer));
+                state.pending.push((peer, transfer));
                 continue;
             }
             match StatusNotice::from_bytes(&transfer.into_bytes()) {
-                StatusNotice::Leaves => drop(state.left.insert(peer)),
+                StatusNotice::Leaves => drop(state.left_ranks.insert(peer)),
                 StatusNotice::GivesUp(rank, why) => drop(state.failure.get_or_insert((rank, why))),
             }
         }
@@ -134,16 +134,16 @@ impl PeerExitNotices {
     pub(super) fn progress(&self) {
         // Errors occur again when notices are read.
         let mut state = lock(&self.state);
-        _ = state.awaited.iter_mut().find_map(|(_, transfer)| (!matches!(transfer.is_done(), Ok(true))).then_some(()));
+        _ = state.pending.iter_mut().find_map(|(_, transfer)| (!matches!(transfer.is_done(), Ok(true))).then_some(()));
     }
 
     /// Returns whether a rank is known to have left, as of the last call to [`PeerExitNotices::failure`].
     pub(super) fn has_left(&self, rank: usize) -> bool {
-        lock(&self.state).left.contains(&rank)
+        lock(&self.state).left_ranks.contains(&rank)
     }
 
-    /// Returns whether all ranks of other hosts have sent their notice, and that of this rank, if there is one, has been
-    /// sent to them.
+    /// Returns whether all ranks of other hosts have sent their notices, and whether this rank's notice, if there is
+    /// one, has been sent to them.
     ///
     /// # Errors
     /// Fails if MPI fails.
@@ -151,10 +151,10 @@ impl PeerExitNotices {
         self.failure()?;
         let mut state = lock(&self.state);
         let mut sent = true;
-        for transfer in state.told.iter_mut().flatten() {
+        for transfer in state.sent_notices.iter_mut().flatten() {
             sent &= transfer.is_done()?;
         }
-        Ok(sent && state.awaited.is_empty())
+        Ok(sent && state.pending.is_empty())
     }
 }
 

@@ -31,17 +31,17 @@ impl MpiPointToPoint {
     /// Sends a message, and returns when MPI has taken all of it.
     pub(in crate::comm) fn send(&mut self, call: &MessageFingerprint, data: &[u8]) -> Result<(), CommError> {
         let header: Vec<u8> = call.words().into_iter().flat_map(u64::to_le_bytes).collect();
-        let mut sending =
+        let mut sends =
             VecDeque::from([self.link.send_on(self.channel, self.peer, MessageTag::MessageHeader, header)?]);
         for part in data.chunks(PART_BYTES) {
-            sending.push_back(self.link.send_on(self.channel, self.peer, MessageTag::MessageData, part.to_vec())?);
-            if sending.len() > PARTS_IN_FLIGHT
-                && let Some(oldest) = sending.pop_front()
+            sends.push_back(self.link.send_on(self.channel, self.peer, MessageTag::MessageData, part.to_vec())?);
+            if sends.len() > PARTS_IN_FLIGHT
+                && let Some(oldest) = sends.pop_front()
             {
                 self.finish(oldest, call)?;
             }
         }
-        sending.into_iter().try_for_each(|transfer| self.finish(transfer, call).map(drop))
+        sends.into_iter().try_for_each(|transfer| self.finish(transfer, call).map(drop))
     }
 
     /// Receives a message of the length of `data`.
@@ -54,17 +54,17 @@ impl MpiPointToPoint {
             *word = u64::from_le_bytes(*bytes);
         }
         call.check(self.wait.rank, self.peer, words)?;
-        let (mut coming, mut parts) = (VecDeque::new(), data.chunks_mut(PART_BYTES));
+        let (mut receives, mut parts) = (VecDeque::new(), data.chunks_mut(PART_BYTES));
         loop {
-            while coming.len() < PARTS_IN_FLIGHT
+            while receives.len() < PARTS_IN_FLIGHT
                 && let Some(part) = parts.next()
             {
-                coming.push_back((
+                receives.push_back((
                     self.link.receive_on(self.channel, self.peer, MessageTag::MessageData, part.len())?,
                     part,
                 ));
             }
-            let Some((transfer, part)) = coming.pop_front() else { return Ok(()) };
+            let Some((transfer, part)) = receives.pop_front() else { return Ok(()) };
             part.copy_from_slice(&self.finish(transfer, call)?);
         }
     }

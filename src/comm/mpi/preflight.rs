@@ -22,7 +22,7 @@ struct HostPreflight {
 /// warns about clocks that differ greatly from its own.
 ///
 /// # Errors
-/// Fails if MPI fails, or programs differ.
+/// Fails if MPI fails or programs differ.
 pub(super) fn check(link: &MpiLink, hosts: &HostTopology) -> Result<(), CommError> {
     if hosts.host_ranks().len() < 2 {
         return Ok(());
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn a_host_with_another_time_is_named() {
-        let said = warnings(&[("a", facts(0, 1_000)), ("b", facts(0, 1_010)), ("c", facts(0, 880))]);
-        insta::assert_snapshot!(said.join("\n"), @"warning: the clock of host c is 120 s behind the first host's: the times of logs and checkpoints cannot be compared; synchronize both clocks with a time server");
+        let texts = warnings(&[("a", facts(0, 1_000)), ("b", facts(0, 1_010)), ("c", facts(0, 880))]);
+        insta::assert_snapshot!(texts.join("\n"), @"warning: the clock of host c is 120 s behind the first host's: the times of logs and checkpoints cannot be compared; synchronize both clocks with a time server");
     }
 }

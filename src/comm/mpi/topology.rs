@@ -17,7 +17,7 @@ pub(super) struct HostTopology {
     ranks: Vec<Range<usize>>,
     names: Vec<String>,
     /// The index of this rank's host.
-    own: usize,
+    host_index: usize,
 }
 
 /// The data that a rank reports about its host.
@@ -33,7 +33,7 @@ impl HostIdentity {
     fn here() -> Self {
         let kernel = |file: &str| std::fs::read_to_string(format!("/proc/sys/kernel/{file}")).unwrap_or_default();
         let (name, boot) = (kernel("hostname").trim().to_string(), kernel("random/boot_id"));
-        let space = |kind: &str| {
+        let namespace = |kind: &str| {
             let link = std::fs::read_link(format!("/proc/self/ns/{kind}"));
             link.map(|link| link.display().to_string()).unwrap_or_default()
         };
@@ -42,12 +42,12 @@ impl HostIdentity {
             Some(_) => std::env::var("CROSS_RANK").unwrap_or_default(),
             None => String::new(),
         };
-        let key = format!("{} {} {} {node} {name}", boot.trim(), space("net"), space("pid"));
+        let key = format!("{} {} {} {node} {name}", boot.trim(), namespace("net"), namespace("pid"));
         Self { name, key }
     }
 
     fn to_bytes(&self) -> Vec<u8> {
-        [&self.name, &self.key].into_iter().flat_map(|text| fixed(text)).collect()
+        [&self.name, &self.key].into_iter().flat_map(|text| to_fixed_length(text)).collect()
     }
 
     fn from_bytes(bytes: &[u8]) -> Self {
@@ -57,7 +57,7 @@ impl HostIdentity {
 }
 
 /// Returns a string as MAX_NAME_BYTES bytes, truncated or padded with zeros.
-fn fixed(text: &str) -> Vec<u8> {
+fn to_fixed_length(text: &str) -> Vec<u8> {
     let mut bytes = text.as_bytes().to_vec();
     bytes.resize(MAX_NAME_BYTES, 0);
     bytes
@@ -86,26 +86,27 @@ impl HostTopology {
             ranks.push(r..r + 1);
             names.push(identity.name.clone());
         }
-        let own = ranks.iter().position(|ranks| ranks.contains(&rank)).expect("every rank is on a host");
-        Ok(Self { ranks, names, own })
+        let host_index = ranks.iter().position(|ranks| ranks.contains(&rank)).expect("every rank is on a host");
+        Ok(Self { ranks, names, host_index })
     }
 
-    /// Returns the topology of a group, whose ranks are counted from 0. `members` are their numbers in this topology, in
-    /// ascending order.
+    /// Returns the topology of a group, whose ranks are counted from 0. `members` are their numbers in this topology,
+    /// in ascending order.
     pub(super) fn within(&self, members: &[usize]) -> Self {
-        let place = |rank: usize| members.partition_point(|member| *member < rank);
+        let index_of = |rank: usize| members.partition_point(|member| *member < rank);
         let hosts = self.ranks.iter().zip(&self.names).enumerate();
-        let kept = hosts.map(|(host, (ranks, name))| (host, place(ranks.start)..place(ranks.end), name));
-        let kept: Vec<_> = kept.filter(|(_, ranks, _)| !ranks.is_empty()).collect();
-        let own = kept.iter().position(|(host, ..)| *host == self.own).expect("this rank is a member");
-        let ranks = kept.iter().map(|(_, ranks, _)| ranks.clone()).collect();
-        Self { ranks, names: kept.into_iter().map(|(_, _, name)| name.clone()).collect(), own }
+        let member_hosts = hosts.map(|(host, (ranks, name))| (host, index_of(ranks.start)..index_of(ranks.end), name));
+        let member_hosts: Vec<_> = member_hosts.filter(|(_, ranks, _)| !ranks.is_empty()).collect();
+        let host_index =
+            member_hosts.iter().position(|(host, ..)| *host == self.host_index).expect("this rank is a member");
+        let ranks = member_hosts.iter().map(|(_, ranks, _)| ranks.clone()).collect();
+        Self { ranks, names: member_hosts.into_iter().map(|(_, _, name)| name.clone()).collect(), host_index }
     }
 
-    /// Returns a topology of `hosts` hosts with `each` ranks each, for estimates.
-    pub(super) fn even(hosts: usize, each: usize) -> Self {
-        let ranks = (0..hosts).map(|host| host * each..(host + 1) * each).collect();
-        Self { ranks, names: Vec::new(), own: 0 }
+    /// Returns a topology of `hosts` hosts with `ranks_per_host` ranks each, for estimates.
+    pub(super) fn even(hosts: usize, ranks_per_host: usize) -> Self {
+        let ranks = (0..hosts).map(|host| host * ranks_per_host..(host + 1) * ranks_per_host).collect();
+        Self { ranks, names: Vec::new(), host_index: 0 }
     }
 
     /// Returns a topology with these numbers of ranks on each host, as seen by `rank`.
@@ -113,8 +114,8 @@ impl HostTopology {
     pub(super) fn with(counts: &[usize], rank: usize) -> Self {
         let starts = (0..=counts.len()).map(|host| counts[..host].iter().sum::<usize>());
         let ranks: Vec<_> = starts.clone().zip(starts.skip(1)).map(|(start, end)| start..end).collect();
-        let own = ranks.iter().position(|ranks| ranks.contains(&rank)).expect("a rank of a host");
-        Self { names: vec![String::new(); ranks.len()], ranks, own }
+        let host_index = ranks.iter().position(|ranks| ranks.contains(&rank)).expect("a rank of a host");
+        Self { names: vec![String::new(); ranks.len()], ranks, host_index }
     }
 
     /// Returns the number of ranks on all hosts.
@@ -124,7 +125,7 @@ impl HostTopology {
 
     /// Returns the ranks of this host.
     pub(super) fn local_ranks(&self) -> Range<usize> {
-        self.ranks[self.own].clone()
+        self.ranks[self.host_index].clone()
     }
 
     /// Returns the ranks of each host, in order.
@@ -134,13 +135,13 @@ impl HostTopology {
 
     /// Returns the index of this host.
     pub(super) fn number(&self) -> usize {
-        self.own
+        self.host_index
     }
 
     /// Returns the ranks of each of the other hosts.
     pub(super) fn remote_ranks(&self) -> impl Iterator<Item = Range<usize>> {
-        let own = self.own;
-        self.ranks.iter().enumerate().filter(move |(host, _)| *host != own).map(|(_, ranks)| ranks.clone())
+        let host_index = self.host_index;
+        self.ranks.iter().enumerate().filter(move |(host, _)| *host != host_index).map(|(_, ranks)| ranks.clone())
     }
 
     /// Returns the ranks of all other hosts, in order.
@@ -167,25 +168,25 @@ impl HostTopology {
 /// # Errors
 /// Fails if MPI or the system fails.
 pub(super) fn share_region(link: &MpiLink, hosts: &HostTopology, rank: usize) -> Result<Arc<SharedMemoryRegion>> {
-    let here = hosts.local_ranks();
-    let made = if rank == here.start { Some(SharedMemoryRegion::create(here.len())?) } else { None };
-    let fd = made.as_ref().map_or(-1, |region| region.as_fd().as_raw_fd());
+    let local_ranks = hosts.local_ranks();
+    let created = if rank == local_ranks.start { Some(SharedMemoryRegion::create(local_ranks.len())?) } else { None };
+    let fd = created.as_ref().map_or(-1, |region| region.as_fd().as_raw_fd());
     let own = [std::process::id() as i32, fd].map(i32::to_le_bytes).concat();
     let all = link.gather(&own)?;
-    let number = |at: usize| i32::from_le_bytes(all[here.start][at..at + 4].try_into().expect("four bytes"));
-    let region = match made {
+    let word = |at: usize| i32::from_le_bytes(all[local_ranks.start][at..at + 4].try_into().expect("four bytes"));
+    let region = match created {
         Some(region) => {
             region.let_in();
             region
         }
         None => {
-            let path = format!("/proc/{}/fd/{}", number(0), number(4));
+            let path = format!("/proc/{}/fd/{}", word(0), word(4));
             let opened = std::fs::File::options().read(true).write(true).open(&path);
             let file = opened.map_err(|source| CommError::Region {
                 action: "open the memory that ranks share",
                 source: Arc::new(source),
             })?;
-            SharedMemoryRegion::open(OwnedFd::from(file), here.len())?
+            SharedMemoryRegion::open(OwnedFd::from(file), local_ranks.len())?
         }
     };
     // The first rank must not end before all others have opened its descriptor, because its exit closes the descriptor.

@@ -35,9 +35,9 @@ pub(crate) struct InterHostTransferEstimate {
 }
 
 impl UniformHosts {
-    /// Returns `hosts` hosts with `each` ranks each.
-    pub(crate) fn new(hosts: usize, each: usize) -> Self {
-        Self(HostTopology::even(hosts, each))
+    /// Returns `hosts` hosts with `ranks_per_host` ranks each.
+    pub(crate) fn new(hosts: usize, ranks_per_host: usize) -> Self {
+        Self(HostTopology::even(hosts, ranks_per_host))
     }
 
     /// Returns the transfers between hosts of a collective whose argument has `elements` elements: none on one host or
@@ -171,9 +171,9 @@ mod tests {
 
     #[test]
     fn one_host_sends_nothing() {
-        let alone = UniformHosts::new(1, 8);
+        let one_host = UniformHosts::new(1, 8);
         for kind in CollectiveKind::ALL {
-            assert_eq!(alone.transfers(kind, WireFormat::Exact, DType::BF16, 8000), []);
+            assert_eq!(one_host.transfers(kind, WireFormat::Exact, DType::BF16, 8000), []);
         }
         let [vote] = UniformHosts::new(2, 8).transfers(CollectiveKind::Control, WireFormat::Exact, DType::F64, 3)[..]
         else {

@@ -56,12 +56,12 @@ pub(super) struct PeakHostTraffic {
 
 impl PeakHostTraffic {
     fn of(hosts: impl Iterator<Item = Self>) -> Self {
-        let most = |a: Self, b: Self| Self { into: a.into.max(b.into), out: a.out.max(b.out) };
-        hosts.fold(Self { into: 0, out: 0 }, most)
+        let max = |a: Self, b: Self| Self { into: a.into.max(b.into), out: a.out.max(b.out) };
+        hosts.fold(Self { into: 0, out: 0 }, max)
     }
 
     /// Returns the bytes of the busier direction.
-    fn most(self) -> usize {
+    fn busier_direction(self) -> usize {
         self.into.max(self.out)
     }
 }
@@ -74,10 +74,11 @@ pub(super) fn algorithm(hosts: &HostTopology, wire: WireFormat, size: usize, chu
     if let WireFormat::BetweenHosts(code) = wire {
         return ReduceAlgorithm::HostSums(code);
     }
-    let (each, world) = (hosts.host_ranks(), hosts.world_size());
+    let (host_ranks, world) = (hosts.host_ranks(), hosts.world_size());
     let fits = SlotLayout { wire, size, world }.elements_in(SLOT_BYTES) > 0;
     let long = world * chunk * size >= SHORT_BYTES;
-    let fewer = chain_bytes(each, size, chunk).most() < direct_bytes(each, wire, size, chunk).most();
+    let fewer = chain_bytes(host_ranks, size, chunk).busier_direction()
+        < direct_bytes(host_ranks, wire, size, chunk).busier_direction();
     if fits && long && fewer { ReduceAlgorithm::Chain } else { ReduceAlgorithm::Direct }
 }
 
@@ -86,8 +87,8 @@ pub(super) fn direct_bytes(hosts: &[Range<usize>], wire: WireFormat, size: usize
     let world = hosts.last().map_or(0, |ranks| ranks.end);
     let encoded = wire.encoded_len(chunk, size);
     // An estimate may count more bytes than fit in the type.
-    let either = |ranks: &Range<usize>| (ranks.len() * (world - ranks.len())).saturating_mul(encoded);
-    PeakHostTraffic::of(hosts.iter().map(|ranks| PeakHostTraffic { into: either(ranks), out: either(ranks) }))
+    let one_way = |ranks: &Range<usize>| (ranks.len() * (world - ranks.len())).saturating_mul(encoded);
+    PeakHostTraffic::of(hosts.iter().map(|ranks| PeakHostTraffic { into: one_way(ranks), out: one_way(ranks) }))
 }
 
 /// Returns the traffic if partial sums are sent.
@@ -124,11 +125,11 @@ pub(super) fn gather_bytes(hosts: &[Range<usize>], part: usize) -> PeakHostTraff
 /// Returns the number of elements of every chunk in one block of a chain: a message from host to host contains this
 /// many elements of each chunk of a lane.
 pub(super) fn block_elements(hosts: &HostTopology, wire: WireFormat, chunk: usize) -> usize {
-    let of_each = PARTIAL_SUM_BYTES * hosts.world_size().div_ceil(hosts.lanes());
-    let bytes =
-        (of_each * chunk / (BLOCKS_PER_HOST * hosts.host_ranks().len())).clamp(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES);
+    let bytes_per_element = PARTIAL_SUM_BYTES * hosts.world_size().div_ceil(hosts.lanes());
+    let bytes = (bytes_per_element * chunk / (BLOCKS_PER_HOST * hosts.host_ranks().len()))
+        .clamp(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES);
     let align = wire.alignment();
-    (bytes / of_each / align * align).max(align)
+    (bytes / bytes_per_element / align * align).max(align)
 }
 
 #[cfg(test)]
@@ -144,8 +145,8 @@ mod tests {
         let bytes = |counts: &[usize], wire, size| {
             let hosts = HostTopology::with(counts, 0);
             (
-                direct_bytes(hosts.host_ranks(), wire, size, 1280).most(),
-                chain_bytes(hosts.host_ranks(), size, 1280).most(),
+                direct_bytes(hosts.host_ranks(), wire, size, 1280).busier_direction(),
+                chain_bytes(hosts.host_ranks(), size, 1280).busier_direction(),
             )
         };
         assert_eq!(bytes(&[8, 8], WireFormat::Exact, 4), (256 * 1280, 64 * 1280));

@@ -20,7 +20,7 @@ const EXTRA_TIMEOUT: Duration = Duration::from_secs(5);
 /// Returns the shared memory, and the connection to rank 0.
 ///
 /// # Errors
-/// The errors of [`super::meet`].
+/// Returns the errors of [`super::meet`].
 pub(super) fn join(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, UnixStream)> {
     let stream = find(env)?;
     let (rank, world) = (env.rank, env.world_size);
@@ -44,14 +44,14 @@ pub(super) fn join(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, UnixStream
 
 /// Waits until rank 0 listens, and connects to it.
 fn find(env: &RankEnv) -> Result<UnixStream> {
-    let (address, began) = (address(env.master_port)?, Instant::now());
+    let (address, start) = (address(env.master_port)?, Instant::now());
     loop {
         match UnixStream::connect_addr(&address) {
             Ok(stream) => return Ok(stream),
             Err(error) if error.kind() != ErrorKind::ConnectionRefused => {
                 return Err(system("reach rank 0")(error).into());
             }
-            Err(_) if began.elapsed() < env.timeout => std::thread::sleep(RETRY_INTERVAL),
+            Err(_) if start.elapsed() < env.timeout => std::thread::sleep(RETRY_INTERVAL),
             Err(_) => {
                 let (rank, port, world) = (env.rank, env.master_port, env.world_size);
                 return Err(CommError::FirstMissing { rank, world, port, limit: env.timeout }.into());

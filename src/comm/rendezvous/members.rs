@@ -32,7 +32,7 @@ pub(super) enum MembershipEvent {
     Came,
     /// The process of a rank has ended: it will send nothing more.
     Gone(usize),
-    /// A process cannot take part.
+    /// A process cannot join.
     Unfit(CommError),
 }
 
@@ -40,7 +40,7 @@ impl RendezvousMembers {
     /// Starts listening.
     ///
     /// # Errors
-    /// Another process is listening on this port, or a system call failed.
+    /// Fails if another process is listening on this port or a system call failed.
     pub(super) fn open(port: u16, world: usize) -> Result<Self> {
         let listener = UnixListener::bind_addr(&address(port)?).map_err(|error| match error.kind() {
             std::io::ErrorKind::AddrInUse => CommError::MeetingTaken { port },
@@ -50,20 +50,21 @@ impl RendezvousMembers {
     }
 
     /// Returns for each rank whether it has connected.
-    fn there(&self) -> Vec<bool> {
+    fn connected_ranks(&self) -> Vec<bool> {
         (0..self.world)
             .map(|rank| rank == 0 || self.connections.iter().any(|connection| connection.rank == Some(rank)))
             .collect()
     }
 
     pub(super) fn is_complete(&self) -> bool {
-        self.there().into_iter().all(|there| there)
+        self.connected_ranks().into_iter().all(|connected| connected)
     }
 
     /// Returns the error for ranks that have not connected within the limit.
     pub(super) fn incomplete(&self, limit: Duration) -> CommError {
-        let there = self.there();
-        let missing: Vec<String> = (0..self.world).filter(|rank| !there[*rank]).map(|rank| rank.to_string()).collect();
+        let connected = self.connected_ranks();
+        let missing: Vec<String> =
+            (0..self.world).filter(|rank| !connected[*rank]).map(|rank| rank.to_string()).collect();
         let (world, port) = (self.world, self.port);
         CommError::RanksMissing { came: world - missing.len(), world, missing: list(&missing), port, limit }
     }
@@ -71,24 +72,24 @@ impl RendezvousMembers {
     /// Waits for events, for at most `limit` (`None` means without a limit).
     ///
     /// # Errors
-    /// A system call failed.
+    /// Fails if a system call failed.
     pub(super) fn next(&mut self, limit: Option<Duration>) -> Result<Vec<MembershipEvent>> {
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
-        let mut watched: Vec<PollFd<'_>> =
+        let mut poll_fds: Vec<PollFd<'_>> =
             self.connections.iter().map(|g| PollFd::new(&g.stream, PollFlags::IN)).collect();
-        watched.push(PollFd::new(&self.listener, PollFlags::IN));
-        match poll(&mut watched, limit.as_ref()) {
+        poll_fds.push(PollFd::new(&self.listener, PollFlags::IN));
+        match poll(&mut poll_fds, limit.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(system("listen for the other ranks")(error.into()).into()),
         }
-        let mut ready: Vec<bool> = watched.iter().map(|fd| !fd.revents().is_empty()).collect();
-        drop(watched);
-        let comes = ready.pop().unwrap_or(false);
+        let mut ready: Vec<bool> = poll_fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        drop(poll_fds);
+        let has_new_connection = ready.pop().unwrap_or(false);
         let mut events = Vec::new();
         for (connection, ready) in std::mem::take(&mut self.connections).into_iter().zip(ready) {
             if ready { events.extend(self.read_request(connection)) } else { self.connections.push(connection) }
         }
-        if comes
+        if has_new_connection
             && let Ok((stream, _)) = self.listener.accept()
             && let Ok(peer) = PeerCredentials::of(&stream)
             // Connections from other users' processes are ignored.
@@ -106,11 +107,11 @@ impl RendezvousMembers {
             return Some(MembershipEvent::Gone(rank));
         }
         let JoinRequest { rank, world } = JoinRequest::take(&connection.stream)?;
-        let same = self.connections.iter().find(|other| other.rank == Some(rank));
+        let duplicate = self.connections.iter().find(|other| other.rank == Some(rank));
         let error = if world != self.world {
             CommError::WorldsDiffer { rank, world, first: self.world, port: self.port }
-        } else if rank == 0 || rank >= world || same.is_some() {
-            let earlier = same.map_or(std::process::id() as i32, |same| same.process);
+        } else if rank == 0 || rank >= world || duplicate.is_some() {
+            let earlier = duplicate.map_or(std::process::id() as i32, |duplicate| duplicate.process);
             CommError::RankTwice { rank, earlier, later: connection.process, port: self.port }
         } else {
             connection.rank = Some(rank);
@@ -122,10 +123,10 @@ impl RendezvousMembers {
         Some(MembershipEvent::Unfit(error))
     }
 
-    /// Gives all ranks the shared memory.
+    /// Sends all ranks the shared memory.
     ///
     /// # Errors
-    /// A rank is gone.
+    /// Fails if a rank is gone.
     pub(super) fn welcome(&self, memory: BorrowedFd<'_>) -> Result<(), CommError> {
         for connection in &self.connections {
             if let (Some(rank), Err(_)) = (connection.rank, messages::welcome(&connection.stream, memory)) {

@@ -29,8 +29,8 @@ use std::sync::{Arc, OnceLock};
 /// Meets the other ranks, starts the mutual watch, and returns the memory that the ranks share.
 ///
 /// # Errors
-/// A rank does not connect in time, two processes claim the same rank, ranks disagree about WORLD_SIZE, another job
-/// uses the port, or a system call failed.
+/// Fails if a rank does not connect in time, two processes claim the same rank, ranks disagree about WORLD_SIZE,
+/// another job uses the port, or a system call failed.
 pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
     let region = if env.rank == 0 {
         let (region, members) = server::admit_all(env)?;
@@ -95,9 +95,9 @@ mod tests {
 
     /// Runs the rendezvous with ranks as threads, each with its own environment variables, and returns each rank's
     /// result.
-    fn told<const N: usize>(ranks: [RankEnv; N]) -> [String; N] {
-        let met = ranks.map(|env| std::thread::spawn(move || meet(&env).map(drop)));
-        met.map(|rank| rank.join().unwrap().err().map_or("met".to_string(), |error| error.to_string()))
+    fn run<const N: usize>(ranks: [RankEnv; N]) -> [String; N] {
+        let threads = ranks.map(|env| std::thread::spawn(move || meet(&env).map(drop)));
+        threads.map(|rank| rank.join().unwrap().err().map_or("met".to_string(), |error| error.to_string()))
     }
 
     #[test]
@@ -107,8 +107,8 @@ mod tests {
             std::thread::spawn(move || {
                 std::thread::sleep(Duration::from_millis([100, 0, 50][rank]));
                 let env = env(rank, 3, port, 20_000);
-                let shared = CpuCommunicator::new(meet(&env).unwrap(), rank, env.timeout).unwrap();
-                shared.gather_bytes(vec![rank as u8 + 10]).wait().unwrap()
+                let comm = CpuCommunicator::new(meet(&env).unwrap(), rank, env.timeout).unwrap();
+                comm.gather_bytes(vec![rank as u8 + 10]).wait().unwrap()
             })
         });
         for rank in ranks {
@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn a_rank_that_does_not_come_is_named_to_those_that_did() {
         let port = port();
-        let [first, third] = told([env(0, 3, port, 300), env(2, 3, port, 20_000)]);
+        let [first, third] = run([env(0, 3, port, 300), env(2, 3, port, 20_000)]);
         let [first, third] = [first, third].map(|text| text.replace(&port.to_string(), "PORT"));
         insta::assert_snapshot!(first, @"2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; missing ranks: 1; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
         insta::assert_snapshot!(third, @"rank 0 cancelled the rendezvous: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 300ms; missing ranks: 1; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
@@ -128,15 +128,15 @@ mod tests {
     #[test]
     fn rank_0_that_does_not_come_is_missed() {
         let port = port();
-        let [second] = told([env(1, 2, port, 300)]);
+        let [second] = run([env(1, 2, port, 300)]);
         insta::assert_snapshot!(second.replace(&port.to_string(), "PORT"), @"rank 1 of 2 found no rank 0 at MASTER_PORT PORT on this host within 300ms; start it with RANK=0, WORLD_SIZE=2 and the same MASTER_PORT, as the same user and in the same network namespace, or all ranks with `zerorun --num_ranks 2`; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
     }
 
     #[test]
     fn ranks_that_differ_about_their_number_are_told_both() {
         let port = port();
-        let told = told([env(0, 3, port, 20_000), env(1, 2, port, 20_000)]);
-        let [first, second] = told.map(|text| text.replace(&port.to_string(), "PORT"));
+        let results = run([env(0, 3, port, 20_000), env(1, 2, port, 20_000)]);
+        let [first, second] = results.map(|text| text.replace(&port.to_string(), "PORT"));
         insta::assert_snapshot!(first, @"WORLD_SIZE is 3 on rank 0 and 2 on rank 1; give all ranks of a job the same value, and each job its own MASTER_PORT (here PORT)");
         insta::assert_snapshot!(second, @"rank 0 cancelled the rendezvous: WORLD_SIZE is 3 on rank 0 and 2 on rank 1; give all ranks of a job the same value, and each job its own MASTER_PORT (here PORT)");
     }
@@ -144,20 +144,20 @@ mod tests {
     #[test]
     fn a_rank_of_two_processes_and_a_port_of_two_jobs_are_told() {
         let port = port();
-        let own = std::process::id().to_string();
-        let known = |text: String| text.replace(&port.to_string(), "PORT").replace(&own, "PID");
-        let [first, second, same] = told([env(0, 3, port, 20_000), env(1, 3, port, 20_000), env(1, 3, port, 20_000)]);
+        let pid = std::process::id().to_string();
+        let normalize = |text: String| text.replace(&port.to_string(), "PORT").replace(&pid, "PID");
+        let [first, second, same] = run([env(0, 3, port, 20_000), env(1, 3, port, 20_000), env(1, 3, port, 20_000)]);
         assert_eq!(second, same);
-        insta::assert_snapshot!(known(first), @"processes PID and PID both claim rank 1; give each its own RANK, and each job its own MASTER_PORT (here PORT)");
-        insta::assert_snapshot!(known(second), @"rank 0 cancelled the rendezvous: processes PID and PID both claim rank 1; give each its own RANK, and each job its own MASTER_PORT (here PORT)");
+        insta::assert_snapshot!(normalize(first), @"processes PID and PID both claim rank 1; give each its own RANK, and each job its own MASTER_PORT (here PORT)");
+        insta::assert_snapshot!(normalize(second), @"rank 0 cancelled the rendezvous: processes PID and PID both claim rank 1; give each its own RANK, and each job its own MASTER_PORT (here PORT)");
         let port = self::port();
-        let waits = std::thread::spawn(move || meet(&env(0, 2, port, 20_000)).map(drop));
+        let waiting_rank = std::thread::spawn(move || meet(&env(0, 2, port, 20_000)).map(drop));
         while UnixStream::connect_addr(&socket::address(port).unwrap()).is_err() {
             std::thread::yield_now();
         }
-        let [other] = told([env(0, 2, port, 20_000)]);
+        let [other] = run([env(0, 2, port, 20_000)]);
         insta::assert_snapshot!(other.replace(&port.to_string(), "PORT"), @"another job already uses MASTER_PORT PORT on this host; give each job its own port");
-        assert_eq!(told([env(1, 2, port, 20_000)]), ["met"]);
-        waits.join().unwrap().unwrap();
+        assert_eq!(run([env(1, 2, port, 20_000)]), ["met"]);
+        waiting_rank.join().unwrap().unwrap();
     }
 }

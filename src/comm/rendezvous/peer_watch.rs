@@ -15,14 +15,14 @@ const UNREPORTED_DEATH: &str = "its process ended without a message";
 /// Runs on rank 0: watches the others, and rejects processes that connect too late.
 ///
 /// # Errors
-/// A system call failed.
+/// Fails if a system call failed.
 pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: RendezvousMembers) -> Result<(), CommError> {
     watch(move || {
         // After a system error, deaths are detected only by missing heartbeats.
         while let Ok(all) = members.next(None) {
             for event in all {
                 if let MembershipEvent::Gone(rank) = event {
-                    lost(&region, rank);
+                    handle_exit(&region, rank);
                 }
             }
         }
@@ -32,13 +32,13 @@ pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: Rendezvou
 /// Runs on the other ranks: watches rank 0.
 ///
 /// # Errors
-/// A system call failed.
+/// Fails if a system call failed.
 pub(super) fn the_first(region: Arc<SharedMemoryRegion>, mut stream: UnixStream) -> Result<(), CommError> {
     stream.set_read_timeout(None).map_err(system("wait on the socket of a rank"))?;
     watch(move || {
         // Rank 0 sends nothing: the read returns when rank 0 is gone.
         while stream.read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::Interrupted) {}
-        lost(&region, 0);
+        handle_exit(&region, 0);
     })
 }
 
@@ -47,12 +47,12 @@ fn watch(run: impl FnOnce() + Send + 'static) -> Result<(), CommError> {
     spawned.map(drop).map_err(system("start the thread that watches a rank"))
 }
 
-/// Handles the end of a rank's process: notifies the ranks that wait for that rank, unless it had already left, given up
-/// or been recorded as dead.
-fn lost(region: &SharedMemoryRegion, rank: usize) {
-    let told = matches!(region.state(rank), RankState::Finished | RankState::Aborted(_) | RankState::Dead(_));
+/// Handles the end of a rank's process: notifies the ranks that wait for that rank, unless it had already left, given
+/// up or been recorded as dead.
+fn handle_exit(region: &SharedMemoryRegion, rank: usize) {
+    let is_reported = matches!(region.state(rank), RankState::Finished | RankState::Aborted(_) | RankState::Dead(_));
     // All other ranks notice the end of rank 0, but only one of them records it.
-    if !told && region.claims_cause(rank) {
+    if !is_reported && region.claims_cause(rank) {
         region.mark_dead(rank, UNREPORTED_DEATH);
     }
 }
@@ -67,12 +67,12 @@ mod tests {
         let region = SharedMemoryRegion::anonymous(3).unwrap();
         (0..3).for_each(|rank| region.start(rank).unwrap());
         region.finish(1);
-        lost(&region, 1);
+        handle_exit(&region, 1);
         assert_eq!((region.state(1), region.first_failure()), (RankState::Finished, None));
         assert!(region.claims_cause(2));
-        lost(&region, 2);
+        handle_exit(&region, 2);
         assert_eq!(region.state(2), RankState::Running, "another rank records its death");
-        lost(&region, 0);
+        handle_exit(&region, 0);
         assert_eq!(region.state(0), RankState::Dead(UNREPORTED_DEATH.into()));
     }
 }

@@ -12,10 +12,10 @@ use std::time::Instant;
 /// connections.
 ///
 /// # Errors
-/// The errors of [`super::meet`]. The ranks that are connected receive the same error.
+/// Returns the errors of [`super::meet`]. The ranks that are connected receive the same error.
 pub(super) fn admit_all(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, RendezvousMembers)> {
     let mut members = RendezvousMembers::open(env.master_port, env.world_size)?;
-    let met = await_all(&mut members, env).and_then(|()| {
+    let region = await_all(&mut members, env).and_then(|()| {
         let region = SharedMemoryRegion::create(env.world_size)?;
         // Child processes of a rank must not keep the region alive.
         rustix::io::fcntl_setfd(region.as_fd(), rustix::io::FdFlags::CLOEXEC)
@@ -24,7 +24,7 @@ pub(super) fn admit_all(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, Rende
         members.welcome(region.as_fd())?;
         Ok(region)
     });
-    match met {
+    match region {
         Ok(region) => Ok((Arc::new(region), members)),
         Err(error) => {
             members.turn_away(&error.to_string());
@@ -34,13 +34,13 @@ pub(super) fn admit_all(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, Rende
 }
 
 fn await_all(members: &mut RendezvousMembers, env: &RankEnv) -> Result<()> {
-    let began = Instant::now();
+    let start = Instant::now();
     while !members.is_complete() {
-        let left = env.timeout.saturating_sub(began.elapsed());
-        if left.is_zero() {
+        let remaining = env.timeout.saturating_sub(start.elapsed());
+        if remaining.is_zero() {
             return Err(members.incomplete(env.timeout).into());
         }
-        for event in members.next(Some(left))? {
+        for event in members.next(Some(remaining))? {
             match event {
                 MembershipEvent::Came => {}
                 MembershipEvent::Gone(rank) => return Err(CommError::GoneBeforeStart { rank }.into()),

@@ -21,7 +21,7 @@ const SHORT_BYTES: usize = 16 << 10;
 
 /// The size in bytes from which a gathered buffer is written with stores that bypass the caches, which it would
 /// otherwise fill.
-const PAST_CACHE_BYTES: usize = 4 << 20;
+const CACHE_BYPASS_BYTES: usize = 4 << 20;
 
 type Result<T> = std::result::Result<T, CommError>;
 
@@ -83,7 +83,7 @@ pub(in crate::comm) fn reduce_to_groups(
     gather_of(ex, WireFormat::Exact, StridedRanks::across(ex.rank(), ranks, ex.size()), sum)
 }
 
-/// Concatenates the shards of the ranks of a group. The other ranks take part, in their own groups.
+/// Concatenates the shards of the ranks of a group. The other ranks gather in their own groups at the same time.
 pub(in crate::comm) fn gather_of(
     ex: &mut ShmExchange,
     wire: WireFormat,
@@ -93,19 +93,19 @@ pub(in crate::comm) fn gather_of(
     if let WireFormat::Blocks(ints) = wire {
         return quantized::gather_of(ex, ints, group, shard);
     }
-    let (whole, bytes) = (shard.len() * group.len(), shard.size_in_bytes());
-    let mut apart = None;
+    let (total, bytes) = (shard.len() * group.len(), shard.size_in_bytes());
+    let mut separate_shard = None;
     if shard.capacity_in_bytes() < bytes * group.len() {
-        let out = Flat::with_capacity(shard.dtype(), whole);
-        apart = Some(std::mem::replace(&mut shard, out));
+        let out = Flat::with_capacity(shard.dtype(), total);
+        separate_shard = Some(std::mem::replace(&mut shard, out));
     }
-    let room = shard.room_bytes(whole);
-    let own = apart.as_ref().map_or(OwnShardLocation::At(0), |own| OwnShardLocation::Apart(own.as_bytes()));
+    let output = shard.room_bytes(total);
+    let own = separate_shard.as_ref().map_or(OwnShardLocation::At(0), |own| OwnShardLocation::Separate(own.as_bytes()));
     for range in pieces(bytes, SLOT_BYTES) {
-        gather_piece(ex, group, room, own, range)?;
+        gather_piece(ex, group, output, own, range)?;
     }
     // SAFETY: the pieces of all ranks of the group cover the complete buffer.
-    unsafe { shard.set_len(whole) };
+    unsafe { shard.set_len(total) };
     Ok(shard)
 }
 
@@ -115,7 +115,7 @@ pub(in crate::comm) fn all_reduce(ex: &mut ShmExchange, wire: WireFormat, mut in
     ex.begin(CollectiveKind::AllReduce, wire, input.dtype(), input.len(), tag);
     let (len, size) = (input.len(), input.dtype().size_in_bytes());
     if wire.inside() == WireFormat::Exact && ex.size() == 2 && input.size_in_bytes() <= SHORT_BYTES {
-        reduce_whole(ex, &mut input)?;
+        reduce_in_one_piece(ex, &mut input)?;
         return Ok(input);
     }
     let chunk = len.div_ceil(ex.size());
@@ -125,11 +125,11 @@ pub(in crate::comm) fn all_reduce(ex: &mut ShmExchange, wire: WireFormat, mut in
     let (wire, step) = piece_of(ex.size(), wire, input.dtype());
     for range in pieces(chunk, step.min(SLOT_BYTES / size)) {
         reduce_piece(ex, wire, &mut input, own, range.clone())?;
-        let whole = input.room_bytes(chunk * ex.size());
+        let output = input.room_bytes(chunk * ex.size());
         gather_piece(
             ex,
             StridedRanks::all(ex.size()),
-            whole,
+            output,
             OwnShardLocation::At(own * size),
             range.start * size..range.end * size,
         )?;
@@ -190,7 +190,7 @@ fn reduce_piece(
 }
 
 /// Replaces `input`, which must fit into one piece, with the sum of all ranks' `input`.
-fn reduce_whole(ex: &mut ShmExchange, input: &mut Flat) -> Result<()> {
+fn reduce_in_one_piece(ex: &mut ShmExchange, input: &mut Flat) -> Result<()> {
     let (world, rank, dtype, len) = (ex.size(), ex.rank(), input.dtype(), input.len());
     let bytes = input.size_in_bytes();
     ex.piece(bytes, |slot| slot.copy_from_slice(input.as_bytes()))?;
@@ -251,43 +251,43 @@ enum OwnShardLocation<'a> {
     /// In the buffer to be filled, from this byte on: at its final position, or at the start.
     At(usize),
     /// In separate memory.
-    Apart(&'a [u8]),
+    Separate(&'a [u8]),
 }
 
-/// Writes bytes `range` of the parts of a group's ranks, this one included, to their positions in `whole`. Pieces must
-/// be passed in order: a part that lies at the start, in the first rank's position, is moved to its own position before
+/// Writes bytes `range` of the parts of a group's ranks, this one included, to their positions in `output`. Pieces must
+/// be passed in order: a part that is at the start, in the first rank's position, is moved to its own position before
 /// the first rank's part arrives.
 fn gather_piece(
     ex: &mut ShmExchange,
     group: StridedRanks,
-    whole: &mut [MaybeUninit<u8>],
+    output: &mut [MaybeUninit<u8>],
     own: OwnShardLocation<'_>,
     range: Range<usize>,
 ) -> Result<()> {
     let rank = ex.rank();
-    let past_cache = whole.len() >= PAST_CACHE_BYTES;
-    let place = |r: usize| group.place(r) * (whole.len() / group.len()) + range.start;
-    let (own_place, len) = (place(rank), range.len());
-    let places: Vec<_> = group.ranks().filter(|r| *r != rank).map(|r| (r, place(r))).collect();
+    let bypass_caches = output.len() >= CACHE_BYPASS_BYTES;
+    let position_of = |r: usize| group.place(r) * (output.len() / group.len()) + range.start;
+    let (own_position, len) = (position_of(rank), range.len());
+    let peer_positions: Vec<_> = group.ranks().filter(|r| *r != rank).map(|r| (r, position_of(r))).collect();
     match own {
-        OwnShardLocation::Apart(own) => {
+        OwnShardLocation::Separate(own) => {
             ex.publish(len, |slot| slot.copy_from_slice(&own[range.clone()]));
-            streaming_copy::copy(&mut whole[own_place..own_place + len], &own[range], past_cache);
+            streaming_copy::copy(&mut output[own_position..own_position + len], &own[range], bypass_caches);
         }
         OwnShardLocation::At(start) => {
             let from = start + range.start;
             ex.publish(len, |slot| {
                 // SAFETY: this rank's part is initialized.
-                slot.copy_from_slice(unsafe { whole[from..from + len].assume_init_ref() });
+                slot.copy_from_slice(unsafe { output[from..from + len].assume_init_ref() });
             });
-            if from != own_place {
-                whole.copy_within(from..from + len, own_place);
+            if from != own_position {
+                output.copy_within(from..from + len, own_position);
             }
         }
     }
     ex.await_peers()?;
-    for (r, place) in places {
-        streaming_copy::copy(&mut whole[place..place + len], ex.peer(r, 0, len), past_cache);
+    for (r, position) in peer_positions {
+        streaming_copy::copy(&mut output[position..position + len], ex.peer(r, 0, len), bypass_caches);
     }
     Ok(())
 }
@@ -301,13 +301,13 @@ mod tests {
     fn a_piece_of_a_reduction_has_elements_for_every_peer_in_any_world() {
         for world in 2..=2048 {
             for wire in [WireFormat::Exact, WireFormat::Blocks(IntFormat::Int8), WireFormat::Blocks(IntFormat::Int4)] {
-                let (travels, step) = piece_of(world, wire, DType::F32);
-                let bytes = match travels {
+                let (used_wire, step) = piece_of(world, wire, DType::F32);
+                let bytes = match used_wire {
                     WireFormat::Exact | WireFormat::BetweenHosts(_) => 4 * step,
                     WireFormat::Blocks(ints) => ints.encoded_len(step),
                 };
                 assert!(step > 0 && bytes * (world - 1) <= SLOT_BYTES, "world size {world}, {wire:?}: {step}");
-                assert!(travels == wire && (wire == WireFormat::Exact || step.is_multiple_of(BLOCK)) || world >= 994);
+                assert!(used_wire == wire && (wire == WireFormat::Exact || step.is_multiple_of(BLOCK)) || world >= 994);
             }
         }
     }

@@ -55,14 +55,14 @@ pub(in crate::comm) struct ShmExchange {
     current: Option<CollectiveFingerprint>,
     /// The engine call in which the next collective was launched: see [`crate::comm::engine_call`].
     call: u64,
-    /// Bytes read from peers in the current collective.
+    /// The number of bytes read from peers in the current collective.
     wire_bytes: Cell<usize>,
     /// The size of these bytes in memory, without any encoding.
     exact_bytes: Cell<usize>,
     /// A function to call between naps while this rank waits.
-    beside: Option<Box<dyn Fn() + Send>>,
+    wait_callback: Option<Box<dyn Fn() + Send>>,
     /// Whether each rank has its own core.
-    roomy: bool,
+    has_own_cores: bool,
     spin_limits: SpinLimits,
 }
 
@@ -85,7 +85,7 @@ impl ShmExchange {
 
     fn with(pieces: PieceSlots, timeout: Duration) -> Self {
         let ranks = pieces.region().world_size();
-        let roomy = std::env::var_os(BOUND).is_some()
+        let has_own_cores = std::env::var_os(BOUND).is_some()
             || std::thread::available_parallelism().is_ok_and(|cores| cores.get() >= ranks);
         Self {
             pieces,
@@ -96,8 +96,8 @@ impl ShmExchange {
             call: 0,
             wire_bytes: Cell::new(0),
             exact_bytes: Cell::new(0),
-            beside: None,
-            roomy,
+            wait_callback: None,
+            has_own_cores,
             spin_limits: SHARED_CORE_SPINS,
         }
     }
@@ -108,9 +108,9 @@ impl ShmExchange {
     }
 
     /// Sets a function that is called about once a millisecond during waits.
-    pub(in crate::comm) fn waiting_with(mut self, beside: impl Fn() + Send + 'static) -> Self {
+    pub(in crate::comm) fn waiting_with(mut self, wait_callback: impl Fn() + Send + 'static) -> Self {
         self.pieces.nap_at_most(1);
-        Self { beside: Some(Box::new(beside)), ..self }
+        Self { wait_callback: Some(Box::new(wait_callback)), ..self }
     }
 
     pub(in crate::comm) fn rank(&self) -> usize {
@@ -129,7 +129,7 @@ impl ShmExchange {
     /// Sets the thread that runs the next collective: the one that needs its result, or the comm thread, which runs
     /// alongside a thread that computes.
     pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThreadKind) {
-        self.spin_limits = match (self.roomy, runner) {
+        self.spin_limits = match (self.has_own_cores, runner) {
             (false, _) => SHARED_CORE_SPINS,
             (true, CollectiveThreadKind::CommThread) => COMM_THREAD_SPINS,
             (true, CollectiveThreadKind::Waiter) => IDLE_SPINS,
@@ -218,14 +218,14 @@ impl ShmExchange {
         let beat = || self.pieces.region().heartbeat(self.pieces.in_region(peer)).load(Ordering::Relaxed);
         let clock = clock.get_or_insert_with(|| PeerWaitTimer::new(Instant::now()));
         clock.watch(beat());
-        let overdue = || {
-            if let Some(beside) = &self.beside {
-                beside();
+        let find_fault = || {
+            if let Some(wait_callback) = &self.wait_callback {
+                wait_callback();
             }
             clock.turn(Instant::now(), beat());
             clock.fault(self.timeout)
         };
-        self.pieces.sleep_for(peer, overdue).map_err(|failure| self.error(failure))
+        self.pieces.sleep_for(peer, find_fault).map_err(|failure| self.error(failure))
     }
 
     /// Returns the failure as this rank reports it.
@@ -349,15 +349,15 @@ mod tests {
     fn the_count_of_pieces_may_wrap_around() {
         let world = 3;
         let region = Arc::new(SharedMemoryRegion::anonymous(world).unwrap());
-        let before = u32::MAX - 4;
-        (0..world).for_each(|r| region.published(region.seat(0, r)).store(before, Ordering::Relaxed));
+        let initial_count = u32::MAX - 4;
+        (0..world).for_each(|r| region.published(region.seat(0, r)).store(initial_count, Ordering::Relaxed));
         std::thread::scope(|scope| {
             for rank in 0..world {
                 let region = region.clone();
                 scope.spawn(move || {
                     region.enter(rank).unwrap();
                     let mut exchange = ShmExchange::new(region.clone(), rank, Duration::from_secs(10));
-                    exchange.pieces = PieceSlots::new(region.clone(), rank, before);
+                    exchange.pieces = PieceSlots::new(region.clone(), rank, initial_count);
                     for round in 0u8..10 {
                         exchange.begin(CollectiveKind::Barrier, WireFormat::Exact, DType::U8, 1, 0);
                         exchange.piece(1, |slot| slot[0] = 10 * rank as u8 + round).unwrap();

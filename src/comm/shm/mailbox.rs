@@ -5,7 +5,7 @@
 //!   receiver                                    packet k sent? -> read it -> received = k + 1 -> ...
 //! ```
 //!
-//! A pair of ranks has one mailbox per direction: a ring of `PACKETS` packets. Packet k lies in slot k % PACKETS; the
+//! A pair of ranks has one mailbox per direction: a ring of `PACKETS` packets. Packet k is in slot k % PACKETS; the
 //! sender writes it once the receiver has read packet k - PACKETS. The sender increments `sent`, on which the receiver
 //! waits, and the receiver increments `received`, on which the sender waits. Both counts have the orderings of
 //! [`PublishedCount`](super::published_count::PublishedCount), so that each side's accesses to a slot happen before

@@ -29,7 +29,7 @@ impl Mailbox {
     /// Opens the mailbox for the messages from one rank of the region to another in a channel.
     ///
     /// # Errors
-    /// The system cannot map its memory.
+    /// Fails if the system cannot map its memory.
     pub(super) fn open(region: &SharedMemoryRegion, channel: usize, from: usize, to: usize) -> Result<Self, CommError> {
         Ok(Self { map: region.map_mailbox(channel, from, to)? })
     }

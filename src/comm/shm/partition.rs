@@ -1,4 +1,4 @@
-//! The division of a buffer: the part sent in one exchange, and the part that each rank gives to each other rank.
+//! The division of a buffer: the part sent in one exchange, and the part that each rank sends to each other rank.
 
 use super::exchange::ShmExchange;
 use crate::error::CommError;
@@ -46,7 +46,7 @@ impl StridedRanks {
     }
 
     pub(in crate::comm) fn ranks(self) -> impl Iterator<Item = usize> {
-        (0..self.count).map(move |place| self.first + place * self.step)
+        (0..self.count).map(move |position| self.first + position * self.step)
     }
 
     /// Returns the position of `rank` among these ranks.
@@ -55,14 +55,14 @@ impl StridedRanks {
     }
 }
 
-/// Extracts the shards of a group, of `len` elements each, from `whole`, which contains the shards of all ranks.
-pub(in crate::comm) fn of_group(mut whole: Flat, group: StridedRanks, len: usize) -> Flat {
-    let bytes = len * whole.dtype().size_in_bytes();
-    for (place, rank) in group.ranks().enumerate() {
-        whole.as_bytes_mut().copy_within(rank * bytes..(rank + 1) * bytes, place * bytes);
+/// Extracts the shards of a group, of `len` elements each, from `gathered`, which contains the shards of all ranks.
+pub(in crate::comm) fn of_group(mut gathered: Flat, group: StridedRanks, len: usize) -> Flat {
+    let bytes = len * gathered.dtype().size_in_bytes();
+    for (position, rank) in group.ranks().enumerate() {
+        gathered.as_bytes_mut().copy_within(rank * bytes..(rank + 1) * bytes, position * bytes);
     }
-    whole.truncate(group.len() * len);
-    whole
+    gathered.truncate(group.len() * len);
+    gathered
 }
 
 /// Sorts the chunks of `input`, one for each of `world` ranks, into rank order. On entry, the chunks of ranks with the
@@ -103,7 +103,7 @@ pub(in crate::comm) fn give_each(
 ) -> Result<(), CommError> {
     let (world, rank) = (ex.size(), ex.rank());
     ex.piece(bytes * (world - 1), |slot| {
-        others(world, rank).for_each(|(r, place)| write(r, &mut slot[place * bytes..(place + 1) * bytes]));
+        others(world, rank).for_each(|(r, index)| write(r, &mut slot[index * bytes..(index + 1) * bytes]));
     })
 }
 
@@ -112,8 +112,8 @@ pub(in crate::comm) fn give_each(
 pub(in crate::comm) fn given(ex: &ShmExchange, bytes: usize, exact: usize) -> impl Iterator<Item = &[u8]> {
     let (world, rank) = (ex.size(), ex.rank());
     // This rank's index among the others, as rank r counts them.
-    let place = move |r: usize| if rank < r { rank } else { rank - 1 };
-    others(world, rank).map(move |(r, _)| ex.coded(r, place(r) * bytes, bytes, exact))
+    let index_at = move |r: usize| if rank < r { rank } else { rank - 1 };
+    others(world, rank).map(move |(r, _)| ex.coded(r, index_at(r) * bytes, bytes, exact))
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@
 //! ranks, and at most once with three. Ranks that give up or leave are run with one or two pieces: two ranks in every
 //! order or with at most four interruptions, three ranks with at most two. Loom finds no race on slots or texts, no
 //! wrong byte, no thread that sleeps forever, and no failure that is reported incorrectly. It finds the deliberate
-//! mistakes of its tests, such as a publication before the data or without Release. It does not cover time limits,
+//! mistakes in its tests, such as a publication before the data or without Release. It does not cover time limits,
 //! heartbeats or the kernel's futex.
 
 use super::published_count::PublishedCount;
@@ -120,34 +120,34 @@ impl PieceSlots {
     /// Waits for the current piece of `peer` without sleeping. Returns whether it arrived.
     pub(super) fn spin_for(&self, peer: usize, spin_limits: SpinLimits) -> bool {
         let SpinLimits { spins, yields } = spin_limits;
-        for turn in 0..spins + yields {
+        for poll in 0..spins + yields {
             if self.has_published(peer) {
                 return true;
             }
-            if turn < spins { spin_loop() } else { yield_now() }
+            if poll < spins { spin_loop() } else { yield_now() }
         }
         false
     }
 
-    /// Waits for the current piece of `peer` in naps. Before each nap, `overdue` decides whether `peer` is at
+    /// Waits for the current piece of `peer` in naps. Before each nap, `find_fault` decides whether `peer` is at
     /// fault.
     ///
     /// # Errors
-    /// The piece will not arrive: its rank has failed or left, or another rank has failed.
+    /// Fails if the piece will not arrive: its rank has failed or left, or another rank has failed.
     pub(super) fn sleep_for(
         &self,
         peer: usize,
-        mut overdue: impl FnMut() -> Option<RankFault>,
+        mut find_fault: impl FnMut() -> Option<RankFault>,
     ) -> Result<(), PeerFailure> {
         loop {
             let seen = self.count(peer).get();
-            let trouble = self.check_ranks();
+            let rank_check = self.check_ranks();
             // The piece is checked after the ranks: a peer that published it and then failed or left has done its part.
             if self.has_published(peer) {
                 return Ok(());
             }
-            trouble?;
-            if let Some(fault) = overdue() {
+            rank_check?;
+            if let Some(fault) = find_fault() {
                 let peer = self.in_region(peer);
                 self.region.record_first_failure(peer, fault);
                 return Err(PeerFailure { peer, fault, why: String::new() });

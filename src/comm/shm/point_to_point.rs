@@ -63,8 +63,9 @@ impl MailboxEnd {
 pub(in crate::comm) struct MailboxPointToPoint {
     region: Arc<SharedMemoryRegion>,
     end: MailboxEnd,
-    /// This rank and the other one, as the region counts them.
+    /// This rank, as the region counts it.
     rank: usize,
+    /// The other rank, as the region counts it.
     peer: usize,
     /// The number of the region's rank 0 in the job.
     first: usize,
@@ -116,12 +117,12 @@ impl MailboxPointToPoint {
         let mut clock = PeerWaitTimer::new(Instant::now());
         clock.watch(beat());
         loop {
-            let trouble = self.region.check_ranks(self.rank, |peer| peer == self.peer && !self.end.is_ready());
+            let rank_check = self.region.check_ranks(self.rank, |peer| peer == self.peer && !self.end.is_ready());
             // The packet is checked after the ranks: a peer that wrote it and then failed or left has done its part.
             if self.end.is_ready() {
                 return Ok(());
             }
-            trouble.map_err(error)?;
+            rank_check.map_err(error)?;
             clock.turn(Instant::now(), beat());
             if let Some(fault) = clock.fault(self.timeout) {
                 self.region.record_first_failure(self.peer, fault);

@@ -32,7 +32,7 @@ pub(in crate::comm) fn reduce_piece(
 }
 
 /// Concatenates the `shard`s of the ranks of a group, in rank order. All of them, including this rank's, are rounded to
-/// the values of their codes. The other ranks take part, in their own groups.
+/// the values that their codes represent. The other ranks gather in their own groups at the same time.
 pub(in crate::comm) fn gather_of(
     ex: &mut ShmExchange,
     ints: IntFormat,
@@ -44,16 +44,16 @@ pub(in crate::comm) fn gather_of(
     shard.extend_zeros(chunk * (group.len() - 1));
     for range in pieces(chunk, ints.whole_blocks_in(SLOT_BYTES)) {
         let bytes = ints.encoded_len(range.len());
-        let at = |r: usize| group.place(r) * chunk + range.start..group.place(r) * chunk + range.end;
-        // The shard lies at the start, in the first rank's position. It is encoded before that rank's shard arrives.
+        let range_of = |r: usize| group.place(r) * chunk + range.start..group.place(r) * chunk + range.end;
+        // The shard is at the start, in the first rank's position. It is encoded before that rank's shard arrives.
         ex.publish(bytes, |slot| {
             ints.encode(shard.slice(range.clone()), slot);
-            ints.decode(slot, shard.slice_mut(at(rank)));
+            ints.decode(slot, shard.slice_mut(range_of(rank)));
         });
         ex.await_peers()?;
         let exact = range.len() * shard.dtype().size_in_bytes();
         for r in group.ranks().filter(|r| *r != rank) {
-            ints.decode(ex.coded(r, 0, bytes, exact), shard.slice_mut(at(r)));
+            ints.decode(ex.coded(r, 0, bytes, exact), shard.slice_mut(range_of(r)));
         }
     }
     Ok(shard)

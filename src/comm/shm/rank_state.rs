@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 pub(crate) enum RankState {
     /// The rank has not opened the region yet.
     Absent,
-    /// The rank takes part.
+    /// The rank has joined the job.
     Running,
     /// The rank has left without an error.
     Finished,
@@ -77,8 +77,8 @@ impl SharedMemoryRegion {
 
     /// Changes the state from absent to running. The error is the state that the rank already has.
     pub(crate) fn start(&self, rank: usize) -> Result<(), RankState> {
-        let taken = self.state_word(rank).compare_exchange(ABSENT, RUNNING, Ordering::AcqRel, Ordering::Acquire);
-        taken.map(drop).map_err(|_| self.state(rank))
+        let exchange = self.state_word(rank).compare_exchange(ABSENT, RUNNING, Ordering::AcqRel, Ordering::Acquire);
+        exchange.map(drop).map_err(|_| self.state(rank))
     }
 
     pub(crate) fn finish(&self, rank: usize) {
@@ -143,15 +143,15 @@ impl SharedMemoryRegion {
     /// Changes the state of a rank that is absent or running to `state`; later calls do not change it again. Wakes all
     /// threads that wait for the rank.
     fn leave(&self, rank: usize, state: u32) {
-        let living = |now| (now <= RUNNING).then_some(state);
-        let _ = self.state_word(rank).fetch_update(Ordering::AcqRel, Ordering::Acquire, living);
+        let new_state = |now| (now <= RUNNING).then_some(state);
+        let _ = self.state_word(rank).fetch_update(Ordering::AcqRel, Ordering::Acquire, new_state);
         (0..CHANNELS).for_each(|channel| wake(self.published(self.seat(channel, rank))));
     }
 
     /// Returns an error if `rank` cannot continue: any rank has died or given up, or one that it still `needs` has
     /// left.
     pub(super) fn check_ranks(&self, rank: usize, needs: impl Fn(usize) -> bool) -> Result<(), PeerFailure> {
-        let seen = self.check_states(needs);
+        let state_check = self.check_states(needs);
         // The first failure explains all later ones, which are often only its consequences. It is read after the
         // states, because it was recorded before any consequence that has been seen.
         match self.first_failure() {
@@ -166,7 +166,7 @@ impl SharedMemoryRegion {
                     Err(PeerFailure { peer, fault, why: self.explained(peer, fault) })
                 }
             },
-            _ => seen,
+            _ => state_check,
         }
     }
 
@@ -187,22 +187,22 @@ impl SharedMemoryRegion {
         Ok(())
     }
 
-    fn write_text(&self, rank: usize, which: FailureTextKind, text: &str) {
+    fn write_text(&self, rank: usize, kind: FailureTextKind, text: &str) {
         let mut end = text.len().min(TEXT_BYTES);
         while !text.is_char_boundary(end) {
             end -= 1;
         }
         // SAFETY: the area is TEXT_BYTES long and written by one process, before the state that publishes it is stored
         // with Release; a second text of the same kind comes from the same writer.
-        unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), self.text_mut(rank, which), end) };
-        self.text_len(rank, which).store(end as u32, Ordering::Release);
+        unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), self.text_mut(rank, kind), end) };
+        self.text_len(rank, kind).store(end as u32, Ordering::Release);
     }
 
-    fn read_text(&self, rank: usize, which: FailureTextKind) -> String {
-        let len = (self.text_len(rank, which).load(Ordering::Acquire) as usize).min(TEXT_BYTES);
+    fn read_text(&self, rank: usize, kind: FailureTextKind) -> String {
+        let len = (self.text_len(rank, kind).load(Ordering::Acquire) as usize).min(TEXT_BYTES);
         let mut bytes = vec![0; len];
         // SAFETY: inside the area; the writer finished before the state that the caller has seen.
-        unsafe { std::ptr::copy_nonoverlapping(self.text(rank, which), bytes.as_mut_ptr(), len) };
+        unsafe { std::ptr::copy_nonoverlapping(self.text(rank, kind), bytes.as_mut_ptr(), len) };
         String::from_utf8_lossy(&bytes).into_owned()
     }
 }

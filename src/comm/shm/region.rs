@@ -17,7 +17,7 @@
 //! A rank's block is written only by that rank, with four exceptions: threads that wait for the rank count themselves
 //! in `sleepers`; without a launcher, ranks that notice its death claim the right to record the cause; the launcher, or
 //! the rank whose claim was first, writes `cause` and changes a living state to DEAD; and the launcher records that a
-//! process has ended without an error. This file defines where each word lies; `super::piece_slots` and
+//! process has ended without an error. This file defines where each word is; `super::piece_slots` and
 //! `super::rank_state` define the order in which words are written and read.
 
 use crate::error::{CommError, Error, Result};
@@ -183,7 +183,7 @@ impl SharedMemoryRegion {
     /// first need it.
     ///
     /// # Errors
-    /// The system cannot map it.
+    /// Fails if the system cannot map it.
     pub(in crate::comm) fn map_mailbox(
         &self,
         channel: usize,
@@ -299,13 +299,13 @@ impl SharedMemoryRegion {
     }
 
     /// Returns a text of `rank`, TEXT_BYTES long, for reading.
-    pub(in crate::comm) fn text(&self, rank: usize, which: FailureTextKind) -> *const u8 {
-        self.text_mut(rank, which)
+    pub(in crate::comm) fn text(&self, rank: usize, kind: FailureTextKind) -> *const u8 {
+        self.text_mut(rank, kind)
     }
 
     /// Returns a text of `rank`, for writing.
-    pub(in crate::comm) fn text_mut(&self, rank: usize, which: FailureTextKind) -> *mut u8 {
-        let at = match which {
+    pub(in crate::comm) fn text_mut(&self, rank: usize, kind: FailureTextKind) -> *mut u8 {
+        let at = match kind {
             FailureTextKind::LastWords => TEXT,
             FailureTextKind::Cause => CAUSE,
         };
@@ -314,8 +314,8 @@ impl SharedMemoryRegion {
     }
 
     /// Returns the number of bytes of a text of `rank`.
-    pub(in crate::comm) fn text_len(&self, rank: usize, which: FailureTextKind) -> &AtomicU32 {
-        let at = match which {
+    pub(in crate::comm) fn text_len(&self, rank: usize, kind: FailureTextKind) -> &AtomicU32 {
+        let at = match kind {
             FailureTextKind::LastWords => TEXT_LEN,
             FailureTextKind::Cause => CAUSE_LEN,
         };

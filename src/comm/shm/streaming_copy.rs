@@ -2,21 +2,21 @@
 
 use std::mem::MaybeUninit;
 
-/// Copies `src` to `dst`, which must have the same length. With `past_cache`, the stores bypass the caches on x86-64: a
-/// plain store first reads the line that it overwrites, and may evict another line that is still useful.
-pub(in crate::comm) fn copy(dst: &mut [MaybeUninit<u8>], src: &[u8], past_cache: bool) {
+/// Copies `src` to `dst`, which must have the same length. With `bypass_caches`, the stores bypass the caches on
+/// x86-64: a plain store first reads the line that it overwrites, and may evict another line that is still useful.
+pub(in crate::comm) fn copy(dst: &mut [MaybeUninit<u8>], src: &[u8], bypass_caches: bool) {
     assert_eq!(dst.len(), src.len(), "a copy between buffers of different lengths");
     #[cfg(target_arch = "x86_64")]
-    if past_cache {
+    if bypass_caches {
         // SAFETY: checked above to have equal lengths; references do not overlap if one of them is mutable.
         return unsafe { stream(dst.as_mut_ptr().cast(), src.as_ptr(), src.len()) };
     }
-    let _ = past_cache;
+    let _ = bypass_caches;
     dst.write_copy_of_slice(src);
 }
 
 /// # Safety
-/// `src` is readable and `dst` writable for `len` bytes, and they do not overlap.
+/// `src` must be readable and `dst` writable for `len` bytes, and they must not overlap.
 #[cfg(target_arch = "x86_64")]
 unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
@@ -45,11 +45,11 @@ mod tests {
     #[test]
     fn every_byte_arrives_wherever_it_lies() {
         let src: Vec<u8> = (0..1000).map(|i| (i * 7 % 251) as u8).collect();
-        for (past_cache, from, to, len) in
+        for (bypass_caches, from, to, len) in
             [(false, 0, 0, 1000), (true, 0, 0, 1000), (true, 3, 5, 700), (true, 1, 63, 2)]
         {
             let mut dst = [MaybeUninit::new(0xff); 1100];
-            copy(&mut dst[to..to + len], &src[from..from + len], past_cache);
+            copy(&mut dst[to..to + len], &src[from..from + len], bypass_caches);
             // SAFETY: all bytes are initialized.
             let dst = dst.map(|byte| unsafe { byte.assume_init() });
             assert_eq!(dst[to..to + len], src[from..from + len]);

@@ -69,8 +69,8 @@ pub fn trimmed_mean(values: &[f64], p: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let cut = (sorted.len() as f64 * p).round_ties_even() as usize;
-    let kept = sorted.get(cut..sorted.len().saturating_sub(cut)).unwrap_or_default();
-    if kept.is_empty() { 0.0 } else { kept.iter().sum::<f64>() / kept.len() as f64 }
+    let remaining = sorted.get(cut..sorted.len().saturating_sub(cut)).unwrap_or_default();
+    if remaining.is_empty() { 0.0 } else { remaining.iter().sum::<f64>() / remaining.len() as f64 }
 }
 
 #[cfg(test)]
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn bandwidths_sizes_and_trimmed_means_are_as_recorded() {
-        let near = |a: f64, b: &Value| (a - b.as_f64().unwrap()).abs() <= 1e-9 * a.abs();
+        let is_close = |a: f64, b: &Value| (a - b.as_f64().unwrap()).abs() <= 1e-9 * a.abs();
         for case in cases("comms-log") {
             let (id, input, expect) = (&case["id"], &case["input"], &case["expect"]);
             let bytes = input["bytes"].as_f64().unwrap();
@@ -98,7 +98,7 @@ mod tests {
             let (op, ms, world) = (input["op"].as_str(), input["ms"].as_f64(), input["world_size"].as_u64());
             let found = Bandwidth::of(op.unwrap(), bytes, ms.unwrap(), world.unwrap() as usize);
             assert!(
-                near(found.algorithm, &expect["algbw_gbps"]) && near(found.bus, &expect["busbw_gbps"]),
+                is_close(found.algorithm, &expect["algbw_gbps"]) && is_close(found.bus, &expect["busbw_gbps"]),
                 "{id} {found:?}"
             );
         }
@@ -106,7 +106,7 @@ mod tests {
             let values: Vec<f64> =
                 case["input"]["data"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect();
             let mean = trimmed_mean(&values, case["input"]["p"].as_f64().unwrap());
-            assert!(near(mean, &case["expect"]["mean"]), "{} {mean}", case["id"]);
+            assert!(is_close(mean, &case["expect"]["mean"]), "{} {mean}", case["id"]);
         }
         assert_eq!((cases("comms-log").len(), cases("timers").len()), (8, 3));
         let texts = [1, 1023, 1024, 1536, (1 << 20) + (1 << 18), 1 << 30].map(size_text);

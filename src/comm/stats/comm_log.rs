@@ -83,7 +83,7 @@ impl CommLog {
     }
 
     /// Adds a collective with an argument of `argument` bytes and its time.
-    pub(in crate::comm) fn add(&self, kind: CollectiveKind, argument: usize, took: Duration) {
+    pub(in crate::comm) fn add(&self, kind: CollectiveKind, argument: usize, duration: Duration) {
         if self.kinds.as_ref().is_some_and(|kinds| !kinds.contains(&kind)) {
             return;
         }
@@ -91,7 +91,7 @@ impl CommLog {
             CollectiveKind::ReduceScatter => argument / self.world_size,
             _ => argument,
         } as u64;
-        let ms = took.as_secs_f64() * 1e3;
+        let ms = duration.as_secs_f64() * 1e3;
         if self.verbose {
             let Bandwidth { algorithm, bus } = self.bandwidth(kind, bytes, ms);
             let (rank, name, size) = (self.rank, kind.name(), size_text(bytes));
@@ -115,8 +115,8 @@ impl CommLog {
         let row =
             |(&(kind, bytes), CommLogEntry { calls, total_ms, times }): (&(CollectiveKind, u64), &CommLogEntry)| {
                 let mean = |values: Vec<f64>| trimmed_mean(&values, TRIMMED_FRACTION);
-                let bandwidth = |of: fn(Bandwidth) -> f64| {
-                    mean(times.iter().map(|ms| of(self.bandwidth(kind, bytes, *ms))).collect())
+                let bandwidth = |select: fn(Bandwidth) -> f64| {
+                    mean(times.iter().map(|ms| select(self.bandwidth(kind, bytes, *ms))).collect())
                 };
                 CommLogRow {
                     kind,

@@ -58,7 +58,7 @@ impl CommReport {
         self.data().map(|k| k.wire_bytes).sum()
     }
 
-    /// Returns what [`data_wire_bytes`](Self::data_wire_bytes) would be without quantization.
+    /// Returns the value that [`data_wire_bytes`](Self::data_wire_bytes) would have without quantization.
     pub fn data_exact_bytes(&self) -> u64 {
         self.data().map(|k| k.exact_bytes).sum()
     }
@@ -101,8 +101,8 @@ impl fmt::Display for CommReport {
             let of_kind = |(kind, k): (&CollectiveKind, &CollectiveKindReport)| {
                 format!("{} {}", kind.name(), k.between_hosts_bytes)
             };
-            let each: Vec<String> = self.kinds.iter().filter(|(_, k)| k.between_hosts_bytes > 0).map(of_kind).collect();
-            writeln!(f, "from other hosts: {between} bytes ({})", each.join(", "))?;
+            let list: Vec<String> = self.kinds.iter().filter(|(_, k)| k.between_hosts_bytes > 0).map(of_kind).collect();
+            writeln!(f, "from other hosts: {between} bytes ({})", list.join(", "))?;
         }
         write!(f, "training thread waited {:.3} s", self.waited_s)
     }

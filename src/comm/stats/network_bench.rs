@@ -59,15 +59,15 @@ impl TransferMeasurement {
 /// are on one host, or if this process has not joined the job through MPI.
 ///
 /// # Errors
-/// A collective failed.
+/// Fails if a collective fails.
 #[doc(hidden)]
 pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMeasurement>> {
     let hosts = ranks_per_host(comm)?;
-    let (Some(place), true) = (entered(), hosts.len() > 1) else { return Ok(None) };
+    let (Some(mpi_rank), true) = (entered(), hosts.len() > 1) else { return Ok(None) };
     let chunk = (bytes / size_of::<f32>()).div_ceil(comm.size());
     let bytes = chunk * comm.size() * size_of::<f32>();
-    let one_way = one_way(comm, place)?;
-    let plain = fastest(comm, CollectiveKind::Control, || Ok(place.send_around(bytes)?))?;
+    let one_way = one_way(comm, mpi_rank)?;
+    let plain = fastest(comm, CollectiveKind::Control, || Ok(mpi_rank.send_around(bytes)?))?;
     // Messages outside collectives are not counted.
     let plain = TransferMeasurement { into_a_host: bytes as f64, ..plain };
     let reduce_scatter = fastest(comm, CollectiveKind::ReduceScatter, || {
@@ -82,7 +82,7 @@ pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMe
 /// Returns `None` if all ranks are on one host.
 ///
 /// # Errors
-/// A collective failed.
+/// Fails if a collective fails.
 #[doc(hidden)]
 pub fn rate_between_hosts(comm: &dyn Communicator, bytes: usize) -> Result<Option<f64>> {
     if comm.ranks_here().len() == comm.size() {
@@ -113,14 +113,14 @@ fn busy(
         let sum = comm.reduce_scatter(Flat::F32(vec![1.0; chunk * comm.size()]), 1);
         std::thread::sleep(Duration::from_secs_f64(1.5 * reduce_scatter.seconds));
         sum.wait()?;
-        let whole = comm.all_gather(Flat::F32(vec![1.0; chunk]), 1);
+        let gathered = comm.all_gather(Flat::F32(vec![1.0; chunk]), 1);
         std::thread::sleep(Duration::from_secs_f64(1.5 * all_gather.seconds));
-        whole.wait()?;
+        gathered.wait()?;
     }
     comm.barrier().wait()?;
     // The seconds for which the link is busy.
-    let cable = rounds * (reduce_scatter.into_a_host + all_gather.into_a_host) / plain.rate();
-    let own = before.zip(processors()).map(|(before, after)| (after.busy - before.busy) / (after.count * cable));
+    let link_seconds = rounds * (reduce_scatter.into_a_host + all_gather.into_a_host) / plain.rate();
+    let own = before.zip(processors()).map(|(before, after)| (after.busy - before.busy) / (after.count * link_seconds));
     let all = comm.gather_f64(vec![own.unwrap_or(-1.0)]).wait()?.into_iter().flatten().fold(-1.0, f64::max);
     Ok((all >= 0.0).then_some(all.min(1.0)))
 }
@@ -138,18 +138,18 @@ fn processors() -> Option<HostCpuTimes> {
 }
 
 fn processors_of(stat: &str) -> Option<HostCpuTimes> {
-    let (all, each) = stat.split_once('\n')?;
+    let (all, lines) = stat.split_once('\n')?;
     let times: Vec<f64> = all.strip_prefix("cpu ")?.split_whitespace().map_while(|time| time.parse().ok()).collect();
     // The fields are user, nice, system, idle, iowait, irq and softirq, of which idle and iowait do not count. The
     // fields after them are the time of other virtual machines, or are already included in user and nice.
     let [user, nice, system, _, _, irq, softirq, ..] = times[..] else { return None };
-    let count = each.lines().take_while(|line| line.starts_with("cpu")).count();
+    let count = lines.lines().take_while(|line| line.starts_with("cpu")).count();
     (count > 0).then(|| HostCpuTimes { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })
 }
 
-fn one_way(comm: &dyn Communicator, place: &MpiRank) -> Result<f64> {
+fn one_way(comm: &dyn Communicator, mpi_rank: &MpiRank) -> Result<f64> {
     comm.barrier().wait()?;
-    let own = place.one_way()?.map_or(0.0, |time| time.as_secs_f64());
+    let own = mpi_rank.one_way()?.map_or(0.0, |time| time.as_secs_f64());
     Ok(comm.gather_f64(vec![own]).wait()?.into_iter().flatten().fold(0.0, f64::max))
 }
 
@@ -185,8 +185,8 @@ mod tests {
             "cpu  100 20 300 4000 500 60 7 80 90 0\ncpu0 1 2 3 4 5 6 7 8 9 0\ncpu1 1 2 3 4 5 6 7 8 9 0\nintr 5\n";
         let HostCpuTimes { count, busy } = processors_of(stat).unwrap();
         assert_eq!((count, busy), (2.0, 4.87));
-        for wrong in ["", "cpu  1 2 3\ncpu0 1 2 3\n", "cpu  1 2 3 4 5 6 7 8 9 0\nintr 5\n"] {
-            assert!(processors_of(wrong).is_none(), "{wrong}");
+        for invalid in ["", "cpu  1 2 3\ncpu0 1 2 3\n", "cpu  1 2 3 4 5 6 7 8 9 0\nintr 5\n"] {
+            assert!(processors_of(invalid).is_none(), "{invalid}");
         }
         // The machine that runs this test has processors, and they have done some work.
         assert!(processors().is_none_or(|found| found.count >= 1.0 && found.busy > 0.0));

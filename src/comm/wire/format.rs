@@ -64,7 +64,7 @@ impl WireFormat {
     pub(crate) fn bytes(self, kind: CollectiveKind, elements: usize, dtype: DType, world: usize) -> usize {
         let exact = |elements: usize| elements * dtype.size_in_bytes();
         let coded = |elements: usize| self.encoded_len(elements, dtype.size_in_bytes());
-        let of_each = match kind {
+        let bytes_per_peer = match kind {
             // In a reduction, a rank receives a summand for its complete chunk from every other rank; in an all-reduce,
             // it also receives the others' sums, which are never encoded.
             CollectiveKind::ReduceScatter => coded(elements / world),
@@ -73,6 +73,6 @@ impl WireFormat {
             CollectiveKind::Barrier | CollectiveKind::Send => 0,
             CollectiveKind::Receive => return exact(elements),
         };
-        of_each * (world - 1)
+        bytes_per_peer * (world - 1)
     }
 }

@@ -86,13 +86,13 @@ mod tests {
         ] {
             let mut codes = vec![0; code.encoded_len(values.len())];
             code.encode(FlatRef::F32(&values), &mut codes);
-            let mut read = vec![0f32; values.len()];
-            code.decode(&codes, FlatMut::F32(&mut read));
+            let mut decoded = vec![0f32; values.len()];
+            code.decode(&codes, FlatMut::F32(&mut decoded));
             let step = match code.ints_or_dtype() {
                 Ok(ints) => 150.0 * 0.37 / ints.largest_code(),
                 Err(_) => 0.25,
             };
-            assert!(values.iter().zip(&read).all(|(a, b)| (a - b).abs() <= 0.51 * step), "{code:?}");
+            assert!(values.iter().zip(&decoded).all(|(a, b)| (a - b).abs() <= 0.51 * step), "{code:?}");
             let fit = code.elements_in(codes.len());
             assert!(code.encoded_len(fit) <= codes.len() && fit.is_multiple_of(code.alignment()), "{code:?}");
         }

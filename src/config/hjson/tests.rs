@@ -37,14 +37,14 @@ fn comments_and_trailing_commas_are_blank() {
 
 #[test]
 fn what_hjson_leaves_out_is_understood() {
-    let wanted = serde_json::json!({"a": 1, "b": {"c": "x y, z", "d": [1, "two", 3.5]}, "e": null});
+    let expected = serde_json::json!({"a": 1, "b": {"c": "x y, z", "d": [1, "two", 3.5]}, "e": null});
     for text in [
         "{ a: 1, b: { c: \"x y, z\", d: [1, \"two\", 3.5] }, e: null }",
         "a: 1\nb: {\n  c: x y, z\n  d: [\n    1\n    two\n    3.5\n  ]\n}\ne: null",
         "# c\na: 1 // d\nb: { 'c': 'x y, z' 'd': [1, 'two' 3.5] }\r\ne: null # f",
         "{\"a\": 1\n\"b\": {\"c\": x y, z\r\n\"d\": [1, '''two''', 3.5]}\n\"e\": null /* g */}",
     ] {
-        assert_eq!(read_any(text.as_bytes(), true).unwrap().to_value(), wanted, "{text}");
+        assert_eq!(read_any(text.as_bytes(), true).unwrap().to_value(), expected, "{text}");
     }
     assert_eq!(
         read_any(b"{ train_batch_size: 8 }", true).unwrap().to_value(),
@@ -54,7 +54,7 @@ fn what_hjson_leaves_out_is_understood() {
 
 #[test]
 fn a_string_without_quotes_is_its_line() {
-    for (text, wanted) in [
+    for (text, expected) in [
         ("a b  \n", "a b"),
         ("http://x/y # no comment\n", "http://x/y # no comment"),
         ("8 ranks, of 9\n", "8 ranks, of 9"),
@@ -65,16 +65,16 @@ fn a_string_without_quotes_is_its_line() {
         ("f(x) = {x} [y]\n", "f(x) = {x} [y]"),
         ("ä \"quoted\"", "ä \"quoted\""),
     ] {
-        assert_eq!(value(&format!("{{k: {text}\n}}")), serde_json::json!({"k": wanted}), "{text}");
+        assert_eq!(value(&format!("{{k: {text}\n}}")), serde_json::json!({"k": expected}), "{text}");
         assert_eq!(
             read_any(format!("k: {text}").as_bytes(), true).unwrap().to_value(),
-            serde_json::json!({"k": wanted})
+            serde_json::json!({"k": expected})
         );
     }
-    for (text, wanted) in
+    for (text, expected) in
         [("8 # c\n", serde_json::json!(8)), ("true // c\n", true.into()), ("-1.5e3/*c*/\n", (-1500.0).into())]
     {
-        assert_eq!(value(&format!("{{k: {text}}}")), serde_json::json!({"k": wanted}), "{text}");
+        assert_eq!(value(&format!("{{k: {text}}}")), serde_json::json!({"k": expected}), "{text}");
     }
 }
 
@@ -188,8 +188,8 @@ fn any_json() -> impl Strategy<Value = serde_json::Value> {
     })
 }
 
-/// Writes the same value as Hjson, omitting outer braces, quotes and commas wherever they are optional.
-fn bare(value: &serde_json::Value, indent: usize, into: &mut String) {
+/// Writes a value as Hjson, omitting outer braces, quotes and commas wherever they are optional.
+fn write_hjson(value: &serde_json::Value, indent: usize, output: &mut String) {
     use serde_json::Value;
     use std::fmt::Write;
     let line = format!("\n{}", " ".repeat(indent));
@@ -198,31 +198,31 @@ fn bare(value: &serde_json::Value, indent: usize, into: &mut String) {
             for (key, value) in map {
                 let plain = !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric());
                 let key = if plain { key.clone() } else { serde_json::to_string(key).unwrap() };
-                write!(into, "{line}{key}: ").unwrap();
+                write!(output, "{line}{key}: ").unwrap();
                 match value {
                     Value::Object(_) => {
-                        into.push('{');
-                        bare(value, indent + 2, into);
-                        write!(into, "{line}}}").unwrap();
+                        output.push('{');
+                        write_hjson(value, indent + 2, output);
+                        write!(output, "{line}}}").unwrap();
                     }
-                    value => bare(value, indent, into),
+                    value => write_hjson(value, indent, output),
                 }
             }
         }
         Value::Array(items) => {
-            into.push('[');
+            output.push('[');
             for item in items {
-                write!(into, "{line}  ").unwrap();
+                write!(output, "{line}  ").unwrap();
                 match item {
                     Value::Object(_) => {
-                        into.push('{');
-                        bare(item, indent + 4, into);
-                        write!(into, "{line}  }}").unwrap();
+                        output.push('{');
+                        write_hjson(item, indent + 4, output);
+                        write!(output, "{line}  }}").unwrap();
                     }
-                    item => bare(item, indent + 2, into),
+                    item => write_hjson(item, indent + 2, output),
                 }
             }
-            write!(into, "{line}]").unwrap();
+            write!(output, "{line}]").unwrap();
         }
         Value::String(s)
             if s.starts_with(|c: char| c.is_ascii_alphabetic())
@@ -230,9 +230,9 @@ fn bare(value: &serde_json::Value, indent: usize, into: &mut String) {
                 && s.trim() == s
                 && !["true", "false", "null"].contains(&s.as_str()) =>
         {
-            into.push_str(s)
+            output.push_str(s)
         }
-        other => into.push_str(&other.to_string()),
+        other => output.push_str(&other.to_string()),
     }
 }
 
@@ -241,17 +241,17 @@ proptest! {
     fn what_is_written_without_quotes_braces_and_commas_is_the_same_value(
         map in prop::collection::hash_map("[a-z]{1,4}|.{0,6}", any_json(), 1..6),
     ) {
-        let wanted = serde_json::Value::Object(map.into_iter().collect());
+        let expected = serde_json::Value::Object(map.into_iter().collect());
         let mut text = String::new();
-        bare(&wanted, 0, &mut text);
+        write_hjson(&expected, 0, &mut text);
         let read = read_any(text.as_bytes(), true).map(|node| node.to_value());
-        prop_assert_eq!(read, Ok(wanted), "{}", text);
+        prop_assert_eq!(read, Ok(expected), "{}", text);
     }
 
     #[test]
-    fn every_json_text_means_what_it_means_to_serde(wanted in any_json()) {
-        for text in [wanted.to_string(), serde_json::to_string_pretty(&wanted).unwrap()] {
-            prop_assert_eq!(read(text.as_bytes()).unwrap().to_value(), wanted.clone());
+    fn every_json_text_means_what_it_means_to_serde(expected in any_json()) {
+        for text in [expected.to_string(), serde_json::to_string_pretty(&expected).unwrap()] {
+            prop_assert_eq!(read(text.as_bytes()).unwrap().to_value(), expected.clone());
         }
     }
 

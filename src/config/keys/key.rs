@@ -68,7 +68,7 @@ pub(crate) struct ConfigKey {
     pub meaning: &'static str,
 }
 
-/// The mark of a key without a default. Such a key is required, deprecated or removed, or it is not printed if absent.
+/// The mark of a key without a default. Such a key is required, deprecated or removed, or is not printed if absent.
 pub(crate) const NO_DEFAULT: &str = "-";
 
 /// One object of a configuration.

@@ -82,7 +82,7 @@ const LAMB: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate, multiplied by each parameter's trust ratio.";
     "betas": Betas, "[0.9,0.999]", H, "Decay rates of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the square root of the second moment.";
-    "eps_inside_sqrt": Bool, "false", H, "Add eps to the second moment instead of its square root.";
+    "eps_inside_sqrt": Bool, "false", H, "Add eps to the second moment rather than to its square root.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay; it is part of the update whose norm enters the trust ratio.";
     "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t, outside the trust ratio.";
     "max_coeff": NOT_NEGATIVE, "10.0", H, "Largest trust ratio (norm of a parameter divided by the norm of its update).";
@@ -96,7 +96,7 @@ const MUON: &[super::ConfigKey] = keys! {
     "adam_lr": NOT_NEGATIVE, "null", H, "Learning rate of all other parameters, which AdamW trains; null: lr, or 0.0003 if lr is not set.";
     "momentum": SHARE, "0.95", H, "Nesterov momentum of matrices; below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of Muon and AdamW.";
-    "ns_method": ConfigValueKind::OneOf(&["gram", "standard"]), "\"gram\"", H, "How matrices are orthogonalized: gram is Newton-Schulz on the Gram matrix in f32, standard is Newton-Schulz on the matrix itself in bf16.";
+    "ns_method": ConfigValueKind::OneOf(&["gram", "standard"]), "\"gram\"", H, "Method of orthogonalizing matrices: gram is Newton-Schulz on the Gram matrix in f32, standard is Newton-Schulz on the matrix itself in bf16.";
     "betas": Betas, "[0.9,0.95]", H, "AdamW: decay rates of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-10", H, "AdamW: added to the square root of the second moment.";
     "adam_w_mode": Bool, "true", H, "AdamW: decoupled weight decay; false: added to the gradient.";
@@ -198,7 +198,7 @@ const WARMUP_DECAY_LR: &[super::ConfigKey] = keys! {
     "warmup_max_lr": RATE_PER_GROUP, "0.001", H, "Learning rate after the warm-up.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
     "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is treated as log, as in DeepSpeed, and noted.";
-    "decay_power": FLOAT, "1.0", H, "Not in DeepSpeed. After the warm-up, the difference between the rate and warmup_min_lr is proportional to this power of the share of steps that are left; the power must be above 0. 1: linear decay, 2: the decay in the LARS paper.";
+    "decay_power": FLOAT, "1.0", H, "Not in DeepSpeed. After the warm-up, the difference between the rate and warmup_min_lr is proportional to this power of the share of steps that remain; the power must be above 0. 1: linear decay, 2: the decay in the LARS paper.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Start of the schedule.";
 };
 
@@ -215,8 +215,8 @@ const ONE_CYCLE: &[super::ConfigKey] = keys! {
     "cycle_min_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at both ends of the cycle.";
     "cycle_max_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at the peak of the cycle.";
     "decay_lr_rate": NOT_NEGATIVE, "0.0", H, "After the cycle, the learning rate is cycle_min_lr / (1 + decay_lr_rate x k), where k is the number of steps since then, divided by decay_step_size.";
-    "cycle_first_step_size": NOT_NEGATIVE, "2000.0", H, "Number of steps in which the learning rate rises; above 0.";
-    "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Number of steps in which the learning rate falls; null: the same number as for the rise.";
+    "cycle_first_step_size": NOT_NEGATIVE, "2000.0", H, "Number of steps over which the learning rate rises; above 0.";
+    "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Number of steps over which the learning rate falls; null: the same number as for the rise.";
     "cycle_first_stair_count": COUNT, "0", H, "Number of stairs in the rising half of the cycle; 0: a smooth rise.";
     "cycle_second_stair_count": COUNT, "null", H, "Number of stairs in the falling half; null: as many as in the rising half.";
     "decay_step_size": NOT_NEGATIVE, "0.0", H, "Number of steps per unit of decay; 0: no decay.";

@@ -55,7 +55,7 @@ const CHECKPOINT: &[super::ConfigKey] = keys! {
     "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "If ranks save under different tags, Ignore and Warn use rank 0's tag, silently or with a warning, respectively; Fail returns an error.";
     "load_universal": Bool, "false", none("every checkpoint loads at any number of ranks"), "Load the universal layout.";
     "use_node_local_storage": Bool, "false", H, "The ranks of each host save to a folder on that host's local disk, and hosts exchange the data that they need when a checkpoint is loaded.";
-    "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, to which each checkpoint is uploaded once it is on disk, while training continues. Needs feature s3. Specific to candle-zero.";
+    "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, to which each checkpoint is uploaded once it is on disk, while training continues. Needs the s3 feature. Specific to candle-zero.";
     "parallel_write": Object, "{}", S, "How writing is divided.";
     "checkpoint_serialization": Bool, "true", none("files are safetensors"), "PyTorch's zip format.";
     "writer": Object, "null", S, "Checkpoint writer.";
@@ -185,7 +185,7 @@ const COMPILE: &[super::ConfigKey] = keys! {
 };
 
 const PIPELINE: &[super::ConfigKey] = keys! {
-    "stages": AutoOr(&POSITIVE), "\"auto\"", H, "Number of ranks along the pipeline; auto: all ranks. Above 1 only for models that are given as layers (EngineBuilder::initialize_pipeline).";
+    "stages": AutoOr(&POSITIVE), "\"auto\"", H, "Number of ranks along the pipeline; auto: all ranks. Values above 1 need a model that is given as layers (EngineBuilder::initialize_pipeline).";
     "partition": Str, "\"best\"", H, "How layers are divided among stages. best and parameters: about the same number of parameters; uniform: the same number of layers; time: the slowest stage is as fast as possible, judging by the time that each layer takes on each rank, which is measured at the start; type:REGEX: the same number of layers whose type name contains a match of the regular expression, ignoring case.";
     "schedule": OneOf(&["1f1b", "interleaved", "zero_bubble", "zbv"]), "\"1f1b\"", H, "Order of forward and backward passes. 1f1b: one forward pass, one backward pass; interleaved: 1F1B with several chunks of the model per rank; zero_bubble: 1F1B with divided backward passes; zbv: divided backward passes with two chunks per rank, in the shape of a V. Specific to candle-zero.";
     "chunks": POSITIVE, "1", H, "Number of chunks of the model per rank: 1 with 1f1b, at least 2 with interleaved, 2 with zbv, any with zero_bubble. Specific to candle-zero.";
@@ -205,7 +205,7 @@ const LOCAL_STEPS: &[super::ConfigKey] = keys! {
     "nesterov": Bool, "true", H, "Nesterov momentum.";
     "fragments": POSITIVE, "1", H, "Number of parts of the model that are exchanged in turn, each once every `steps` steps (Streaming DiLoCo); at most `steps`.";
     "fragment_delay": COUNT, "0", H, "Steps between the beginning of an exchange and its effect, during which training continues; below `steps`.";
-    "fragment_alpha": SHARE, "null", H, "Share of an island's own weights that stays when an exchange takes effect, below 1; null: 0, or 0.5 with fragment_delay, because an island continues training during the delay, and the exchange does not contain the resulting changes.";
+    "fragment_alpha": SHARE, "null", H, "Share of an island's own weights that is kept when an exchange takes effect, below 1; null: 0, or 0.5 with fragment_delay, because an island continues training during the delay, and the exchange does not contain the resulting changes.";
     "wire_dtype": OneOf(&["fp32", "bf16", "int8", "int4"]), "\"fp32\"", H, "Format in which islands send the changes in their weights.";
 };
 

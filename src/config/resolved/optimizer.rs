@@ -50,8 +50,8 @@ pub struct AdamConfig {
     pub weight_decay: f64,
     /// Whether to divide the moments by 1 - beta^t. Default true.
     pub bias_correction: bool,
-    /// Whether the decay is decoupled (AdamW, and Adam unless `adam_w_mode` is false) instead of L2 added to the
-    /// gradient.
+    /// Whether the decay is decoupled (AdamW, and Adam unless `adam_w_mode` is false) instead of an L2 term added to
+    /// the gradient.
     pub decoupled: bool,
 }
 

@@ -65,7 +65,7 @@ pub enum SchedulerConfig {
         /// The shape of the warm-up. Default log.
         warmup_type: WarmupType,
         /// After the warm-up, the difference between the rate and `warmup_min_lr` is proportional to the share of steps
-        /// that are left, raised to this power. Default 1: linear decay.
+        /// that remain, raised to this power. Default 1: linear decay.
         decay_power: f64,
     },
     /// `WarmupCosineLR`.
@@ -109,11 +109,11 @@ pub struct OneCycleConfig {
     pub decay_lr_rate: f64,
     /// The length of the rise. Default 2000.
     pub cycle_first_step_size: f64,
-    /// The length of the fall. Default: the same as the rise.
+    /// The length of the fall. Default: the same as that of the rise.
     pub cycle_second_step_size: f64,
     /// The number of stairs in the rise. Default 0: none.
     pub cycle_first_stair_count: u64,
-    /// The number of stairs in the fall. Default: the same as the rise.
+    /// The number of stairs in the fall. Default: the same as in the rise.
     pub cycle_second_stair_count: u64,
     /// The number of steps per unit of decay after the cycle. Default 0: no decay.
     pub decay_step_size: f64,

@@ -1,4 +1,4 @@
-//! `zero_optimization` and `aio`: the stage, its buckets, and what is offloaded where.
+//! `zero_optimization` and `aio`: the stage, its buckets, and the location of offloaded state.
 
 use crate::layout::{ShardMesh, ZeroStage};
 use candle_core::DType;
@@ -19,7 +19,8 @@ pub struct ZeroConfig {
     /// `load_from_fp32_weights` (default true): load master weights as they were saved; false: rounded to the model's
     /// dtype.
     pub load_from_fp32_weights: bool,
-    /// `log_trace_cache_warnings`: rank 0 logs each step that uses units in a different order than before. Default false.
+    /// `log_trace_cache_warnings`: rank 0 logs each step that uses units in a different order than before. Default
+    /// false.
     pub log_trace_cache_warnings: bool,
     /// `contiguous_gradients`. Buckets are always contiguous in candle-zero; the key is only recorded.
     pub contiguous_gradients: bool,
@@ -46,7 +47,8 @@ pub struct ZeroConfig {
     /// `mics_shard_size`: at stage 3, everything is sharded within groups of this many ranks. Default `None`: among all
     /// ranks, as at lower stages.
     pub mics_shard_size: Option<usize>,
-    /// `zero_quantized_weights`: stage 3 gathers int8 with a scale per block. Lower stages gather updated weights exactly.
+    /// `zero_quantized_weights`: stage 3 gathers int8 with a scale per block. Lower stages gather updated weights
+    /// exactly.
     pub quantized_weights: bool,
     /// `zero_quantized_nontrainable_weights`: frozen matrices are stored and gathered in 8 bits at stage 3.
     pub quantized_nontrainable_weights: bool,

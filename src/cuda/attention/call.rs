@@ -111,20 +111,20 @@ impl<'a> AttentionCall<'a> {
         Ok(Self { device, rule, h, sizes, width, how: AttentionTileSizes::of(width, size_of::<E>()) })
     }
 
-    pub fn function<E: AttentionElement>(&self, kernel: &str, how: BlockAndTileSizes) -> Result<KernelFunction> {
+    pub fn function<E: AttentionElement>(&self, kernel: &str, block: BlockAndTileSizes) -> Result<KernelFunction> {
         let name = format!("attention_{kernel}_{}_{}", E::SUFFIX, self.width);
-        E::KERNELS.function(self.device, &name)?.with_shared_memory(how.bytes)
+        E::KERNELS.function(self.device, &name)?.with_shared_memory(block.bytes)
     }
 
-    /// Returns the tiles of `own` positions, counted from the start of each sequence.
-    pub fn tiles(&self, own: usize) -> Result<TileTable> {
+    /// Returns the tiles of `tile_len` positions, counted from the start of each sequence.
+    pub fn tiles(&self, tile_len: usize) -> Result<TileTable> {
         let Some(_) = self.rule.starts else {
-            return Ok(TileTable { list: None, count: self.h.batch * self.h.time.div_ceil(own) });
+            return Ok(TileTable { list: None, count: self.h.batch * self.h.time.div_ceil(tile_len) });
         };
         let spans = self.rule.spans(self.h);
         let of_span = |span: &SequenceSpan| {
             let (first, len) = (span.first as u32, span.len as u32);
-            (0..len).step_by(own).flat_map(move |start| [first, len, start])
+            (0..len).step_by(tile_len).flat_map(move |start| [first, len, start])
         };
         let list: Vec<u32> = spans.iter().flat_map(of_span).collect();
         Ok(TileTable { count: list.len() / 3, list: Some(self.device.clone_htod(&list)?) })

@@ -66,13 +66,13 @@ impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
         let rows = || self.columns().map(|c| DeviceHeadRows { values: qkv.slice(c.start..), stride: self.stride() });
         let (out, lse) = forward_of(device, (h, rule), rows()).unwrap();
         let mut grad = device.alloc_zeros::<E>(self.qkv.len()).unwrap();
-        let given = (out.slice(..), &lse, dout.slice(..));
-        backward_of(device, (h, rule), rows(), given, QkvGradients::Fused(&mut grad)).unwrap();
+        let forward_results = (out.slice(..), &lse, dout.slice(..));
+        backward_of(device, (h, rule), rows(), forward_results, QkvGradients::Fused(&mut grad)).unwrap();
         (device.clone_dtoh(&out).unwrap(), device.clone_dtoh(&lse).unwrap(), device.clone_dtoh(&grad).unwrap())
     }
 
     /// Runs on the GPU, with a separate buffer for each part.
-    fn run_apart(&self, device: &CudaDevice) -> Outcome<E> {
+    fn run_separate(&self, device: &CudaDevice) -> Outcome<E> {
         let (h, rule) = (&self.h, &self.rule());
         let part = |c: &Range<usize>| -> Vec<E> {
             self.qkv.chunks_exact(self.stride()).flat_map(|row| row[c.clone()].to_vec()).collect()
@@ -82,8 +82,8 @@ impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
         let rows = || [0, 1, 2].map(|i| DeviceHeadRows { values: qkv[i].slice(..), stride: self.columns()[i].len() });
         let (out, lse) = forward_of(device, (h, rule), rows()).unwrap();
         let mut grads = [0, 1, 2].map(|i| device.alloc_zeros::<E>(qkv[i].len()).unwrap());
-        let given = (out.slice(..), &lse, dout.slice(..));
-        backward_of(device, (h, rule), rows(), given, QkvGradients::Apart(grads.each_mut())).unwrap();
+        let forward_results = (out.slice(..), &lse, dout.slice(..));
+        backward_of(device, (h, rule), rows(), forward_results, QkvGradients::Separate(grads.each_mut())).unwrap();
         let grads = grads.map(|grad| device.clone_dtoh(&grad).unwrap());
         let row = |t: usize| {
             self.columns().into_iter().zip(&grads).flat_map(move |(c, grad)| grad[t * c.len()..][..c.len()].to_vec())
@@ -165,7 +165,7 @@ fn results_and_gradients_are_those_of_the_host<E: Element + AttentionElement + V
     for (n, h) in sizes().into_iter().enumerate() {
         for (r, (rule, starts)) in rules(&h).into_iter().enumerate() {
             let case = Case::<E>::new(h, rule, starts);
-            let got = if (n + r) % 2 == 0 { case.run(&device) } else { case.run_apart(&device) };
+            let got = if (n + r) % 2 == 0 { case.run(&device) } else { case.run_separate(&device) };
             let want = case.reference();
             let errors = [difference(&got.0, &want.0), difference(&got.1, &want.1), difference(&got.2, &want.2)];
             let bounded = errors.iter().zip(accuracy).all(|(error, bound)| *error <= bound);
@@ -202,11 +202,11 @@ fn blocks_and_tiles_are_those_that_the_kernels_were_made_for() {
         // SAFETY: the kernel writes 6 numbers for each width.
         unsafe { arguments.launch(tile_sizes::one_thread()) }.unwrap();
         let figures = device.clone_dtoh(&figures).unwrap();
-        for (width, of_kernel) in tile_sizes::WIDTHS.into_iter().zip(figures.chunks_exact(6)) {
+        for (width, kernel_figures) in tile_sizes::WIDTHS.into_iter().zip(figures.chunks_exact(6)) {
             let AttentionTileSizes { forward, backward } = AttentionTileSizes::of(width, size_of::<E>());
-            let ours = [forward, backward].map(|l| [l.own, l.others, l.bytes]).concat();
-            assert_eq!(ours.iter().map(|n| *n as u32).collect::<Vec<_>>(), of_kernel, "{} {width}", E::SUFFIX);
-            assert!(forward.bytes.max(backward.bytes) <= 99 << 10, "{} {width}: {ours:?}", E::SUFFIX);
+            let expected = [forward, backward].map(|l| [l.own, l.others, l.bytes]).concat();
+            assert_eq!(expected.iter().map(|n| *n as u32).collect::<Vec<_>>(), kernel_figures, "{} {width}", E::SUFFIX);
+            assert!(forward.bytes.max(backward.bytes) <= 99 << 10, "{} {width}: {expected:?}", E::SUFFIX);
         }
     }
     let Some(device) = gpu() else { return };
@@ -222,7 +222,7 @@ fn two_runs_have_the_same_bits_in_one_buffer_and_in_three() {
         for (rule, starts) in rules(&h).into_iter().step_by(3) {
             let case = Case::<E>::new(h, rule, starts);
             let first = case.run(device);
-            assert!(first == case.run(device) && first == case.run_apart(device), "{:?}", case.rule());
+            assert!(first == case.run(device) && first == case.run_separate(device), "{:?}", case.rule());
         }
     }
     let Some(device) = gpu() else { return };
@@ -255,12 +255,12 @@ fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() 
             case.qkv[4 * stride..][..10 * stride].fill(put(f32::NAN));
             let all = case.run(device);
             for span in case.rule().spans(&h).into_iter().filter(|span| span.first != 4) {
-                let alone = case.part(span.first, span.len).run(device);
-                assert!(alone.0.iter().chain(&alone.2).all(|x| get(*x).is_finite()), "{span:?} {rule:?}");
-                let of = |data: &[E], width: usize| data[span.first * width..][..span.len * width].to_vec();
-                assert!(alone.0 == of(&all.0, 2 * 24), "{span:?} {rule:?}");
-                assert!(alone.1 == all.1[span.first * 2..][..span.len * 2], "{span:?} {rule:?}");
-                assert!(alone.2 == of(&all.2, stride), "{span:?} {rule:?}");
+                let separate = case.part(span.first, span.len).run(device);
+                assert!(separate.0.iter().chain(&separate.2).all(|x| get(*x).is_finite()), "{span:?} {rule:?}");
+                let span_rows = |data: &[E], width: usize| data[span.first * width..][..span.len * width].to_vec();
+                assert!(separate.0 == span_rows(&all.0, 2 * 24), "{span:?} {rule:?}");
+                assert!(separate.1 == all.1[span.first * 2..][..span.len * 2], "{span:?} {rule:?}");
+                assert!(separate.2 == span_rows(&all.2, stride), "{span:?} {rule:?}");
             }
         }
     }

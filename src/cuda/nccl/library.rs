@@ -84,8 +84,8 @@ impl NcclLibrary {
     /// # Errors
     /// Returns an error if no library is found, or if it cannot be loaded or lacks a required function.
     pub(crate) fn find() -> Result<Self, NcclError> {
-        let named = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty());
-        Self::open(&named.map_or_else(|| PathBuf::from(LIBRARY_NAME), PathBuf::from))
+        let configured_path = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty());
+        Self::open(&configured_path.map_or_else(|| PathBuf::from(LIBRARY_NAME), PathBuf::from))
     }
 
     /// Loads the library from a file, or by a name for which the system's loader searches.
@@ -99,12 +99,12 @@ impl NcclLibrary {
         })?;
         // The library is never unloaded, because it has its own threads and pointers to its functions are kept.
         let loaded = std::mem::ManuallyDrop::new(loaded);
-        let lacks =
+        let missing_symbol =
             |name: &CStr| NcclError::Lacks { library: library.clone(), symbol: name.to_string_lossy().into_owned() };
         macro_rules! symbol {
             ($name:literal) => {
                 // SAFETY: the function has this type in every version of NCCL 2.
-                *unsafe { loaded.get($name) }.map_err(|_| lacks($name))?
+                *unsafe { loaded.get($name) }.map_err(|_| missing_symbol($name))?
             };
         }
         let get_version: unsafe extern "C" fn(*mut c_int) -> c_int = symbol!(c"ncclGetVersion");
@@ -159,17 +159,17 @@ impl NcclLibrary {
 
     /// Returns the meaning of a code and the library's last message.
     pub(super) fn text(&self, code: c_int) -> String {
-        // SAFETY: both return zero-terminated texts; the second one describes the last error of any communicator.
-        let (meaning, last) =
-            unsafe { (of_text((self.error_string)(code)), of_text((self.last_error)(std::ptr::null_mut()))) };
-        let last = last.trim();
-        if last.is_empty() { meaning } else { format!("{meaning}: {last}") }
+        // SAFETY: both return null-terminated strings; the second one describes the last error of any communicator.
+        let (meaning, last_message) =
+            unsafe { (text_from_c((self.error_string)(code)), text_from_c((self.last_error)(std::ptr::null_mut()))) };
+        let last_message = last_message.trim();
+        if last_message.is_empty() { meaning } else { format!("{meaning}: {last_message}") }
     }
 }
 
 /// # Safety
-/// The pointer points to a zero-terminated text, or is null.
-unsafe fn of_text(text: *const c_char) -> String {
+/// The pointer points to a null-terminated string, or is null.
+unsafe fn text_from_c(text: *const c_char) -> String {
     // SAFETY: as the caller promises.
     if text.is_null() { String::new() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned() }
 }
@@ -207,9 +207,9 @@ mod tests {
     fn a_missing_library_and_one_that_is_not_nccl_are_told() {
         let missing = NcclLibrary::open(Path::new("libno_such_nccl.so.2")).err().map(|error| error.to_string());
         assert!(missing.is_some_and(|why| why.contains("libno_such_nccl.so.2: cannot open shared object file")));
-        let other = NcclLibrary::open(Path::new("libc.so.6")).err().map(|error| error.to_string());
+        let not_nccl = NcclLibrary::open(Path::new("libc.so.6")).err().map(|error| error.to_string());
         assert_eq!(
-            other.as_deref(),
+            not_nccl.as_deref(),
             Some("libc.so.6 has no function ncclGetVersion: it is not NCCL, or is older than 2.14")
         );
     }

@@ -50,7 +50,7 @@ pub(super) struct NcclMember {
     pub limits: NcclBufferLimits,
     /// The stream on which collectives run, in the order of their launches.
     pub wire: Arc<CudaStream>,
-    /// A stream without work, which shows the GPU's current time.
+    /// A stream without work: an event on it has the GPU's current time.
     pub idle: Arc<CudaStream>,
     pub keeps_times: AtomicBool,
     watch: WaitAbortConditions,
@@ -126,8 +126,8 @@ impl NcclMember {
     /// # Errors
     /// Returns an error if the driver reports one.
     pub fn timed_event(&self) -> Result<Option<TimedEvent>> {
-        let keeps = self.keeps_times.load(Ordering::Relaxed);
-        Ok(if keeps { Some(TimedEvent::behind(&self.wire)?) } else { None })
+        let keeps_times = self.keeps_times.load(Ordering::Relaxed);
+        Ok(if keeps_times { Some(TimedEvent::behind(&self.wire)?) } else { None })
     }
 
     /// Waits on the host for the work before an event on the wire stream.
@@ -137,17 +137,17 @@ impl NcclMember {
     /// communicator no longer exists.
     pub fn wait_for(&self, event: &CudaEvent, op: &'static str) -> Result<()> {
         self.wire.context().bind_to_thread().w()?;
-        let waited = self.poll(op, self.watch.timeout, || {
+        let result = self.poll(op, self.watch.timeout, || {
             // The event is queried before the failure is checked: work that an abort released appears complete only
             // after the failure is set.
             let done = event.try_is_complete().w()?;
             let launch = self.begin_launch()?;
             if !done {
-                self.state_of(launch.comm, op)?;
+                self.is_call_complete(launch.comm, op)?;
             }
             Ok(done)
         });
-        waited.inspect_err(|why| self.fail(why))
+        result.inspect_err(|why| self.fail(why))
     }
 
     /// Ends the communicator and everything in progress. `why` is the reason, unless there is an earlier one. Work on
@@ -166,7 +166,7 @@ impl NcclMember {
     }
 
     /// Returns whether the communicator has completed its last call.
-    fn state_of(&self, comm: RawNcclComm, op: &'static str) -> Result<bool> {
+    fn is_call_complete(&self, comm: RawNcclComm, op: &'static str) -> Result<bool> {
         let mut code = SUCCESS;
         // SAFETY: the communicator exists, and the pointer points to a number.
         let answer = unsafe { (self.library.async_error)(comm, &mut code) };
@@ -212,14 +212,14 @@ impl NcclMember {
         self.poll(OP, limit, || {
             let done = last.try_is_complete().w()?;
             if !done {
-                self.state_of(comm, OP)?;
+                self.is_call_complete(comm, OP)?;
             }
             Ok(done)
         })?;
         // SAFETY: the communicator exists and has no work in progress.
         let code = unsafe { (self.library.finalize)(comm) };
         self.library.check("ncclCommFinalize", code)?;
-        self.poll(OP, limit, || self.state_of(comm, OP))
+        self.poll(OP, limit, || self.is_call_complete(comm, OP))
     }
 }
 
@@ -269,7 +269,7 @@ impl NcclLaunch<'_> {
         Ok(self.state.room.as_ref().map_or(0, |room| room.device_ptr(wire).0))
     }
 
-    /// Adds up the `from` of all ranks, in any order, and gives each rank `count` elements of the sum. `to` may be this
+    /// Sums `from` over all ranks, in any order, and gives each rank `count` elements of the sum. `to` may be this
     /// rank's part of `from`.
     ///
     /// # Safety
@@ -361,6 +361,6 @@ impl NcclLaunch<'_> {
     }
 
     fn until_ready(&self, op: &'static str) -> Result<()> {
-        self.member.poll(op, self.member.watch.timeout, || self.member.state_of(self.comm, op))
+        self.member.poll(op, self.member.watch.timeout, || self.member.is_call_complete(self.comm, op))
     }
 }

@@ -52,8 +52,8 @@ impl PendingNcclCollective {
 
     /// Waits on the host until the collective is complete. A later [`settle`](Self::settle) does not have to wait.
     ///
-    /// The host must call this method before it waits for the device in any other way: if a peer has failed, such a wait
-    /// never ends.
+    /// The host must call this method before it waits for the device in any other way: if a peer has failed, such a
+    /// wait never ends.
     ///
     /// # Errors
     /// Returns an error if a peer is lost, does not respond or is in another collective, or if the caller's own
@@ -84,14 +84,14 @@ impl PendingNcclCollective {
     /// Returns an error if the communicator has already failed or the driver reports an error.
     pub fn settle(mut self) -> Result<DeviceFlat, NcclError> {
         drop(self.member.begin_launch()?);
-        self.order()?;
+        self.make_candle_wait()?;
         let mut result = self.buffer.take().expect("a collective keeps its buffer until it completes");
         result.truncate(self.len);
         Ok(result)
     }
 
     /// Makes the stream of Candle's device wait for the collective.
-    fn order(&self) -> Result<(), NcclError> {
+    fn make_candle_wait(&self) -> Result<(), NcclError> {
         let compute = self.member.device.cuda_stream();
         Ok(match &self.done {
             Some(done) => compute.wait(done),
@@ -108,7 +108,7 @@ impl Drop for PendingNcclCollective {
         // cudarc frees memory in the order of the stream on which it was allocated, which is Candle's, or waits for
         // that stream first. If the stream cannot be made to wait, the memory is never freed, because the wire stream
         // may still write to it.
-        if self.order().is_err() {
+        if self.make_candle_wait().is_err() {
             std::mem::forget(buffer);
         }
     }

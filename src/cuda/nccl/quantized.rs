@@ -41,60 +41,66 @@ impl NcclComm {
         }
         let coder = self.coder(ints, dtype)?;
         let peers = size - 1;
-        let (step, apart) = self.pieces(ints, count, 2 * peers);
-        let outgoing = launch.room(2 * peers * apart)?;
-        let incoming = outgoing + (peers * apart) as CUdeviceptr;
+        let (step, stride) = self.pieces(ints, count, 2 * peers);
+        let outgoing = launch.room(2 * peers * stride)?;
+        let incoming = outgoing + (peers * stride) as CUdeviceptr;
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for Range { start, end } in pieces(count, step) {
-            let parts =
-                RankChunkLayout { number: peers, count: end - start, elements_apart: count, bytes_apart: apart };
-            // SAFETY: as the caller promises; `room` has `apart` bytes, at least the codes of a piece, for each peer
+            let layout =
+                RankChunkLayout { number: peers, count: end - start, elements_apart: count, bytes_apart: stride };
+            // SAFETY: as the caller promises; `room` has `stride` bytes, at least the codes of a piece, for each peer
             // on both sides. The wire stream sums a piece before the next one arrives in its place, and the elements
             // that the sums overwrite have been encoded, or are this rank's.
             unsafe {
-                coder.encode(parts, Some(rank), from + offset(start), outgoing)?;
-                launch.exchange(op, ints.encoded_len(parts.count), UINT8, |peer| {
+                coder.encode(layout, Some(rank), from + offset(start), outgoing)?;
+                launch.exchange(op, ints.encoded_len(layout.count), UINT8, |peer| {
                     let slot = if peer < rank { peer } else { peer - 1 };
-                    let place = (slot * apart) as CUdeviceptr;
-                    (outgoing + place, incoming + place)
+                    let slot_offset = (slot * stride) as CUdeviceptr;
+                    (outgoing + slot_offset, incoming + slot_offset)
                 })?;
                 let own = from + offset(rank * count + start);
-                coder.sum(parts.count, (to + offset(start), own), (incoming, apart), (rank, size))?;
+                coder.sum(layout.count, (to + offset(start), own), (incoming, stride), (rank, size))?;
             }
         }
         Ok(())
     }
 
-    /// Fills the places of all ranks in `whole`, `count` elements each, with their quantized and decoded shards. This
+    /// Fills the places of all ranks in `output`, `count` elements each, with their quantized and decoded shards. This
     /// includes this rank's shard, which is already in its place.
     ///
     /// # Safety
-    /// `whole` has room for the elements of all ranks, used only by this launch.
+    /// `output` has room for the elements of all ranks, used only by this launch.
     pub(super) unsafe fn gather_coded(
         &self,
         launch: &mut NcclLaunch<'_>,
         (ints, dtype): (IntFormat, DType),
         count: usize,
-        whole: CUdeviceptr,
+        output: CUdeviceptr,
     ) -> Result<()> {
         let (rank, size, bytes) = (self.rank(), self.size(), dtype.size_in_bytes());
         if size == 1 {
             return Ok(());
         }
         let coder = self.coder(ints, dtype)?;
-        let (step, most) = self.pieces(ints, count, size);
-        let codes = launch.room(size * most)?;
+        let (step, stride) = self.pieces(ints, count, size);
+        let codes = launch.room(size * stride)?;
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for Range { start, end } in pieces(count, step) {
             // An all-gather leaves no gaps between the ranks' codes.
-            let apart = ints.encoded_len(end - start).next_multiple_of(ALIGNMENT);
-            let all = RankChunkLayout { number: size, count: end - start, elements_apart: count, bytes_apart: apart };
-            let own = codes + (rank * apart) as CUdeviceptr;
-            // SAFETY: as the caller promises; `room` has `apart` bytes, at least the codes of a piece, for each rank.
+            let stride = ints.encoded_len(end - start).next_multiple_of(ALIGNMENT);
+            let layout =
+                RankChunkLayout { number: size, count: end - start, elements_apart: count, bytes_apart: stride };
+            let own = codes + (rank * stride) as CUdeviceptr;
+            // SAFETY: as the caller promises; `room` has `stride` bytes, at least the codes of a piece, for each rank.
             unsafe {
-                coder.encode(RankChunkLayout { number: 1, ..all }, None, whole + offset(rank * count + start), own)?;
-                launch.all_gather(own, codes, apart, UINT8)?;
-                coder.decode(all, codes, whole + offset(start))?;
+                coder.encode(
+                    RankChunkLayout { number: 1, ..layout },
+                    None,
+                    output + offset(rank * count + start),
+                    own,
+                )?;
+                launch.all_gather(own, codes, stride, UINT8)?;
+                coder.decode(layout, codes, output + offset(start))?;
             }
         }
         Ok(())

@@ -19,8 +19,8 @@ const SMALL: NcclBufferLimits = NcclBufferLimits { short: 64, room: 1536 };
 /// Returns the library, if there are `devices` devices that threads of one process can use together.
 fn nccl(devices: usize) -> Option<NcclLibrary> {
     CudaDevice::new(devices - 1).ok()?;
-    let can = devices == 1 || is_stand_in() || std::env::var("NCCL_P2P_DIRECT_DISABLE").as_deref() == Ok("1");
-    NcclLibrary::find().ok().filter(|_| can)
+    let is_usable = devices == 1 || is_stand_in() || std::env::var("NCCL_P2P_DIRECT_DISABLE").as_deref() == Ok("1");
+    NcclLibrary::find().ok().filter(|_| is_usable)
 }
 
 /// Returns the device of a rank, either with the thread's stream or with a separate stream, for which cudarc keeps
@@ -38,7 +38,7 @@ fn watch(seconds: f32) -> WaitAbortConditions {
     WaitAbortConditions { timeout: Duration::from_secs_f32(seconds), is_failed: Box::new(|| None) }
 }
 
-/// Runs `work` on this number of ranks, each a thread with a separate device.
+/// Runs `work` on `size` ranks, each a thread with a separate device.
 fn on_ranks<T: Send>(
     library: &NcclLibrary,
     size: usize,
@@ -88,8 +88,8 @@ fn has_the_bits_of_the_host(library: &NcclLibrary, size: usize, codes: Option<In
         let gathered = comm.all_gather_as(wire, numbers(comm.rank(), n, dtype), 0).wait().unwrap();
         [chunks, whole, gathered]
     };
-    let of_all = || DTYPES.into_iter().flat_map(|dtype| LENGTHS.map(|n| (dtype, n)));
-    let hosts = threads::run(size, |comm| Ok(of_all().map(|(dtype, n)| on_host(&*comm, dtype, n)).collect::<Vec<_>>()));
+    let cases = || DTYPES.into_iter().flat_map(|dtype| LENGTHS.map(|n| (dtype, n)));
+    let hosts = threads::run(size, |comm| Ok(cases().map(|(dtype, n)| on_host(&*comm, dtype, n)).collect::<Vec<_>>()));
     let gpus = on_ranks(
         library,
         size,
@@ -102,12 +102,12 @@ fn has_the_bits_of_the_host(library: &NcclLibrary, size: usize, codes: Option<In
                 let whole = comm.all_reduce(sums, input(n * size + 1)).unwrap();
                 [chunks, whole, comm.all_gather(codes, input(n)).unwrap()]
             };
-            let launched: Vec<_> = of_all().map(launch).collect();
+            let launched: Vec<_> = cases().map(launch).collect();
             launched.into_iter().map(|all| all.map(result)).collect::<Vec<_>>()
         },
     );
     for (rank, (host, gpu)) in hosts.unwrap().into_iter().zip(gpus).enumerate() {
-        for ((case, host), gpu) in of_all().zip(host.unwrap()).zip(gpu) {
+        for ((case, host), gpu) in cases().zip(host.unwrap()).zip(gpu) {
             assert!(host == gpu, "rank {rank} of {size}, {case:?}, {sums:?}: {gpu:?}, the host has {host:?}");
         }
     }
@@ -136,7 +136,7 @@ fn collectives_have_the_same_bits_whatever_the_order_of_streams() {
         for codes in [None, Some(IntFormat::Int4)] {
             has_the_bits_of_the_host(&library, 3, codes);
         }
-        return is_gathered_in_any_order(&library);
+        return check_dropped_launches(&library);
     }
     let name = "cuda::nccl::tests::collectives_have_the_same_bits_whatever_the_order_of_streams";
     for seed in 1..=20 {
@@ -149,7 +149,7 @@ fn collectives_have_the_same_bits_whatever_the_order_of_streams() {
 }
 
 /// Tests launches that are dropped, or whose buffers are dropped immediately, while others reuse the memory.
-fn is_gathered_in_any_order(library: &NcclLibrary) {
+fn check_dropped_launches(library: &NcclLibrary) {
     let ended = on_ranks(
         library,
         2,
@@ -160,13 +160,13 @@ fn is_gathered_in_any_order(library: &NcclLibrary) {
                 let dropped = comm.all_gather(None, on_device(&comm, &shard)).unwrap();
                 let launched = comm.all_gather(None, on_device(&comm, &shard)).unwrap();
                 drop(dropped);
-                let other = DeviceFlat::zeros(&comm.0.device, DType::BF16, 2000 + 2 * turn).unwrap();
+                let zeros = DeviceFlat::zeros(&comm.0.device, DType::BF16, 2000 + 2 * turn).unwrap();
                 let whole = result(launched);
                 for rank in 0..2 {
                     let part = whole.slice(rank * (1000 + turn)..(rank + 1) * (1000 + turn));
                     assert_eq!(part.as_bytes(), numbers(rank, 1000 + turn, DType::BF16).as_bytes());
                 }
-                assert_eq!(other.to_host(0..other.len()).unwrap(), Flat::zeros(DType::BF16, other.len()));
+                assert_eq!(zeros.to_host(0..zeros.len()).unwrap(), Flat::zeros(DType::BF16, zeros.len()));
             }
         },
     );
@@ -183,12 +183,12 @@ fn a_collective_whose_times_are_kept_tells_when_it_ran() {
         |comm| {
             let before = Instant::now();
             let launch = || comm.all_gather(None, on_device(&comm, &numbers(0, 1000, DType::BF16))).unwrap();
-            let without = launch();
+            let untimed = launch();
             comm.keep_times(true);
-            let with = launch();
-            with.wait_on_host().unwrap();
-            assert!(without.times().unwrap().is_none());
-            let [begin, end] = with.times().unwrap().unwrap();
+            let timed = launch();
+            timed.wait_on_host().unwrap();
+            assert!(untimed.times().unwrap().is_none());
+            let [begin, end] = timed.times().unwrap().unwrap();
             // The GPU's clock counts in steps of half a microsecond.
             assert!(before <= begin + Duration::from_millis(1) && begin <= end && end <= Instant::now());
         },
@@ -200,7 +200,7 @@ fn gathers_and_fast_sums_give_what_their_names_say() {
     for size in [1, 2, 4] {
         let Some(library) = nccl(size) else { return };
         if size > 1 {
-            is_gathered_in_any_order(&library);
+            check_dropped_launches(&library);
         }
         for (dtype, n) in DTYPES.into_iter().flat_map(|dtype| [0, 1, 77].map(|n| (dtype, n))) {
             let whole =
@@ -277,8 +277,8 @@ fn a_peer_that_gives_up_ends_the_waits_of_the_others() {
 #[test]
 fn a_failure_that_the_caller_knows_ends_a_wait() {
     let Some(library) = nccl(2) else { return };
-    let (is_dead, is_seen) = (Arc::new(AtomicBool::new(false)), Barrier::new(2));
-    let told = |_| {
+    let (is_dead, barrier) = (Arc::new(AtomicBool::new(false)), Barrier::new(2));
+    let conditions = |_| {
         let is_dead = is_dead.clone();
         let is_failed = move || {
             is_dead
@@ -287,7 +287,7 @@ fn a_failure_that_the_caller_knows_ends_a_wait() {
         };
         WaitAbortConditions { timeout: Duration::from_secs(60), is_failed: Box::new(is_failed) }
     };
-    on_ranks(&library, 2, told, |comm| {
+    on_ranks(&library, 2, conditions, |comm| {
         if comm.rank() == 0 {
             let launched = comm.all_gather(None, on_device(&comm, &numbers(0, 9, DType::F16))).unwrap();
             let since = Instant::now();
@@ -302,7 +302,7 @@ fn a_failure_that_the_caller_knows_ends_a_wait() {
                 is_ended(&comm, launched, &why);
             });
         }
-        is_seen.wait();
+        barrier.wait();
     });
 }
 

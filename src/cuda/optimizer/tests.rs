@@ -11,10 +11,10 @@ use std::ops::Range;
 
 /// Returns numbers of both signs over many magnitudes, including zeros and subnormal numbers.
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
-    let odd = [0.0, -0.0, 1e-40, -1e-40, f32::MIN_POSITIVE, 6e4, -3e-6, 1.003_906_3];
+    let special = [0.0, -0.0, 1e-40, -1e-40, f32::MIN_POSITIVE, 6e4, -3e-6, 1.003_906_3];
     let number = |i: u64| ((i * 2741 + seed * 877) % 2001) as f32 / 1000.0 - 1.0;
-    let of = |i: u64| if i % 37 == 5 { odd[(i / 37 % 8) as usize] } else { number(i).powi(5) };
-    (0..len as u64).map(of).collect()
+    let value = |i: u64| if i % 37 == 5 { special[(i / 37 % 8) as usize] } else { number(i).powi(5) };
+    (0..len as u64).map(value).collect()
 }
 
 /// Returns every optimizer that has a kernel, in all its variants.
@@ -36,10 +36,10 @@ fn optimizers() -> Vec<Box<dyn Optimizer>> {
     configs.iter().map(from_config).collect()
 }
 
-/// A parameter, its states and its 16-bit copy, on the host and on a device. Elements `part` of each form the array of
+/// A parameter, its states and its 16-bit copy, on the host and on a device. Elements `range` of each form the array of
 /// one step.
 struct Arrays {
-    part: Range<usize>,
+    range: Range<usize>,
     host: Vec<Flat>,
     half: Option<Flat>,
     on_device: Vec<DeviceFlat>,
@@ -56,36 +56,36 @@ impl Arrays {
         let upload = |flat: &Flat| DeviceFlat::of(device, flat.as_ref()).unwrap();
         let on_device = host.iter().map(upload).collect();
         let half_on_device = half.as_ref().map(upload);
-        Self { part: start..start + len, host, half, on_device, half_on_device }
+        Self { range: start..start + len, host, half, on_device, half_on_device }
     }
 
     /// Adds a step on the device.
     fn add(&mut self, steps: &mut MultiTensorStep<'_>, rule: &ElementwiseUpdate, gradient: &DeviceFlat) {
-        let part = |flat| DeviceFlat::part_mut(flat, self.part.clone()).unwrap();
-        let mut slices: Vec<DeviceFlatMut<'_>> = self.on_device.iter_mut().map(part).collect();
+        let slice = |flat| DeviceFlat::part_mut(flat, self.range.clone()).unwrap();
+        let mut slices: Vec<DeviceFlatMut<'_>> = self.on_device.iter_mut().map(slice).collect();
         let param = slices.remove(0);
-        let half = self.half_on_device.as_mut().map(part);
+        let half = self.half_on_device.as_mut().map(slice);
         // SAFETY: all memory exists when the steps run, is separate for each array and is used only on Candle's stream.
-        unsafe { steps.add(rule, param, &gradient.part(self.part.clone()).unwrap(), slices, half).unwrap() }
+        unsafe { steps.add(rule, param, &gradient.part(self.range.clone()).unwrap(), slices, half).unwrap() }
     }
 
     /// Computes the same step on the host.
     fn update(&mut self, optimizer: &dyn Optimizer, ctx: &StepContext, gradient: &Flat) {
         let numbers = |flat| match flat {
-            &mut Flat::F32(ref mut numbers) => &mut numbers[self.part.clone()],
+            &mut Flat::F32(ref mut numbers) => &mut numbers[self.range.clone()],
             _ => unreachable!("master weights and states are f32"),
         };
         let mut slices: Vec<&mut [f32]> = self.host.iter_mut().map(numbers).collect();
         let param = slices.remove(0);
-        let half = self.half.as_mut().map(|flat| flat.slice_mut(self.part.clone()));
-        optimizer.update(ctx, param, gradient.slice(self.part.clone()), &mut slices, half);
+        let half = self.half.as_mut().map(|flat| flat.slice_mut(self.range.clone()));
+        optimizer.update(ctx, param, gradient.slice(self.range.clone()), &mut slices, half);
     }
 
-    fn check(&self, what: &str) {
+    fn check(&self, label: &str) {
         let pairs = self.host.iter().zip(&self.on_device).chain(self.half.iter().zip(&self.half_on_device));
         for (i, (host, on_device)) in pairs.enumerate() {
-            let read = on_device.to_host(0..host.len()).unwrap();
-            assert!(read.as_bytes() == host.as_bytes(), "{what}, elements {:?}: buffer {i}", self.part);
+            let actual = on_device.to_host(0..host.len()).unwrap();
+            assert!(actual.as_bytes() == host.as_bytes(), "{label}, elements {:?}: buffer {i}", self.range);
         }
     }
 }
@@ -117,8 +117,8 @@ fn compare(
         assert_eq!(steps.launches.len(), 1, "one launch for all");
         steps.run().unwrap();
         all.iter_mut().zip(&gradients).for_each(|(arrays, gradient)| arrays.update(optimizer, &ctx, gradient));
-        let what = format!("step {number} of {}, gradient {grad:?}, half {half:?}", optimizer.name());
-        all.iter().for_each(|arrays| arrays.check(&what));
+        let label = format!("step {number} of {}, gradient {grad:?}, half {half:?}", optimizer.name());
+        all.iter().for_each(|arrays| arrays.check(&label));
     }
 }
 
@@ -164,7 +164,7 @@ fn arrays_of_equal_constants_and_dtypes_share_a_launch() {
         vec![(f32, bf16, 2), (bf16, f16, 1), (bf16, bf16, 1)],
         vec![(f32, f16, 1), (bf16, bf16, 1), (f32, bf16, 1), (bf16, f16, 1)],
     ];
-    assert_eq!(launches, by_rate.concat(), "parameters without a copy go with bf16; empty ones are left out");
+    assert_eq!(launches, by_rate.concat(), "parameters without a copy use the bf16 kernel; empty ones are skipped");
     steps.run().unwrap();
     all.iter().for_each(|(arrays, _)| arrays.check("several launches"));
 }

@@ -59,10 +59,10 @@ impl<B> PipelineEngine<B> {
     /// The same as [`Engine::stop_requested`](crate::Engine::stop_requested).
     pub fn stop_requested(&self) -> Result<bool> {
         // First, the ranks that hold the same stages vote, and then all ranks of the job do.
-        let own = self.engine.stop_requested();
-        let vote = *own.as_ref().unwrap_or(&false);
+        let stage_result = self.engine.stop_requested();
+        let vote = *stage_result.as_ref().unwrap_or(&false);
         let any = self.gather_f64(&[f64::from(u8::from(vote))])?.iter().any(|rank| rank[0] != 0.0);
-        own.map(|_| any)
+        stage_result.map(|_| any)
     }
 
     /// Returns whether the user has asked for a checkpoint, as
@@ -126,24 +126,24 @@ impl<B> PipelineEngine<B> {
     /// A failed collective.
     pub fn model_parameters(&mut self) -> Result<Vec<(String, bool)>> {
         let model = self.engine.attempt(|engine| engine.core.model_parameters())?;
-        Ok(model.into_iter().map(|about| (about.name, about.is_trained)).collect())
+        Ok(model.into_iter().map(|param| (param.name, param.is_trained)).collect())
     }
 
-    /// Returns the parameters of all stages for whose names `chosen` returns true, in f32, on rank 0 of the job, and
-    /// nothing on the other ranks. Collective: all ranks must choose the same names.
+    /// Returns the parameters of all stages for whose names `is_selected` returns true, in f32, on rank 0 of the job,
+    /// and nothing on the other ranks. Collective: all ranks must choose the same names.
     ///
     /// # Errors
     /// A failed collective.
-    pub fn gather_parameters(&mut self, chosen: impl Fn(&str) -> bool) -> Result<Vec<(String, Tensor)>> {
+    pub fn gather_parameters(&mut self, is_selected: impl Fn(&str) -> bool) -> Result<Vec<(String, Tensor)>> {
         let is_first = self.rank() == 0;
         self.engine.attempt(|engine| {
             let mut gathered = Vec::new();
-            for about in engine.core.model_parameters()?.into_iter().filter(|about| chosen(&about.name)) {
-                let whole = engine.core.on_first_rank(&about)?;
-                if let Some(whole) = whole.filter(|_| is_first) {
-                    let storage = storage_on(&Device::Cpu, to_storage(whole))?;
-                    let tensor = Tensor::from_storage(storage, about.dims, BackpropOp::none(), false);
-                    gathered.push((about.name, tensor));
+            for param in engine.core.model_parameters()?.into_iter().filter(|param| is_selected(&param.name)) {
+                let values = engine.core.on_first_rank(&param)?;
+                if let Some(values) = values.filter(|_| is_first) {
+                    let storage = storage_on(&Device::Cpu, to_storage(values))?;
+                    let tensor = Tensor::from_storage(storage, param.dims, BackpropOp::none(), false);
+                    gathered.push((param.name, tensor));
                 }
             }
             Ok::<_, Error>(gathered)

@@ -202,12 +202,13 @@ impl LayerParameters {
         for layer in 0..module.len() {
             let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
             building(&registry, || module.build(layer, vb)).map_err(|e| registry.explain(e))?;
-            let (mut params, own) = registry.take();
-            let own = own.into_iter().map(|buffer| (buffer.name, buffer.tensor.shape().clone()));
-            let chosen =
+            let (mut params, layer_buffers) = registry.take();
+            let layer_buffers = layer_buffers.into_iter().map(|buffer| (buffer.name, buffer.tensor.shape().clone()));
+            let selected =
                 params.extract_if(.., |param| is_buffer.is_some_and(|rule| rule(&param.name, param.shape.dims())));
-            let own: Vec<(String, Shape)> = own.chain(chosen.map(|param| (param.name, param.shape))).collect();
-            for (name, shape) in own {
+            let layer_buffers: Vec<(String, Shape)> =
+                layer_buffers.chain(selected.map(|param| (param.name, param.shape))).collect();
+            for (name, shape) in layer_buffers {
                 shapes.push_str(&format!("buffer {name} {shape:?};"));
                 if let Some(first) = owners.insert(name.clone(), layer) {
                     let why = format!(
@@ -222,8 +223,8 @@ impl LayerParameters {
             elements.push(params.iter().map(|param| param.numel).sum());
             for param in params {
                 if let Some(first) = owners.insert(param.name.clone(), layer) {
-                    let alone = owners.values().filter(|owner| **owner == 0).count() == 0;
-                    if first == 0 && alone && layer + 1 == module.len() {
+                    let is_only_parameter = owners.values().filter(|owner| **owner == 0).count() == 0;
+                    if first == 0 && is_only_parameter && layer + 1 == module.len() {
                         tied = Some(param.name);
                         continue;
                     }

@@ -14,7 +14,7 @@ use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 
 /// The states that the layers of this rank keep for a text, by stage and position in the stage.
-type KeptStates = BTreeMap<(usize, usize), InferenceState>;
+type LayerStates = BTreeMap<(usize, usize), InferenceState>;
 
 impl PipelineEngine<DecoderBatch> {
     /// Returns `n` tokens that continue `prompt`: the most likely ones at temperature 0, otherwise sampled with `seed`.
@@ -43,44 +43,44 @@ impl PipelineEngine<DecoderBatch> {
                 "the model's context length is unknown; build the layers with models::decoder_pipeline".to_string();
             return Err(EngineError::PipelineInference { why }.into());
         };
-        let generated = self.continued(prompt, (n, temperature, seed), context);
+        let generated = self.continue_text(prompt, (n, temperature, seed), context);
         self.engine.in_step(generated)
     }
 
-    fn continued(
+    fn continue_text(
         &mut self,
         prompt: &[u32],
         (n, temperature, seed): (usize, f64, u64),
         context: usize,
     ) -> Result<Vec<u32>> {
-        let (mut rng, mut kept, mut text) = (TokenRng::new(seed), KeptStates::new(), prompt.to_vec());
-        let mut seen = 0;
+        let (mut rng, mut states, mut text) = (TokenRng::new(seed), LayerStates::new(), prompt.to_vec());
+        let mut processed = 0;
         for _ in 0..n {
             let logits = match text.len() {
-                len if len <= context => self.logits_after(&text[seen..], &mut kept)?,
-                // The positions of all tokens shift, so nothing that was kept can be used.
-                len => self.logits_after(&text[len - context..], &mut KeptStates::new())?,
+                len if len <= context => self.logits_after(&text[processed..], &mut states)?,
+                // The positions of all tokens shift, so no stored state can be used.
+                len => self.logits_after(&text[len - context..], &mut LayerStates::new())?,
             };
-            seen = text.len();
-            let own = match logits {
+            processed = text.len();
+            let token = match logits {
                 Some(logits) => {
                     let row = logits.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
                     Some(next_token(&row, temperature, &mut rng))
                 }
                 None => None,
             };
-            text.push(self.engine.token_of_last_stage(own)?);
+            text.push(self.engine.token_of_last_stage(token)?);
         }
         Ok(text.split_off(prompt.len()))
     }
 
     /// Runs new tokens of a text through the stages of this rank. On the rank of the last stage, returns the logits of
     /// the token that follows them.
-    fn logits_after(&mut self, tokens: &[u32], kept: &mut KeptStates) -> Result<Option<Tensor>> {
+    fn logits_after(&mut self, tokens: &[u32], states: &mut LayerStates) -> Result<Option<Tensor>> {
         let batch = DecoderBatch::for_inference(Tensor::new(tokens, self.engine.device())?.unsqueeze(0)?);
         let apply = |stage: usize, layers: &StageLayers<DecoderBatch>, x: Tensor| {
-            layers.iter().enumerate().try_fold(x, |x, (at, layer)| {
-                let state = kept.entry((stage, at)).or_insert_with(InferenceState::of_text);
+            layers.iter().enumerate().try_fold(x, |x, (index, layer)| {
+                let state = states.entry((stage, index)).or_insert_with(InferenceState::of_text);
                 let output = layer.infer(&x, &batch, state)?;
                 state.advance(tokens.len());
                 Ok(output)

@@ -109,17 +109,18 @@ impl<B> PipelineEngine<B> {
         next: impl FnMut(usize) -> Result<B>,
     ) -> Result<Vec<Tensor>> {
         let mut outputs = self.outputs(micro_batches, next)?;
-        let (own, last) = (self.rank, self.last_rank());
-        if own != last {
-            let receive =
-                |micro_batch| Ok(self.boundaries.receive(BoundaryMessageKind::Output, (0, micro_batch), last)?.tensor);
+        let (own_rank, last_rank) = (self.rank, self.last_rank());
+        if own_rank != last_rank {
+            let receive = |micro_batch| {
+                Ok(self.boundaries.receive(BoundaryMessageKind::Output, (0, micro_batch), last_rank)?.tensor)
+            };
             return (0..micro_batches).map(receive).collect();
         }
         outputs.iter().try_for_each(check_output)?;
         for (micro_batch, tensor) in outputs.iter_mut().enumerate() {
-            let sent = BoundaryTensor { tensor: tensor.clone(), next_draw: 0, held: None };
-            for rank in (0..self.schedule.ranks()).filter(|rank| *rank != own) {
-                self.boundaries.send(BoundaryMessageKind::Output, (0, micro_batch), rank, &sent)?;
+            let message = BoundaryTensor { tensor: tensor.clone(), next_draw: 0, held: None };
+            for rank in (0..self.schedule.ranks()).filter(|rank| *rank != own_rank) {
+                self.boundaries.send(BoundaryMessageKind::Output, (0, micro_batch), rank, &message)?;
             }
         }
         self.boundaries.finish()?;
@@ -148,23 +149,25 @@ impl<B> PipelineEngine<B> {
         batch: &B,
         mut apply: impl FnMut(usize, &StageLayers<B>, Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Option<Tensor>> {
-        let (schedule, mut passed) = (self.schedule, None);
+        let (schedule, mut local_output) = (self.schedule, None);
         for stage in schedule.stages_of(self.rank) {
-            let place = (stage, micro_batch);
-            let x = match stage.checked_sub(1).map(|before| schedule.rank_of(before)) {
+            let key = (stage, micro_batch);
+            let x = match stage.checked_sub(1).map(|previous| schedule.rank_of(previous)) {
                 None => self.module.input(batch)?,
-                Some(rank) if rank == self.rank => passed.take().expect("the previous stage has run"),
-                Some(rank) => self.boundaries.receive(BoundaryMessageKind::Activation, place, rank)?.tensor,
+                Some(rank) if rank == self.rank => local_output.take().expect("the previous stage has run"),
+                Some(rank) => self.boundaries.receive(BoundaryMessageKind::Activation, key, rank)?.tensor,
             };
             let output = self.engine.evaluate_stage(|layers| apply(stage, &layers.stages[&stage], x))?;
             if stage + 1 == schedule.stages() {
                 return Ok(Some(output));
             }
             check_boundary(stage, &output)?;
-            let sent = BoundaryTensor { tensor: output, next_draw: 0, held: None };
+            let message = BoundaryTensor { tensor: output, next_draw: 0, held: None };
             match schedule.rank_of(stage + 1) {
-                rank if rank == self.rank => passed = Some(sent.tensor),
-                rank => self.boundaries.send(BoundaryMessageKind::Activation, (stage + 1, micro_batch), rank, &sent)?,
+                rank if rank == self.rank => local_output = Some(message.tensor),
+                rank => {
+                    self.boundaries.send(BoundaryMessageKind::Activation, (stage + 1, micro_batch), rank, &message)?
+                }
             }
             // The first stages would otherwise run ahead, and keep the activations of all micro batches.
             self.boundaries.finish_until(2 * schedule.ranks())?;

@@ -5,9 +5,9 @@
 //!   all ranks     times of all ranks, and their memory limits ----> the same cuts on all ranks
 //! ```
 //!
-//! The layers are plain Candle models here: they are built outside the engine, one at a time, and dropped again.
-//! Layers of the same kind whose parameters and inputs have the same shapes are measured once. The last layer is always
-//! measured, because its time includes the loss.
+//! The layers are plain Candle models here: they are built outside the engine, one at a time, and dropped after the
+//! measurement. Layers of the same kind whose parameters and inputs have the same shapes are measured once. The last
+//! layer is always measured, because its time includes the loss.
 
 use crate::comm::Communicator;
 use crate::comm::agree::first_to_differ;
@@ -68,11 +68,11 @@ impl LayerTimes {
                        PipelineModule::example, or use another pipeline.partition";
             return Err(EngineError::Pipeline { why: why.into() }.into());
         };
-        let own = OwnTimes::measured(module, &batch?, (config.precision.dtype(), device), is_trained)?;
-        let bytes = own.elements.iter().map(|elements| training_bytes(*elements, config, mesh.len(MeshAxis::Data)));
+        let times = OwnTimes::measured(module, &batch?, (config.precision.dtype(), device), is_trained)?;
+        let bytes = times.elements.iter().map(|elements| training_bytes(*elements, config, mesh.len(MeshAxis::Data)));
         let bytes: Vec<u64> = bytes.collect();
-        let of_rank: Vec<f64> = own.seconds.into_iter().chain([memory_limit(device, &**job) as f64]).collect();
-        let all = job.gather_f64(of_rank).wait()?;
+        let rank_values: Vec<f64> = times.seconds.into_iter().chain([memory_limit(device, &**job) as f64]).collect();
+        let all = job.gather_f64(rank_values).wait()?;
         Ok(Self { reports: job.rank() == 0, ..Self::of_ranks(&all, bytes, mesh) })
     }
 
@@ -82,9 +82,9 @@ impl LayerTimes {
         let (positions, layers) = (mesh.len(MeshAxis::Pipeline), bytes.len());
         let (mut seconds, mut limits) = (vec![vec![0f64; layers]; positions], vec![u64::MAX; positions]);
         for (rank, numbers) in all.iter().enumerate() {
-            let at = mesh.coordinate(rank, MeshAxis::Pipeline);
-            seconds[at].iter_mut().zip(numbers).for_each(|(most, seconds)| *most = most.max(*seconds));
-            limits[at] = limits[at].min(numbers[layers] as u64);
+            let position = mesh.coordinate(rank, MeshAxis::Pipeline);
+            seconds[position].iter_mut().zip(numbers).for_each(|(max, seconds)| *max = max.max(*seconds));
+            limits[position] = limits[position].min(numbers[layers] as u64);
         }
         Self { seconds, bytes, limits, reports: false }
     }
@@ -118,36 +118,36 @@ impl OwnTimes {
         (dtype, device): (DType, &Device),
         is_trained: Option<&TrainableFilter>,
     ) -> Result<Self> {
-        let mut known: BTreeMap<String, f64> = BTreeMap::new();
-        let mut own = Self { seconds: Vec::new(), elements: Vec::new() };
+        let mut measured_seconds: BTreeMap<String, f64> = BTreeMap::new();
+        let mut times = Self { seconds: Vec::new(), elements: Vec::new() };
         let mut x = module.input(batch)?;
         for layer in 0..module.len() {
             let vars = VarMap::new();
-            let built = module.build(layer, VarBuilder::from_varmap(&vars, dtype, device))?;
+            let built_layer = module.build(layer, VarBuilder::from_varmap(&vars, dtype, device))?;
             let shapes = shapes_of(&vars);
             let unnumbered: Vec<(String, &Shape)> =
                 shapes.iter().map(|(name, shape)| (without_number(name), shape)).collect();
             let key = format!("{} {unnumbered:?} {:?} {:?}", module.kind(layer), x.dims(), x.dtype());
             let is_last = layer + 1 == module.len();
             let run = |x: &Tensor| {
-                let y = built.forward(x, batch)?;
+                let y = built_layer.forward(x, batch)?;
                 if is_last { module.loss(&y, batch) } else { Ok(y) }
             };
-            let (seconds, y) = match known.get(&key).filter(|_| !is_last) {
+            let (seconds, y) = match measured_seconds.get(&key).filter(|_| !is_last) {
                 Some(seconds) => (*seconds, run(&x)?),
                 None => shortest(&x, device, run)?,
             };
-            known.insert(key, seconds);
-            own.seconds.push(seconds);
+            measured_seconds.insert(key, seconds);
+            times.seconds.push(seconds);
             let mut elements = [0; 2];
             for (name, shape) in &shapes {
                 let is_frozen = is_trained.is_some_and(|rule| !rule(name, shape.dims()));
                 elements[usize::from(is_frozen)] += shape.elem_count() as u64;
             }
-            own.elements.push(elements);
+            times.elements.push(elements);
             x = y.detach();
         }
-        Ok(own)
+        Ok(times)
     }
 }
 
@@ -161,7 +161,7 @@ fn shortest(
     let input = if has_gradient(x) { Var::from_tensor(x)?.into_inner() } else { x.clone() };
     let mut best = f64::INFINITY;
     let mut output = None;
-    for at in 0..=RUNS {
+    for index in 0..=RUNS {
         device.synchronize()?;
         let start = Instant::now();
         let y = run(&input)?;
@@ -169,7 +169,7 @@ fn shortest(
             seeded(&y, y.detach())?.backward()?;
         }
         device.synchronize()?;
-        if at > 0 {
+        if index > 0 {
             best = best.min(start.elapsed().as_secs_f64());
         }
         output = Some(y);
@@ -196,9 +196,9 @@ fn without_number(name: &str) -> String {
 fn training_bytes([trained, frozen]: [u64; 2], config: &Config, pipelines: usize) -> u64 {
     const F32: u64 = 4;
     let dtype = config.precision.dtype().size_in_bytes() as u64;
-    let of_optimizer = 2 * F32 + if dtype < F32 { F32 } else { 0 };
-    let shared = if config.zero.stage.placement().optim.is_sharded() { pipelines as u64 } else { 1 };
-    (trained + frozen) * dtype + trained * F32 + (trained * of_optimizer).div_ceil(shared)
+    let optimizer_bytes = 2 * F32 + if dtype < F32 { F32 } else { 0 };
+    let shards = if config.zero.stage.placement().optim.is_sharded() { pipelines as u64 } else { 1 };
+    (trained + frozen) * dtype + trained * F32 + (trained * optimizer_bytes).div_ceil(shards)
 }
 
 /// Returns the bytes that this rank may use: its part of the memory that the host has available, within the limits of
@@ -207,8 +207,8 @@ fn memory_limit(device: &Device, job: &dyn Communicator) -> u64 {
     if !device.is_cpu() {
         return u64::MAX;
     }
-    let of_host = available_memory().map(|bytes| bytes / job.ranks_here().len().max(1) as u64);
-    [of_host, process_limit()].into_iter().flatten().min().unwrap_or(u64::MAX)
+    let host_share = available_memory().map(|bytes| bytes / job.ranks_here().len().max(1) as u64);
+    [host_share, process_limit()].into_iter().flatten().min().unwrap_or(u64::MAX)
 }
 
 /// Collective: checks that all ranks divide the layers by the same rule, because only some rules require measurements.
@@ -249,13 +249,13 @@ mod tests {
         let rank = |seconds: f64, limit: u64| [vec![seconds; LAYERS], vec![limit as f64]].concat();
         let times = |slow: f64, limit: u64| {
             // At each position, each of the two pipelines has a rank with its own speed and memory.
-            let of_rank =
+            let rank_values =
                 |number| match (mesh.coordinate(number, MeshAxis::Pipeline), mesh.coordinate(number, MeshAxis::Data)) {
                     (0, _) => rank(1.0, u64::MAX),
                     (_, 0) => rank(1.0, limit),
                     (_, _) => rank(slow, u64::MAX),
                 };
-            LayerTimes::of_ranks(&(0..4).map(of_rank).collect::<Vec<_>>(), vec![100; LAYERS], &mesh)
+            LayerTimes::of_ranks(&(0..4).map(rank_values).collect::<Vec<_>>(), vec![100; LAYERS], &mesh)
         };
         let plain = schedule(PipelineScheduleKind::OneForwardOneBackward, 2, 1);
         assert_eq!(times(1.0, u64::MAX).limits, [u64::MAX; 2]);
@@ -294,10 +294,10 @@ mod tests {
         }
         let is_trained: TrainableFilter = Arc::new(|name, _| !name.contains("frozen"));
         let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu).unwrap();
-        let own = OwnTimes::measured(&module, &x, (DType::F32, &Device::Cpu), Some(&is_trained)).unwrap();
-        assert_eq!(own.elements, [[3, 2]; 4]);
-        assert!(own.seconds.iter().all(|seconds| seconds.is_finite() && *seconds > 0.0));
-        assert_eq!(own.seconds[..2].iter().collect::<Vec<_>>(), own.seconds[1..3].iter().collect::<Vec<_>>());
+        let times = OwnTimes::measured(&module, &x, (DType::F32, &Device::Cpu), Some(&is_trained)).unwrap();
+        assert_eq!(times.elements, [[3, 2]; 4]);
+        assert!(times.seconds.iter().all(|seconds| seconds.is_finite() && *seconds > 0.0));
+        assert_eq!(times.seconds[..2].iter().collect::<Vec<_>>(), times.seconds[1..3].iter().collect::<Vec<_>>());
         // The last layer includes the loss.
         let runs: Vec<usize> = counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
         assert_eq!(runs, [RUNS + 1, 1, 1, RUNS + 1]);

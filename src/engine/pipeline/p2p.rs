@@ -88,9 +88,9 @@ impl StageP2p {
     /// Begins a step: from now on, ranks send in the order of `schedule`, which may differ from the order in which this
     /// rank needs the messages.
     pub fn begin_step(&mut self, schedule: PipelineSchedule) {
-        let own = self.comm.rank();
+        let rank = self.comm.rank();
         let tags = |from: usize| {
-            schedule.messages(from, own).into_iter().map(|PipelineMessage { is_gradient, boundary, micro_batch }| {
+            schedule.messages(from, rank).into_iter().map(|PipelineMessage { is_gradient, boundary, micro_batch }| {
                 let kind = if is_gradient { BoundaryMessageKind::Gradient } else { BoundaryMessageKind::Activation };
                 tag(kind, boundary, micro_batch)
             })
@@ -136,28 +136,27 @@ impl StageP2p {
         (boundary, micro_batch): (usize, usize),
         from: usize,
     ) -> Result<BoundaryTensor> {
-        let wanted = tag(message, boundary, micro_batch);
-        let received = self.receive_wanted(wanted, from)?;
+        let wanted_tag = tag(message, boundary, micro_batch);
+        let received = self.receive_with_tag(wanted_tag, from)?;
         if message == BoundaryMessageKind::Gradient {
             // The gradient depends on the activation, which has therefore arrived.
             let activation = tag(BoundaryMessageKind::Activation, boundary, micro_batch);
-            if let Some(at) = self.sending.iter().position(|sent| sent.tag == activation) {
-                self.sending.remove(at).map_or(Ok(()), SentMessage::wait)?;
+            if let Some(index) = self.sending.iter().position(|sent| sent.tag == activation) {
+                self.sending.remove(index).map_or(Ok(()), SentMessage::wait)?;
             }
         }
         Ok(received)
     }
 
-    fn receive_wanted(&mut self, wanted: u64, from: usize) -> Result<BoundaryTensor> {
-        if let Some(arrived) = self.early.remove(&wanted) {
+    fn receive_with_tag(&mut self, tag: u64, from: usize) -> Result<BoundaryTensor> {
+        if let Some(arrived) = self.early.remove(&tag) {
             return Ok(arrived);
         }
-        while let Some(next) = self.expected.get_mut(&from).and_then(VecDeque::pop_front).filter(|next| *next != wanted)
-        {
+        while let Some(next) = self.expected.get_mut(&from).and_then(VecDeque::pop_front).filter(|next| *next != tag) {
             let early = self.receive_next(from, next)?;
             self.early.insert(next, early);
         }
-        self.receive_next(from, wanted)
+        self.receive_next(from, tag)
     }
 
     /// Receives the next message from rank `from`. The message must have the tag `tag`.
@@ -280,17 +279,17 @@ mod tests {
             let ledger = MemoryLedger::default();
             let mut boundaries = StageP2p::new(comm.clone(), Device::Cpu, ledger.clone());
             for (micro_batch, dtype) in dtypes.into_iter().enumerate() {
-                let (place, sent) =
+                let (key, message) =
                     ((1, micro_batch), BoundaryTensor { tensor: tensor(dtype), next_draw: u64::MAX - 7, held: None });
                 if comm.rank() == 0 {
-                    boundaries.send(BoundaryMessageKind::Activation, place, 1, &sent)?;
+                    boundaries.send(BoundaryMessageKind::Activation, key, 1, &message)?;
                     continue;
                 }
-                let arrived = boundaries.receive(BoundaryMessageKind::Activation, place, 0)?;
+                let arrived = boundaries.receive(BoundaryMessageKind::Activation, key, 0)?;
                 assert_eq!((arrived.tensor.dims(), arrived.tensor.dtype()), (&[2, 3, 4][..], dtype));
                 let bits =
                     |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>();
-                assert_eq!(bits(&arrived.tensor).unwrap(), bits(&sent.tensor).unwrap());
+                assert_eq!(bits(&arrived.tensor).unwrap(), bits(&message.tensor).unwrap());
                 assert_eq!(arrived.next_draw, u64::MAX - 7);
             }
             boundaries.finish()?;

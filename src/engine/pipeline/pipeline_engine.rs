@@ -72,20 +72,20 @@ pub struct PipelineEngine<B> {
 }
 
 /// A forward pass whose backward pass has not run yet.
-struct HeldForward {
+struct PendingForward {
     /// The stage's input, if the previous stage or, for a tied weight, the last stage needs its gradient.
     input: Option<Var>,
     /// The stage's output, or the loss.
     output: Tensor,
     /// The entry of both in the ledger.
-    held: MemoryLedgerEntry,
+    memory: MemoryLedgerEntry,
 }
 
 /// The state of one optimizer step.
 struct PipelineStep<B> {
     batches: Vec<B>,
     /// The forward passes whose backward passes have not run yet, by stage and micro batch.
-    held: BTreeMap<(usize, usize), HeldForward>,
+    forwards: BTreeMap<(usize, usize), PendingForward>,
     /// The gradients of parameters between the two parts of a divided backward pass, by stage and micro batch.
     waiting: BTreeMap<(usize, usize), (WaitingGradients, MemoryLedgerEntry)>,
     /// The tensors that stages of this rank pass to each other, by the later stage and the micro batch.
@@ -167,7 +167,7 @@ impl<B> PipelineEngine<B> {
         self.train_batch_telling(next, &mut |_| ())
     }
 
-    /// Runs one optimizer step as [`train_batch`](Self::train_batch) does. Calls `tell` with the number of micro
+    /// Runs one optimizer step as [`train_batch`](Self::train_batch) does. Calls `on_progress` with the number of micro
     /// batches that have passed through this rank's stages, each time this number grows, and possibly again with the
     /// same number.
     ///
@@ -176,31 +176,35 @@ impl<B> PipelineEngine<B> {
     pub fn train_batch_telling(
         &mut self,
         next: impl FnMut(usize) -> Result<B>,
-        tell: &mut dyn FnMut(usize),
+        on_progress: &mut dyn FnMut(usize),
     ) -> Result<f64> {
         self.engine.check_in_step()?;
         self.engine.begin_run();
         let start = Instant::now();
         let micro_batches = self.schedule.micro_batches();
-        let ran = self.run_micro_batches(next, tell);
-        self.engine.in_step(ran)?;
+        let result = self.run_micro_batches(next, on_progress);
+        self.engine.in_step(result)?;
         self.engine.end_micro_batches(micro_batches, start);
-        let stepped = self.engine.step();
+        let step_result = self.engine.step();
         if self.engine.check_in_step().is_ok() {
             // The weight is published even if a background save has failed, because the step is complete.
-            let published = self.publish_tied();
-            self.engine.in_step(published)?;
+            let result = self.publish_tied();
+            self.engine.in_step(result)?;
         }
-        stepped.map(|()| self.engine.mean_loss())
+        step_result.map(|()| self.engine.mean_loss())
     }
 
     /// Runs the forward and backward passes of a step.
-    fn run_micro_batches(&mut self, next: impl FnMut(usize) -> Result<B>, tell: &mut dyn FnMut(usize)) -> Result<()> {
+    fn run_micro_batches(
+        &mut self,
+        next: impl FnMut(usize) -> Result<B>,
+        on_progress: &mut dyn FnMut(usize),
+    ) -> Result<()> {
         let schedule = self.schedule;
-        let (stages, mut passed) = (schedule.stages_of(self.rank).len(), 0);
+        let (stages, mut backward_passes) = (schedule.stages_of(self.rank).len(), 0);
         let mut step = PipelineStep {
             batches: (0..schedule.micro_batches()).map(next).collect::<Result<_>>()?,
-            held: BTreeMap::new(),
+            forwards: BTreeMap::new(),
             waiting: BTreeMap::new(),
             activations: BTreeMap::new(),
             gradients: BTreeMap::new(),
@@ -213,9 +217,9 @@ impl<B> PipelineEngine<B> {
                 PipelinePass::BackwardWeight => self.backward_weights(&mut step, op)?,
             }
             self.accumulate_tied(&step, Some(done))?;
-            passed += usize::from(op.pass != PipelinePass::Forward && op.pass != PipelinePass::BackwardWeight);
-            if op.pass != PipelinePass::Forward && passed.is_multiple_of(stages) {
-                tell(passed / stages);
+            backward_passes += usize::from(op.pass != PipelinePass::Forward && op.pass != PipelinePass::BackwardWeight);
+            if op.pass != PipelinePass::Forward && backward_passes.is_multiple_of(stages) {
+                on_progress(backward_passes / stages);
             }
         }
         self.accumulate_tied(&step, None)?;
@@ -358,18 +362,18 @@ impl<B> PipelineEngine<B> {
 
     fn forward(&mut self, step: &mut PipelineStep<B>, op: PipelineOp) -> Result<()> {
         let PipelineOp { stage, micro_batch, .. } = op;
-        let place = (stage, micro_batch);
+        let key = (stage, micro_batch);
         let batch = &step.batches[micro_batch];
-        let BoundaryTensor { tensor, next_draw, held: received } = match stage.checked_sub(1) {
+        let BoundaryTensor { tensor, next_draw, held: received_memory } = match stage.checked_sub(1) {
             None => BoundaryTensor { tensor: self.module.input(batch)?, next_draw: 0, held: None },
-            Some(before) => match self.schedule.rank_of(before) {
-                rank if rank == self.rank => step.activations.remove(&place).expect("the previous stage has run"),
-                rank => self.boundaries.receive(BoundaryMessageKind::Activation, place, rank)?,
+            Some(previous) => match self.schedule.rank_of(previous) {
+                rank if rank == self.rank => step.activations.remove(&key).expect("the previous stage has run"),
+                rank => self.boundaries.receive(BoundaryMessageKind::Activation, key, rank)?,
             },
         };
         let looks_up = stage == 0 && self.tied.is_some();
         let mut input = if stage > 0 { Some(Var::from_tensor(&tensor)?) } else { None };
-        let mut held = self.engine.held_activations(0);
+        let mut memory = self.engine.held_activations(0);
         let (module, is_last) = (&self.module, stage + 1 == self.schedule.stages());
         let (output, next_draw) = self.engine.forward_stage(micro_batch, next_draw, |layers| {
             let mut layers = layers.stages[&stage].iter();
@@ -381,32 +385,33 @@ impl<B> PipelineEngine<B> {
             let first = input.as_ref().map_or(Ok(tensor.clone()), part_input)?;
             // The backward pass needs the input's place in the graph, but not its values.
             input.as_ref().map_or(Ok(()), |input| residency::clear(input))?;
-            held.resize(input.as_ref().map_or(0, |input| bytes_of(input)));
+            memory.resize(input.as_ref().map_or(0, |input| bytes_of(input)));
             let output = layers.try_fold(first, |x, layer| layer.forward(&x, batch))?;
             if is_last { module.loss(&output, batch) } else { Ok(output) }
         })?;
         if !is_last {
             check_boundary(stage, &output)?;
-            let sent = BoundaryTensor { tensor: output.detach(), next_draw, held: None };
+            let message = BoundaryTensor { tensor: output.detach(), next_draw, held: None };
             let next = (stage + 1, micro_batch);
             match self.schedule.rank_of(stage + 1) {
-                rank if rank == self.rank => drop(step.activations.insert(next, sent)),
-                rank => self.boundaries.send(BoundaryMessageKind::Activation, next, rank, &sent)?,
+                rank if rank == self.rank => drop(step.activations.insert(next, message)),
+                rank => self.boundaries.send(BoundaryMessageKind::Activation, next, rank, &message)?,
             }
         }
-        held.resize(held.bytes() + bytes_of(&output));
-        drop(received);
-        step.held.insert(place, HeldForward { input, output, held });
+        memory.resize(memory.bytes() + bytes_of(&output));
+        drop(received_memory);
+        step.forwards.insert(key, PendingForward { input, output, memory });
         Ok(())
     }
 
     fn backward(&mut self, step: &mut PipelineStep<B>, op: PipelineOp) -> Result<()> {
         let PipelineOp { stage, micro_batch, .. } = op;
-        let place = (stage, micro_batch);
-        let HeldForward { input, output, held } = step.held.remove(&place).expect("the stage's forward pass has run");
-        let of_input = input.as_ref().map(Var::as_tensor);
+        let key = (stage, micro_batch);
+        let PendingForward { input, output, memory } =
+            step.forwards.remove(&key).expect("the stage's forward pass has run");
+        let input_tensor = input.as_ref().map(Var::as_tensor);
         let is_last = stage + 1 == self.schedule.stages();
-        let (scalar, of_output) = if is_last {
+        let (scalar, gradient_memory) = if is_last {
             (self.engine.scaled_loss(&output)?, None)
         } else {
             let next = (stage + 1, micro_batch);
@@ -418,32 +423,32 @@ impl<B> PipelineEngine<B> {
         };
         let grad = match (op.pass, self.tied.as_mut().filter(|_| is_last)) {
             (PipelinePass::BackwardInput, _) => {
-                let (grad, waiting) = self.engine.backward_stage_inputs(&scalar, of_input)?;
+                let (grad, waiting) = self.engine.backward_stage_inputs(&scalar, input_tensor)?;
                 let bytes = waiting.iter().map(|(_, gradient)| gradient.bytes()).sum();
-                step.waiting.insert(place, (waiting, self.engine.held_activations(bytes)));
+                step.waiting.insert(key, (waiting, self.engine.held_activations(bytes)));
                 grad
             }
             (_, Some(tied)) => {
-                let (grad, of_output) = self.engine.backward_diverting(&scalar, of_input, tied.param)?;
+                let (grad, of_output) = self.engine.backward_diverting(&scalar, input_tensor, tied.param)?;
                 let held = self.boundaries.held(of_output.bytes());
                 tied.kept.push_back(KeptGradient { micro_batch, of_output, held });
                 grad
             }
-            (_, None) => self.engine.backward_stage(&scalar, of_input)?,
+            (_, None) => self.engine.backward_stage(&scalar, input_tensor)?,
         };
-        drop((scalar, of_output, held));
+        drop((scalar, gradient_memory, memory));
         if let Some(tensor) = grad {
             let held = self.boundaries.held(bytes_of(&tensor));
-            let sent = BoundaryTensor { tensor, next_draw: 0, held: Some(held) };
+            let message = BoundaryTensor { tensor, next_draw: 0, held: Some(held) };
             match (stage.checked_sub(1), &mut self.tied) {
-                (Some(before), _) => match self.schedule.rank_of(before) {
-                    rank if rank == self.rank => drop(step.gradients.insert(place, sent)),
-                    rank => self.boundaries.send(BoundaryMessageKind::Gradient, place, rank, &sent)?,
+                (Some(previous), _) => match self.schedule.rank_of(previous) {
+                    rank if rank == self.rank => drop(step.gradients.insert(key, message)),
+                    rank => self.boundaries.send(BoundaryMessageKind::Gradient, key, rank, &message)?,
                 },
-                (None, Some(tied)) if tied.is_last => tied.looked_up.push_back(sent),
+                (None, Some(tied)) if tied.is_last => tied.looked_up.push_back(message),
                 (None, _) => {
                     let [_, rank] = self.tied.as_ref().map_or([0; 2], |tied| tied.ends);
-                    self.tied_messages.send(BoundaryMessageKind::LookedUp, place, rank, &sent)?;
+                    self.tied_messages.send(BoundaryMessageKind::LookedUp, key, rank, &message)?;
                 }
             }
         }
@@ -473,21 +478,21 @@ impl<B> PipelineEngine<B> {
             if done.is_some_and(|done| tied.looked_up_after[tied.kept[0].micro_batch] > done) {
                 return Ok(());
             }
-            let of_rows = match tied.is_first {
+            let row_gradients = match tied.is_first {
                 true => tied.looked_up.pop_front(),
                 false => {
-                    let place = (0, tied.kept[0].micro_batch);
-                    Some(self.tied_messages.receive(BoundaryMessageKind::LookedUp, place, tied.ends[0])?)
+                    let key = (0, tied.kept[0].micro_batch);
+                    Some(self.tied_messages.receive(BoundaryMessageKind::LookedUp, key, tied.ends[0])?)
                 }
             };
-            let (Some(kept), Some(of_rows)) = (tied.kept.pop_front(), of_rows) else { return Ok(()) };
+            let (Some(kept), Some(row_gradients)) = (tied.kept.pop_front(), row_gradients) else { return Ok(()) };
             let KeptGradient { micro_batch, of_output, held: _held } = kept;
             let (batch, module) = (&step.batches[micro_batch], &self.module);
             let weight = self.engine.weight(tied.param);
             let (scalar, _) = self.engine.forward_stage(micro_batch, 0, |layers| {
                 let lookup = layers.lookup.as_ref().expect("the rank of the last stage has the lookup");
                 let rows = lookup.forward(&module.input(batch)?, batch)?;
-                delivering(&rows, of_rows.tensor, &weight, of_output)
+                delivering(&rows, row_gradients.tensor, &weight, of_output)
             })?;
             self.engine.backward_stage(&scalar, None)?;
         }

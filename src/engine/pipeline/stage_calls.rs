@@ -84,10 +84,11 @@ impl<M> Engine<M> {
         tied: ParamId,
     ) -> Result<(Option<Tensor>, Grad)> {
         let watch = self.watch(MicroStepCall::Backward);
-        let (grads, of_tied) = self.attempt(|engine| engine.cast(|| engine.core.backward_diverting(scalar, tied)))?;
+        let (grads, tied_gradient) =
+            self.attempt(|engine| engine.cast(|| engine.core.backward_diverting(scalar, tied)))?;
         self.end_watch(watch);
-        let of_tied = of_tied.ok_or_else(|| EngineError::Pipeline { why: NOT_USED.into() })?;
-        Ok((gradient_of(grads, input)?, of_tied))
+        let tied_gradient = tied_gradient.ok_or_else(|| EngineError::Pipeline { why: NOT_USED.into() })?;
+        Ok((gradient_of(grads, input)?, tied_gradient))
     }
 
     /// Differentiates a scalar of this rank's graph, and returns the gradient of `input`.
@@ -119,18 +120,18 @@ impl<M> Engine<M> {
         tied: Option<ParamId>,
     ) -> Result<Option<Grad>> {
         let watch = self.watch(MicroStepCall::Backward);
-        let of_tied = self.attempt(|engine| engine.cast(|| engine.core.backward_weights(waiting, tied)))?;
+        let tied_gradient = self.attempt(|engine| engine.cast(|| engine.core.backward_weights(waiting, tied)))?;
         self.end_watch(watch);
-        match of_tied {
+        match tied_gradient {
             None if tied.is_some() => Err(EngineError::Pipeline { why: NOT_USED.into() }.into()),
-            of_tied => Ok(of_tied),
+            tied_gradient => Ok(tied_gradient),
         }
     }
 
     /// Passes on the result of a part of a step that involves other ranks. If it is an error, which leaves this rank
     /// out of step, the others are notified, and further calls are refused.
-    pub(super) fn in_step<T>(&mut self, run: Result<T>) -> Result<T> {
-        run.map_err(|error| if self.stopped.is_some() { error } else { self.stop(error) })
+    pub(super) fn in_step<T>(&mut self, result: Result<T>) -> Result<T> {
+        result.map_err(|error| if self.stopped.is_some() { error } else { self.stop(error) })
     }
 
     /// Returns an error if this rank is out of step.
@@ -166,33 +167,33 @@ impl<M> Engine<M> {
     }
 
     /// Collective: returns the mean of a value that only the ranks of the last stage have.
-    pub(super) fn mean_of_last_stage(&mut self, own: f64) -> Result<f64> {
-        let known = self.of_last_stage(own)?;
-        Ok(known.iter().sum::<f64>() / known.len().max(1) as f64)
+    pub(super) fn mean_of_last_stage(&mut self, value: f64) -> Result<f64> {
+        let values = self.values_of_last_stage(value)?;
+        Ok(values.iter().sum::<f64>() / values.len().max(1) as f64)
     }
 
     /// Collective: returns the sum of a value that only the ranks of the last stage have.
-    pub(super) fn sum_of_last_stage(&mut self, own: f64) -> Result<f64> {
-        Ok(self.of_last_stage(own)?.iter().sum())
+    pub(super) fn sum_of_last_stage(&mut self, value: f64) -> Result<f64> {
+        Ok(self.values_of_last_stage(value)?.iter().sum())
     }
 
     /// Collective: returns the values of the ranks of the last stage.
-    fn of_last_stage(&mut self, own: f64) -> Result<Vec<f64>> {
+    fn values_of_last_stage(&mut self, value: f64) -> Result<Vec<f64>> {
         self.attempt(|engine| {
             let Some(position) = engine.core.pipeline() else { unreachable!("this engine is part of a pipeline") };
-            let all = position.job.gather_f64(vec![f64::from(u8::from(position.is_last)), own]).wait()?;
+            let all = position.job.gather_f64(vec![f64::from(u8::from(position.is_last)), value]).wait()?;
             Ok::<_, Error>(all.iter().filter(|rank| rank[0] != 0.0).map(|rank| rank[1]).collect())
         })
     }
 
     /// Collective along the pipeline: returns the token that only the rank of the last stage has.
-    pub(super) fn token_of_last_stage(&mut self, own: Option<u32>) -> Result<u32> {
+    pub(super) fn token_of_last_stage(&mut self, own_token: Option<u32>) -> Result<u32> {
         self.attempt(|engine| {
             let Some(position) = engine.core.pipeline() else { unreachable!("this engine is part of a pipeline") };
-            let all = position.comm.gather_f64(vec![own.map_or(-1.0, f64::from)]).wait()?;
-            let known = all.iter().map(|rank| rank[0]).find(|token| *token >= 0.0);
-            let none = || CommError::other("the rank of the last stage has sent no token");
-            known.map(|token| token as u32).ok_or_else(none).map_err(Error::from)
+            let all = position.comm.gather_f64(vec![own_token.map_or(-1.0, f64::from)]).wait()?;
+            let token = all.iter().map(|rank| rank[0]).find(|token| *token >= 0.0);
+            let missing = || CommError::other("the rank of the last stage has sent no token");
+            token.map(|token| token as u32).ok_or_else(missing).map_err(Error::from)
         })
     }
 

@@ -57,10 +57,10 @@ impl TiedWeight {
         let rank = along.rank();
         let is_first = schedule.rank_of(0) == rank;
         let is_last = schedule.rank_of(schedule.stages() - 1) == rank;
-        let own = engine.param_named(name);
-        let trained = is_last && own.is_some_and(|(_, is_trained)| is_trained);
+        let local_param = engine.param_named(name);
+        let trained = is_last && local_param.is_some_and(|(_, is_trained)| is_trained);
         let trained = along.gather_f64(vec![f64::from(u8::from(trained))]).wait()?;
-        let param = own.filter(|_| trained.iter().any(|trained| trained[0] != 0.0));
+        let param = local_param.filter(|_| trained.iter().any(|trained| trained[0] != 0.0));
         Ok(param.map(|(param, _)| Self {
             param,
             ends,

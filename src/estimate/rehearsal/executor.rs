@@ -54,9 +54,9 @@ impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for RehearsedFileBui
         &mut self,
         space: &RehearsedExtent,
         _: usize,
-        room: impl FnOnce() -> Result<TrackedBuffer<MetaBuffer>>,
+        allocate: impl FnOnce() -> Result<TrackedBuffer<MetaBuffer>>,
     ) -> Result<Option<TrackedBuffer<MetaBuffer>>> {
-        let memory = room()?;
+        let memory = allocate()?;
         space.held.borrow_mut().resize(0);
         Ok(Some(memory))
     }
@@ -125,7 +125,7 @@ impl StepExecutor for Rehearsal<'_> {
     ) -> Result<RehearsedCollective> {
         let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.mesh_of(params).world_size());
         // Data that leaves a GPU is sent from a copy on the host.
-        let copied = MetaBuffer::is_device(&buffer.place()) && world > 1;
+        let needs_copy = MetaBuffer::is_device(&buffer.place()) && world > 1;
         let result = collective.result_len(len, world);
         buffer.truncate(result);
         buffer.extend_zeros(result - buffer.len())?;
@@ -152,7 +152,7 @@ impl StepExecutor for Rehearsal<'_> {
             }
         };
         let bytes = len.max(buffer.len()) * dtype.size_in_bytes();
-        let copy = copied.then(|| self.ledger.hold(MemoryKind::Buckets, bytes));
+        let copy = needs_copy.then(|| self.ledger.hold(MemoryKind::Buckets, bytes));
         Ok(RehearsedCollective { result: buffer, launched, _copy: copy })
     }
 
@@ -171,15 +171,15 @@ impl StepExecutor for Rehearsal<'_> {
         capacity: usize,
     ) -> Result<(MetaBuffer, [MemoryLedgerEntry; 2])> {
         let size = buffer.dtype().size_in_bytes();
-        let room = if MetaBuffer::is_device(to) { capacity.max(buffer.len()) } else { buffer.len() };
+        let target_len = if MetaBuffer::is_device(to) { capacity.max(buffer.len()) } else { buffer.len() };
         self.windows.borrow_mut()[kind as usize].get_or_insert_with(|| {
             self.ledger.hold_in(windows_tier(self.zero(), kind), MemoryKind::Staging, WINDOWS_BYTES)
         });
         let hold = |tier, bytes| self.ledger.hold_in(tier, kind.memory_kind(), bytes);
-        let held = [hold(buffer.place(), buffer.capacity_in_bytes()), hold(*to, room * size)];
-        let mut there = MetaBuffer::with_capacity(to, buffer.dtype(), room)?;
-        there.extend_zeros(buffer.len())?;
-        Ok((there, held))
+        let entries = [hold(buffer.place(), buffer.capacity_in_bytes()), hold(*to, target_len * size)];
+        let mut target = MetaBuffer::with_capacity(to, buffer.dtype(), target_len)?;
+        target.extend_zeros(buffer.len())?;
+        Ok((target, entries))
     }
 
     fn arrived(&self, (buffer, _held): (MetaBuffer, [MemoryLedgerEntry; 2])) -> Result<MetaBuffer> {
@@ -191,8 +191,8 @@ impl StepExecutor for Rehearsal<'_> {
         Ok(vec![values])
     }
 
-    fn vote_of_all_stages(&self, own: PipelineVote) -> Result<PipelineVote> {
-        Ok(own)
+    fn vote_of_all_stages(&self, vote: PipelineVote) -> Result<PipelineVote> {
+        Ok(vote)
     }
 
     fn copy(&self, _: &Param, range: Range<usize>, to: &mut MetaBuffer) -> Result<()> {
@@ -243,14 +243,14 @@ impl state_sweep::StepBackend for Rehearsal<'_> {
         _: &mut impl FnMut(&SubGroupPosition, Range<usize>, ParamSlice<'_, '_>),
     ) -> Result<()> {
         self.compute(StepPhase::Update, range.len());
-        let is_away = lie_on_gpu(self, group.weights.as_ref()) && !MetaBuffer::is_device(&self.share_place);
-        if is_away && mode.has_weights() && mode.changes() {
+        let crosses_devices = lie_on_gpu(self, group.weights.as_ref()) && !MetaBuffer::is_device(&self.share_place);
+        if crosses_devices && mode.has_weights() && mode.changes() {
             // The largest piece is in memory, as is the piece before it, which is still being transferred.
             let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATE_CHUNK)).max().unwrap_or(0);
             let piece = || MetaBuffer::whole(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
-            let under_way = self.send(CopyPayloadKind::Updates, piece(), &self.tier, len)?;
+            let pending_copy = self.send(CopyPayloadKind::Updates, piece(), &self.tier, len)?;
             let _next = self.ledger.hold(MemoryKind::Buckets, piece().capacity_in_bytes());
-            self.arrived(under_way)?;
+            self.arrived(pending_copy)?;
         }
         Ok(())
     }

@@ -72,17 +72,18 @@ impl Membership {
         if self.is_replay && !self.replay.rounds.is_empty() {
             return true;
         }
-        let least = if self.has_ended { 1 } else { self.shape.as_ref().map_or(1, |shape| shape.min_islands) };
-        let first = |slot: &usize| self.rounds.iter().find(|(_, round)| round.contains_key(slot)).map(|(key, _)| *key);
-        let firsts: Vec<Option<RoundKey>> = members.iter().map(first).collect();
+        let required = if self.has_ended { 1 } else { self.shape.as_ref().map_or(1, |shape| shape.min_islands) };
+        let first_round =
+            |slot: &usize| self.rounds.iter().find(|(_, round)| round.contains_key(slot)).map(|(key, _)| *key);
+        let first_rounds: Vec<Option<RoundKey>> = members.iter().map(first_round).collect();
         let complete = |(slot, key): (&usize, &Option<RoundKey>)| key.is_some_and(|key| self.is_complete(key, *slot));
-        if !members.iter().zip(&firsts).all(complete) {
+        if !members.iter().zip(&first_rounds).all(complete) {
             return false;
         }
-        if members.len() < least {
+        if members.len() < required {
             if !members.is_empty() && self.noticed_members != members.len() {
                 self.noticed_members = members.len();
-                let missing = counted(least - members.len(), "more island");
+                let missing = counted(required - members.len(), "more island");
                 let notice = format!("the first exchange waits for {missing} (local_steps.min_islands)");
                 let frame = Frame::new(FrameKind::Notice, notice.into_bytes());
                 members.iter().for_each(|slot| self.send_to_island(*slot, &frame));
@@ -90,8 +91,8 @@ impl Membership {
             return false;
         }
         self.is_running = true;
-        let furthest = firsts.iter().copied().max().flatten();
-        for (slot, _) in members.iter().zip(firsts).filter(|(_, first)| *first < furthest) {
+        let furthest = first_rounds.iter().copied().max().flatten();
+        for (slot, _) in members.iter().zip(first_rounds).filter(|(_, first)| *first < furthest) {
             let why = format!(
                 "it is behind: the first exchange of the others is after step {}; start it again, and it joins them \
                  (zerorun --max_restarts does so)",
@@ -130,15 +131,16 @@ impl Membership {
     fn is_as_recorded(&mut self, key: RoundKey, recorded: &RecordedRound) -> Option<bool> {
         if key != recorded.key {
             let why =
-                differs(key, &format!("the next exchange of the recorded run was after step {}", recorded.key.step));
+                mismatch(key, &format!("the next exchange of the recorded run was after step {}", recorded.key.step));
             self.remove_all(&why);
             return None;
         }
         let all_sent = recorded.members.iter().all(|member| self.is_complete(key, member.slot));
-        let waits = |slot: &usize| self.islands.get(slot).is_some_and(|island| island.state == IslandState::Waiting);
+        let is_waiting =
+            |slot: &usize| self.islands.get(slot).is_some_and(|island| island.state == IslandState::Waiting);
         // Islands that left the recorded run before this exchange are removed first: they may be the same islands that
         // join after it.
-        let left: Vec<usize> = self
+        let departed: Vec<usize> = self
             .islands
             .iter()
             .filter(|(slot, island)| {
@@ -146,12 +148,12 @@ impl Membership {
             })
             .map(|(slot, _)| *slot)
             .collect();
-        if all_sent && !left.is_empty() {
+        if all_sent && !departed.is_empty() {
             let why = format!("in the recorded run, it left before the exchange after step {}", key.step);
-            left.into_iter().for_each(|slot| self.remove_one(slot, &why, Some(&why)));
+            departed.into_iter().for_each(|slot| self.remove_one(slot, &why, Some(&why)));
             return None;
         }
-        if !all_sent || !recorded.joins.iter().all(|(slot, _)| waits(slot)) {
+        if !all_sent || !recorded.joins.iter().all(|(slot, _)| is_waiting(slot)) {
             return Some(false);
         }
         let samples = |slot: usize| self.rounds[&key][&slot][0].as_ref().map_or(0, |change| change.samples);
@@ -161,7 +163,7 @@ impl Membership {
             (self.weights_before(key) != recorded.weights).then_some("the weights have different bits")
         };
         if let Some(problem) = problem {
-            let why = differs(key, problem);
+            let why = mismatch(key, problem);
             self.remove_all(&why);
             return None;
         }
@@ -177,11 +179,11 @@ impl Membership {
     /// Returns true if all islands had the same weights before an exchange; `None` if an island was removed.
     fn agrees_on_weights(&mut self, key: RoundKey) -> Option<bool> {
         let round = &self.rounds[&key];
-        let of = |changes: &Vec<Option<RankPseudoGradient>>| -> Vec<u64> {
+        let weights_of = |changes: &Vec<Option<RankPseudoGradient>>| -> Vec<u64> {
             changes.iter().flatten().map(|change| change.weights).collect()
         };
-        let first = round.values().next().map(of);
-        let other = round.iter().find(|(_, changes)| Some(of(changes)) != first).map(|(slot, _)| *slot);
+        let first = round.values().next().map(weights_of);
+        let other = round.iter().find(|(_, changes)| Some(weights_of(changes)) != first).map(|(slot, _)| *slot);
         let Some(slot) = other else { return Some(true) };
         let why = format!(
             "at the exchange after step {}, its weights from the previous exchange differ from those of the other islands: \
@@ -243,10 +245,10 @@ impl Membership {
     }
 }
 
-fn differs(key: RoundKey, what: &str) -> String {
+fn mismatch(key: RoundKey, problem: &str) -> String {
     format!(
-        "the replay differs from its record at the exchange after step {}: {what}; begin from the same weights and data, \
-         with the same number of steps, as the recorded run",
+        "the replay differs from its record at the exchange after step {}: {problem}; begin from the same weights and \
+         data, with the same number of steps, as the recorded run",
         key.step
     )
 }

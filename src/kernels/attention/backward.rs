@@ -50,26 +50,27 @@ pub(super) fn part<T: ScoreTiles>(h: &AttentionShape) -> usize {
 /// The processor must have the instructions of `T`.
 pub(super) unsafe fn key_head<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
-    at: SequenceHead,
-    given: &BackwardInputs<'_, E>,
+    seq_head: SequenceHead,
+    inputs: &BackwardInputs<'_, E>,
     mut dq: HeadRowsMut<'_, E>,
     gradients: [HeadRowsMut<'_, E>; 2],
     scratch: &mut AttentionScratch,
 ) {
     let part = part::<T>(h);
-    let further = if h.group() > 1 { part } else { 0 };
-    let lengths = [part, further, keys_length::<T>(h), BLOCKS * BLOCK * HeadBufferLayout::new::<T>(h).width + 3 * TILE];
+    let member_len = if h.group() > 1 { part } else { 0 };
+    let lengths =
+        [part, member_len, keys_length::<T>(h), BLOCKS * BLOCK * HeadBufferLayout::new::<T>(h).width + 3 * TILE];
     let [sums, member_sums, keys, blocks] = scratch.pieces(lengths);
     // SAFETY: as the caller promises.
     unsafe {
-        let keys = PackedKeyHead::pack::<T, E>(h, at, given, keys);
+        let keys = PackedKeyHead::pack::<T, E>(h, seq_head, inputs, keys);
         for member in 0..h.group() {
-            let (head, columns) = (at.head * h.group() + member, member * h.head..(member + 1) * h.head);
+            let (head, columns) = (seq_head.head * h.group() + member, member * h.head..(member + 1) * h.head);
             let to = if member == 0 { &mut *sums } else { &mut *member_sums };
             query_gradients::<T, E>(
                 (h, rule),
-                SequenceHead { head, ..at },
-                given,
+                SequenceHead { head, ..seq_head },
+                inputs,
                 &keys,
                 (&mut dq, columns),
                 to,
@@ -89,8 +90,8 @@ pub(super) unsafe fn key_head<T: ScoreTiles + PackElementsToWords<E>, E: Element
 /// The processor must have the instructions of `T`.
 pub(super) unsafe fn query_head<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
-    at: SequenceHead,
-    given: &BackwardInputs<'_, E>,
+    seq_head: SequenceHead,
+    inputs: &BackwardInputs<'_, E>,
     mut dq: HeadRowsMut<'_, E>,
     part: &mut [f32],
     scratch: &mut AttentionScratch,
@@ -99,8 +100,9 @@ pub(super) unsafe fn query_head<T: ScoreTiles + PackElementsToWords<E>, E: Eleme
     let [keys, blocks] = scratch.pieces(lengths);
     // SAFETY: as the caller promises.
     unsafe {
-        let keys = PackedKeyHead::pack::<T, E>(h, SequenceHead { head: at.head / h.group(), ..at }, given, keys);
-        query_gradients::<T, E>((h, rule), at, given, &keys, (&mut dq, 0..h.head), part, blocks);
+        let keys =
+            PackedKeyHead::pack::<T, E>(h, SequenceHead { head: seq_head.head / h.group(), ..seq_head }, inputs, keys);
+        query_gradients::<T, E>((h, rule), seq_head, inputs, &keys, (&mut dq, 0..h.head), part, blocks);
     }
 }
 
@@ -174,12 +176,12 @@ impl<'a> PackedKeyHead<'a> {
     /// The processor must have the instructions of `T`.
     unsafe fn pack<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
         h: &AttentionShape,
-        at: SequenceHead,
-        given: &BackwardInputs<'_, E>,
+        seq_head: SequenceHead,
+        inputs: &BackwardInputs<'_, E>,
         memory: &'a mut [f32],
     ) -> Self {
         let HeadBufferLayout { words, width, time, .. } = HeadBufferLayout::new::<T>(h);
-        let [k, v] = [given.k, given.v].map(|rows| rows.of(at.first, at.head, h.head));
+        let [k, v] = [inputs.k, inputs.v].map(|rows| rows.of(seq_head.first, seq_head.head, h.head));
         let (keys, rest) = memory.split_at_mut(time * words);
         let (values, across) = rest.split_at_mut(time * words);
         // SAFETY: as the caller promises.
@@ -205,8 +207,8 @@ const BLOCKS: usize = 5;
 /// The processor must have the instructions of `T`.
 unsafe fn query_gradients<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
-    at: SequenceHead,
-    given: &BackwardInputs<'_, E>,
+    seq_head: SequenceHead,
+    inputs: &BackwardInputs<'_, E>,
     PackedKeyHead { keys, across, values }: &PackedKeyHead<'_>,
     (dq, dq_columns): (&mut HeadRowsMut<'_, E>, Range<usize>),
     part: &mut [f32],
@@ -219,10 +221,10 @@ unsafe fn query_gradients<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     let (g, g_keys) = tiles.split_at_mut(TILE);
     let (dq_sums, blocks) = blocks.split_at_mut(BLOCK * width);
     let (q_block, dout_block) = blocks.split_at_mut(2 * BLOCK * width);
-    let q = given.q.of(at.first, at.head, h.head);
-    let [out, dout] =
-        [given.out, given.dout].map(|data| MultiHeadRows::new(data, h.heads * h.head).of(at.first, at.head, h.head));
-    let lse = MultiHeadRows::new(given.lse, h.heads).of(at.first, at.head, 1);
+    let q = inputs.q.of(seq_head.first, seq_head.head, h.head);
+    let [out, dout] = [inputs.out, inputs.dout]
+        .map(|data| MultiHeadRows::new(data, h.heads * h.head).of(seq_head.first, seq_head.head, h.head));
+    let lse = MultiHeadRows::new(inputs.lse, h.heads).of(seq_head.first, seq_head.head, 1);
     let (scale, cap) = rule.to_powers();
     dk_sums.fill(0.0);
     dv_sums.fill(0.0);
@@ -230,29 +232,29 @@ unsafe fn query_gradients<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
         let n = BLOCK.min(h.time - start);
         let padded = n.next_multiple_of(BAND);
         // Queries that only pad the block have probability 0.
-        let mut known = BackwardRowStatistics { lse: [f32::INFINITY; BLOCK], along: [0.0; BLOCK] };
-        known.lse.iter_mut().zip(start..start + n).for_each(|(known, t)| *known = lse.row(t)[0] * LOG2_E);
+        let mut statistics = BackwardRowStatistics { lse: [f32::INFINITY; BLOCK], along: [0.0; BLOCK] };
+        statistics.lse.iter_mut().zip(start..start + n).for_each(|(value, t)| *value = lse.row(t)[0] * LOG2_E);
         // SAFETY: as the caller promises.
         unsafe {
-            pack::dots::<T::V, E>([out, dout], start..start + n, &mut known.along);
+            pack::dots::<T::V, E>([out, dout], start..start + n, &mut statistics.along);
             let (q_transposed, q_across) = pack_block::<T, E>(q, start..start + n, (words, width, padded), q_block);
             let (dout_transposed, dout_across) =
                 pack_block::<T, E>(dout, start..start + n, (words, width, padded), dout_block);
-            let mut begin = true;
+            let mut is_first = true;
             for (first, s) in rule.tiles(h.time, start, n) {
                 scores::<T>(p, (&keys[first * words..], words), q_transposed, depth, s);
                 scores::<T>(g, (&values[first * words..], words), dout_transposed, depth, s);
                 if let Some(cap) = cap {
                     bound::<T::V>(p, s, cap);
                 }
-                score_gradients::<T::V>(p, g, s, (scale, cap), &known);
+                score_gradients::<T::V>(p, g, s, (scale, cap), &statistics);
                 T::to_words(p, g, g_keys, s);
                 let g_keys: &[f32] = if T::DEPTH > 1 { g_keys } else { g };
                 scatter::<T>((&mut dv_sums[first * width..], width), p, dout_across, columns, s);
                 scatter::<T>((&mut dk_sums[first * width..], width), g, q_across, columns, s);
-                let before = if begin { ProductInit::Zero } else { ProductInit::Sums };
-                gather::<T>((dq_sums, width), before, g_keys, &across[first * words..], columns, s);
-                begin = false;
+                let init = if is_first { ProductInit::Zero } else { ProductInit::Sums };
+                gather::<T>((dq_sums, width), init, g_keys, &across[first * words..], columns, s);
+                is_first = false;
             }
             pack::write::<T::V, E>((dq_sums, width), repeat_n(rule.scale, n), dq, (start, dq_columns.clone()));
         }

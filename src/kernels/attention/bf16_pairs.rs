@@ -45,7 +45,7 @@ unsafe fn words_along_keys(src: *const f32, dst: *mut f32, s: TileShape) {
     }
 }
 
-/// Converts a tile in place to words along the queries. A last vector without a neighbour is paired with zeros.
+/// Converts a tile in place to words along the queries. A last vector without a neighbor is paired with zeros.
 ///
 /// # Safety
 /// The processor must have the instructions of [`Avx512Bf16`].
@@ -60,8 +60,8 @@ pub(super) unsafe fn along_queries_in_place(tile: &mut [f32], s: TileShape) {
                 for key in 0..s.keys {
                     let row = tile.add(key * BLOCK);
                     for query in (0..s.queries).step_by(2 * BAND) {
-                        let both = query + BAND < s.queries;
-                        let second = if both { Avx512Bf16::load(row.add(query + BAND)) } else { Avx512Bf16::zero() };
+                        let is_pair = query + BAND < s.queries;
+                        let second = if is_pair { Avx512Bf16::load(row.add(query + BAND)) } else { Avx512Bf16::zero() };
                         Avx512Bf16::row(Avx512Bf16::load(row.add(query)), second).store(row.add(query / 2));
                     }
                 }

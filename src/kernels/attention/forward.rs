@@ -24,8 +24,8 @@ pub(super) unsafe fn one_head<T: ScoreTiles + PackElementsToWords<E>, E: Element
     scratch: &mut AttentionScratch,
 ) {
     let HeadBufferLayout { words, width, columns, depth, time } = HeadBufferLayout::new::<T>(h);
-    let all = time * words;
-    let [keys, values, queries, tile, sums] = scratch.pieces([all, all, BLOCK * words, TILE, BLOCK * width]);
+    let len = time * words;
+    let [keys, values, queries, tile, sums] = scratch.pieces([len, len, BLOCK * words, TILE, BLOCK * width]);
     let (scale, cap) = rule.to_powers();
     // SAFETY: as the caller promises.
     unsafe {
@@ -36,7 +36,7 @@ pub(super) unsafe fn one_head<T: ScoreTiles + PackElementsToWords<E>, E: Element
             let padded = n.next_multiple_of(BAND);
             pack::transposed::<T, E>(q, start..start + n, words, padded, queries);
             let mut state = OnlineSoftmax::new(sink);
-            let mut begin = true;
+            let mut is_first = true;
             for (first, shape) in rule.tiles(h.time, start, n) {
                 scores::<T>(tile, (&keys[first * words..], words), queries, depth, shape);
                 if let Some(cap) = cap {
@@ -44,9 +44,9 @@ pub(super) unsafe fn one_head<T: ScoreTiles + PackElementsToWords<E>, E: Element
                 }
                 softmax::<T::V>(tile, shape, scale, &mut state);
                 T::to_words_along_keys(tile, shape);
-                let before = if begin { ProductInit::Zero } else { ProductInit::Times(&state.shrink) };
-                gather::<T>((sums, width), before, tile, &values[first * words..], columns, shape);
-                begin = false;
+                let init = if is_first { ProductInit::Zero } else { ProductInit::Times(&state.shrink) };
+                gather::<T>((sums, width), init, tile, &values[first * words..], columns, shape);
+                is_first = false;
             }
             let factors = state.sum.iter().take(n).map(|sum| 1.0 / sum);
             pack::write::<T::V, E>((sums, width), factors, &mut out, (start, 0..h.head));

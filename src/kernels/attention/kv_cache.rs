@@ -76,8 +76,8 @@ fn for_each_head<E: Element>(
     to: &mut [E],
     write: impl Fn(usize, &[E], &mut [E]),
 ) {
-    let of_head = to.len() / (h.batch * h.kv_heads).max(1);
-    for (i, to) in to.chunks_exact_mut(of_head.max(1)).enumerate() {
+    let head_len = to.len() / (h.batch * h.kv_heads).max(1);
+    for (i, to) in to.chunks_exact_mut(head_len.max(1)).enumerate() {
         let from = rows.head(h, i / h.kv_heads, i % h.kv_heads);
         (0..h.time).for_each(|t| write(t, from.row(t), to));
     }
@@ -107,21 +107,21 @@ pub fn forward_cached<E: Element>(
     if out.is_empty() {
         return;
     }
-    let of_head = cached.capacity * h.head;
-    for held in [cached.keys.len(), cached.values.len()] {
+    let head_len = cached.capacity * h.head;
+    for len in [cached.keys.len(), cached.values.len()] {
         assert_eq!(
-            held,
-            h.batch * h.kv_heads * of_head,
+            len,
+            h.batch * h.kv_heads * head_len,
             "{h:?}: wrong number of elements of a cache for {} positions",
             cached.capacity
         );
     }
-    let seen = |t: usize| (cached.before + t + 1).min(rule.window.unwrap_or(usize::MAX));
-    let multiplications = 2 * h.head * h.batch * h.heads * (0..h.time).map(seen).sum::<usize>();
+    let visible = |t: usize| (cached.before + t + 1).min(rule.window.unwrap_or(usize::MAX));
+    let multiplications = 2 * h.head * h.batch * h.heads * (0..h.time).map(visible).sum::<usize>();
     mac_count::add([multiplications]);
     let task = |task: usize, out: HeadRowsMut<'_, E>| {
         let (batch, kv_head) = (task / h.kv_heads, task % h.kv_heads);
-        let [keys, values] = [cached.keys, cached.values].map(|all| &all[task * of_head..][..of_head]);
+        let [keys, values] = [cached.keys, cached.values].map(|data| &data[task * head_len..][..head_len]);
         let q = |head| q.head(h, batch, kv_head * h.group() + head);
         let sinks = rule.sinks.map(|sinks| &sinks[kv_head * h.group()..][..h.group()]);
         SCRATCH.with_borrow_mut(|scratch| {
@@ -152,20 +152,21 @@ fn one_key_head<'a, E: Element>(
     for first in (0..h.time * group).step_by(QUERIES) {
         let n = QUERIES.min(h.time * group - first);
         // A row is a query. Rows are ordered by position, and then by head of the group.
-        let place = |row: usize| ((first + row) / group, (first + row) % group);
-        let seen = |row: usize| before + place(row).0 + 1;
-        let from = |row: usize| rule.window.map_or(0, |window| seen(row).saturating_sub(window));
-        let (least, most) = (from(0), seen(n - 1));
-        let stride = most.next_multiple_of(BLOCK);
+        let position_and_head = |row: usize| ((first + row) / group, (first + row) % group);
+        let key_end = |row: usize| before + position_and_head(row).0 + 1;
+        let key_start = |row: usize| rule.window.map_or(0, |window| key_end(row).saturating_sub(window));
+        let (min_key, end_key) = (key_start(0), key_end(n - 1));
+        let stride = end_key.next_multiple_of(BLOCK);
         let [queries, sums, scores] = scratch.pieces([n * width, n * width, n * stride]);
         vectorized!({
             for (row, query) in queries.chunks_exact_mut(width).enumerate() {
-                let (t, head) = place(row);
+                let (t, head) = position_and_head(row);
                 for (wide, x) in query.iter_mut().zip(q(head).row(t)) {
                     *wide = get(*x) * scale;
                 }
             }
-            for (block, keys) in keys.chunks_exact(BLOCK * head).enumerate().take(stride / BLOCK).skip(least / BLOCK) {
+            for (block, keys) in keys.chunks_exact(BLOCK * head).enumerate().take(stride / BLOCK).skip(min_key / BLOCK)
+            {
                 for (row, query) in queries.chunks_exact(width).enumerate() {
                     let scores = &mut scores[row * stride + block * BLOCK..][..BLOCK];
                     scores.copy_from_slice(&products(&query[..head], keys));
@@ -173,13 +174,13 @@ fn one_key_head<'a, E: Element>(
             }
             let mut factors = [0f32; QUERIES];
             for (row, (scores, factor)) in scores.chunks_exact_mut(stride).zip(&mut factors).enumerate() {
-                let scores = &mut scores[from(row)..seen(row)];
+                let scores = &mut scores[key_start(row)..key_end(row)];
                 if let Some(cap) = rule.soft_cap {
                     for score in scores.iter_mut() {
                         *score = cap * tanh(*score / cap);
                     }
                 }
-                let sink = sinks.map(|sinks| sinks[place(row).1]);
+                let sink = sinks.map(|sinks| sinks[position_and_head(row).1]);
                 let max = sink.map_or(maximum(scores), |sink| maximum(scores).max(sink));
                 for score in scores.iter_mut() {
                     *score = exp(*score - max);
@@ -193,16 +194,16 @@ fn one_key_head<'a, E: Element>(
                 *factor = 1.0 / sink.map_or(total, |sink| total + exp(sink - max));
             }
             sums.fill(0.0);
-            for start in (least / POSITIONS * POSITIONS..most).step_by(POSITIONS) {
+            for start in (min_key / POSITIONS * POSITIONS..end_key).step_by(POSITIONS) {
                 for (row, sums) in sums.chunks_exact_mut(width).enumerate() {
-                    let begin = from(row).max(start);
-                    let end = seen(row).min(start + POSITIONS).max(begin);
+                    let begin = key_start(row).max(start);
+                    let end = key_end(row).min(start + POSITIONS).max(begin);
                     gather(&scores[row * stride..][begin..end], &values[begin * head..], &mut sums[..head]);
                 }
             }
             for (row, (sums, factor)) in sums.chunks_exact(width).zip(factors).enumerate() {
-                let (t, in_group) = place(row);
-                for (y, sum) in out.row(t)[in_group * head..][..head].iter_mut().zip(sums) {
+                let (t, group_head) = position_and_head(row);
+                for (y, sum) in out.row(t)[group_head * head..][..head].iter_mut().zip(sums) {
                     *y = put(sum * factor);
                 }
             }
@@ -229,11 +230,11 @@ fn products<E: Element>(query: &[f32], keys: &[E]) -> [f32; BLOCK] {
         widen(k, &mut wide[..BLOCK]);
         add_products(&mut s0, *q, &wide[..BLOCK]);
     }
-    let mut all = [0f32; BLOCK];
-    for (i, all) in all.iter_mut().enumerate() {
-        *all = (s0[i] + s1[i]) + (s2[i] + s3[i]);
+    let mut totals = [0f32; BLOCK];
+    for (i, total) in totals.iter_mut().enumerate() {
+        *total = (s0[i] + s1[i]) + (s2[i] + s3[i]);
     }
-    all
+    totals
 }
 
 #[inline(always)]
@@ -265,9 +266,9 @@ fn gather<E: Element>(weights: &[f32], values: &[E], sums: &mut [f32]) {
         }
     }
     let sums = blocks.into_remainder();
-    let rest = head - sums.len();
+    let start = head - sums.len();
     for (weight, values) in weights.iter().zip(values.chunks_exact(head)) {
-        for (sum, value) in sums.iter_mut().zip(&values[rest..]) {
+        for (sum, value) in sums.iter_mut().zip(&values[start..]) {
             *sum += weight * get(*value);
         }
     }

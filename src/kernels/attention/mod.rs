@@ -77,12 +77,12 @@ pub fn backward<E: Element>(
     (out, lse, dout): (&[E], &[f32], &[E]),
     gradients: [MultiHeadRowsMut<'_, E>; 3],
 ) {
-    let given = BackwardInputs { q, k, v, out, lse, dout };
+    let inputs = BackwardInputs { q, k, v, out, lse, dout };
     // Five products: the recomputed scores, the probabilities' gradients, and the three results.
     mac_count::add([5, rule.pairs(h), h.head]);
     let spans = rule.spans(h);
-    let whole = whole_groups(h, spans.len(), rayon::current_num_threads());
-    backward_on(SimdMethod::of::<E>(level()), (h, rule), &given, (&spans, whole), gradients);
+    let group_tasks = whole_groups(h, spans.len(), rayon::current_num_threads());
+    backward_on(SimdMethod::of::<E>(level()), (h, rule), &inputs, (&spans, group_tasks), gradients);
 }
 
 /// Computes the gradients of the sinks' scores and overwrites `sums`. The arguments are those of [`backward()`]; the
@@ -103,12 +103,12 @@ pub fn sink_gradients<E: Element>(
     for_each_part(h.heads, ParallelChunks::new(sums, 1), |head, sum| {
         let mut total = 0f64;
         for row in 0..h.batch * h.time {
-            let at = (row * h.heads + head) * h.head;
-            let along = out[at..at + h.head].iter().zip(&dout[at..at + h.head]);
-            let along = along.map(|(y, dy)| f64::from(get(*y)) * f64::from(get(*dy))).sum::<f64>();
+            let start = (row * h.heads + head) * h.head;
+            let dot = out[start..start + h.head].iter().zip(&dout[start..start + h.head]);
+            let dot = dot.map(|(y, dy)| f64::from(get(*y)) * f64::from(get(*dy))).sum::<f64>();
             // The sink's value is 0, so its probability's gradient is 0, from which the mean over all keys is
             // subtracted.
-            total -= f64::from(sinks[head] - lse[row * h.heads + head]).exp() * along;
+            total -= f64::from(sinks[head] - lse[row * h.heads + head]).exp() * dot;
         }
         sum[0] = total as f32;
     });
@@ -131,7 +131,7 @@ fn forward_on<E: Element>(
     let lse = MultiHeadRowsMut::new(lse, h.heads).by_head(h.batch, h.time, h.heads, 1);
     for_each(spans.len() * h.heads, |task| {
         let (span, head) = (spans[task / h.heads], task % h.heads);
-        let of_sequence = span.sizes(h);
+        let sizes = span.sizes(h);
         let q = q.of(span.first, head, h.head);
         let [k, v] = [k, v].map(|rows| rows.of(span.first, head / h.group(), h.head));
         SCRATCH.with_borrow_mut(|scratch| {
@@ -140,7 +140,7 @@ fn forward_on<E: Element>(
             with_words_of!(path, T => unsafe {
                 let (out, lse) = (out.take_some(span, head, 1), lse.take_some(span, head, 1));
                 let sink = rule.sinks.map(|sinks| sinks[head]);
-                forward::one_head::<T, E>((&of_sequence, rule), sink, [q, k, v], (out, lse), scratch)
+                forward::one_head::<T, E>((&sizes, rule), sink, [q, k, v], (out, lse), scratch)
             });
         });
     });
@@ -156,57 +156,57 @@ fn whole_groups(h: &AttentionShape, sequences: usize, threads: usize) -> usize {
 
 fn backward_on<E: Element>(
     path: SimdMethod,
-    of: (&AttentionShape, &AttentionRule<'_>),
-    given: &BackwardInputs<'_, E>,
+    shape_and_rule: (&AttentionShape, &AttentionRule<'_>),
+    inputs: &BackwardInputs<'_, E>,
     parts: (&[SequenceSpan], usize),
     gradients: [MultiHeadRowsMut<'_, E>; 3],
 ) {
-    of.0.check(given.out.len(), given.lse.len());
-    of.0.check(given.dout.len(), given.lse.len());
-    if !given.out.is_empty() {
-        with_words_of!(path, T => backward_with::<T, E>(of, given, parts, gradients));
+    shape_and_rule.0.check(inputs.out.len(), inputs.lse.len());
+    shape_and_rule.0.check(inputs.dout.len(), inputs.lse.len());
+    if !inputs.out.is_empty() {
+        with_words_of!(path, T => backward_with::<T, E>(shape_and_rule, inputs, parts, gradients));
     }
 }
 
 /// Computes the backward pass with tiles whose instructions the processor has.
 fn backward_with<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
-    given: &BackwardInputs<'_, E>,
-    (spans, whole): (&[SequenceSpan], usize),
+    inputs: &BackwardInputs<'_, E>,
+    (spans, group_tasks): (&[SequenceSpan], usize),
     [dq, dk, dv]: [MultiHeadRowsMut<'_, E>; 3],
 ) {
     let (all, group) = (spans.len() * h.kv_heads, h.group());
     let dq = dq.by_head(h.batch, h.time, h.heads, h.head);
     let [dk, dv] = [dk, dv].map(|rows| rows.by_head(h.batch, h.time, h.kv_heads, h.head));
     // Returns the sequence and the key head of a group.
-    let of_group = |i: usize| (spans[i / h.kv_heads], i % h.kv_heads);
-    let part = (whole..all).map(|i| backward::part::<T>(&of_group(i).0.sizes(h))).max().unwrap_or(0);
-    let mut parts: Vec<f32> = crate::kernels::buffer((all - whole) * group * part);
+    let sequence_and_head = |i: usize| (spans[i / h.kv_heads], i % h.kv_heads);
+    let part = (group_tasks..all).map(|i| backward::part::<T>(&sequence_and_head(i).0.sizes(h))).max().unwrap_or(0);
+    let mut parts: Vec<f32> = crate::kernels::buffer((all - group_tasks) * group * part);
     let each_part = ParallelChunks::new(&mut parts, part);
-    for_each(whole + (all - whole) * group, |task| {
+    for_each(group_tasks + (all - group_tasks) * group, |task| {
         SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: the processor has the instructions; spans do not overlap, and the groups before `whole` and the
-            // heads of the other groups are taken once each.
+            // SAFETY: the processor has the instructions; spans do not overlap, and the groups before `group_tasks` and
+            // the heads of the other groups are taken once each.
             unsafe {
-                if task < whole {
-                    let (span, head) = of_group(task);
+                if task < group_tasks {
+                    let (span, head) = sequence_and_head(task);
                     let gradients = [dk.take_some(span, head, 1), dv.take_some(span, head, 1)];
                     let dq = dq.take_some(span, head * group, group);
-                    let (sizes, at) = (span.sizes(h), SequenceHead { first: span.first, head });
-                    backward::key_head::<T, E>((&sizes, rule), at, given, dq, gradients, scratch);
+                    let (sizes, seq_head) = (span.sizes(h), SequenceHead { first: span.first, head });
+                    backward::key_head::<T, E>((&sizes, rule), seq_head, inputs, dq, gradients, scratch);
                 } else {
-                    let (span, kv_head) = of_group(whole + (task - whole) / group);
-                    let head = kv_head * group + (task - whole) % group;
-                    let (dq, part) = (dq.take_some(span, head, 1), each_part.take(task - whole));
-                    let (sizes, at) = (span.sizes(h), SequenceHead { first: span.first, head });
+                    let (span, kv_head) = sequence_and_head(group_tasks + (task - group_tasks) / group);
+                    let head = kv_head * group + (task - group_tasks) % group;
+                    let (dq, part) = (dq.take_some(span, head, 1), each_part.take(task - group_tasks));
+                    let (sizes, seq_head) = (span.sizes(h), SequenceHead { first: span.first, head });
                     let part = &mut part[..backward::part::<T>(&sizes)];
-                    backward::query_head::<T, E>((&sizes, rule), at, given, dq, part, scratch);
+                    backward::query_head::<T, E>((&sizes, rule), seq_head, inputs, dq, part, scratch);
                 }
             }
         });
     });
-    for_each_part(all - whole, ParallelChunks::new(&mut parts, group * part), |i, parts| {
-        let (span, head) = of_group(whole + i);
+    for_each_part(all - group_tasks, ParallelChunks::new(&mut parts, group * part), |i, parts| {
+        let (span, head) = sequence_and_head(group_tasks + i);
         // SAFETY: the processor has the instructions; these groups are taken once.
         unsafe {
             let gradients = [dk.take_some(span, head, 1), dv.take_some(span, head, 1)];

@@ -23,10 +23,10 @@ const LINE: usize = 64;
 
 /// Returns a vector of words of a row, starting at word `w`.
 #[inline(always)]
-unsafe fn along<W: PackElementsToWords<E>, E: Element>(row: &[E], w: usize) -> W::V {
-    let at = (w * W::DEPTH).min(row.len());
+unsafe fn load_words<W: PackElementsToWords<E>, E: Element>(row: &[E], w: usize) -> W::V {
+    let offset = (w * W::DEPTH).min(row.len());
     // SAFETY: the caller is inside `with`; only the rest of the row is read.
-    unsafe { W::along(row.as_ptr().add(at), row.len() - at) }
+    unsafe { W::along(row.as_ptr().add(offset), row.len() - offset) }
 }
 
 /// Packs rows as words along them: word (t, w) is at `t * words + w`. Both dimensions are padded with zeros.
@@ -39,7 +39,7 @@ pub(super) unsafe fn by_rows<W: PackElementsToWords<E>, E: Element>(
     words: usize,
     dst: &mut [f32],
 ) {
-    let (used, filling) = dst.split_at_mut(rows.len() * words);
+    let (used, padding) = dst.split_at_mut(rows.len() * words);
     // SAFETY: as the caller promises; `words` is a multiple of the number of lanes.
     unsafe {
         W::V::with(
@@ -49,13 +49,13 @@ pub(super) unsafe fn by_rows<W: PackElementsToWords<E>, E: Element>(
                     prefetch(src, t + PREFETCH_ROWS, rows.end);
                     let row = src.row(t);
                     for (i, dst) in dst.chunks_exact_mut(W::V::LANES).enumerate() {
-                        along::<W, E>(row, i * W::V::LANES).store(dst.as_mut_ptr());
+                        load_words::<W, E>(row, i * W::V::LANES).store(dst.as_mut_ptr());
                     }
                 }
             },
         )
     }
-    filling.fill(0.0);
+    padding.fill(0.0);
 }
 
 /// Packs rows as words across them: word (t, column) is at `t * width + column`, where `t` counts words, not rows. Both
@@ -69,7 +69,7 @@ pub(super) unsafe fn by_columns<W: PackElementsToWords<E>, E: Element>(
     width: usize,
     dst: &mut [f32],
 ) {
-    let (used, filling) = dst.split_at_mut(rows.len().div_ceil(W::DEPTH) * width);
+    let (used, padding) = dst.split_at_mut(rows.len().div_ceil(W::DEPTH) * width);
     // SAFETY: as the caller promises; `width` is a multiple of the number of lanes, and the next row is read only if it
     // exists.
     unsafe {
@@ -88,7 +88,7 @@ pub(super) unsafe fn by_columns<W: PackElementsToWords<E>, E: Element>(
             },
         )
     }
-    filling.fill(0.0);
+    padding.fill(0.0);
 }
 
 /// Packs a block of rows, transposed: word (w, t) is at `w * BLOCK + t`. Both dimensions are padded with zeros to full
@@ -116,7 +116,7 @@ pub(super) unsafe fn transposed<W: PackElementsToWords<E>, E: Element>(
                         let mut square: TransposeBlock<W::V> = [W::V::zero(); MAX_LANES];
                         for (i, x) in square.iter_mut().enumerate().take(W::V::LANES) {
                             if t + i < rows.len() {
-                                *x = along::<W, E>(src.row(rows.start + t + i), w);
+                                *x = load_words::<W, E>(src.row(rows.start + t + i), w);
                             }
                         }
                         W::V::transpose(&mut square);
@@ -147,8 +147,8 @@ pub(super) unsafe fn write<V: SimdVector, E: Element>(
             #[inline(always)]
             || {
                 for ((i, row), factor) in sums.chunks_exact(width).enumerate().zip(factors) {
-                    if let Some(later) = dst.row_if(start + i + PREFETCH_ROWS) {
-                        later[columns.clone()]
+                    if let Some(row_ahead) = dst.row_if(start + i + PREFETCH_ROWS) {
+                        row_ahead[columns.clone()]
                             .chunks(LINE / size_of::<E>())
                             .for_each(|x| prefetch_to_write(x.as_ptr()));
                     }

@@ -107,7 +107,7 @@ impl AttentionRule<'_> {
             return (0..h.batch).map(|row| SequenceSpan { first: row * h.time, len: h.time }).collect();
         };
         assert_eq!(rows.len(), h.batch, "wrong number of rows of sequences");
-        let of_row = |(row, starts): (usize, &Vec<usize>)| {
+        let row_spans = |(row, starts): (usize, &Vec<usize>)| {
             assert!(starts.first() == Some(&0), "the first sequence of a row must begin at 0: {starts:?}");
             let ends: Vec<usize> = starts.iter().skip(1).copied().chain([h.time]).collect();
             let span = move |(start, end): (&usize, usize)| {
@@ -116,7 +116,7 @@ impl AttentionRule<'_> {
             };
             starts.iter().zip(ends).map(span).collect::<Vec<_>>()
         };
-        rows.iter().enumerate().flat_map(of_row).collect()
+        rows.iter().enumerate().flat_map(row_spans).collect()
     }
 
     /// Returns the number of pairs of a query and a key visible to it, over all heads.
@@ -124,17 +124,17 @@ impl AttentionRule<'_> {
         if h.batch * h.time == 0 {
             return 0;
         }
-        let of_span = |SequenceSpan { len, .. }| {
+        let span_pairs = |SequenceSpan { len, .. }| {
             let full = self.window.map_or(len, |window| window.min(len));
-            let behind = full * (full + 1) / 2 + (len - full) * full;
+            let causal_pairs = full * (full + 1) / 2 + (len - full) * full;
             // In both directions, only the pairs of a query and the key at its own position are not mirrored.
-            if self.bidirectional { 2 * behind - len } else { behind }
+            if self.bidirectional { 2 * causal_pairs - len } else { causal_pairs }
         };
-        h.heads * self.spans(h).into_iter().map(of_span).sum::<usize>()
+        h.heads * self.spans(h).into_iter().map(span_pairs).sum::<usize>()
     }
 
-    /// Returns the tiles with keys that are visible to the `n` queries from position `start` on, in a sequence of `time`
-    /// positions: the first key and the shape of each tile.
+    /// Returns the tiles with keys that are visible to the `n` queries from position `start` on, in a sequence of
+    /// `time` positions: the first key and the shape of each tile.
     pub(super) fn tiles(
         &self,
         time: usize,
@@ -150,16 +150,16 @@ impl AttentionRule<'_> {
         };
         (from / BLOCK * BLOCK..to).step_by(BLOCK).map(move |first| {
             let diagonal = !bidirectional && first == start;
-            let exist = if diagonal { n } else { BLOCK.min(time - first) };
-            let keys = exist.next_multiple_of(BAND);
+            let count = if diagonal { n } else { BLOCK.min(time - first) };
+            let keys = count.next_multiple_of(BAND);
             // Query `start` + i sees the keys after `start` + i - window, and in both directions those before `start` +
             // i + window.
-            let ahead = start as isize - first as isize;
+            let query_offset = start as isize - first as isize;
             let reach = window.map(|window| window.min(time) as isize);
-            let from = reach.map_or(-(BLOCK as isize), |reach| ahead + 1 - reach);
-            let to = reach.filter(|_| bidirectional).map_or(BLOCK as isize, |reach| ahead + reach);
-            let edge = from + n as isize > 1 || to < exist as isize || (!diagonal && exist < keys);
-            (first, TileShape { keys, queries, diagonal, edge: edge.then_some(TileMaskEdge { from, to, keys: exist }) })
+            let from = reach.map_or(-(BLOCK as isize), |reach| query_offset + 1 - reach);
+            let to = reach.filter(|_| bidirectional).map_or(BLOCK as isize, |reach| query_offset + reach);
+            let edge = from + n as isize > 1 || to < count as isize || (!diagonal && count < keys);
+            (first, TileShape { keys, queries, diagonal, edge: edge.then_some(TileMaskEdge { from, to, keys: count }) })
         })
     }
 }
@@ -197,9 +197,9 @@ mod tests {
                 for bidirectional in [false, true] {
                     let rule = rule(window, bidirectional);
                     for (q, k) in (0..time).flat_map(|q| (0..time).map(move |k| (q, k))) {
-                        let seen = (bidirectional || k <= q) && usize::abs_diff(q, k) < window.unwrap_or(usize::MAX);
-                        let what = format!("{window:?} of {time}, in both directions: {bidirectional}: {q} {k}");
-                        assert_eq!(in_tiles(&rule, time, q, k).0, seen, "{what}");
+                        let sees = (bidirectional || k <= q) && usize::abs_diff(q, k) < window.unwrap_or(usize::MAX);
+                        let label = format!("{window:?} of {time}, in both directions: {bidirectional}: {q} {k}");
+                        assert_eq!(in_tiles(&rule, time, q, k).0, sees, "{label}");
                     }
                 }
             }

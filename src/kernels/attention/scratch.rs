@@ -27,8 +27,8 @@ impl AttentionScratch {
         let mut rest = &mut self.0[skip..];
         lengths.map(|length| {
             debug_assert!(length.is_multiple_of(LINE));
-            let (piece, after) = std::mem::take(&mut rest).split_at_mut(length);
-            rest = after;
+            let (piece, remaining) = std::mem::take(&mut rest).split_at_mut(length);
+            rest = remaining;
             piece
         })
     }

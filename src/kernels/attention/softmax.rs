@@ -26,25 +26,26 @@ impl OnlineSoftmax {
 /// The number of keys that are processed at a time. Each has a separate maximum and sum, so they are independent.
 const KEYS: usize = 4;
 
-/// The keys of a tile as seen by a vector of queries. All queries see the keys before `all`. Some see those from `all`
-/// to `some`. No query sees those from `some` to `none`, which are still part of the used shape.
+/// The keys of a tile as seen by a vector of queries. All queries see the keys before `all_end`. Some see those from
+/// `all_end` to `some_end`. No query sees those from `some_end` to `none_end`, which are still part of the used shape.
 struct VisibleKeys {
-    all: usize,
-    some: usize,
-    none: usize,
+    all_end: usize,
+    some_end: usize,
+    none_end: usize,
 }
 
 impl VisibleKeys {
-    /// Returns the keys for a vector of queries that starts at `query`. At an edge, any key may be hidden from any query.
+    /// Returns the keys for a vector of queries that starts at `query`. At an edge, any key may be hidden from any
+    /// query.
     #[inline(always)]
     fn of<V: SimdVector>(s: TileShape, query: usize) -> Self {
         const { assert!(V::LANES.is_multiple_of(KEYS) && BAND.is_multiple_of(V::LANES)) };
-        let none = if s.diagonal { query / BAND * BAND + BAND } else { s.keys };
+        let none_end = if s.diagonal { query / BAND * BAND + BAND } else { s.keys };
         match (s.edge, s.diagonal) {
-            (Some(_), true) => Self { all: 0, some: query + V::LANES, none },
-            (Some(_), false) => Self { all: 0, some: s.keys, none },
-            (None, true) => Self { all: query, some: query + V::LANES, none },
-            (None, false) => Self { all: s.keys, some: s.keys, none },
+            (Some(_), true) => Self { all_end: 0, some_end: query + V::LANES, none_end },
+            (Some(_), false) => Self { all_end: 0, some_end: s.keys, none_end },
+            (None, true) => Self { all_end: query, some_end: query + V::LANES, none_end },
+            (None, false) => Self { all_end: s.keys, some_end: s.keys, none_end },
         }
     }
 }
@@ -90,9 +91,9 @@ impl TileMask for WindowMask {
         let (start, end) = (lane(self.edge.to), lane(self.edge.from));
         // SAFETY: as the caller promises.
         unsafe {
-            let seen = other.keep_from_lane(end, x);
-            let seen = if start > 0 { seen.keep_from_lane(start, other) } else { seen };
-            if self.diagonal { CausalMask(self.query).keep(seen, key, other) } else { seen }
+            let visible = other.keep_from_lane(end, x);
+            let visible = if start > 0 { visible.keep_from_lane(start, other) } else { visible };
+            if self.diagonal { CausalMask(self.query).keep(visible, key, other) } else { visible }
         }
     }
 }
@@ -117,7 +118,7 @@ pub(super) unsafe fn bound<V: SimdVector>(tile: &mut [f32], s: TileShape, cap: S
                 let (inner, outer) = (V::splat(cap.inner), V::splat(cap.outer));
                 for query in (0..s.queries).step_by(V::LANES) {
                     let tile = tile.as_mut_ptr().add(query);
-                    for key in 0..VisibleKeys::of::<V>(s, query).some {
+                    for key in 0..VisibleKeys::of::<V>(s, query).some_end {
                         let at = tile.add(key * BLOCK);
                         tanh(V::load(at).mul(inner)).mul(outer).store(at);
                     }
@@ -140,12 +141,12 @@ pub(super) unsafe fn softmax<V: SimdVector>(tile: &mut [f32], s: TileShape, scal
             #[inline(always)]
             || {
                 for query in (0..s.queries).step_by(V::LANES) {
-                    let (tile, seen) = (tile.as_mut_ptr().add(query), VisibleKeys::of::<V>(s, query));
+                    let (tile, visible) = (tile.as_mut_ptr().add(query), VisibleKeys::of::<V>(s, query));
                     match s.edge {
-                        None => softmax_of::<V>(tile, seen, CausalMask(query), scale, state, query),
+                        None => softmax_of::<V>(tile, visible, CausalMask(query), scale, state, query),
                         Some(edge) => {
                             let bounds = WindowMask { query, diagonal: s.diagonal, edge };
-                            softmax_of::<V>(tile, seen, bounds, scale, state, query);
+                            softmax_of::<V>(tile, visible, bounds, scale, state, query);
                         }
                     }
                 }
@@ -157,7 +158,7 @@ pub(super) unsafe fn softmax<V: SimdVector>(tile: &mut [f32], s: TileShape, scal
 #[inline(always)]
 unsafe fn softmax_of<V: SimdVector>(
     tile: *mut f32,
-    seen: VisibleKeys,
+    visible: VisibleKeys,
     mask: impl TileMask,
     scale: f32,
     state: &mut OnlineSoftmax,
@@ -169,36 +170,36 @@ unsafe fn softmax_of<V: SimdVector>(
         let at = |key: usize| tile.add(key * BLOCK);
         // NaN is ignored.
         let mut largest = [lowest; KEYS];
-        for key in (0..seen.all).step_by(KEYS) {
+        for key in (0..visible.all_end).step_by(KEYS) {
             for (i, max) in largest.iter_mut().enumerate() {
                 *max = V::load(at(key + i)).max(*max);
             }
         }
-        for key in (seen.all..seen.some).step_by(KEYS) {
+        for key in (visible.all_end..visible.some_end).step_by(KEYS) {
             for (i, max) in largest.iter_mut().enumerate() {
                 *max = mask.keep(V::load(at(key + i)), key + i, lowest).max(*max);
             }
         }
         let [a, b, c, d] = largest;
-        let before = V::load(state.max[query..].as_ptr());
-        let max = before.max(a.max(b).max(c.max(d)).mul(scale));
-        let shrink = before.sub(max).exp2();
+        let old_max = V::load(state.max[query..].as_ptr());
+        let max = old_max.max(a.max(b).max(c.max(d)).mul(scale));
+        let shrink = old_max.sub(max).exp2();
         let mut sums = [V::zero(); KEYS];
-        for key in (0..seen.all).step_by(KEYS) {
+        for key in (0..visible.all_end).step_by(KEYS) {
             for (i, sum) in sums.iter_mut().enumerate() {
                 let p = V::load(at(key + i)).mul_sub(scale, max).exp2();
                 *sum = sum.add(p);
                 p.store(at(key + i));
             }
         }
-        for key in (seen.all..seen.some).step_by(KEYS) {
+        for key in (visible.all_end..visible.some_end).step_by(KEYS) {
             for (i, sum) in sums.iter_mut().enumerate() {
                 let p = mask.keep(V::load(at(key + i)).mul_sub(scale, max).exp2(), key + i, V::zero());
                 *sum = sum.add(p);
                 p.store(at(key + i));
             }
         }
-        (seen.some..seen.none).for_each(|key| V::zero().store(at(key)));
+        (visible.some_end..visible.none_end).for_each(|key| V::zero().store(at(key)));
         let [a, b, c, d] = sums;
         let sum = V::load(state.sum[query..].as_ptr()).mul_add(shrink, a.add(b).add(c.add(d)));
         max.store(state.max[query..].as_mut_ptr());
@@ -226,7 +227,7 @@ pub(super) unsafe fn score_gradients<V: SimdVector>(
     g: &mut [f32],
     s: TileShape,
     (scale, cap): (f32, Option<SoftCap>),
-    known: &BackwardRowStatistics,
+    stats: &BackwardRowStatistics,
 ) {
     check(p, s);
     check(g, s);
@@ -237,14 +238,14 @@ pub(super) unsafe fn score_gradients<V: SimdVector>(
             || {
                 for query in (0..s.queries).step_by(V::LANES) {
                     let at = [p.as_mut_ptr().add(query), g.as_mut_ptr().add(query)];
-                    let seen = VisibleKeys::of::<V>(s, query);
-                    let known = [&known.lse, &known.along].map(|x| V::load(x[query..].as_ptr()));
+                    let visible = VisibleKeys::of::<V>(s, query);
+                    let stats = [&stats.lse, &stats.along].map(|x| V::load(x[query..].as_ptr()));
                     let bounds = s.edge.map(|edge| WindowMask { query, diagonal: s.diagonal, edge });
                     match (bounds, cap) {
-                        (None, None) => gradients_of::<V>(at, seen, CausalMask(query), (scale, NoSoftCap), known),
-                        (None, Some(cap)) => gradients_of::<V>(at, seen, CausalMask(query), (scale, cap), known),
-                        (Some(bounds), None) => gradients_of::<V>(at, seen, bounds, (scale, NoSoftCap), known),
-                        (Some(bounds), Some(cap)) => gradients_of::<V>(at, seen, bounds, (scale, cap), known),
+                        (None, None) => gradients_of::<V>(at, visible, CausalMask(query), (scale, NoSoftCap), stats),
+                        (None, Some(cap)) => gradients_of::<V>(at, visible, CausalMask(query), (scale, cap), stats),
+                        (Some(bounds), None) => gradients_of::<V>(at, visible, bounds, (scale, NoSoftCap), stats),
+                        (Some(bounds), Some(cap)) => gradients_of::<V>(at, visible, bounds, (scale, cap), stats),
                     }
                 }
             },
@@ -285,7 +286,7 @@ impl ScoreSlope for SoftCap {
 #[inline(always)]
 unsafe fn gradients_of<V: SimdVector>(
     [p_at, g_at]: [*mut f32; 2],
-    seen: VisibleKeys,
+    visible: VisibleKeys,
     mask: impl TileMask,
     (scale, slope): (f32, impl ScoreSlope),
     [lse, along]: [V; 2],
@@ -293,14 +294,14 @@ unsafe fn gradients_of<V: SimdVector>(
     // SAFETY: as the caller promises.
     unsafe {
         let scale = V::splat(scale);
-        for key in 0..seen.all {
+        for key in 0..visible.all_end {
             let (p_at, g_at) = (p_at.add(key * BLOCK), g_at.add(key * BLOCK));
             let score = V::load(p_at);
             let p = score.mul_sub(scale, lse).exp2();
             p.store(p_at);
             slope.through(score, p.mul(V::load(g_at).sub(along))).store(g_at);
         }
-        for key in seen.all..seen.some {
+        for key in visible.all_end..visible.some_end {
             let (p_at, g_at) = (p_at.add(key * BLOCK), g_at.add(key * BLOCK));
             let score = V::load(p_at);
             let p = score.mul_sub(scale, lse).exp2();
@@ -308,7 +309,7 @@ unsafe fn gradients_of<V: SimdVector>(
             mask.keep(p, key, V::zero()).store(p_at);
             mask.keep(g, key, V::zero()).store(g_at);
         }
-        for key in seen.some..seen.none {
+        for key in visible.some_end..visible.none_end {
             V::zero().store(p_at.add(key * BLOCK));
             V::zero().store(g_at.add(key * BLOCK));
         }

@@ -152,12 +152,12 @@ impl<'a, E> RowsByHeadMut<'a, E> {
     /// # Safety
     /// Each position of a head may be taken only once.
     pub(super) unsafe fn take_some(&self, span: SequenceSpan, head: usize, n: usize) -> HeadRowsMut<'a, E> {
-        let all = self.batch * self.time;
+        let positions = self.batch * self.time;
         assert!(
-            span.first + span.len <= all && head + n <= self.heads,
+            span.first + span.len <= positions && head + n <= self.heads,
             "{span:?} or head {head} is outside {} of {}",
             counted(self.heads, "head"),
-            counted(all, "position")
+            counted(positions, "position")
         );
         let start = span.first * self.rows.row_stride + self.rows.columns.start + head * self.head;
         // SAFETY: `by_head` checked that every head of every row is within the data.

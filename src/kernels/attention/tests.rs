@@ -29,7 +29,7 @@ impl<E: Element> Case<E> {
         Self { h, rule: AttentionRule::causal(h.head), starts: None, qkv, dout }
     }
 
-    fn ruled(h: AttentionShape, rule: AttentionRule<'static>, starts: Option<Vec<Vec<usize>>>) -> Self {
+    fn with_rule(h: AttentionShape, rule: AttentionRule<'static>, starts: Option<Vec<Vec<usize>>>) -> Self {
         Self { rule, starts, ..Self::new(h) }
     }
 
@@ -44,8 +44,8 @@ impl<E: Element> Case<E> {
 
     /// Returns whether position `t` of row `b` sees position `s`.
     fn sees(&self, b: usize, t: usize, s: usize) -> bool {
-        let near = t.abs_diff(s) < self.rule.window.unwrap_or(usize::MAX);
-        self.start(b, t) == self.start(b, s) && near && (s <= t || self.rule.bidirectional)
+        let is_in_window = t.abs_diff(s) < self.rule.window.unwrap_or(usize::MAX);
+        self.start(b, t) == self.start(b, s) && is_in_window && (s <= t || self.rule.bidirectional)
     }
 
     fn stride(&self) -> usize {
@@ -63,8 +63,8 @@ impl<E: Element> Case<E> {
         self.run_with(path, whole_groups(&self.h, sequences, rayon::current_num_threads()))
     }
 
-    /// Runs both passes. The backward passes of the first `whole` key heads are one task each.
-    fn run_with(&self, path: SimdMethod, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
+    /// Runs both passes. The backward passes of the first `group_tasks` key heads are one task each.
+    fn run_with(&self, path: SimdMethod, group_tasks: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
         let (h, rule) = (&self.h, &self.rule());
         let qkv = || self.columns().map(|c| MultiHeadRows::new(&self.qkv[c.start..], self.stride()));
         let mut out = vec![E::default(); self.dout.len()];
@@ -72,12 +72,12 @@ impl<E: Element> Case<E> {
         forward_on(path, (h, rule), qkv(), &mut out, &mut lse);
         let mut grad = vec![put(0.5); self.qkv.len()];
         let [q, k, v] = qkv();
-        let given = BackwardInputs { q, k, v, out: &out, lse: &lse, dout: &self.dout };
-        let parts = (&rule.spans(h)[..], whole);
+        let inputs = BackwardInputs { q, k, v, out: &out, lse: &lse, dout: &self.dout };
+        let parts = (&rule.spans(h)[..], group_tasks);
         backward_on(
             path,
             (h, rule),
-            &given,
+            &inputs,
             parts,
             MultiHeadRowsMut::columns(&mut grad, self.stride(), self.columns()),
         );
@@ -116,9 +116,9 @@ impl<E: Element> Case<E> {
                 lse[(b * time + t) * heads + hq] = max + sum.ln();
                 let p: Vec<f64> = scores.iter().map(|s| (s - max).exp() / sum).collect();
                 let g: Vec<f64> = seen.iter().map(|&s| dot(&|i| dy(i) * x(2, s, i))).collect();
-                let along: f64 = p.iter().zip(&g).map(|(p, g)| p * g).sum();
+                let weighted_sum: f64 = p.iter().zip(&g).map(|(p, g)| p * g).sum();
                 for (n, &s) in seen.iter().enumerate() {
-                    let d = p[n] * (g[n] - along) * slopes[n] * scale;
+                    let d = p[n] * (g[n] - weighted_sum) * slopes[n] * scale;
                     for i in 0..head {
                         out[row + i] += p[n] * x(2, s, i);
                         grad[at(0, t) + i] += d * x(1, s, i);
@@ -167,7 +167,7 @@ fn rules(h: &AttentionShape) -> Vec<(AttentionRule<'static>, Option<Vec<Vec<usiz
     let windows = [1, 12, 64, 65, 100].map(|window| AttentionRule { window: Some(window), ..usual });
     let capped = AttentionRule { scale: 1.3 * usual.scale, soft_cap: Some(0.7), ..usual };
     let both_ways = AttentionRule { bidirectional: true, ..usual };
-    let alone = [
+    let unpacked = [
         usual,
         capped,
         both_ways,
@@ -181,11 +181,11 @@ fn rules(h: &AttentionShape) -> Vec<(AttentionRule<'static>, Option<Vec<Vec<usiz
     let packed: Vec<Vec<usize>> = (0..h.batch).map(starts).collect();
     let packs = [usual, both_ways, windows[1], windows_both_ways[1], AttentionRule { window: Some(20), ..capped }]
         .map(|rule| (rule, Some(packed.clone())));
-    let alone = alone.into_iter().chain(windows).chain(windows_both_ways);
-    alone.map(|rule| (rule, None)).chain(packs).collect()
+    let unpacked = unpacked.into_iter().chain(windows).chain(windows_both_ways);
+    unpacked.map(|rule| (rule, None)).chain(packs).collect()
 }
 
-/// Returns the distance between the rules that are tried.
+/// Returns the distance between the rules that are tested.
 fn step() -> usize {
     if cfg!(miri) { 13 } else { case_step() }
 }
@@ -194,7 +194,7 @@ fn results_and_gradients_are_those_of_the_formulas<E: Element>(accuracy: f64) {
     let step = step();
     for (index, h) in sizes().into_iter().enumerate() {
         for (rule, starts) in rules(&h).into_iter().skip(index % step).step_by(step) {
-            let case = Case::<E>::ruled(h, rule, starts);
+            let case = Case::<E>::with_rule(h, rule, starts);
             let (out, lse, grad) = case.reference();
             for path in SimdMethod::available::<E>() {
                 let got = case.run(path);
@@ -225,7 +225,7 @@ fn results_and_gradients_are_those_of_the_formulas_in_f16() {
 fn results_have_the_same_bits_for_any_number_of_threads() {
     let h = AttentionShape { batch: 2, time: 150, heads: 4, kv_heads: 2, head: 48 };
     for (rule, starts) in rules(&h).into_iter().step_by(step()) {
-        let case = Case::<bf16>::ruled(h, rule, starts);
+        let case = Case::<bf16>::with_rule(h, rule, starts);
         for path in SimdMethod::available::<bf16>() {
             let results = [1, 2, 3, 5].map(|threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
@@ -241,9 +241,9 @@ fn a_groups_gradients_have_the_same_bits_in_one_task_and_in_one_for_each_head() 
     fn check<E: Element + PartialEq>() {
         let h = AttentionShape { batch: 2, time: 150, heads: 6, kv_heads: 2, head: 40 };
         for starts in [None, Some(vec![vec![0, 100], vec![0, 1, 20]])] {
-            let case = Case::<E>::ruled(h, AttentionRule::causal(40), starts);
+            let case = Case::<E>::with_rule(h, AttentionRule::causal(40), starts);
             for path in SimdMethod::available::<E>() {
-                let results = [0, 1, 3, 4].map(|whole| case.run_with(path, whole));
+                let results = [0, 1, 3, 4].map(|group_tasks| case.run_with(path, group_tasks));
                 assert!(results.iter().all(|r| r.2 == results[0].2), "{path:?}");
             }
         }
@@ -267,11 +267,11 @@ fn groups_are_whole_unless_threads_would_wait_for_them() {
 fn a_rows_result_does_not_depend_on_later_rows_or_other_sequences() {
     let h = AttentionShape { batch: 2, time: 150, heads: 2, kv_heads: 2, head: 40 };
     for (rule, starts) in rules(&h).into_iter().filter(|(rule, starts)| !rule.bidirectional && starts.is_none()) {
-        let case = Case::<f32>::ruled(h, rule, starts);
+        let case = Case::<f32>::with_rule(h, rule, starts);
         for path in SimdMethod::available::<f32>() {
-            let whole = case.run(path).0;
+            let full = case.run(path).0;
             for time in [1, 17, 64, 70, 149] {
-                assert_eq!(case.part(0, time).run(path).0, whole[..time * 80], "{time} {path:?} {rule:?}");
+                assert_eq!(case.part(0, time).run(path).0, full[..time * 80], "{time} {path:?} {rule:?}");
             }
         }
     }
@@ -296,19 +296,19 @@ fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() 
     fn check<E: Element + PartialEq>() {
         let h = AttentionShape { batch: 2, time: 200, heads: 4, kv_heads: 2, head: 24 };
         for (rule, starts) in rules(&h).into_iter().filter(|(_, starts)| starts.is_some()) {
-            let mut case = Case::<E>::ruled(h, rule, starts);
+            let mut case = Case::<E>::with_rule(h, rule, starts);
             // A sequence of NaNs does not affect the others.
             let stride = case.stride();
             case.qkv[4 * stride..][..10 * stride].fill(put(f32::NAN));
             for path in SimdMethod::available::<E>() {
                 let all = case.run(path);
                 for span in case.rule().spans(&h).into_iter().filter(|span| span.first != 4) {
-                    let alone = case.part(span.first, span.len).run(path);
-                    assert!(alone.0.iter().chain(&alone.2).all(|x| get(*x).is_finite()));
-                    let of = |data: &[E], width: usize| data[span.first * width..][..span.len * width].to_vec();
-                    assert!(alone.0 == of(&all.0, 4 * 24), "{span:?} {path:?} {rule:?}");
-                    assert!(alone.1 == all.1[span.first * 4..][..span.len * 4], "{span:?} {path:?} {rule:?}");
-                    assert!(alone.2 == of(&all.2, case.stride()), "{span:?} {path:?} {rule:?}");
+                    let unpacked = case.part(span.first, span.len).run(path);
+                    assert!(unpacked.0.iter().chain(&unpacked.2).all(|x| get(*x).is_finite()));
+                    let rows_of = |data: &[E], width: usize| data[span.first * width..][..span.len * width].to_vec();
+                    assert!(unpacked.0 == rows_of(&all.0, 4 * 24), "{span:?} {path:?} {rule:?}");
+                    assert!(unpacked.1 == all.1[span.first * 4..][..span.len * 4], "{span:?} {path:?} {rule:?}");
+                    assert!(unpacked.2 == rows_of(&all.2, case.stride()), "{span:?} {path:?} {rule:?}");
                 }
             }
         }
@@ -324,7 +324,7 @@ fn a_window_as_long_as_the_row_changes_no_bit() {
         let plain = Case::<f32>::new(h).run(path);
         for window in [150, usize::MAX] {
             let rule = AttentionRule { window: Some(window), ..AttentionRule::causal(40) };
-            assert!(Case::<f32>::ruled(h, rule, None).run(path) == plain, "{path:?}");
+            assert!(Case::<f32>::with_rule(h, rule, None).run(path) == plain, "{path:?}");
         }
     }
 }
@@ -332,7 +332,7 @@ fn a_window_as_long_as_the_row_changes_no_bit() {
 #[test]
 fn nan_before_the_window_is_not_seen() {
     let h = AttentionShape { batch: 1, time: 128, heads: 1, kv_heads: 1, head: 16 };
-    let mut case = Case::<f32>::ruled(h, AttentionRule { window: Some(8), ..AttentionRule::causal(16) }, None);
+    let mut case = Case::<f32>::with_rule(h, AttentionRule { window: Some(8), ..AttentionRule::causal(16) }, None);
     let stride = case.stride();
     case.qkv[20 * stride + 16] = f32::NAN;
     for path in SimdMethod::available::<f32>() {

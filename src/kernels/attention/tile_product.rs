@@ -101,8 +101,8 @@ pub(super) unsafe fn product<T: StripProducts>(
     let mut column = 0;
     while column < columns {
         // The columns are divided into as few strips as the widest one allows, of nearly equal width.
-        let left = (columns - column) / T::V::LANES;
-        let vectors = left.div_ceil(left.div_ceil(T::STRIPS.len()));
+        let remaining = (columns - column) / T::V::LANES;
+        let vectors = remaining.div_ceil(remaining.div_ceil(T::STRIPS.len()));
         let (c, b) = (c[column..].as_mut_ptr(), b[column..].as_ptr());
         // SAFETY: the sizes were checked, and the strip ends within the columns.
         unsafe { T::STRIPS[vectors - 1]((c, c_stride), start, a, (b, b_stride), [rows, depth]) };

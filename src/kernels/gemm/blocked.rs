@@ -131,14 +131,14 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
             () if rows <= FEW_ROWS => ColumnPackingMode::Pieces,
             () => ColumnPackingMode::Kept,
         };
-        let most_blocks = if packed_b == ColumnPackingMode::Kept { SPAN_BLOCKS } else { usize::MAX };
-        let spans = EvenSplit::new(blocks.count, most_blocks, 1);
+        let max_span_blocks = if packed_b == ColumnPackingMode::Kept { SPAN_BLOCKS } else { usize::MAX };
+        let spans = EvenSplit::new(blocks.count, max_span_blocks, 1);
         let span_steps = (blocks.most() * spans.most()).max(1);
-        let most_rows = match layout {
+        let max_rows = match layout {
             OperandLayout::InPlace => usize::MAX,
             _ => (WORDS_OF_A / span_steps).max(MIN_ROWS),
         };
-        let regions = EvenSplit::new(rows, most_rows, W::LANES.max(W::ROWS));
+        let regions = EvenSplit::new(rows, max_rows, W::LANES.max(W::ROWS));
         Self { sink, a, b, layout, packed_b, exchanged, blocks, spans, regions, span_steps }
     }
 
@@ -172,8 +172,8 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         }
     }
 
-    /// Returns a part of the product. `packed_a` and `sums` must have room for [`GemmPlan::words_of_a`] and
-    /// [`GemmPlan::waiting_sums`].
+    /// Returns a part of the product. `packed_a` must have room for [`GemmPlan::words_of_a`] words, and `sums` for
+    /// [`GemmPlan::waiting_sums`] sums.
     pub(super) fn part(
         &self,
         region: usize,
@@ -204,8 +204,12 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
 /// if it saves packing columns of `b`, if there are so few rows of `a` that packing the columns would take long, and if
 /// these rows fill most lanes of their vectors.
 fn are_exchanged<W: ElementArithmetic<E>, E: Element>(a: &GemmOperand<E>, b: &GemmOperand<E>) -> bool {
-    let idle = a.outer.next_multiple_of(W::LANES) - a.outer;
-    b.is_words::<W>() && b.outer >= MIN_ROWS && a.outer > FEW_ROWS && a.outer <= 2 * W::COLS && idle <= W::LANES * 3 / 8
+    let idle_lanes = a.outer.next_multiple_of(W::LANES) - a.outer;
+    b.is_words::<W>()
+        && b.outer >= MIN_ROWS
+        && a.outer > FEW_ROWS
+        && a.outer <= 2 * W::COLS
+        && idle_lanes <= W::LANES * 3 / 8
 }
 
 /// The layout of the words of `a`.
@@ -241,8 +245,8 @@ pub(super) fn bytes_of<E: Element>(matrix: &Matrix<'_, E>) -> usize {
 #[derive(Clone, Copy)]
 pub(super) struct SharedPointer<T>(*mut T);
 
-// SAFETY: it is only an address; the tasks write disjoint parts, and read what others have written only after they have
-// seen, through an atomic counter, that it is complete.
+// SAFETY: it is only an address; the tasks write disjoint parts, and read data written by other tasks only after an
+// atomic counter shows that it is complete.
 unsafe impl<T: Send> Sync for SharedPointer<T> {}
 
 impl<T> SharedPointer<T> {
@@ -359,25 +363,25 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         }
     }
 
-    /// Packs some steps of some of the panels of `b`, whose first panel starts at column `col`. The words of each panel
-    /// are contiguous.
+    /// Packs some steps of some of `panels`, the panels of `b` whose first one starts at column `col`. The words of
+    /// each panel are contiguous.
     pub(super) fn pack_b<W: ElementArithmetic<E> + Microkernels>(
         &self,
         col: usize,
-        (panels, some): (ColumnPanels, Range<usize>),
+        (panels, panel_range): (ColumnPanels, Range<usize>),
         steps: Range<usize>,
         to: *mut f32,
     ) {
-        let (start, _) = panels.get(some.start);
+        let (start, _) = panels.get(panel_range.start);
         // If columns are contiguous, panels are packed one after the other. Otherwise, a few steps of all panels are
         // packed in turn, so that neighbors in a row are read together.
-        let together = match self.packed_b {
+        let steps_per_turn = match self.packed_b {
             ColumnPackingMode::WidePieces => STEPS_OF_WIDE_PIECES,
             _ if self.b.inner_stride == 1 => usize::MAX,
             _ => PREFETCH_STEPS,
         };
-        for turn in turns(0..steps.len(), together) {
-            for (vector, vectors) in some.clone().map(|panel| panels.get(panel)) {
+        for turn in turns(0..steps.len(), steps_per_turn) {
+            for (vector, vectors) in panel_range.clone().map(|panel| panels.get(panel)) {
                 let to = to.wrapping_add(((vector - start) * steps.len() + vectors * turn.start) * W::LANES);
                 let col = col + vector * W::LANES;
                 // SAFETY: the processor has the instructions; there is room for these panels.
@@ -418,7 +422,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     ) {
         let sink = self.sink;
         let steps = self.steps();
-        let single = self.blocks.count == 1;
+        let single_block = self.blocks.count == 1;
         let mut registers = AccumulatorTile([0.0; MAX_SUMS]);
         let mut row = rows.start;
         while row < rows.end {
@@ -432,15 +436,15 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                     let (vector, vectors) = panels.get(panel);
                     let col = cols.start + vector * W::LANES;
                     let n_cols = (vectors * W::LANES).min(cols.end - col);
-                    let place = TilePosition { row: self.rows.start + row, rows: n_rows, col, cols: n_cols };
+                    let tile = TilePosition { row: self.rows.start + row, rows: n_rows, col, cols: n_cols };
                     if last {
-                        sink.prefetch((place.row, n_rows), (col, n_cols));
+                        sink.prefetch((tile.row, n_rows), (col, n_cols));
                     }
-                    let direct = single && n_cols == vectors * W::LANES && sink.takes_sums();
+                    let direct = single_block && n_cols == vectors * W::LANES && sink.takes_sums();
                     let (sums, stride) = match &self.sums {
                         // SAFETY: an element of the result, which is in f32.
-                        _ if direct => (unsafe { sink.result.at(place.row, col) }.cast(), sink.result.row_stride()),
-                        _ if single => (registers.0.as_mut_ptr(), W::COLS),
+                        _ if direct => (unsafe { sink.result.at(tile.row, col) }.cast(), sink.result.row_stride()),
+                        _ if single_block => (registers.0.as_mut_ptr(), W::COLS),
                         Some(sums) => {
                             let stride = self.b.outer.next_multiple_of(W::LANES);
                             (sums.at(row * stride + col), stride)
@@ -456,7 +460,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                     unsafe {
                         microkernel::select::<W>(n_rows, vectors)(block_steps.len(), a, b, sums, stride, start);
                         if last && !direct {
-                            finish::<W::V, C>(sink, place, sums, stride);
+                            finish::<W::V, C>(sink, tile, sums, stride);
                         }
                     }
                 }

@@ -34,7 +34,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     ) {
         let steps = self.steps();
         let width = panels.vectors() * W::LANES;
-        let turned = strips.wrapping_add(W::LANES * width);
+        let transposed = strips.wrapping_add(W::LANES * width);
         for first in rows.clone().step_by(W::LANES) {
             let count = W::LANES.min(rows.end - first);
             let (sums, stride) = match &self.sums {
@@ -55,9 +55,9 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                     for (vector, vectors) in (0..panels.count()).map(|panel| panels.get(panel)) {
                         let b = packed_b.wrapping_add((vector * steps.len() + vectors * step) * W::LANES);
                         let sums = sums.wrapping_add(row * stride + vector * W::LANES);
-                        // SAFETY: the processor has the instructions; the operands exist or are packed; the kernel reads
-                        // `n_rows` rows and `vectors` vectors of them for the block's steps; the sums have room for
-                        // these rows and vectors, and only this task accesses them.
+                        // SAFETY: the processor has the instructions; the operands exist or are packed; the kernel
+                        // reads `n_rows` rows and `vectors` vectors of them for the block's steps; the sums have room
+                        // for these rows and vectors, and only this task accesses them.
                         unsafe {
                             microkernel::select::<W>(n_rows, vectors)(block_steps.len(), a, b, sums, stride, start);
                         }
@@ -67,27 +67,27 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
             }
             if self.span.end == self.blocks.count {
                 let col = self.rows.start + first;
-                let place = TilePosition { row: cols.start, rows: cols.len(), col, cols: count };
-                // SAFETY: the processor has the instructions; both strips have full vectors, and only this task accesses
-                // them and these elements of the result.
+                let tile = TilePosition { row: cols.start, rows: cols.len(), col, cols: count };
+                // SAFETY: the processor has the instructions; both strips have full vectors, and only this task
+                // accesses them and these elements of the result.
                 unsafe {
-                    transpose::<W::V>((sums, stride), (count, width), turned);
-                    finish::<W::V, C>(self.sink, place, turned, W::LANES);
+                    transpose::<W::V>((sums, stride), (count, width), transposed);
+                    finish::<W::V, C>(self.sink, tile, transposed, W::LANES);
                 }
             }
         }
     }
 }
 
-/// Transposes a strip of sums: `rows` rows, which start `stride` apart, of `cols` columns (a multiple of a vector's lanes).
-/// Each row of the result has as many elements as a vector has lanes, of which the first `rows` are sums.
+/// Transposes a strip of sums: `rows` rows, which start `stride` apart, of `cols` columns (a multiple of a vector's
+/// lanes). Each row of the result has as many elements as a vector has lanes, of which the first `rows` are sums.
 ///
 /// # Safety
 /// The processor must have the vectors' instructions; `rows` is at most the number of lanes, and all elements exist.
 unsafe fn transpose<V: SimdVector>(
     (sums, stride): (*const f32, usize),
     (rows, cols): (usize, usize),
-    turned: *mut f32,
+    transposed: *mut f32,
 ) {
     // SAFETY: as the caller promises.
     unsafe {
@@ -101,7 +101,7 @@ unsafe fn transpose<V: SimdVector>(
                     }
                     V::transpose(&mut vectors);
                     for (i, vector) in vectors.iter().enumerate().take(V::LANES) {
-                        vector.store(turned.add((col + i) * V::LANES));
+                        vector.store(transposed.add((col + i) * V::LANES));
                     }
                 }
             },

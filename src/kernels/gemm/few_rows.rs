@@ -1,9 +1,9 @@
 //! Products with few rows.
 //!
 //! Packed columns are not kept: a task packs a small piece of `b`, multiplies all rows by it and continues with the
-//! next piece. `b` is then read once, and nothing of its size is written. A piece is a part of one panel, which stays
-//! in the first-level cache. If columns are adjacent and `b` is too large for the caches, a piece is a part of all
-//! panels:
+//! next piece. `b` is then read once, and no packed copy of all of it is written. A piece is a part of one panel, which
+//! stays in the first-level cache. If columns are adjacent and `b` is too large for the caches, a piece is a part of
+//! all panels:
 //!
 //! ```text
 //!   one panel after the other         all panels at once
@@ -38,18 +38,18 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     ) {
         let width = panels.vectors() * W::LANES;
         let packs = rows.len() > unpacked::ROWS;
-        let all = panels.count();
+        let panel_count = panels.count();
         // The panels of a group, which are read to their end, and the panels and steps of a piece.
         let (group, piece_panels, piece_steps) = match self.packed_b {
-            ColumnPackingMode::WidePieces => (all, all, PIECE_STEPS),
+            ColumnPackingMode::WidePieces => (panel_count, panel_count, PIECE_STEPS),
             _ if self.b.inner_stride == 1 => (1, 1, PIECE_STEPS),
-            _ => (all, 1, PREFETCH_STEPS),
+            _ => (panel_count, 1, PREFETCH_STEPS),
         };
         let piece_words = piece_steps * (piece_panels * W::COLS).min(width);
         with_words(if packs { piece_words } else { 0 }, |piece| {
             with_words(2 * rows.len() * width, |sums| {
                 let piece = packs.then_some(piece);
-                let few = FewRowsTask {
+                let task = FewRowsTask {
                     rows: rows.clone(),
                     col: cols.start,
                     panels,
@@ -58,17 +58,17 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                     piece_steps,
                     width,
                 };
-                let of_block = sums.wrapping_add(rows.len() * width);
-                for group in turns(0..all, group) {
+                let block_sums = sums.wrapping_add(rows.len() * width);
+                for group in turns(0..panel_count, group) {
                     for block in 0..self.blocks.count {
-                        let into = if block == 0 { sums } else { of_block };
-                        self.stream_block::<W>(&few, group.clone(), self.blocks.piece(block), into);
+                        let target = if block == 0 { sums } else { block_sums };
+                        self.stream_block::<W>(&task, group.clone(), self.blocks.piece(block), target);
                         if block > 0 {
-                            few.add_block::<W>(group.clone(), sums, of_block);
+                            task.add_block::<W>(group.clone(), sums, block_sums);
                         }
                     }
                 }
-                let place = TilePosition {
+                let tile = TilePosition {
                     row: self.rows.start + rows.start,
                     rows: rows.len(),
                     col: cols.start,
@@ -76,7 +76,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                 };
                 // SAFETY: the processor has the instructions; the sums have full vectors, and only this task accesses
                 // these elements of the result.
-                unsafe { finish::<W::V, C>(self.sink, place, sums, width) };
+                unsafe { finish::<W::V, C>(self.sink, tile, sums, width) };
             });
         });
     }
@@ -84,21 +84,21 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     /// Computes the sums of some panels for a block of steps.
     fn stream_block<W: ElementArithmetic<E> + Microkernels>(
         &self,
-        few: &FewRowsTask,
+        task: &FewRowsTask,
         group: Range<usize>,
         steps: Range<usize>,
         sums: *mut f32,
     ) {
-        for turn in turns(steps.clone(), few.piece_steps) {
+        for turn in turns(steps.clone(), task.piece_steps) {
             let start = if turn.start == steps.start { AccumulatorInit::Zero } else { AccumulatorInit::Continue };
-            for some in turns(group.clone(), few.piece_panels) {
-                if let Some(piece) = few.piece {
-                    self.pack_b::<W>(few.col, (few.panels, some.clone()), turn.clone(), piece);
+            for piece_panels in turns(group.clone(), task.piece_panels) {
+                if let Some(piece) = task.piece {
+                    self.pack_b::<W>(task.col, (task.panels, piece_panels.clone()), turn.clone(), piece);
                 }
-                let (first, _) = few.panels.get(some.start);
-                for (vector, vectors) in some.map(|panel| few.panels.get(panel)) {
-                    let piece = few.piece.map(|piece| piece.wrapping_add((vector - first) * turn.len() * W::LANES));
-                    self.multiply_panel::<W>(few, (vector, vectors), turn.clone(), piece, (sums, start));
+                let (first, _) = task.panels.get(piece_panels.start);
+                for (vector, vectors) in piece_panels.map(|panel| task.panels.get(panel)) {
+                    let piece = task.piece.map(|piece| piece.wrapping_add((vector - first) * turn.len() * W::LANES));
+                    self.multiply_panel::<W>(task, (vector, vectors), turn.clone(), piece, (sums, start));
                 }
             }
         }
@@ -107,25 +107,25 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     /// Multiplies all rows by some steps of a panel.
     fn multiply_panel<W: ElementArithmetic<E> + Microkernels>(
         &self,
-        few: &FewRowsTask,
+        task: &FewRowsTask,
         (vector, vectors): (usize, usize),
         steps: Range<usize>,
         piece: Option<*mut f32>,
         (sums, start): (*mut f32, AccumulatorInit),
     ) {
-        let mut row = few.rows.start;
-        while row < few.rows.end {
-            let n_rows = microkernel::rows::<W>(few.rows.end - row);
+        let mut row = task.rows.start;
+        while row < task.rows.end {
+            let n_rows = microkernel::rows::<W>(task.rows.end - row);
             let a = self.words_of_a::<W>(row, steps.start);
-            let sums = sums.wrapping_add((row - few.rows.start) * few.width + vector * W::LANES);
+            let sums = sums.wrapping_add((row - task.rows.start) * task.width + vector * W::LANES);
             // SAFETY: the processor has the instructions; the operands exist or are packed; there is room for the sums
             // of all rows and vectors.
             unsafe {
                 if let Some(piece) = piece {
-                    microkernel::select::<W>(n_rows, vectors)(steps.len(), a, piece, sums, few.width, start);
+                    microkernel::select::<W>(n_rows, vectors)(steps.len(), a, piece, sums, task.width, start);
                 } else {
-                    let (columns, steps) = ((few.col + vector * W::LANES, vectors), (steps.start, steps.len()));
-                    unpacked::multiply::<W, E>(n_rows, a, &self.b, columns, steps, sums, few.width, start);
+                    let (columns, steps) = ((task.col + vector * W::LANES, vectors), (steps.start, steps.len()));
+                    unpacked::multiply::<W, E>(n_rows, a, &self.b, columns, steps, sums, task.width, start);
                 }
             }
             row += n_rows;
@@ -151,13 +151,13 @@ struct FewRowsTask {
 
 impl FewRowsTask {
     /// Adds the sums of a block to those of earlier blocks, for some panels.
-    fn add_block<W: GemmArithmetic>(&self, group: Range<usize>, sums: *mut f32, of_block: *const f32) {
+    fn add_block<W: GemmArithmetic>(&self, group: Range<usize>, sums: *mut f32, block_sums: *const f32) {
         let (last, vectors) = self.panels.get(group.end - 1);
         let columns = self.panels.get(group.start).0 * W::LANES..(last + vectors) * W::LANES;
         for row in 0..self.rows.len() {
-            for at in columns.clone().map(|column| row * self.width + column) {
+            for i in columns.clone().map(|column| row * self.width + column) {
                 // SAFETY: the sums belong to this task.
-                unsafe { *sums.add(at) += *of_block.add(at) };
+                unsafe { *sums.add(i) += *block_sums.add(i) };
             }
         }
     }

@@ -55,10 +55,10 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
 ) {
     let bytes_of_b = products.iter().map(|(_, _, b)| bytes_of(b)).sum();
     let plans: Vec<_> = products.iter().map(|(sink, a, b)| GemmPlan::new::<W>(sink, (*a, *b), bytes_of_b)).collect();
-    let all = plans.iter().map(GemmPlan::multiplications).sum::<usize>();
-    let threads = if all <= MIN_PARALLEL_MULTIPLICATIONS { 1 } else { rayon::current_num_threads() };
+    let total = plans.iter().map(GemmPlan::multiplications).sum::<usize>();
+    let threads = if total <= MIN_PARALLEL_MULTIPLICATIONS { 1 } else { rayon::current_num_threads() };
     // The number of multiplications of a task, unless the caches require smaller tasks.
-    let of_task = if threads == 1 { usize::MAX } else { (all / (TASKS_PER_THREAD * threads)).max(1) };
+    let task_multiplications = if threads == 1 { usize::MAX } else { (total / (TASKS_PER_THREAD * threads)).max(1) };
     for wave in waves::<W, E, C>(&plans) {
         with_words(wave.words_of_a, |packed_a| {
             with_words(wave.words_of_sums, |sums| {
@@ -66,11 +66,11 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
                 for span in 0..spans {
                     let parts: Vec<_> = wave.regions.iter().filter(|region| span < region.plan.spans.count).collect();
                     let parts = parts.into_iter().map(|region| {
-                        let Region { plan, index, at_a, at_sums } = *region;
+                        let Region { plan, index, a_offset, sums_offset } = *region;
                         let rows = plan.regions.piece(index).len();
-                        let wanted = (plan.multiplications() / plan.regions.count).div_ceil(of_task);
-                        let grid = TaskGrid::among::<W>(rows, plan.cols(), plan.words_per_column(), wanted);
-                        plan.part(index, span, grid, packed_a.wrapping_add(at_a), sums.wrapping_add(at_sums))
+                        let task_count = (plan.multiplications() / plan.regions.count).div_ceil(task_multiplications);
+                        let grid = TaskGrid::among::<W>(rows, plan.cols(), plan.words_per_column(), task_count);
+                        plan.part(index, span, grid, packed_a.wrapping_add(a_offset), sums.wrapping_add(sums_offset))
                     });
                     run::<W, E, C>(&parts.collect::<Vec<_>>(), threads);
                 }
@@ -84,8 +84,8 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
 struct Region<'a, 'b, E, C> {
     plan: &'a GemmPlan<'b, E, C>,
     index: usize,
-    at_a: usize,
-    at_sums: usize,
+    a_offset: usize,
+    sums_offset: usize,
 }
 
 /// Regions that are computed together.
@@ -111,7 +111,7 @@ fn waves<'a, 'b, W: ElementArithmetic<E>, E: Element, C: Element>(
                 waves.push(Wave { regions: Vec::new(), words_of_a: 0, words_of_sums: 0 });
             }
             if let Some(wave) = waves.last_mut() {
-                wave.regions.push(Region { plan, index, at_a: wave.words_of_a, at_sums: wave.words_of_sums });
+                wave.regions.push(Region { plan, index, a_offset: wave.words_of_a, sums_offset: wave.words_of_sums });
                 wave.words_of_a += words_of_a;
                 wave.words_of_sums += words_of_sums;
             }

@@ -1,7 +1,7 @@
 //! Matrix products with fused epilogues.
 //!
 //! Sums are kept in f32 and rounded once, when they are stored. An element of the result has the same bits for any
-//! number of rows around it and for any number of threads.
+//! number of other rows and for any number of threads.
 //!
 //! Operands are packed into the order in which a register-blocked microkernel reads them. The product is generic over a
 //! [`GemmArithmetic`](arithmetic::GemmArithmetic), which defines the vectors and how a word of `a` is multiplied by

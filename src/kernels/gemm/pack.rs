@@ -160,11 +160,11 @@ impl<E: Element> GemmOperand<E> {
         mut take: impl FnMut(usize, W::V),
     ) {
         // Words of f32 that are converted from bf16 are transposed two at a time, before they are widened.
-        let two = 2 * W::LANES;
-        let paired = if W::DEPTH == 1 && E::KIND == ElementDtype::BF16 { steps / two * two } else { 0 };
+        let pair_steps = 2 * W::LANES;
+        let paired = if W::DEPTH == 1 && E::KIND == ElementDtype::BF16 { steps / pair_steps * pair_steps } else { 0 };
         // SAFETY: the elements that are read exist.
         unsafe {
-            for s in (0..paired).step_by(two) {
+            for s in (0..paired).step_by(pair_steps) {
                 let mut rows = [W::V::zero(); MAX_LANES];
                 for (i, row) in rows.iter_mut().enumerate().take(W::LANES) {
                     if outer + i < self.outer {

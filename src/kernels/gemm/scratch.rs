@@ -9,8 +9,8 @@ struct CacheLine {
     _words: [f32; 16],
 }
 
-/// The maximum size in bytes of a buffer that is kept. A product that needs more takes so long that the allocation
-/// matters little.
+/// The maximum size in bytes of a buffer that is kept. A product that needs a larger one takes so long that the
+/// allocation matters little.
 const MAX_KEPT_BYTES: usize = 16 << 20;
 
 thread_local! {
@@ -60,14 +60,17 @@ mod tests {
     #[test]
     fn a_buffer_is_kept_for_the_next_use_unless_it_is_large() {
         // Each call uses a new thread, which has no buffers yet.
-        let kept = |bytes: usize| {
-            let used = std::thread::spawn(move || {
+        let kept_after = |bytes: usize| {
+            let thread = std::thread::spawn(move || {
                 with_words(bytes / 4, |_| ());
                 bytes_kept()
             });
-            used.join().expect("no panic")
+            thread.join().expect("no panic")
         };
-        assert_eq!((kept(1 << 10), kept(1 << 20), kept(MAX_KEPT_BYTES)), (1 << 10, 1 << 20, MAX_KEPT_BYTES));
-        assert_eq!(kept(MAX_KEPT_BYTES + 64), 0);
+        assert_eq!(
+            (kept_after(1 << 10), kept_after(1 << 20), kept_after(MAX_KEPT_BYTES)),
+            (1 << 10, 1 << 20, MAX_KEPT_BYTES)
+        );
+        assert_eq!(kept_after(MAX_KEPT_BYTES + 64), 0);
     }
 }

@@ -17,13 +17,14 @@ pub(super) struct EvenSplit {
 }
 
 impl EvenSplit {
-    /// Splits into the fewest pieces of at most `most`, or of one unit if that is more. An empty length is one piece.
+    /// Splits `total` into the fewest pieces of at most `most`, or of one unit if that is more. An empty length is one
+    /// piece.
     pub(super) fn new(total: usize, most: usize, unit: usize) -> Self {
         let count = total.div_ceil(unit).div_ceil((most / unit).max(1)).max(1);
         Self { total, unit, count }
     }
 
-    /// Splits into `count` pieces. Some are empty if there are fewer units.
+    /// Splits `total` into `count` pieces. Some are empty if there are fewer units.
     pub(super) fn into(total: usize, count: usize, unit: usize) -> Self {
         Self { total, unit, count }
     }
@@ -59,26 +60,27 @@ impl TaskGrid {
             // The rows provide enough tasks, and it is better to write full rows of the result.
             EvenSplit::new(cols, widest, A::COLS)
         } else {
-            let few = EvenSplit::new(cols, widest.min((cols / (2 * threads)).max(at_least)), A::COLS).count;
+            let fewest = EvenSplit::new(cols, widest.min((cols / (2 * threads)).max(at_least)), A::COLS).count;
             // All threads get the same number of tasks.
-            let count = few.next_multiple_of(threads);
-            EvenSplit::into(cols, if count <= cols.div_ceil(A::COLS) { count } else { few }, A::COLS)
+            let count = fewest.next_multiple_of(threads);
+            EvenSplit::into(cols, if count <= cols.div_ceil(A::COLS) { count } else { fewest }, A::COLS)
         };
-        let wanted = |tasks: usize, at_least: usize| (tasks * threads).div_ceil(cols.count).min(rows / at_least).max(1);
-        let count = wanted(4, MANY_ROWS).max(wanted(2, MIN_ROWS));
+        let row_pieces =
+            |tasks: usize, min_rows: usize| (tasks * threads).div_ceil(cols.count).min(rows / min_rows).max(1);
+        let count = row_pieces(4, MANY_ROWS).max(row_pieces(2, MIN_ROWS));
         let even = (count..count + threads).find(|count| (count * cols.count).is_multiple_of(threads));
         Self { rows: EvenSplit::into(rows, even.unwrap_or(count), A::ROWS), cols }
     }
 
-    /// Chooses the tasks of one of several products that are computed together: about `wanted`, or more if their
+    /// Chooses the tasks of one of several products that are computed together: about `task_count`, or more if their
     /// columns would not fit in the caches. Rows are divided only if there are too few columns, because every task
-    /// packs its columns. `words` is as for [`new`](Self::new).
-    pub(super) fn among<A: GemmArithmetic>(rows: usize, cols: usize, words: usize, wanted: usize) -> Self {
+    /// packs its columns. `words` has the same meaning as for [`new`](Self::new).
+    pub(super) fn among<A: GemmArithmetic>(rows: usize, cols: usize, words: usize, task_count: usize) -> Self {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / words).max(at_least);
-        let most = (cols / at_least).max(1);
-        let count = EvenSplit::new(cols, widest, A::COLS).count.max(wanted.min(most));
-        let rows = EvenSplit::into(rows, wanted.div_ceil(count).min(rows / MIN_ROWS).max(1), A::ROWS);
+        let max_count = (cols / at_least).max(1);
+        let count = EvenSplit::new(cols, widest, A::COLS).count.max(task_count.min(max_count));
+        let rows = EvenSplit::into(rows, task_count.div_ceil(count).min(rows / MIN_ROWS).max(1), A::ROWS);
         Self { rows, cols: EvenSplit::into(cols, count, A::COLS) }
     }
 }

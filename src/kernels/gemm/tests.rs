@@ -43,7 +43,7 @@ fn epsilon<E: Element>() -> f64 {
 }
 
 /// A matrix of random numbers, dense or with a gap after each row, stored directly or transposed.
-struct Stored<E> {
+struct TestMatrix<E> {
     data: Vec<E>,
     rows: usize,
     cols: usize,
@@ -51,7 +51,7 @@ struct Stored<E> {
     transposed: bool,
 }
 
-impl<E: Element> Stored<E> {
+impl<E: Element> TestMatrix<E> {
     fn new(rows: usize, cols: usize, gap: usize, transposed: bool, seed: u32) -> Self {
         let (r, c) = if transposed { (cols, rows) } else { (rows, cols) };
         Self { data: numbers(r * (c + gap), seed), rows, cols, gap, transposed }
@@ -118,8 +118,8 @@ fn check_shapes<E: Element, C: Element>() {
             let step = if cfg!(miri) { 3 } else { case_step() };
             for layout in (index % step..8).step_by(step) {
                 let (ta, tb, gap) = (layout & 1 > 0, layout & 2 > 0, if layout & 4 > 0 { 3 } else { 0 });
-                let a = Stored::<E>::new(m, k, gap, ta, 1);
-                let b = Stored::<E>::new(k, n, gap, tb, 2);
+                let a = TestMatrix::<E>::new(m, k, gap, ta, 1);
+                let b = TestMatrix::<E>::new(k, n, gap, tb, 2);
                 let want = reference(a.view(), b.view());
                 let mut got = numbers::<C>(m * (n + gap), 9);
                 let before = wide(&got);
@@ -160,7 +160,7 @@ fn half_operands_may_have_a_result_in_f32() {
 #[test]
 fn operands_that_are_packed_in_several_regions_give_the_right_product() {
     let (m, n, k) = (700, 5, 2048);
-    let (a, b) = (Stored::<f32>::new(m, k, 0, true, 1), Stored::<f32>::new(k, n, 0, false, 2));
+    let (a, b) = (TestMatrix::<f32>::new(m, k, 0, true, 1), TestMatrix::<f32>::new(k, n, 0, false, 2));
     let want = reference(a.view(), b.view());
     for method in SimdMethod::available::<f32>() {
         let mut got = vec![0f32; m * n];
@@ -194,7 +194,7 @@ fn sums_in_order<E: Element>(
 fn check_order<E: Element>(level: InstructionSet, lanes: usize, multiply_add: fn(f32, f32, f32) -> f32) {
     for (m, n, k) in [(1, 1, 1), (1, 300, 7), (3, 5, 2), (7, 64, 33), (65, 129, 513), (20, 40, 1049)] {
         for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
-            let (a, b) = (Stored::<E>::new(m, k, 0, ta, 1), Stored::<E>::new(k, n, 0, tb, 2));
+            let (a, b) = (TestMatrix::<E>::new(m, k, 0, ta, 1), TestMatrix::<E>::new(k, n, 0, tb, 2));
             let mut got = vec![0f32; m * n];
             let c = MatrixMut::new(&mut got, m, n);
             gemm_by(SimdMethod::of::<E>(level), c, a.view(), b.view(), Epilogue::default());
@@ -235,7 +235,7 @@ fn what_a_thread_keeps_for_the_next_product_is_bounded() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
     for method in SimdMethod::available::<f32>() {
         for (m, n, k) in [(300, 300, 300), (1500, 700, 900), (700, 300, 2049)] {
-            let (a, b) = (Stored::<f32>::new(m, k, 0, true, 1), Stored::<f32>::new(k, n, 0, true, 2));
+            let (a, b) = (TestMatrix::<f32>::new(m, k, 0, true, 1), TestMatrix::<f32>::new(k, n, 0, true, 2));
             let mut c = vec![0f32; m * n];
             let kept = pool.install(|| {
                 gemm_by(method, MatrixMut::new(&mut c, m, n), a.view(), b.view(), Epilogue::default());
@@ -256,10 +256,10 @@ fn check_epilogues<E: Element>() {
                 let flag = |bit: usize| case >> bit & 1 > 0;
                 let activations = [Activation::GeluTanh, Activation::Silu, Activation::Gelu, Activation::ReluSquared];
                 let activation = (case / 16).checked_sub(1).map(|i| activations[i]);
-                let (a, b) = (Stored::<E>::new(m, k, 0, false, 1), Stored::<E>::new(k, n, 0, true, 2));
-                let (bias, residual) = (numbers::<E>(n, 3), Stored::<E>::new(m, n, 5, false, 4));
+                let (a, b) = (TestMatrix::<E>::new(m, k, 0, false, 1), TestMatrix::<E>::new(k, n, 0, true, 2));
+                let (bias, residual) = (numbers::<E>(n, 3), TestMatrix::<E>::new(m, n, 5, false, 4));
                 let mut got = numbers::<E>(m * n, 5);
-                let held = wide(&got);
+                let initial = wide(&got);
                 let mut before = vec![E::default(); m * n];
                 let epilogue = Epilogue {
                     accumulate: flag(0),
@@ -293,7 +293,7 @@ fn check_epilogues<E: Element>() {
                         });
                     }
                     x += if flag(3) { f64::from(wide(&[residual.at(i / n, i % n)])[0]) } else { 0.0 };
-                    x += if flag(0) { f64::from(held[i]) } else { 0.0 };
+                    x += if flag(0) { f64::from(initial[i]) } else { 0.0 };
                     let error = (f64::from(got[i]) - x).abs();
                     let slack = if activation.is_some() { 2.0 } else { 1.0 } * epsilon::<E>() * (x.abs() + 0.5);
                     assert!(error < 1e-4 + slack, "{method:?} case {case} at {i}: {} {x}", got[i]);
@@ -316,7 +316,7 @@ fn check_rows<E: Element>() {
         for (index, (n, k)) in shapes.into_iter().enumerate() {
             let a = numbers::<E>(200 * k, 3);
             for transposed in [false, true] {
-                let b = Stored::<E>::new(k, n, 0, transposed, 4);
+                let b = TestMatrix::<E>::new(k, n, 0, transposed, 4);
                 let product = |rows: usize| {
                     let mut c = vec![E::default(); rows * n];
                     let a = Matrix::new(&a[..rows * k], rows, k);
@@ -350,7 +350,7 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
     let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
     for method in SimdMethod::available::<bf16>() {
         let (m, n, k) = (300, 1500, 1201);
-        let (a, b) = (Stored::<bf16>::new(m, k, 0, true, 1), Stored::<bf16>::new(k, n, 0, true, 2));
+        let (a, b) = (TestMatrix::<bf16>::new(m, k, 0, true, 1), TestMatrix::<bf16>::new(k, n, 0, true, 2));
         let product = |threads| {
             let mut c = vec![0f32; m * n];
             pool(threads).install(|| {
@@ -381,8 +381,8 @@ fn grouped<E: Element, C: Element>(
     let operands: Vec<_> = (1..)
         .zip(groups)
         .map(|(seed, rows)| {
-            let a = Stored::<E>::new(*rows, k, gap, ta, seed);
-            let b = Stored::<E>::new(k, n, gap, tb, 100 + seed);
+            let a = TestMatrix::<E>::new(*rows, k, gap, ta, seed);
+            let b = TestMatrix::<E>::new(k, n, gap, tb, 100 + seed);
             (a, b, numbers::<C>(n, 200 + seed), numbers::<C>(rows * (n + gap), 300 + seed))
         })
         .collect();
@@ -433,8 +433,9 @@ fn products_of_several_waves_have_the_bits_of_separate_products() {
     // Three products, each with 1.3 million words of `a`, which must be packed: together, they exceed what a wave may
     // hold.
     let (m, n, k) = (640, 7, 2100);
-    let operands: Vec<_> =
-        (0..3).map(|i| (Stored::<f32>::new(m, k, 0, true, i), Stored::<f32>::new(k, n, 0, false, 9 + i))).collect();
+    let operands: Vec<_> = (0..3)
+        .map(|i| (TestMatrix::<f32>::new(m, k, 0, true, i), TestMatrix::<f32>::new(k, n, 0, false, 9 + i)))
+        .collect();
     for method in SimdMethod::available::<f32>() {
         let (mut want, mut got) = (vec![vec![0f32; m * n]; 3], vec![vec![0f32; m * n]; 3]);
         for ((a, b), want) in operands.iter().zip(&mut want) {
@@ -454,7 +455,7 @@ fn products_of_several_waves_have_the_bits_of_separate_products() {
 #[test]
 fn products_may_write_different_columns_of_one_matrix() {
     let (m, n, k) = (20, 30, 7);
-    let (a, b) = (Stored::<f32>::new(m, k, 0, false, 1), Stored::<f32>::new(k, n, 0, false, 2));
+    let (a, b) = (TestMatrix::<f32>::new(m, k, 0, false, 1), TestMatrix::<f32>::new(k, n, 0, false, 2));
     let (mut want, mut got) = (vec![0f32; m * n], vec![0f32; m * n]);
     let product = |result, b| Product { result, a: a.view(), b, epilogue: Epilogue::default() };
     gemm_grouped(vec![product(MatrixMut::new(&mut want, m, n), b.view())]);
@@ -467,7 +468,7 @@ fn products_may_write_different_columns_of_one_matrix() {
 #[test]
 fn products_inside_of_parallel_tasks_are_right() {
     let (m, n, k) = (40, 200, 300);
-    let (a, b) = (Stored::<f32>::new(m, k, 0, false, 1), Stored::<f32>::new(k, n, 0, true, 2));
+    let (a, b) = (TestMatrix::<f32>::new(m, k, 0, false, 1), TestMatrix::<f32>::new(k, n, 0, true, 2));
     let mut want = vec![0f32; m * n];
     gemm(MatrixMut::new(&mut want, m, n), a.view(), b.view(), Epilogue::default());
     let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().expect("a pool");

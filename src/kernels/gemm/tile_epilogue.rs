@@ -28,11 +28,11 @@ impl<C: Element> EpilogueOutput<'_, C> {
 /// Finishes and stores a tile of sums whose rows start `stride` apart. The sums may be overwritten.
 ///
 /// # Safety
-/// The processor must have the vectors' instructions; rows of sums must have room up to a multiple of a vector's
-/// columns; the elements must exist in the result, and nothing else may access them during the call.
+/// The processor must have the vectors' instructions; each row of sums must have room for full vectors;
+/// the elements must exist in the result, and nothing else may access them during the call.
 pub(super) unsafe fn finish<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,
-    place: TilePosition,
+    tile: TilePosition,
     sums: *mut f32,
     stride: usize,
 ) {
@@ -40,7 +40,7 @@ pub(super) unsafe fn finish<V: SimdVector, C: Element>(
     unsafe {
         V::with(
             #[inline(always)]
-            move || finish_tile::<V, C>(sink, place, sums, stride),
+            move || finish_tile::<V, C>(sink, tile, sums, stride),
         )
     }
 }
@@ -50,11 +50,11 @@ pub(super) unsafe fn finish<V: SimdVector, C: Element>(
 #[inline(always)]
 unsafe fn finish_tile<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,
-    place: TilePosition,
+    tile: TilePosition,
     sums: *mut f32,
     stride: usize,
 ) {
-    let TilePosition { row, rows, col, cols } = place;
+    let TilePosition { row, rows, col, cols } = tile;
     // SAFETY: every access is to sums, up to a multiple of the number of lanes, or to elements of the tile, in the
     // result and in matrices of the same shape.
     unsafe {
@@ -69,11 +69,11 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
         if let Some(activation) = sink.activation {
             for i in 0..rows {
                 for j in (0..cols).step_by(V::LANES) {
-                    let (at, n) = (col + j, cols - j);
+                    let (column, n) = (col + j, cols - j);
                     let sum = sums.add(i * stride + j);
-                    let x = round::<V, C>(before_activation(sink, at, n, V::load(sum)));
+                    let x = round::<V, C>(before_activation(sink, column, n, V::load(sum)));
                     if let Some(before) = &sink.before_activation {
-                        x.narrow(before.at(row + i, at), n);
+                        x.narrow(before.at(row + i, column), n);
                     }
                     x.store(sum);
                 }
@@ -86,15 +86,15 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
         }
         for i in 0..rows {
             for j in (0..cols).step_by(V::LANES) {
-                let (at, n) = (col + j, cols - j);
+                let (column, n) = (col + j, cols - j);
                 let mut x = V::load(sums.add(i * stride + j));
                 if sink.activation.is_none() {
-                    x = before_activation(sink, at, n, x);
+                    x = before_activation(sink, column, n, x);
                 }
                 if let Some(residual) = &sink.residual {
-                    x = x.add(V::widen(residual.as_ptr().add((row + i) * residual.row_stride() + at), n));
+                    x = x.add(V::widen(residual.as_ptr().add((row + i) * residual.row_stride() + column), n));
                 }
-                let to = sink.result.at(row + i, at);
+                let to = sink.result.at(row + i, column);
                 if sink.accumulate {
                     x = x.add(V::widen(to.cast_const(), n));
                 }

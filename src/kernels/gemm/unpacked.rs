@@ -31,24 +31,24 @@ pub(super) unsafe fn multiply<W: ElementArithmetic<E>, E: Element>(
 ) {
     assert!(start != AccumulatorInit::Add && steps > 0);
     let keep = start == AccumulatorInit::Continue;
-    let at = (outer, step, steps);
+    let position = (outer, step, steps);
     // SAFETY: as the caller promises.
     unsafe {
         W::V::with(
             #[inline(always)]
             move || match (rows, b.inner_stride == 1, vectors) {
-                (1, true, _) => along::<W, E, 1>(a, b, at, vectors, sums, stride, keep),
-                (2, true, _) => along::<W, E, 2>(a, b, at, vectors, sums, stride, keep),
-                (4, true, _) => along::<W, E, 4>(a, b, at, vectors, sums, stride, keep),
-                (1, false, 1) => across::<W, E, 1, 1>(a, b, at, sums, stride, keep),
-                (1, false, 2) => across::<W, E, 1, 2>(a, b, at, sums, stride, keep),
-                (1, false, 3) => across::<W, E, 1, 3>(a, b, at, sums, stride, keep),
-                (2, false, 1) => across::<W, E, 2, 1>(a, b, at, sums, stride, keep),
-                (2, false, 2) => across::<W, E, 2, 2>(a, b, at, sums, stride, keep),
-                (2, false, 3) => across::<W, E, 2, 3>(a, b, at, sums, stride, keep),
-                (4, false, 1) => across::<W, E, 4, 1>(a, b, at, sums, stride, keep),
-                (4, false, 2) => across::<W, E, 4, 2>(a, b, at, sums, stride, keep),
-                (4, false, 3) => across::<W, E, 4, 3>(a, b, at, sums, stride, keep),
+                (1, true, _) => multiply_adjacent_elements::<W, E, 1>(a, b, position, vectors, sums, stride, keep),
+                (2, true, _) => multiply_adjacent_elements::<W, E, 2>(a, b, position, vectors, sums, stride, keep),
+                (4, true, _) => multiply_adjacent_elements::<W, E, 4>(a, b, position, vectors, sums, stride, keep),
+                (1, false, 1) => multiply_adjacent_columns::<W, E, 1, 1>(a, b, position, sums, stride, keep),
+                (1, false, 2) => multiply_adjacent_columns::<W, E, 1, 2>(a, b, position, sums, stride, keep),
+                (1, false, 3) => multiply_adjacent_columns::<W, E, 1, 3>(a, b, position, sums, stride, keep),
+                (2, false, 1) => multiply_adjacent_columns::<W, E, 2, 1>(a, b, position, sums, stride, keep),
+                (2, false, 2) => multiply_adjacent_columns::<W, E, 2, 2>(a, b, position, sums, stride, keep),
+                (2, false, 3) => multiply_adjacent_columns::<W, E, 2, 3>(a, b, position, sums, stride, keep),
+                (4, false, 1) => multiply_adjacent_columns::<W, E, 4, 1>(a, b, position, sums, stride, keep),
+                (4, false, 2) => multiply_adjacent_columns::<W, E, 4, 2>(a, b, position, sums, stride, keep),
+                (4, false, 3) => multiply_adjacent_columns::<W, E, 4, 3>(a, b, position, sums, stride, keep),
                 _ => unreachable!("{rows} rows of {vectors} vectors"),
             },
         )
@@ -60,7 +60,7 @@ pub(super) unsafe fn multiply<W: ElementArithmetic<E>, E: Element>(
 /// # Safety
 /// Same as for [`multiply`]. The call must also be inside `W::V::with`.
 #[inline(always)]
-unsafe fn along<W: ElementArithmetic<E>, E: Element, const R: usize>(
+unsafe fn multiply_adjacent_elements<W: ElementArithmetic<E>, E: Element, const R: usize>(
     a: StridedWords,
     b: &GemmOperand<E>,
     (outer, step, steps): (usize, usize, usize),
@@ -95,7 +95,7 @@ unsafe fn along<W: ElementArithmetic<E>, E: Element, const R: usize>(
 /// # Safety
 /// Same as for [`multiply`]. The call must also be inside `W::V::with`.
 #[inline(always)]
-unsafe fn across<W: ElementArithmetic<E>, E: Element, const R: usize, const N: usize>(
+unsafe fn multiply_adjacent_columns<W: ElementArithmetic<E>, E: Element, const R: usize, const N: usize>(
     a: StridedWords,
     b: &GemmOperand<E>,
     (outer, step, steps): (usize, usize, usize),

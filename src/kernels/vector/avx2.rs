@@ -82,9 +82,9 @@ impl SimdVector for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn mul_sub(self, factor: Self, less: Self) -> Self {
+    unsafe fn mul_sub(self, factor: Self, subtrahend: Self) -> Self {
         // SAFETY: as the caller promises.
-        unsafe { Self(_mm256_fmsub_ps(self.0, factor.0, less.0)) }
+        unsafe { Self(_mm256_fmsub_ps(self.0, factor.0, subtrahend.0)) }
     }
 
     #[inline(always)]
@@ -109,13 +109,13 @@ impl SimdVector for Avx2 {
     unsafe fn exp2(self) -> Self {
         // SAFETY: as the caller promises.
         unsafe {
-            // The bounds are the first operands, so NaN passes through. The lower one yields 2^-127, whose exponent bits are
-            // those of 0.
+            // The bounds are the first operands, so NaN passes through. The lower one yields 2^-127, whose exponent
+            // bits are those of 0.
             let x = _mm256_max_ps(_mm256_set1_ps(-127.0), self.0);
             let x = _mm256_min_ps(_mm256_set1_ps(128.0), x);
-            let whole = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
-            let p = exp2_of_rest(Self(_mm256_sub_ps(x, whole)));
-            let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+            let integer = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+            let p = exp2_of_rest(Self(_mm256_sub_ps(x, integer)));
+            let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(integer), _mm256_set1_epi32(127));
             let power = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent));
             Self(_mm256_mul_ps(p.0, power))
         }
@@ -158,10 +158,10 @@ impl SimdVector for Avx2 {
         // SAFETY: as the caller promises; the copy has the elements of a full vector.
         unsafe {
             if n < Self::LANES {
-                let all: [E; Self::LANES] = copy_in(from, n);
-                return whole(all.as_ptr());
+                let padded: [E; Self::LANES] = copy_in(from, n);
+                return load_full(padded.as_ptr());
             }
-            whole(from)
+            load_full(from)
         }
     }
 
@@ -180,18 +180,18 @@ impl SimdVector for Avx2 {
         // SAFETY: as the caller promises; at most a vector's elements are copied.
         unsafe {
             if n < Self::LANES {
-                let mut all = [E::default(); Self::LANES];
-                store_whole(self.0, all.as_mut_ptr());
-                return std::ptr::copy_nonoverlapping(all.as_ptr(), to, n);
+                let mut padded = [E::default(); Self::LANES];
+                store_full(self.0, padded.as_mut_ptr());
+                return std::ptr::copy_nonoverlapping(padded.as_ptr(), to, n);
             }
-            store_whole(self.0, to);
+            store_full(self.0, to);
         }
     }
 }
 
 /// Adds three products in a fixed order. Four rows of three sums, a row of three vectors and one number use all
-/// sixteen registers. In the compiler's own order, the next number would be loaded before this one is used up, and sums
-/// would be moved to make room. This assembly keeps the order.
+/// sixteen registers. In the order that the compiler chooses, the next number would be loaded before the last use of
+/// this one, and sums would be moved to free a register. This assembly keeps the order.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn add_three_products([x, y, z]: [&mut __m256; 3], number: __m256, [p, q, r]: [__m256; 3]) {
@@ -215,7 +215,7 @@ unsafe fn add_three_products([x, y, z]: [&mut __m256; 3], number: __m256, [p, q,
 
 /// Loads eight elements as f32.
 #[inline(always)]
-unsafe fn whole<E: Element>(from: *const E) -> Avx2 {
+unsafe fn load_full<E: Element>(from: *const E) -> Avx2 {
     // SAFETY: the caller promises that the processor has the instructions and that the elements exist.
     unsafe {
         Avx2(match E::KIND {
@@ -231,7 +231,7 @@ unsafe fn whole<E: Element>(from: *const E) -> Avx2 {
 
 /// Writes eight elements, rounded to nearest even.
 #[inline(always)]
-unsafe fn store_whole<E: Element>(values: __m256, to: *mut E) {
+unsafe fn store_full<E: Element>(values: __m256, to: *mut E) {
     // SAFETY: the caller promises that the processor has the instructions and that the elements exist.
     unsafe {
         match E::KIND {

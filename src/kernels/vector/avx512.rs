@@ -148,9 +148,9 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
     }
 
     #[inline(always)]
-    unsafe fn mul_sub(self, factor: Self, less: Self) -> Self {
+    unsafe fn mul_sub(self, factor: Self, subtrahend: Self) -> Self {
         // SAFETY: as the caller promises.
-        unsafe { Self(_mm512_fmsub_ps(self.0, factor.0, less.0)) }
+        unsafe { Self(_mm512_fmsub_ps(self.0, factor.0, subtrahend.0)) }
     }
 
     #[inline(always)]
@@ -165,9 +165,9 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
         unsafe {
             // The bound is the first operand, so NaN passes through.
             let x = _mm512_max_ps(_mm512_set1_ps(-200.0), self.0);
-            let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
-            let p = exp2_of_rest(Self(_mm512_sub_ps(x, whole)));
-            Self(_mm512_scalef_ps(p.0, whole))
+            let integer = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+            let p = exp2_of_rest(Self(_mm512_sub_ps(x, integer)));
+            Self(_mm512_scalef_ps(p.0, integer))
         }
     }
 

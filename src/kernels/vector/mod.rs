@@ -75,8 +75,8 @@ pub(crate) trait SimdVector: Copy {
     /// Returns `self * factor + addend`, rounded once if the level fuses the two operations.
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
 
-    /// Returns `self * factor - less`, rounded once if the level fuses the two operations.
-    unsafe fn mul_sub(self, factor: Self, less: Self) -> Self;
+    /// Returns `self * factor - subtrahend`, rounded once if the level fuses the two operations.
+    unsafe fn mul_sub(self, factor: Self, subtrahend: Self) -> Self;
 
     /// Returns the larger number in each lane, or the number of `other` if either is NaN.
     unsafe fn max(self, other: Self) -> Self;
@@ -168,10 +168,10 @@ pub(crate) unsafe fn tanh<V: SimdVector>(x: V) -> V {
 /// partially.
 #[inline(always)]
 unsafe fn copy_in<E: Element, const N: usize>(from: *const E, n: usize) -> [E; N] {
-    let mut all = [E::default(); N];
+    let mut padded = [E::default(); N];
     // SAFETY: the caller guarantees that `n` elements exist, and no more than `N` are copied.
-    unsafe { std::ptr::copy_nonoverlapping(from, all.as_mut_ptr(), n.min(N)) };
-    all
+    unsafe { std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), n.min(N)) };
+    padded
 }
 
 #[cfg(test)]

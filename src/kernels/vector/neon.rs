@@ -78,9 +78,9 @@ impl SimdVector for Neon {
     }
 
     #[inline(always)]
-    unsafe fn mul_sub(self, factor: Self, less: Self) -> Self {
+    unsafe fn mul_sub(self, factor: Self, subtrahend: Self) -> Self {
         // SAFETY: as the caller promises.
-        unsafe { Self(vfmaq_f32(vnegq_f32(less.0), self.0, factor.0)) }
+        unsafe { Self(vfmaq_f32(vnegq_f32(subtrahend.0), self.0, factor.0)) }
     }
 
     #[inline(always)]
@@ -96,9 +96,9 @@ impl SimdVector for Neon {
             // These instructions let NaN pass. The lower bound yields 2^-127, whose exponent bits are those of 0.
             let x = vmaxq_f32(vdupq_n_f32(-127.0), self.0);
             let x = vminq_f32(vdupq_n_f32(128.0), x);
-            let whole = vrndnq_f32(x);
-            let p = exp2_of_rest(Self(vsubq_f32(x, whole)));
-            let exponent = vaddq_s32(vcvtq_s32_f32(whole), vdupq_n_s32(127));
+            let integer = vrndnq_f32(x);
+            let p = exp2_of_rest(Self(vsubq_f32(x, integer)));
+            let exponent = vaddq_s32(vcvtq_s32_f32(integer), vdupq_n_s32(127));
             Self(vmulq_f32(p.0, vreinterpretq_f32_s32(vshlq_n_s32::<23>(exponent))))
         }
     }
@@ -135,8 +135,8 @@ impl SimdVector for Neon {
             if E::KIND == ElementDtype::F32 && n >= LANES {
                 return Self(vld1q_f32(from.cast()));
             }
-            let all: [E; LANES] = if n < LANES { copy_in(from, n) } else { from.cast::<[E; LANES]>().read() };
-            Self(vld1q_f32(all.map(get).as_ptr()))
+            let elements: [E; LANES] = if n < LANES { copy_in(from, n) } else { from.cast::<[E; LANES]>().read() };
+            Self(vld1q_f32(elements.map(get).as_ptr()))
         }
     }
 
@@ -156,8 +156,8 @@ impl SimdVector for Neon {
         // SAFETY: as the caller promises; at most a vector's elements are copied.
         unsafe {
             vst1q_f32(wide.as_mut_ptr(), self.0);
-            let all: [E; LANES] = wide.map(put);
-            std::ptr::copy_nonoverlapping(all.as_ptr(), to, n.min(LANES));
+            let elements: [E; LANES] = wide.map(put);
+            std::ptr::copy_nonoverlapping(elements.as_ptr(), to, n.min(LANES));
         }
     }
 }

@@ -175,8 +175,8 @@ impl SimdVector for PortableVector {
     }
 
     #[inline(always)]
-    unsafe fn mul_sub(self, factor: Self, less: Self) -> Self {
-        Self(four::sub(four::mul(self.0, factor.0), less.0))
+    unsafe fn mul_sub(self, factor: Self, subtrahend: Self) -> Self {
+        Self(four::sub(four::mul(self.0, factor.0), subtrahend.0))
     }
 
     #[inline(always)]
@@ -192,23 +192,23 @@ impl SimdVector for PortableVector {
 
     #[inline(always)]
     unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
-        let (kept, others) = (self.numbers(), other.numbers());
-        Self::of(std::array::from_fn(|i| if i < lane { others[i] } else { kept[i] }))
+        let (values, others) = (self.numbers(), other.numbers());
+        Self::of(std::array::from_fn(|i| if i < lane { others[i] } else { values[i] }))
     }
 
     #[inline(always)]
     unsafe fn transpose(rows: &mut TransposeBlock<Self>) {
-        let before: [_; LANES] = std::array::from_fn(|i| rows[i].numbers());
+        let original: [_; LANES] = std::array::from_fn(|i| rows[i].numbers());
         for (i, row) in rows[..LANES].iter_mut().enumerate() {
-            *row = Self::of(before.map(|numbers| numbers[i]));
+            *row = Self::of(original.map(|numbers| numbers[i]));
         }
     }
 
     #[inline(always)]
     unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self {
         // SAFETY: the caller guarantees that the elements exist.
-        let all: [E; LANES] = unsafe { if n < LANES { copy_in(from, n) } else { from.cast::<[E; LANES]>().read() } };
-        Self::of(all.map(get))
+        let loaded: [E; LANES] = unsafe { if n < LANES { copy_in(from, n) } else { from.cast::<[E; LANES]>().read() } };
+        Self::of(loaded.map(get))
     }
 
     #[inline(always)]
@@ -219,8 +219,8 @@ impl SimdVector for PortableVector {
 
     #[inline(always)]
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize) {
-        let all: [E; LANES] = self.numbers().map(put);
+        let elements: [E; LANES] = self.numbers().map(put);
         // SAFETY: the caller guarantees room for the elements.
-        unsafe { std::ptr::copy_nonoverlapping(all.as_ptr(), to, n.min(LANES)) };
+        unsafe { std::ptr::copy_nonoverlapping(elements.as_ptr(), to, n.min(LANES)) };
     }
 }

@@ -8,9 +8,10 @@ use half::{bf16, f16};
 
 /// Returns numbers of many magnitudes, including the special ones.
 fn numbers() -> Vec<f32> {
-    let some = (0..if cfg!(miri) { 64 } else { 4096u32 }).map(|i| f32::from_bits(i.wrapping_mul(2_654_435_761)));
-    let near = (-300..300).step_by(if cfg!(miri) { 60 } else { 1 }).map(|i| i as f32 * 0.37);
-    some.chain(near).chain([0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MIN_POSITIVE / 2.0]).collect()
+    let patterns = (0..if cfg!(miri) { 64 } else { 4096u32 }).map(|i| f32::from_bits(i.wrapping_mul(2_654_435_761)));
+    let moderate = (-300..300).step_by(if cfg!(miri) { 60 } else { 1 }).map(|i| i as f32 * 0.37);
+    let special = [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MIN_POSITIVE / 2.0];
+    patterns.chain(moderate).chain(special).collect()
 }
 
 /// Returns whether both have the same bits or both are NaN.
@@ -20,13 +21,13 @@ fn same(a: f32, b: f32) -> bool {
 
 /// # Safety
 /// The processor must have the vector's instructions.
-unsafe fn each<V: SimdVector>(a: &[f32], b: &[f32], f: unsafe fn(V, V) -> V) -> Vec<f32> {
+unsafe fn apply<V: SimdVector>(a: &[f32], b: &[f32], f: unsafe fn(V, V) -> V) -> Vec<f32> {
     let mut out = vec![0.0; a.len()];
     // SAFETY: the caller guarantees that the processor has the instructions; only full vectors of numbers are accessed.
     unsafe {
         V::with(|| {
-            for at in (0..a.len() / V::LANES).map(|i| i * V::LANES) {
-                f(V::load(a[at..].as_ptr()), V::load(b[at..].as_ptr())).store(out[at..].as_mut_ptr());
+            for start in (0..a.len() / V::LANES).map(|i| i * V::LANES) {
+                f(V::load(a[start..].as_ptr()), V::load(b[start..].as_ptr())).store(out[start..].as_mut_ptr());
             }
         });
     }
@@ -42,7 +43,7 @@ unsafe fn check<V: SimdVector>(fused: bool) {
     b.rotate_left(77 % a.len());
     let check = |f: unsafe fn(V, V) -> V, want: &dyn Fn(f32, f32) -> f32| {
         // SAFETY: the caller guarantees that the processor has the instructions.
-        let got = unsafe { each::<V>(&a, &b, f) };
+        let got = unsafe { apply::<V>(&a, &b, f) };
         for ((got, a), b) in got.iter().zip(&a).zip(&b) {
             assert!(same(*got, want(*a, *b)), "{a} {b}: {got} {}", want(*a, *b));
         }
@@ -63,7 +64,7 @@ unsafe fn check<V: SimdVector>(fused: bool) {
     // SAFETY: `check` calls the closure only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.mul_sub(b, a) }, &|a, b| multiply_add(a, b, -a));
     // SAFETY: the caller guarantees that the processor has the instructions.
-    let powers = unsafe { each::<V>(&a, &b, |a, _| a.exp2()) };
+    let powers = unsafe { apply::<V>(&a, &b, |a, _| a.exp2()) };
     for (got, x) in powers.iter().zip(&a) {
         let want = f64::from(*x).exp2();
         let right = match *x {
@@ -75,8 +76,8 @@ unsafe fn check<V: SimdVector>(fused: bool) {
         assert!(right, "2^{x}: {got} {want}");
     }
     // SAFETY: the caller guarantees that the processor has the instructions.
-    let bent = unsafe { each::<V>(&a, &b, |a, _| tanh(a)) };
-    for (got, x) in bent.iter().zip(&a) {
+    let tangents = unsafe { apply::<V>(&a, &b, |a, _| tanh(a)) };
+    for (got, x) in tangents.iter().zip(&a) {
         let want = f64::from(*x).tanh();
         let right = if x.is_nan() { got.is_nan() } else { (f64::from(*got) - want).abs() <= 6e-7 * want.abs() };
         // For tiny numbers, intermediate products are subnormal or 0 and lose digits, so only the magnitude is checked.
@@ -142,8 +143,8 @@ unsafe fn check_elements<V: SimdVector, E: Element>(numbers: &[f32]) {
             let rounded = if lane < n { get(put::<E>(from[lane])) } else { 7.0 };
             let got = get(to[lane]);
             // The AVX512_BF16 instruction treats subnormal numbers as 0.
-            let lost = E::KIND == ElementDtype::BF16 && got == 0.0 && rounded.abs() <= f32::MIN_POSITIVE;
-            assert!(same(got, rounded) || lost, "{:?} of {}: {rounded} {got}", E::KIND, from[lane]);
+            let flushed_to_zero = E::KIND == ElementDtype::BF16 && got == 0.0 && rounded.abs() <= f32::MIN_POSITIVE;
+            assert!(same(got, rounded) || flushed_to_zero, "{:?} of {}: {rounded} {got}", E::KIND, from[lane]);
             assert!(same(back[lane], if lane < n { got } else { 0.0 }), "{:?}: {got} {}", E::KIND, back[lane]);
         }
     }

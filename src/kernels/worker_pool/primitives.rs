@@ -6,7 +6,7 @@ pub(super) use std::sync::atomic::{AtomicU64, AtomicUsize};
 pub(super) use std::sync::{Condvar, Mutex, Mutex as CallerMutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// The time for which a helper looks for the next job before it sleeps. The gap between two kernels of a step is a few
+/// The time for which a helper polls for the next job before it sleeps. The gap between two kernels of a step is a few
 /// tens of microseconds.
 const SPIN_TIME: Duration = Duration::from_micros(200);
 
@@ -41,21 +41,21 @@ impl<T: Copy> JobCell<T> {
 /// A helper's polling for the next job.
 pub(super) struct Lookout {
     start: Instant,
-    looks: u32,
+    polls: u32,
 }
 
 impl Lookout {
     #[inline]
     pub(super) fn new() -> Self {
-        Self { start: Instant::now(), looks: 0 }
+        Self { start: Instant::now(), polls: 0 }
     }
 
-    /// Pauses until the next look. Returns false if the thread is to sleep instead.
+    /// Pauses until the next poll. Returns false if the thread should sleep instead.
     #[inline]
     pub(super) fn pause(&mut self) -> bool {
-        self.looks += 1;
+        self.polls += 1;
         std::hint::spin_loop();
-        if self.looks.is_multiple_of(POLLS_PER_CLOCK_READ) {
+        if self.polls.is_multiple_of(POLLS_PER_CLOCK_READ) {
             if self.start.elapsed() > SPIN_TIME {
                 return false;
             }
@@ -66,9 +66,9 @@ impl Lookout {
     }
 }
 
-/// Pauses between two checks for something that is expected to happen soon. `looks` counts the pauses.
+/// Pauses between two checks for something that is expected to happen soon. `polls` counts the pauses.
 #[inline]
-pub(super) fn pause(looks: &mut u32) {
-    *looks += 1;
-    if *looks < 10_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
+pub(super) fn pause(polls: &mut u32) {
+    *polls += 1;
+    if *polls < 10_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
 }

@@ -6,27 +6,27 @@
 //! helper leaves with Release, and the caller checks with Acquire whether all have left, so it sees what they wrote,
 //! and may write `job` again. All changes to `state` between opening and that check are read-modify-write operations,
 //! which continue the release sequence of the helpers that left earlier. Between `state` and `asleep`, SeqCst keeps a
-//! helper from falling asleep just as a job opens; the lock `sleeping` does so between a helper's last look and its
+//! helper from falling asleep just as a job opens; the lock `sleeping` does so between a helper's last poll and its
 //! wait.
 //!
 //! # Checked with loom
 //!
 //! `tests/loom` compiles this file with loom's atomic words, cells and locks in place of [`super::primitives`], and
 //! runs two jobs of one or two parts, in every order in which their accesses can take effect. The number of
-//! interruptions is limited: to six for one helper that keeps looking, four for one that sleeps, one for two helpers
-//! that keep looking, two for two that sleep, and three for two callers. Loom finds no race on `job` or on what the
+//! preemptions is limited: to six for one helper that keeps polling, four for one that sleeps, one for two helpers
+//! that keep polling, two for two that sleep, and three for two callers. Loom finds no race on `job` or on what the
 //! parts write, no part that is run twice or not at all, no helper that works on a job that has returned or enters one
 //! twice, no panic that is lost or left for the next job, and no helper that sleeps forever. The pool never ends its
 //! helpers, so there is no end to check.
 //!
-//! Loom finds the deliberate mistakes in its tests: a job that is opened, looked at, left, closed or waited for with
+//! Loom finds the deliberate mistakes in its tests: a job that is opened, polled, left, closed or waited for with
 //! Relaxed, a closed job that helpers can still enter, SeqCst operations without a total order, and a missing wake-up.
 //! The following mistakes were made in this file by hand, one by one, and each was found too: waking without the lock,
-//! falling asleep without a second look, `asleep` that is never incremented, closing that does not wait, no closing
-//! when the caller panics, a helper's panic that is not caught or not cleared, entering without taking a place,
-//! entering a different job from the one looked at, and looking for any job instead of a new one. Using
-//! Relaxed only in `enter` is not detected, because the load before it has at least Acquire ordering. The check does
-//! not cover the clock, a job number that wraps around, or the start of threads.
+//! falling asleep without a second poll, `asleep` that is never incremented, closing that does not wait, no closing
+//! when the caller panics, a helper's panic that is not caught or not cleared, entering without taking a slot,
+//! entering a different job from the one polled, and polling for any job instead of a new one. Using Relaxed only in
+//! `enter` is not detected, because the load before it has at least Acquire ordering. The check does not cover the
+//! clock, a job number that wraps around, or the start of threads.
 
 use super::primitives::{AtomicU64, AtomicUsize, CallerMutex, Condvar, JobCell, Lookout, Mutex, MutexGuard, pause};
 use std::any::Any;
@@ -37,21 +37,21 @@ use std::sync::{PoisonError, TryLockError};
 /// The amount that each helper inside adds to `state`.
 const ONE_INSIDE: u64 = 1;
 /// The amount that each helper that may still enter adds to `state`.
-const ONE_PLACE: u64 = 1 << 16;
+const ONE_SLOT: u64 = 1 << 16;
 /// The amount by which each new job increases `state`.
 const ONE_JOB: u64 = 1 << 32;
 /// The maximum number of helpers that may enter.
 const MAX_HELPERS: usize = 1 << 12;
 
-fn inside(state: u64) -> u64 {
-    state % ONE_PLACE
+fn helpers_inside(state: u64) -> u64 {
+    state % ONE_SLOT
 }
 
-fn places(state: u64) -> u64 {
-    state % ONE_JOB / ONE_PLACE
+fn free_slots(state: u64) -> u64 {
+    state % ONE_JOB / ONE_SLOT
 }
 
-fn number(state: u64) -> u64 {
+fn job_number(state: u64) -> u64 {
     state / ONE_JOB
 }
 
@@ -100,7 +100,7 @@ impl WorkerPool {
         let state = self.state.load(Ordering::Relaxed);
         // Helpers that see this state see the job. `SeqCst` is used here, below, and where helpers fall asleep: either
         // this thread sees that a helper is about to sleep, or that helper sees the job.
-        self.state.store((number(state) + 1) % ONE_JOB * ONE_JOB + helpers as u64 * ONE_PLACE, Ordering::SeqCst);
+        self.state.store((job_number(state) + 1) % ONE_JOB * ONE_JOB + helpers as u64 * ONE_SLOT, Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) > 0 {
             drop(lock(&self.sleeping));
             self.wake_up.notify_all();
@@ -118,11 +118,11 @@ impl WorkerPool {
     /// Stops helpers from entering, and waits for those inside.
     fn close(&self) {
         // Meanwhile, only helpers that enter or leave change the state.
-        let mut state = self.state.fetch_and(!(ONE_JOB - ONE_PLACE), Ordering::Acquire);
-        let mut looks = 0u32;
+        let mut state = self.state.fetch_and(!(ONE_JOB - ONE_SLOT), Ordering::Acquire);
+        let mut polls = 0u32;
         // From here on, everything that helpers wrote before they left is visible.
-        while inside(state) > 0 {
-            pause(&mut looks);
+        while helpers_inside(state) > 0 {
+            pause(&mut polls);
             state = self.state.load(Ordering::Acquire);
         }
     }
@@ -131,7 +131,7 @@ impl WorkerPool {
     /// helper calls this indefinitely.
     #[inline]
     pub(super) fn help(&self, last: u64) -> u64 {
-        let state = self.next(last);
+        let state = self.wait_for_job(last);
         if self.enter(state) {
             // SAFETY: the job was stored before helpers could enter, and stays until those inside have left.
             let work = unsafe { self.job.get() }.map(|job| unsafe { &*job });
@@ -140,12 +140,12 @@ impl WorkerPool {
             }
             self.state.fetch_sub(ONE_INSIDE, Ordering::Release);
         }
-        number(state)
+        job_number(state)
     }
 
     /// Waits for a job with a number other than `last`, and returns the state in which it is open.
-    fn next(&self, last: u64) -> u64 {
-        let open = |state: u64| places(state) > 0 && number(state) != last;
+    fn wait_for_job(&self, last: u64) -> u64 {
+        let open = |state: u64| free_slots(state) > 0 && job_number(state) != last;
         let mut lookout = Lookout::new();
         loop {
             let state = self.state.load(Ordering::SeqCst);
@@ -171,16 +171,16 @@ impl WorkerPool {
 
     /// Enters the job of this state, unless it is closed or full.
     fn enter(&self, mut state: u64) -> bool {
-        let job = number(state);
-        while number(state) == job && places(state) > 0 {
+        let job = job_number(state);
+        while job_number(state) == job && free_slots(state) > 0 {
             match self.state.compare_exchange_weak(
                 state,
-                state - ONE_PLACE + ONE_INSIDE,
+                state - ONE_SLOT + ONE_INSIDE,
                 Ordering::Acquire,
                 Ordering::Relaxed,
             ) {
                 Ok(_) => return true,
-                Err(now) => state = now,
+                Err(current) => state = current,
             }
         }
         false

@@ -64,10 +64,10 @@ impl WandbMonitor {
     /// [`Error::Io`] if the folder, or a folder in it, cannot be created; [`MonitorError::WandbRunId`] if
     /// `WANDB_RUN_ID` cannot be part of a file name.
     pub fn create(config: &WandbConfig) -> Result<Option<Self>> {
-        Self::of_environment(config, |name| std::env::var_os(name))
+        Self::from_environment(config, |name| std::env::var_os(name))
     }
 
-    fn of_environment(config: &WandbConfig, variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<Self>> {
+    fn from_environment(config: &WandbConfig, variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<Self>> {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
         let text = |name: &str| variable(name).map(|value| value.to_string_lossy().into_owned());
         if text(MODE).is_some_and(|mode| mode.eq_ignore_ascii_case("disabled")) {
@@ -95,7 +95,7 @@ impl WandbMonitor {
             let record = open.maker.config(run);
             open.append(&[record])?;
             open.folder.remember(run)?;
-            return self.opened(open, "is continued in");
+            return self.announce(open, "is continued in");
         }
         let identity = WandbRunIdentity {
             id: self.id.clone().unwrap_or_else(run_folder::new_id),
@@ -108,12 +108,12 @@ impl WandbMonitor {
         let mut open = OpenWandbRun { identity, folder, log, maker: RecordMaker::default() };
         let records = [open.maker.header(), open.maker.run(&open.identity, &self.config, run)];
         open.append(&records)?;
-        self.opened(open, "is written to")
+        self.announce(open, "is written to")
     }
 
-    fn opened(&mut self, run: OpenWandbRun, how: &str) -> Result<()> {
+    fn announce(&mut self, run: OpenWandbRun, phrase: &str) -> Result<()> {
         let (id, path) = (&run.identity.id, run.folder.path().display());
-        emit(&format!("Weights & Biases run {id} {how} {path}; upload it with wandb sync"));
+        emit(&format!("Weights & Biases run {id} {phrase} {path}; upload it with wandb sync"));
         self.run = Some(run);
         Ok(())
     }
@@ -190,7 +190,7 @@ mod tests {
     fn monitor(folder: &Path) -> WandbMonitor {
         let config = WandbConfig { group: None, team: None, project: "p".into() };
         let variable = |name: &str| (name == DIR).then(|| folder.as_os_str().to_owned());
-        WandbMonitor::of_environment(&config, variable).unwrap().unwrap()
+        WandbMonitor::from_environment(&config, variable).unwrap().unwrap()
     }
 
     fn description(restart: u64, loaded: Option<(&Path, u64)>) -> RunDescription {
@@ -264,15 +264,15 @@ mod tests {
         let bytes = std::fs::read(&path).unwrap();
         std::fs::write(&path, &bytes[..bytes.len() - 5]).unwrap();
 
-        let mut again = monitor(dir.path());
+        let mut resumed = monitor(dir.path());
         let mut run = description(0, Some((&checkpoints, 24)));
         run.job = "20260102-000000-abcdef".into();
-        again.note(&RunMilestone::Begins(&run)).unwrap();
-        assert_eq!(again.run.as_ref().unwrap().folder.path(), folder);
-        train(&mut again, [32, 40, 48]);
-        again.note(&RunMilestone::Loaded { samples: 40 }).unwrap();
-        train(&mut again, [48, 56]);
-        again.note(&RunMilestone::Ends(RunEnding::Finished)).unwrap();
+        resumed.note(&RunMilestone::Begins(&run)).unwrap();
+        assert_eq!(resumed.run.as_ref().unwrap().folder.path(), folder);
+        train(&mut resumed, [32, 40, 48]);
+        resumed.note(&RunMilestone::Loaded { samples: 40 }).unwrap();
+        train(&mut resumed, [48, 56]);
+        resumed.note(&RunMilestone::Ends(RunEnding::Finished)).unwrap();
         assert_eq!(rows(&folder), ["8", "16", "24", "1000000", "32", "40", "48", "56", "exit"]);
         let numbers: Vec<u64> = records(&folder).into_iter().map(|(number, _)| number).collect();
         assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>());
@@ -325,27 +325,27 @@ mod tests {
     #[test]
     fn the_environment_names_folder_run_and_id_or_switches_the_monitor_off() {
         let dir = tempfile::tempdir().unwrap();
-        let with = |name: &'static str, value: &'static str| {
+        let create_with = |name: &'static str, value: &'static str| {
             let folder = dir.path().as_os_str().to_owned();
-            let variable = move |asked: &str| match asked {
+            let variable = move |requested: &str| match requested {
                 DIR => Some(folder.clone()),
-                _ => (asked == name).then(|| value.into()),
+                _ => (requested == name).then(|| value.into()),
             };
-            WandbMonitor::of_environment(&WandbConfig::default(), variable)
+            WandbMonitor::from_environment(&WandbConfig::default(), variable)
         };
-        assert!(with(MODE, "disabled").unwrap().is_none());
+        assert!(create_with(MODE, "disabled").unwrap().is_none());
         for _ in 0..2 {
-            let mut named = with(RUN_ID, "my_run-1").unwrap().unwrap();
+            let mut named = create_with(RUN_ID, "my_run-1").unwrap().unwrap();
             named.note(&RunMilestone::Begins(&description(0, None))).unwrap();
             assert!(named.run.as_ref().unwrap().folder.log_path().ends_with("run-my_run-1.wandb"));
         }
-        let mut named = with(NAME, "a name").unwrap().unwrap();
+        let mut named = create_with(NAME, "a name").unwrap().unwrap();
         named.note(&RunMilestone::Begins(&description(0, None))).unwrap();
         assert_eq!(named.run.unwrap().identity.display_name, "a name");
-        insta::assert_snapshot!(with(RUN_ID, "../x").unwrap_err(), @"environment variable WANDB_RUN_ID is `../x`; give 1 to 64 ASCII letters, digits, `-` or `_`, or remove it");
+        insta::assert_snapshot!(create_with(RUN_ID, "../x").unwrap_err(), @"environment variable WANDB_RUN_ID is `../x`; give 1 to 64 ASCII letters, digits, `-` or `_`, or remove it");
         std::fs::write(dir.path().join("file"), "").unwrap();
         let file = dir.path().join("file").into_os_string();
-        let error = WandbMonitor::of_environment(&WandbConfig::default(), |name| (name == DIR).then(|| file.clone()));
+        let error = WandbMonitor::from_environment(&WandbConfig::default(), |name| (name == DIR).then(|| file.clone()));
         let error = error.unwrap_err().to_string();
         assert!(error.starts_with("cannot write to ") && error.contains("file/wandb: "), "{error}");
     }

@@ -36,7 +36,7 @@ pub(super) struct WandbRunIdentity {
     pub start: f64,
 }
 
-/// Builds records and numbers them.
+/// A builder of numbered records.
 #[derive(Debug, Default)]
 pub(super) struct RecordMaker {
     count: u64,
@@ -188,7 +188,7 @@ mod tests {
     }
 
     /// Returns the message in a field of a record.
-    fn part(record: &[u8], field: u32) -> Vec<u8> {
+    fn field_bytes(record: &[u8], field: u32) -> Vec<u8> {
         ProtobufReader(record).all_bytes(field.into()).next().unwrap().to_vec()
     }
 
@@ -206,16 +206,16 @@ mod tests {
         maker.header();
         let record = maker.run(&identity, &config, &run);
         assert_eq!(ProtobufReader(&record).varint(1), Some(2));
-        let run = part(&record, RUN);
+        let run = field_bytes(&record, RUN);
         for (field, expected) in [(1, "abc12345"), (2, "t"), (3, "p"), (6, "g"), (8, "gpt")] {
-            assert_eq!(text(&part(&run, field)), expected);
+            assert_eq!(text(&field_bytes(&run, field)), expected);
         }
-        let start = part(&run, 17);
+        let start = field_bytes(&run, 17);
         assert_eq!((ProtobufReader(&start).varint(1), ProtobufReader(&start).varint(2)), (Some(1), Some(500_000_000)));
-        let config = part(&run, 4);
+        let config = field_bytes(&run, 4);
         let items: Vec<(String, String)> = ProtobufReader(&config)
             .all_bytes(1)
-            .map(|item| (text(&part(item, 1)).into(), text(&part(item, VALUE_JSON)).into()))
+            .map(|item| (text(&field_bytes(item, 1)).into(), text(&field_bytes(item, VALUE_JSON)).into()))
             .collect();
         assert_eq!(
             items,
@@ -231,10 +231,10 @@ mod tests {
         let mut maker = RecordMaker::after(40);
         let rows = maker.row(8, &events, 12.5, 2.0);
         for (record, field) in rows.iter().zip([HISTORY, SUMMARY]) {
-            let list = part(record, field);
+            let list = field_bytes(record, field);
             let items: Vec<(String, String)> = ProtobufReader(&list)
                 .all_bytes(1)
-                .map(|item| (text(&part(item, 2)).into(), text(&part(item, VALUE_JSON)).into()))
+                .map(|item| (text(&field_bytes(item, 2)).into(), text(&field_bytes(item, VALUE_JSON)).into()))
                 .collect();
             let head: Vec<(&str, &str)> = items[..3].iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
             assert_eq!(head, [("_step", "8"), ("_timestamp", "12.5"), ("_runtime", "10.5")]);
@@ -259,11 +259,11 @@ mod tests {
     fn the_last_of_several_values_of_a_tag_counts() {
         let events = [MonitorEvent::new("x", 1.0, 1), MonitorEvent::new("x", 2.0, 1)];
         let [row, _] = RecordMaker::default().row(1, &events, 0.0, 0.0);
-        let row = part(&row, HISTORY);
+        let row = field_bytes(&row, HISTORY);
         let values: Vec<Vec<u8>> = ProtobufReader(&row)
             .all_bytes(1)
-            .filter(|item| part(item, 2) == b"x")
-            .map(|item| part(item, VALUE_JSON))
+            .filter(|item| field_bytes(item, 2) == b"x")
+            .map(|item| field_bytes(item, VALUE_JSON))
             .collect();
         assert_eq!(values, [b"2.0"]);
     }

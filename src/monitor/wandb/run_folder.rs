@@ -63,8 +63,8 @@ impl WandbRunFolder {
         /// environment gives may begin in the same second.
         const MAX_SECONDS: u32 = 100;
         files::sweep_unfinished(folder);
-        for later in 0..MAX_SECONDS {
-            let stamp = stamp(identity.start + f64::from(later)).replace('-', "_");
+        for offset in 0..MAX_SECONDS {
+            let stamp = stamp(identity.start + f64::from(offset)).replace('-', "_");
             let path = folder.join(format!("{PREFIX}{stamp}-{}", identity.id));
             match std::fs::create_dir(&path) {
                 Ok(()) => return Self::begin_in(path, identity, run),
@@ -78,9 +78,9 @@ impl WandbRunFolder {
     }
 
     fn begin_in(path: PathBuf, identity: &WandbRunIdentity, run: &RunDescription) -> Result<(Self, File)> {
-        let failed = |source| Error::Io { action: "write to", path: path.clone(), source };
-        let FolderLockOutcome::Held(lock) = FolderLock::ask(&path, LOCK_RELEASE_TIMEOUT).map_err(failed)? else {
-            return Err(failed(std::io::Error::new(ErrorKind::WouldBlock, "another process has locked it")));
+        let io_error = |source| Error::Io { action: "write to", path: path.clone(), source };
+        let FolderLockOutcome::Held(lock) = FolderLock::ask(&path, LOCK_RELEASE_TIMEOUT).map_err(io_error)? else {
+            return Err(io_error(std::io::Error::new(ErrorKind::WouldBlock, "another process has locked it")));
         };
         let origin = ResumeInfo {
             id: identity.id.clone(),
@@ -92,7 +92,7 @@ impl WandbRunFolder {
             checkpoints: None,
         };
         // wandb's own runs have this folder for files that are uploaded with them.
-        std::fs::create_dir(path.join("files")).map_err(failed)?;
+        std::fs::create_dir(path.join("files")).map_err(io_error)?;
         let folder = Self { identity: identity.clone(), origin, _lock: lock, path };
         folder.write_origin()?;
         let path = folder.log_path();
@@ -105,7 +105,7 @@ impl WandbRunFolder {
     /// Folders to which another process writes are left out.
     pub fn continued_by<'a>(run: &'a RunDescription, folder: &Path) -> impl Iterator<Item = Self> + 'a {
         let loaded = run.loaded_from.as_ref().map(|folder| path_hash(folder));
-        let mut found: Vec<(PathBuf, ResumeInfo)> = std::fs::read_dir(folder)
+        let mut candidates: Vec<(PathBuf, ResumeInfo)> = std::fs::read_dir(folder)
             .into_iter()
             .flatten()
             .flatten()
@@ -114,10 +114,11 @@ impl WandbRunFolder {
             // A run that this job has written since its last restart belongs to another engine of this process.
             .filter(|(_, origin)| origin.name == run.name && (origin.job != run.job || origin.restart < run.restart))
             .collect();
-        found.sort_by(|a, b| a.0.file_name().cmp(&b.0.file_name()));
-        let saved = found.iter().rev().filter(|(_, origin)| loaded.is_some() && origin.checkpoints == loaded);
-        let of_job = found.iter().filter(|(_, origin)| origin.job == run.job);
-        let paths: Vec<PathBuf> = saved.chain(of_job).map(|(path, _)| path.clone()).collect();
+        candidates.sort_by(|a, b| a.0.file_name().cmp(&b.0.file_name()));
+        let same_checkpoints =
+            candidates.iter().rev().filter(|(_, origin)| loaded.is_some() && origin.checkpoints == loaded);
+        let same_job = candidates.iter().filter(|(_, origin)| origin.job == run.job);
+        let paths: Vec<PathBuf> = same_checkpoints.chain(same_job).map(|(path, _)| path.clone()).collect();
         paths.into_iter().filter_map(Self::lock)
     }
 
@@ -158,7 +159,7 @@ impl WandbRunFolder {
         };
         match open() {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            opened => opened.map_err(|source| Error::Io { action: "continue", path, source }),
+            result => result.map_err(|source| Error::Io { action: "continue", path, source }),
         }
     }
 

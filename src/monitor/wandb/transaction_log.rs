@@ -78,14 +78,14 @@ fn push_record(bytes: &mut Vec<u8>, start: u64, record: &[u8]) {
     let mut rest = record;
     let mut is_first = true;
     loop {
-        let left = BLOCK - (start + bytes.len() as u64) % BLOCK;
-        if left < FRAME_HEADER {
-            bytes.extend(std::iter::repeat_n(0, left as usize));
+        let remaining = BLOCK - (start + bytes.len() as u64) % BLOCK;
+        if remaining < FRAME_HEADER {
+            bytes.extend(std::iter::repeat_n(0, remaining as usize));
             continue;
         }
-        let room = (left - FRAME_HEADER) as usize;
-        let (data, more) = rest.split_at(room.min(rest.len()));
-        rest = more;
+        let capacity = (remaining - FRAME_HEADER) as usize;
+        let (data, tail) = rest.split_at(capacity.min(rest.len()));
+        rest = tail;
         let kind = match (is_first, rest.is_empty()) {
             (true, true) => FULL,
             (true, false) => FIRST,
@@ -120,14 +120,14 @@ fn kept_length(file: &File, mut is_kept: impl FnMut(&[u8]) -> bool) -> Result<Op
     if !reader.fill(&mut header)? || header != FILE_HEADER {
         return Ok(None);
     }
-    let mut kept = reader.position;
+    let mut len = reader.position;
     while let Some(record) = reader.record()? {
         if !is_kept(&record) {
             break;
         }
-        kept = reader.position;
+        len = reader.position;
     }
-    Ok(Some(kept))
+    Ok(Some(len))
 }
 
 /// A reader of records, one after the other.
@@ -151,10 +151,10 @@ impl<R: Read> LogReader<R> {
 
     /// Returns the kind and the data of the next frame, or `None` if it is damaged or cut off.
     fn frame(&mut self) -> Result<Option<(u8, Vec<u8>)>> {
-        let left = BLOCK - self.position % BLOCK;
+        let remaining = BLOCK - self.position % BLOCK;
         let mut padding = [0; FRAME_HEADER as usize];
-        if left < FRAME_HEADER {
-            let padding = &mut padding[..left as usize];
+        if remaining < FRAME_HEADER {
+            let padding = &mut padding[..remaining as usize];
             if !self.fill(padding)? || padding.iter().any(|byte| *byte != 0) {
                 return Ok(None);
             }
@@ -166,8 +166,8 @@ impl<R: Read> LogReader<R> {
         let [a, b, c, d, low, high, kind] = header;
         let mut data = vec![0; usize::from(u16::from_le_bytes([low, high]))];
         let fits = data.len() as u64 <= BLOCK - 1 - (self.position - 1) % BLOCK;
-        let is_whole = fits && self.fill(&mut data)? && checksum(kind, &data) == u32::from_le_bytes([a, b, c, d]);
-        Ok(is_whole.then_some((kind, data)))
+        let is_intact = fits && self.fill(&mut data)? && checksum(kind, &data) == u32::from_le_bytes([a, b, c, d]);
+        Ok(is_intact.then_some((kind, data)))
     }
 
     /// Returns the next record, or `None` if no complete record follows.
@@ -241,9 +241,9 @@ mod tests {
         let path = dir.path().join("run-x.wandb");
         let block = BLOCK as usize;
         // After the first record, 0 to 15 bytes of its block are left.
-        for left in 0..16 {
+        for remaining in 0..16 {
             _ = std::fs::remove_file(&path);
-            let written: Vec<Vec<u8>> = [block - 14 - left, 0, 1, 2 * block + 17, block - 7, 3]
+            let written: Vec<Vec<u8>> = [block - 14 - remaining, 0, 1, 2 * block + 17, block - 7, 3]
                 .iter()
                 .enumerate()
                 .map(|(number, size)| vec![number as u8 + 1; *size])
@@ -251,7 +251,7 @@ mod tests {
             let mut log = TransactionLog::begin(open(&path)).unwrap();
             log.append(&written[..2]).unwrap();
             log.append(&written[2..]).unwrap();
-            assert_eq!(records(&path), written, "{left}");
+            assert_eq!(records(&path), written, "{remaining}");
             assert_eq!(path.metadata().unwrap().len(), log.len);
             drop(log);
 
@@ -261,11 +261,11 @@ mod tests {
             log.append(&[b"new".to_vec()]).unwrap();
             let mut expected = written.clone();
             expected[5] = b"new".to_vec();
-            assert_eq!(records(&path), expected, "{left}");
+            assert_eq!(records(&path), expected, "{remaining}");
             log.rewind(|record| record.len() < 2 * block).unwrap();
-            assert_eq!(records(&path), written[..3], "{left}");
+            assert_eq!(records(&path), written[..3], "{remaining}");
             log.append(&written[3..]).unwrap();
-            assert_eq!(records(&path), written, "{left}");
+            assert_eq!(records(&path), written, "{remaining}");
         }
     }
 

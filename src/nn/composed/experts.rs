@@ -95,24 +95,24 @@ fn sigmoid(x: &Tensor) -> Result<Tensor> {
 }
 
 /// See [`crate::nn::add_gated`].
-pub fn add_gated(onto: &Tensor, gate: &Tensor, x: &Tensor) -> Result<Tensor> {
+pub fn add_gated(base: &Tensor, gate: &Tensor, x: &Tensor) -> Result<Tensor> {
     let mut shape = x.dims().to_vec();
     shape[x.rank() - 1] = 1;
     let factor = sigmoid(&wide(&gate.reshape(shape)?)?)?;
-    (wide(onto)? + wide(x)?.broadcast_mul(&factor)?)?.to_dtype(onto.dtype())
+    (wide(base)? + wide(x)?.broadcast_mul(&factor)?)?.to_dtype(base.dtype())
 }
 
 /// Returns the loss of [`crate::nn::load_balancing_loss`]: the sum of the experts' probabilities, each multiplied by
-/// the factor of its expert in `factors`. Rows for which `counts` is false are left out. A loss of f64 logits is in
+/// the factor of its expert in `factors`. Rows for which `mask` is false are left out. A loss of f64 logits is in
 /// f64.
-pub fn load_balancing_loss(logits: &[&Tensor], factors: &[f64], counts: Option<&[bool]>) -> Result<Tensor> {
+pub fn load_balancing_loss(logits: &[&Tensor], factors: &[f64], mask: Option<&[bool]>) -> Result<Tensor> {
     let mut loss = None;
     for logits in logits {
         let logits = wide(&logits.reshape(((), factors.len()))?)?;
         let mut p = candle_nn::ops::softmax(&logits, D::Minus1)?;
-        if let Some(counts) = counts {
-            let counts: Vec<f32> = counts.iter().map(|counts| f32::from(*counts)).collect();
-            p = p.broadcast_mul(&Tensor::new(counts, p.device())?.unsqueeze(1)?.to_dtype(p.dtype())?)?;
+        if let Some(mask) = mask {
+            let mask: Vec<f32> = mask.iter().map(|mask| f32::from(*mask)).collect();
+            p = p.broadcast_mul(&Tensor::new(mask, p.device())?.unsqueeze(1)?.to_dtype(p.dtype())?)?;
         }
         let factors = Tensor::new(factors, p.device())?.to_dtype(p.dtype())?;
         let part = p.broadcast_mul(&factors)?.sum_all()?;

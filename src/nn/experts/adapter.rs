@@ -37,8 +37,8 @@ impl ExpertAdapter {
     /// Checks that the matrices match a projection.
     pub(super) fn check(&self, sizes: &ProjectionSizes) -> Result<()> {
         let ((rows, inputs), (outputs, columns)) = (self.a.dims2()?, self.b.dims2()?);
-        let is_whole = rows > 0 && rows.is_multiple_of(sizes.experts);
-        if !is_whole || columns != rows || inputs != sizes.inputs || outputs != sizes.outputs() {
+        let is_divisible = rows > 0 && rows.is_multiple_of(sizes.experts);
+        if !is_divisible || columns != rows || inputs != sizes.inputs || outputs != sizes.outputs() {
             bail!(
                 "experts: the adapter's matrices have shapes {:?} and {:?}; {} of {} and {} {} \
                  [{} r, {}] and [{}, {} r]",
@@ -147,37 +147,37 @@ impl AdapterSizes {
         }
     }
 
-    /// Calls `look` with rows of `x` (`width` elements for each slot) in f32, and their experts: all together if they
+    /// Calls `f` with rows of `x` (`width` elements for each slot) in f32, and their experts: all together if they
     /// are already f32, otherwise a few at a time. The division of an expert's rows does not depend on other experts.
-    fn in_f32<E: TensorElement>(&self, x: &[E], width: usize, mut look: impl FnMut(&[Piece], &[f32])) {
+    fn in_f32<E: TensorElement>(&self, x: &[E], width: usize, mut f: impl FnMut(&[Piece], &[f32])) {
         let hit = || self.assignment.hit().map(|expert| (expert, self.assignment.slots_of(expert)));
         if E::KIND == ElementDtype::F32 {
-            return look(&hit().collect::<Vec<_>>(), bytemuck::cast_slice(x));
+            return f(&hit().collect::<Vec<_>>(), bytemuck::cast_slice(x));
         }
         let pieces = hit().flat_map(|(expert, slots)| {
             let ends = slots.end;
             slots.step_by(ROWS).map(move |start| (expert, start..ends.min(start + ROWS)))
         });
         let pieces: Vec<Piece> = pieces.collect();
-        let mut room = buffer::<f32>(self.assignment.slots().min(ROWS) * width);
+        let mut scratch = buffer::<f32>(self.assignment.slots().min(ROWS) * width);
         let mut rest = &pieces[..];
         while let Some((_, first)) = rest.first() {
             let count = rest.iter().take_while(|(_, slots)| slots.end - first.start <= ROWS).count();
-            let (now, later) = rest.split_at(count);
-            let end = now.last().map_or(first.end, |(_, slots)| slots.end);
-            let room = &mut room[..(end - first.start) * width];
-            E::widen(&x[first.start * width..end * width], room);
-            look(now, room);
-            rest = later;
+            let (batch, remaining) = rest.split_at(count);
+            let end = batch.last().map_or(first.end, |(_, slots)| slots.end);
+            let scratch = &mut scratch[..(end - first.start) * width];
+            E::widen(&x[first.start * width..end * width], scratch);
+            f(batch, scratch);
+            rest = remaining;
         }
     }
 
-    /// Returns h `[slots, r]`, the thin products x A_e^T.
+    /// Returns h `[slots, r]`, the low-rank products x A_e^T.
     pub fn project_down<E: TensorElement>(&self, x: &[E], a: &[f32]) -> Vec<f32> {
         let (inputs, rank) = (self.inputs, self.rank);
         let mut h = buffer::<f32>(self.assignment.slots() * rank);
         self.in_f32(x, inputs, |pieces, x| {
-            grouped(pieces, &mut h, rank, |expert, rows| {
+            run_grouped(pieces, &mut h, rank, |expert, rows| {
                 let a = Matrix::new(&a[expert * rank * inputs..][..rank * inputs], rank, inputs).t();
                 (Matrix::new(&x[rows.start * inputs..rows.end * inputs], rows.len(), inputs), a, Epilogue::default())
             });
@@ -190,7 +190,7 @@ impl AdapterSizes {
         let (outputs, rank) = (self.outputs, self.rank);
         let pieces: Vec<Piece> =
             self.assignment.hit().map(|expert| (expert, self.assignment.slots_of(expert))).collect();
-        grouped(&pieces, y, outputs, |expert, rows| {
+        run_grouped(&pieces, y, outputs, |expert, rows| {
             let b = Matrix::new(&b[expert * rank * outputs..][..rank * outputs], rank, outputs);
             let h = Matrix::new(&h[rows.start * rank..rows.end * rank], rows.len(), rank);
             (h, b, Epilogue { scale: self.scale, ..Epilogue::default() })
@@ -209,7 +209,7 @@ impl AdapterSizes {
         let (outputs, rank, scale) = (self.outputs, self.rank, self.scale);
         let mut dh = buffer::<f32>(self.assignment.slots() * rank);
         self.in_f32(g, outputs, |pieces, g| {
-            grouped(pieces, &mut dh, rank, |expert, rows| {
+            run_grouped(pieces, &mut dh, rank, |expert, rows| {
                 let b = Matrix::new(&b[expert * rank * outputs..][..rank * outputs], rank, outputs).t();
                 let g = Matrix::new(&g[rows.start * outputs..rows.end * outputs], rows.len(), outputs);
                 (g, b, Epilogue { scale, ..Epilogue::default() })
@@ -228,13 +228,13 @@ impl AdapterSizes {
         da
     }
 
-    /// Adds `scale thin^T wide` of each expert's rows to its matrix `[r, width]`. `thin` has the rows of all slots,
-    /// `wide` those of the pieces.
+    /// Adds `scale low_rank^T wide` of each expert's rows to its matrix `[r, width]`. `low_rank` has the rows of all
+    /// slots, and `wide` has those of the pieces.
     fn add_to_matrices(
         &self,
         pieces: &[Piece],
         matrices: &mut [f32],
-        (thin, wide, width): (&[f32], &[f32], usize),
+        (low_rank, wide, width): (&[f32], &[f32], usize),
         scale: f32,
     ) {
         let rank = self.rank;
@@ -247,7 +247,7 @@ impl AdapterSizes {
             let wide = &wide[(slots.start - start) * width..(slots.end - start) * width];
             products.push(Product {
                 result: MatrixMut::new(matrix, rank, width),
-                a: Matrix::new(&thin[slots.start * rank..slots.end * rank], slots.len(), rank).t(),
+                a: Matrix::new(&low_rank[slots.start * rank..slots.end * rank], slots.len(), rank).t(),
                 b: Matrix::new(wide, slots.len(), width),
                 epilogue: Epilogue { accumulate: true, scale, ..Epilogue::default() },
             });
@@ -260,7 +260,7 @@ impl AdapterSizes {
         let (inputs, rank) = (self.inputs, self.rank);
         let pieces: Vec<Piece> =
             self.assignment.hit().map(|expert| (expert, self.assignment.slots_of(expert))).collect();
-        grouped(&pieces, dx, inputs, |expert, rows| {
+        run_grouped(&pieces, dx, inputs, |expert, rows| {
             let a = Matrix::new(&a[expert * rank * inputs..][..rank * inputs], rank, inputs);
             let dh = Matrix::new(&dh[rows.start * rank..rows.end * rank], rows.len(), rank);
             (dh, a, Epilogue { accumulate, ..Epilogue::default() })
@@ -270,7 +270,7 @@ impl AdapterSizes {
 
 /// Computes a product for each piece in one pass. The results are rows of `width` elements in `y`, which has those of
 /// all slots. `operands` receives the expert and the rows, counted from the first piece.
-fn grouped<'a, C: TensorElement>(
+fn run_grouped<'a, C: TensorElement>(
     pieces: &[Piece],
     y: &'a mut [C],
     width: usize,
@@ -280,10 +280,10 @@ fn grouped<'a, C: TensorElement>(
     let mut rest = &mut y[start * width..];
     let mut products = Vec::new();
     for (expert, slots) in pieces {
-        let (mine, others) = std::mem::take(&mut rest).split_at_mut(slots.len() * width);
+        let (part, others) = std::mem::take(&mut rest).split_at_mut(slots.len() * width);
         rest = others;
         let (a, b, epilogue) = operands(*expert, slots.start - start..slots.end - start);
-        products.push(Product { result: MatrixMut::new(mine, slots.len(), width), a, b, epilogue });
+        products.push(Product { result: MatrixMut::new(part, slots.len(), width), a, b, epilogue });
     }
     gemm_grouped(products);
 }

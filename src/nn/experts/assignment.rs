@@ -21,9 +21,9 @@ pub struct ExpertAssignment {
     /// The first slot of each expert, and the number of all slots.
     starts: Vec<usize>,
     /// The row of each slot.
-    row_of: Vec<u32>,
+    slot_rows: Vec<u32>,
     /// The position of each slot's choice among all choices.
-    choice_of: Vec<u32>,
+    slot_choices: Vec<u32>,
     /// The slots of each row, row by row, in ascending order of the experts' numbers.
     slots: Vec<u32>,
     /// The start of each row in `slots`, and the end of the last one.
@@ -80,15 +80,15 @@ impl ExpertAssignment {
         let rows = choices.len() / k;
         let mut next = starts.clone();
         let n_slots = starts[range.len()];
-        let (mut row_of, mut choice_of) = (vec![0; n_slots], vec![0; n_slots]);
+        let (mut slot_rows, mut slot_choices) = (vec![0; n_slots], vec![0; n_slots]);
         let mut row_starts = vec![0; rows + 1];
         for (i, expert) in choices.iter().enumerate().filter(|(_, expert)| range.contains(&(**expert as usize))) {
             let (row, local) = (i / k, *expert as usize - range.start);
             let slot = next[local];
-            if slot > starts[local] && row_of[slot - 1] == row as u32 {
+            if slot > starts[local] && slot_rows[slot - 1] == row as u32 {
                 bail!("experts: row {row} chooses expert {expert} twice; the experts of a row must differ")
             }
-            (row_of[slot], choice_of[slot]) = (row as u32, i as u32);
+            (slot_rows[slot], slot_choices[slot]) = (row as u32, i as u32);
             next[local] += 1;
             row_starts[row + 1] += 1;
         }
@@ -97,11 +97,11 @@ impl ExpertAssignment {
         }
         let mut next = row_starts.clone();
         let mut slots = vec![0; n_slots];
-        for (slot, row) in row_of.iter().enumerate() {
+        for (slot, row) in slot_rows.iter().enumerate() {
             slots[next[*row as usize] as usize] = slot as u32;
             next[*row as usize] += 1;
         }
-        Ok(Self { starts, row_of, choice_of, slots, row_starts })
+        Ok(Self { starts, slot_rows, slot_choices, slots, row_starts })
     }
 
     /// Returns the number of experts.
@@ -116,7 +116,7 @@ impl ExpertAssignment {
 
     /// Returns the number of slots.
     pub fn slots(&self) -> usize {
-        self.row_of.len()
+        self.slot_rows.len()
     }
 
     /// Returns the slots of an expert.
@@ -137,32 +137,34 @@ impl ExpertAssignment {
     pub(super) fn narrowed(&self, experts: Range<usize>) -> Self {
         let slots = self.slots_of_range(&experts);
         let starts = self.starts.iter().map(|start| start.clamp(&slots.start, &slots.end) - slots.start).collect();
-        let (row_of, choice_of) = (self.row_of[slots.clone()].to_vec(), self.choice_of[slots.clone()].to_vec());
+        let (slot_rows, slot_choices) =
+            (self.slot_rows[slots.clone()].to_vec(), self.slot_choices[slots.clone()].to_vec());
         let mut row_starts = vec![0; self.row_starts.len()];
-        row_of.iter().for_each(|row| row_starts[*row as usize + 1] += 1);
+        slot_rows.iter().for_each(|row| row_starts[*row as usize + 1] += 1);
         for row in 1..row_starts.len() {
             row_starts[row] += row_starts[row - 1];
         }
-        let mine = self.slots.iter().map(|slot| *slot as usize).filter(|slot| slots.contains(slot));
-        Self { starts, row_of, choice_of, slots: mine.map(|slot| (slot - slots.start) as u32).collect(), row_starts }
+        let local_slots = self.slots.iter().map(|slot| *slot as usize).filter(|slot| slots.contains(slot));
+        let local_slots = local_slots.map(|slot| (slot - slots.start) as u32).collect();
+        Self { starts, slot_rows, slot_choices, slots: local_slots, row_starts }
     }
 
     /// Returns the row of each slot.
     pub fn row_of_slots(&self) -> &[u32] {
-        &self.row_of
+        &self.slot_rows
     }
 
     /// Returns, for each slot, the position of its choice among the choices of all rows.
     pub fn choice_of_slots(&self) -> &[u32] {
-        &self.choice_of
+        &self.slot_choices
     }
 
-    /// Returns the number of rows that chose each expert.
+    /// Returns the number of rows that were routed to each expert.
     pub fn counts(&self) -> Vec<usize> {
         self.starts.windows(2).map(|pair| pair[1] - pair[0]).collect()
     }
 
-    /// Returns the experts that at least one row chose, in ascending order.
+    /// Returns the experts to which at least one row was routed, in ascending order.
     pub fn hit(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.experts()).filter(|expert| !self.slots_of(*expert).is_empty())
     }
@@ -235,14 +237,15 @@ mod tests {
         }
 
         #[test]
-        fn ranges_of_experts_divide_the_slots((experts, k, choices) in choices(), at in 0usize..9) {
-            let at = at.min(experts);
-            let whole = ExpertAssignment::new(&choices, k, experts).unwrap();
-            let parts = [0..at, at..experts].map(|range| ExpertAssignment::of_range(&choices, k, experts, range).unwrap());
-            prop_assert_eq!(parts.iter().flat_map(ExpertAssignment::counts).collect::<Vec<_>>(), whole.counts());
+        fn ranges_of_experts_divide_the_slots((experts, k, choices) in choices(), split in 0usize..9) {
+            let split = split.min(experts);
+            let full = ExpertAssignment::new(&choices, k, experts).unwrap();
+            let parts = [0..split, split..experts]
+                .map(|range| ExpertAssignment::of_range(&choices, k, experts, range).unwrap());
+            prop_assert_eq!(parts.iter().flat_map(ExpertAssignment::counts).collect::<Vec<_>>(), full.counts());
             let slots: Vec<u32> = parts.iter().flat_map(|part| part.choice_of_slots().to_vec()).collect();
-            prop_assert_eq!(&slots[..], whole.choice_of_slots());
-            prop_assert!(parts.iter().all(|part| part.rows() == whole.rows()));
+            prop_assert_eq!(&slots[..], full.choice_of_slots());
+            prop_assert!(parts.iter().all(|part| part.rows() == full.rows()));
         }
     }
 
@@ -261,10 +264,10 @@ mod tests {
     #[test]
     fn a_part_is_the_assignment_of_its_experts_with_the_numbers_of_the_whole() {
         let choices = [2, 0, 0, 1, 2, 1, 4, 2];
-        let whole = ExpertAssignment::new(&choices, 2, 5).unwrap();
+        let full = ExpertAssignment::new(&choices, 2, 5).unwrap();
         for range in [0..5, 0..0, 1..3, 2..5, 3..4, 5..5] {
             let (part, renumbered) =
-                (whole.narrowed(range.clone()), ExpertAssignment::of_range(&choices, 2, 5, range.clone()).unwrap());
+                (full.narrowed(range.clone()), ExpertAssignment::of_range(&choices, 2, 5, range.clone()).unwrap());
             assert_eq!((part.experts(), part.rows()), (5, 4));
             assert_eq!(part.row_of_slots(), renumbered.row_of_slots());
             assert_eq!(part.choice_of_slots(), renumbered.choice_of_slots());
@@ -273,7 +276,7 @@ mod tests {
             for expert in range.clone() {
                 assert_eq!(part.slots_of(expert), renumbered.slots_of(expert - range.start));
             }
-            assert_eq!(part.slots(), whole.slots_of_range(&range).len());
+            assert_eq!(part.slots(), full.slots_of_range(&range).len());
             assert!(part.hit().all(|expert| range.contains(&expert)));
         }
     }

@@ -20,23 +20,23 @@ use candle_core::{CpuStorage, Result, Tensor, bail};
 ///   loss = E sum over e of (T_e / R) (S_e / R)
 /// ```
 ///
-/// E is the number of experts. T_e is the number of rows that chose expert e, and S_e is the sum of its probabilities (a
-/// softmax over all experts, whatever the router's order of operations), both over the rows of all layers. R is the
-/// number of rows times the number of layers. This is one loss for the model, not the mean of the layers' losses. With
-/// perfect balance, the loss is the number of experts per row. T_e is a constant for the gradient.
+/// E is the number of experts. T_e is the number of rows that were routed to expert e, and S_e is the sum of its
+/// probabilities (a softmax over all experts, whatever the router's order of operations), both over the rows of all
+/// layers. R is the number of rows times the number of layers. This is one loss for the model, not the mean of the
+/// layers' losses. With perfect balance, the loss is the number of experts per row. T_e is a constant for the gradient.
 ///
-/// `counts`, if given, has one element for each row of a layer. Rows with `false` (padding) do not count.
+/// `mask`, if given, has one element for each row of a layer. Rows with `false` (padding) do not count.
 ///
 /// # Errors
-/// No layer; layers of different sizes; `counts` of a different length; no row that counts.
-pub fn load_balancing_loss(layers: &[Routing], counts: Option<&[bool]>) -> Result<Tensor> {
-    loss_among(layers, counts, &EngineLink::default())
+/// No layer; layers of different sizes; `mask` of a different length; no row that counts.
+pub fn load_balancing_loss(layers: &[Routing], mask: Option<&[bool]>) -> Result<Tensor> {
+    loss_over_ranks(layers, mask, &EngineLink::default())
 }
 
 /// The load-balancing loss of a batch that is divided among the ranks of an engine.
 ///
-/// The loss is not a mean over rows. If each rank computed the loss for its own rows only, the loss in training
-/// would differ from that of a single rank with all rows. T_e and R are therefore counted over all ranks, and each rank's
+/// The loss is not a mean over rows. If each rank computed the loss for its own rows only, the loss in training would
+/// differ from that of a single rank with all rows. T_e and R are therefore counted over all ranks, and each rank's
 /// part is scaled so that the mean over ranks, which an engine computes, is the loss of the complete batch. Without an
 /// engine, this is [`load_balancing_loss`].
 #[derive(Debug, Clone)]
@@ -56,13 +56,13 @@ impl SyncBalanceLoss {
     /// # Errors
     /// The errors of [`load_balancing_loss`], except that a rank may have no row that counts if another rank has one; a
     /// failed collective.
-    pub fn loss(&self, layers: &[Routing], counts: Option<&[bool]>) -> Result<Tensor> {
-        loss_among(layers, counts, &self.link)
+    pub fn loss(&self, layers: &[Routing], mask: Option<&[bool]>) -> Result<Tensor> {
+        loss_over_ranks(layers, mask, &self.link)
     }
 }
 
 /// Computes this rank's part of the loss. In an engine, `link` connects this rank to the others.
-fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) -> Result<Tensor> {
+fn loss_over_ranks(layers: &[Routing], mask: Option<&[bool]>, link: &EngineLink) -> Result<Tensor> {
     let Some(first) = layers.first() else {
         bail!("{NAME}: there is no layer with experts; compute the loss only for models that have one")
     };
@@ -83,32 +83,32 @@ fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) ->
             )
         }
     }
-    if let Some(counts) = counts
-        && counts.len() != rows
+    if let Some(mask) = mask
+        && mask.len() != rows
     {
         bail!(
             "{NAME}: the mask has {}; there {} {}",
-            util::counted(counts.len(), "element"),
+            util::counted(mask.len(), "element"),
             util::is_or_are(rows),
             util::counted(rows, "row")
         )
     }
-    let counted = counts.map_or(rows, |counts| counts.iter().filter(|counts| **counts).count());
-    let does_count = |row: usize| counts.is_none_or(|counts| counts[row]);
+    let counted_rows = mask.map_or(rows, |mask| mask.iter().filter(|mask| **mask).count());
+    let is_counted = |row: usize| mask.is_none_or(|mask| mask[row]);
     // The number of rows, and then the number of choices of each expert.
     let mut numbers = vec![0f64; 1 + experts];
-    numbers[0] = counted as f64;
+    numbers[0] = counted_rows as f64;
     for layer in layers {
         for (i, expert) in layer.choices().iter().enumerate() {
-            numbers[1 + *expert as usize] += f64::from(u8::from(does_count(i / k)));
+            numbers[1 + *expert as usize] += f64::from(u8::from(is_counted(i / k)));
         }
     }
     let mut ranks = 1.0;
     if let Some(core) = link.core() {
-        let of_ranks = core.numbers_of_all(numbers.clone())?;
-        ranks = of_ranks.len() as f64;
+        let all_ranks = core.numbers_of_all(numbers.clone())?;
+        ranks = all_ranks.len() as f64;
         for (i, sum) in numbers.iter_mut().enumerate() {
-            *sum = of_ranks.iter().map(|rank| rank[i]).sum();
+            *sum = all_ranks.iter().map(|rank| rank[i]).sum();
         }
     }
     if numbers[0] == 0.0 {
@@ -122,12 +122,12 @@ fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) ->
     let factors: Vec<f64> = numbers[1..].iter().map(|chosen| ranks * experts as f64 * chosen / (n * n)).collect();
     if !layers.iter().all(|layer| has_kernels(layer.logits())) {
         let logits: Vec<&Tensor> = layers.iter().map(Routing::logits).collect();
-        return composed::load_balancing_loss(&logits, &factors, counts);
+        return composed::load_balancing_loss(&logits, &factors, mask);
     }
     let mut sums = vec![0f64; experts];
     for layer in layers {
         let mut probabilities = rows_in_f32(&layer.logits().detach())?;
-        for (row, values) in probabilities.chunks_exact_mut(experts).enumerate().filter(|(row, _)| does_count(*row)) {
+        for (row, values) in probabilities.chunks_exact_mut(experts).enumerate().filter(|(row, _)| is_counted(*row)) {
             debug_assert!(row < rows);
             softmax(values);
             sums.iter_mut().zip(values).for_each(|(sum, p)| *sum += f64::from(*p));
@@ -137,14 +137,14 @@ fn loss_among(layers: &[Routing], counts: Option<&[bool]>, link: &EngineLink) ->
     let mut inputs = OpInputs::of([])?;
     let sinks = inputs.add(layers.iter().map(Routing::logits))?;
     let logits: Vec<Tensor> = layers.iter().map(|layer| layer.logits().clone()).collect();
-    let counts = counts.map(<[bool]>::to_vec);
+    let mask = mask.map(<[bool]>::to_vec);
     inputs.result(NAME, CpuStorage::F32(vec![loss as f32]), (), move |grad, []| {
         let scale = with_grad::<f32, _>(&grad, NAME, |grad| Ok(grad.first().copied().unwrap_or(0.0)))?;
         let slopes: Vec<f32> = factors.iter().map(|factor| (f64::from(scale) * factor) as f32).collect();
         for (logits, sink) in logits.iter().zip(&sinks).filter(|(_, sink)| sink.is_wanted()) {
             let mut values = rows_in_f32(&logits.detach())?;
             for_each_part(rows, ParallelChunks::new(&mut values, experts), |row, values| {
-                if counts.as_ref().is_some_and(|counts| !counts[row]) {
+                if mask.as_ref().is_some_and(|mask| !mask[row]) {
                     return values.fill(0.0);
                 }
                 softmax(values);

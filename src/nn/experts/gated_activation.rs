@@ -15,8 +15,8 @@ use candle_core::{D, Device, Result, Tensor, bail};
 /// An odd number of columns.
 pub fn gated_activation(x: &Tensor, gate: ExpertActivation, order: GateUpOrder) -> Result<Tensor> {
     const NAME: &str = "gated_activation";
-    let both = x.dim(D::Minus1)?;
-    if !both.is_multiple_of(2) {
+    let columns = x.dim(D::Minus1)?;
+    if !columns.is_multiple_of(2) {
         bail!(
             "{NAME}: the input has shape {:?}; its last dimension must be even, because it holds gate and up",
             x.dims()
@@ -25,7 +25,7 @@ pub fn gated_activation(x: &Tensor, gate: ExpertActivation, order: GateUpOrder) 
     if !has_kernels(x) {
         return composed::gated_activation(x, gate, order);
     }
-    let (x, width) = (x.contiguous()?, both / 2);
+    let (x, width) = (x.contiguous()?, columns / 2);
     let mut shape = x.dims().to_vec();
     shape[x.rank() - 1] = width;
     let inputs = OpInputs::of([Some(&x)])?;
@@ -36,19 +36,19 @@ pub fn gated_activation(x: &Tensor, gate: ExpertActivation, order: GateUpOrder) 
             Ok(y)
         });
         let y = forward(&x)?;
-        let (kept, wanted, remade_shape) = (SavedTensor::of(&x), inputs.are_wanted(), shape.clone());
-        let again = x.clone();
+        let (saved_x, needs_grad, remade_shape) = (SavedTensor::of(&x), inputs.are_wanted(), shape.clone());
+        let x_for_remake = x.clone();
         let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_x]| {
             to_x.make::<E>(2 * grad.len(), |dx| {
-                with_elements::<E, _>(&kept.get()?, NAME, |x| grad.read::<E, _>(NAME, |dy| {
+                with_elements::<E, _>(&saved_x.get()?, NAME, |x| grad.read::<E, _>(NAME, |dy| {
                     gate_up_activation::gated_backward(gate, order, (x, dy), width, dx);
                     Ok(())
                 }))
             })
         })?;
         // The product after the activation need not keep its input.
-        if wanted {
-            can_remake(&y, move || Tensor::from_vec(forward(&again)?, &remade_shape[..], &Device::Cpu));
+        if needs_grad {
+            can_remake(&y, move || Tensor::from_vec(forward(&x_for_remake)?, &remade_shape[..], &Device::Cpu));
         }
         Ok(y)
     })

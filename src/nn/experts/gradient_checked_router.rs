@@ -47,10 +47,10 @@ impl GradientCheckedRouter {
             drop(held);
             return super::route(logits, self.options);
         };
-        let is_moved = core.hold_choices();
+        let is_perturbed = core.hold_choices();
         let stream = rng_position().stream;
         let is_same = |held: &HeldChoices| held.stream == stream && held.dims == logits.dims();
-        let (choices, assignment) = match held.as_ref().filter(|held| is_moved && is_same(held)) {
+        let (choices, assignment) = match held.as_ref().filter(|held| is_perturbed && is_same(held)) {
             Some(held) => (held.choices.clone(), held.assignment.clone()),
             None => choose(logits, self.options)?,
         };

@@ -36,8 +36,8 @@ pub(super) struct GroupedGemm {
 
 impl GroupedGemm {
     /// Returns the weight of an expert as a matrix `[in, out]`.
-    fn matrix<'a, E: Copy>(&self, weight: &'a [E], part: usize) -> Matrix<'a, E> {
-        let (inputs, outputs) = (self.sizes.inputs, self.sizes.columns[part].len());
+    fn matrix<'a, E: Copy>(&self, weight: &'a [E], param: usize) -> Matrix<'a, E> {
+        let (inputs, outputs) = (self.sizes.inputs, self.sizes.columns[param].len());
         match self.layout {
             WeightLayout::OutIn => Matrix::new(weight, outputs, inputs).t(),
             WeightLayout::InOut => Matrix::new(weight, inputs, outputs),
@@ -51,9 +51,9 @@ impl GroupedGemm {
     }
 
     /// Returns the columns of a weight's outputs, in the rows of an expert.
-    pub fn columns<'a, E: Copy>(&self, g: &'a [E], part: usize, expert: usize, first: usize) -> Matrix<'a, E> {
+    pub fn columns<'a, E: Copy>(&self, g: &'a [E], param: usize, expert: usize, first: usize) -> Matrix<'a, E> {
         let (slots, columns, outputs) =
-            (self.assignment.slots_of(expert), &self.sizes.columns[part], self.sizes.outputs());
+            (self.assignment.slots_of(expert), &self.sizes.columns[param], self.sizes.outputs());
         let rows = &g[(slots.start - first) * outputs..(slots.end - first) * outputs];
         Matrix::strided(rows.get(columns.start..).unwrap_or_default(), slots.len(), columns.len(), outputs)
     }
@@ -69,8 +69,8 @@ impl GroupedGemm {
     ) -> Result<()> {
         let hit: Vec<usize> = self.assignment.hit().collect();
         let (inputs, outputs) = (self.sizes.inputs, self.sizes.outputs());
-        with_parts::<E>(weights, &hit, &[], &mut |weights| {
-            with_parts::<E>(biases, &hit, &[], &mut |biases| {
+        with_parameter_values::<E>(weights, &hit, &[], &mut |weights| {
+            with_parameter_values::<E>(biases, &hit, &[], &mut |biases| {
                 let mut products = Vec::new();
                 let mut rest = &mut *y;
                 for (i, expert) in hit.iter().enumerate() {
@@ -78,11 +78,11 @@ impl GroupedGemm {
                     let (mine, others) = std::mem::take(&mut rest).split_at_mut(slots * outputs);
                     rest = others;
                     let mut columns = MatrixMut::new(mine, slots, outputs);
-                    for (part, weight) in weights.iter().enumerate() {
-                        let (result, after) = columns.split_columns(self.sizes.columns[part].len());
+                    for (param, weight) in weights.iter().enumerate() {
+                        let (result, after) = columns.split_columns(self.sizes.columns[param].len());
                         columns = after;
-                        let bias = biases.get(part).map(|bias| bias[i]);
-                        let (a, b) = (self.rows(x, inputs, *expert, 0), self.matrix(weight[i], part));
+                        let bias = biases.get(param).map(|bias| bias[i]);
+                        let (a, b) = (self.rows(x, inputs, *expert, 0), self.matrix(weight[i], param));
                         let epilogue = Epilogue { accumulate, bias, ..Epilogue::default() };
                         products.push(Product { result, a, b, epilogue });
                     }
@@ -104,7 +104,7 @@ impl GroupedGemm {
     ) -> Result<()> {
         let hit: Vec<usize> = self.assignment.hit().collect();
         let inputs = self.sizes.inputs;
-        for (part, weights) in weights.iter().enumerate() {
+        for (param, weights) in weights.iter().enumerate() {
             weights.with_values::<E, _>(&hit, NAME, |weights| {
                 let mut products = Vec::new();
                 let mut rest = &mut *dx;
@@ -114,9 +114,9 @@ impl GroupedGemm {
                     rest = others;
                     products.push(Product {
                         result: MatrixMut::new(mine, slots, inputs),
-                        a: self.columns(g, part, *expert, 0),
-                        b: self.matrix(weight, part).t(),
-                        epilogue: Epilogue { accumulate: accumulate || part > 0, ..Epilogue::default() },
+                        a: self.columns(g, param, *expert, 0),
+                        b: self.matrix(weight, param).t(),
+                        epilogue: Epilogue { accumulate: accumulate || param > 0, ..Epilogue::default() },
                     });
                 }
                 gemm_grouped(products);
@@ -132,12 +132,12 @@ impl GroupedGemm {
         &self,
         x: &'a [E],
         (g, first): (&'a [E], usize),
-        (part, expert): (usize, usize),
+        (param, expert): (usize, usize),
         dw: &'a mut [E],
         accumulate: bool,
     ) -> Product<'a, E, E> {
-        let (x, g) = (self.rows(x, self.sizes.inputs, expert, 0), self.columns(g, part, expert, first));
-        let (inputs, outputs) = (self.sizes.inputs, self.sizes.columns[part].len());
+        let (x, g) = (self.rows(x, self.sizes.inputs, expert, 0), self.columns(g, param, expert, first));
+        let (inputs, outputs) = (self.sizes.inputs, self.sizes.columns[param].len());
         let epilogue = Epilogue { accumulate, ..Epilogue::default() };
         match self.layout {
             WeightLayout::OutIn => Product { result: MatrixMut::new(dw, outputs, inputs), a: g.t(), b: x, epilogue },
@@ -149,17 +149,17 @@ impl GroupedGemm {
 /// The values of some experts' tensors of one parameter.
 type ExpertValues<'a, E> = Vec<&'a [E]>;
 
-/// Calls `look` with `found`, followed by the values of the `experts`' tensors of each parameter.
-fn with_parts<E: TensorElement>(
-    parts: &[ExpertTensors],
+/// Calls `look` with `collected`, followed by the values of the `experts`' tensors of each parameter.
+fn with_parameter_values<E: TensorElement>(
+    parameters: &[ExpertTensors],
     experts: &[usize],
-    found: &[ExpertValues<'_, E>],
+    collected: &[ExpertValues<'_, E>],
     look: &mut dyn FnMut(&[ExpertValues<'_, E>]) -> Result<()>,
 ) -> Result<()> {
-    let Some((first, rest)) = parts.split_first() else { return look(found) };
+    let Some((first, rest)) = parameters.split_first() else { return look(collected) };
     first.with_values::<E, _>(experts, NAME, |values| {
-        let mut found = found.to_vec();
-        found.push(values.to_vec());
-        with_parts(rest, experts, &found, look)
+        let mut collected = collected.to_vec();
+        collected.push(values.to_vec());
+        with_parameter_values(rest, experts, &collected, look)
     })
 }

@@ -51,13 +51,13 @@ impl ExpertMlp {
         gate: ExpertActivation,
         order: GateUpOrder,
     ) -> Result<Self> {
-        let ((_, both), (width, _)) = (gate_up.widths(), down.widths());
-        if gate_up.experts() != down.experts() || both != 2 * width {
+        let ((_, gate_up_outputs), (width, _)) = (gate_up.widths(), down.widths());
+        if gate_up.experts() != down.experts() || gate_up_outputs != 2 * width {
             bail!(
                 "experts: gate and up of {} have {}, and down of {} has {}; \
                  the numbers of experts must be equal, and there must be {} outputs",
                 counted(gate_up.experts(), "expert"),
-                counted(both, "output"),
+                counted(gate_up_outputs, "output"),
                 counted(down.experts(), "expert"),
                 counted(width, "input"),
                 2 * width
@@ -97,8 +97,8 @@ impl ExpertMlp {
     pub fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
         let assignment = routing.assignment();
         if assignment.experts() != self.experts() {
-            let (among, experts) = (counted(assignment.experts(), "expert"), self.experts());
-            bail!("experts: the router chose among {among}; the MLP has {experts}")
+            let (router_experts, experts) = (counted(assignment.experts(), "expert"), self.experts());
+            bail!("experts: the router chose among {router_experts}; the MLP has {experts}")
         }
         let mut shape = x.dims().to_vec();
         if let Some(last) = shape.last_mut() {
@@ -106,7 +106,7 @@ impl ExpertMlp {
         }
         let shape = shape.into();
         let Some(exchange) = self.units.as_ref().and_then(RoutedUnits::exchange) else {
-            return self.here(x, routing.weights(), assignment, &shape);
+            return self.forward_local(x, routing.weights(), assignment, &shape);
         };
         if !(self.gate_up.has_kernels_for(x) && self.down.has_kernels_for(x)) {
             bail!(
@@ -117,13 +117,19 @@ impl ExpertMlp {
             )
         }
         let (routes, received) = RowRoutes::send(exchange, x, routing)?;
-        let of_received = Shape::from((received.assignment.rows(), self.down.widths().1));
-        let y = self.here(&received.rows, &received.weights, &received.assignment, &of_received)?;
+        let received_shape = Shape::from((received.assignment.rows(), self.down.widths().1));
+        let y = self.forward_local(&received.rows, &received.weights, &received.assignment, &received_shape)?;
         routes.return_results(&y, &shape)
     }
 
     /// Applies the experts in `assignment` to the rows of `x`, and sums the results, multiplied by `weights`.
-    fn here(&self, x: &Tensor, weights: &Tensor, assignment: &Arc<ExpertAssignment>, shape: &Shape) -> Result<Tensor> {
+    fn forward_local(
+        &self,
+        x: &Tensor,
+        weights: &Tensor,
+        assignment: &Arc<ExpertAssignment>,
+        shape: &Shape,
+    ) -> Result<Tensor> {
         let experts = match &self.units {
             Some(units) => units.agree(assignment.hit())?,
             None => RoutedPass::whole(self.experts()),
@@ -165,35 +171,35 @@ impl ExpertMlp {
         let sorted = (gate_up.sorted_adapter()?, down.sorted_adapter()?);
         let activation = self.activation;
         let width = activation.width;
-        let mut kept = op.are_wanted().then(|| buffer::<E>(slots * 2 * width));
-        let mut thin = (Vec::new(), Vec::new());
+        let mut saved_both = op.are_wanted().then(|| buffer::<E>(slots * 2 * width));
+        let mut thin_products = (Vec::new(), Vec::new());
         let mut y = buffer::<E>(slots * outputs);
         with_elements::<E, _>(&x, NAME, |x| {
             experts.run(|experts| {
                 let part = ExpertSlots::new(assignment, experts);
-                let mut own = buffer::<E>(if kept.is_none() { part.slots.len() * 2 * width } else { 0 });
-                let both = match &mut kept {
-                    Some(kept) => &mut kept[part.rows(2 * width)],
-                    None => &mut own[..],
+                let mut scratch = buffer::<E>(if saved_both.is_none() { part.slots.len() * 2 * width } else { 0 });
+                let both = match &mut saved_both {
+                    Some(saved_both) => &mut saved_both[part.rows(2 * width)],
+                    None => &mut scratch[..],
                 };
                 let h = gate_up.forward(&x[part.rows(inputs)], &part.assignment, &sorted.0, both)?;
-                thin.0.extend(h);
+                thin_products.0.extend(h);
                 let inner = activation.of(both);
                 let h = down.forward(&inner, &part.assignment, &sorted.1, &mut y[part.rows(outputs)])?;
-                thin.1.extend(h);
+                thin_products.1.extend(h);
                 Ok(())
             })
         })?;
         let (y, shape) = (E::storage(y), (slots, outputs));
-        let Some(both) = kept else { return op.result(NAME, y, shape, |_, _| Ok(())) };
+        let Some(both) = saved_both else { return op.result(NAME, y, shape, |_, _| Ok(())) };
         let both = Tensor::from_vec(both, (slots, 2 * width), &Device::Cpu)?;
-        let again = both.clone();
+        let both_for_remake = both.clone();
         let inner = SavedTensor::remade(move || {
-            let inner = with_elements::<E, _>(&again, NAME, |both| Ok(activation.of(both)))?;
+            let inner = with_elements::<E, _>(&both_for_remake, NAME, |both| Ok(activation.of(both)))?;
             Tensor::from_vec(inner, (slots, width), &Device::Cpu)
         });
-        let gate_up = ProjectionBackward::new(gate_up, assignment.clone(), SavedTensor::of(&x), thin.0);
-        let down = ProjectionBackward::new(down, assignment.clone(), inner, thin.1);
+        let gate_up = ProjectionBackward::new(gate_up, assignment.clone(), SavedTensor::of(&x), thin_products.0);
+        let down = ProjectionBackward::new(down, assignment.clone(), inner, thin_products.1);
         let (gate_up, down) = (Arc::new(gate_up), Arc::new(down));
         let backward = MlpBackward { gate_up, down, activation, both, experts, assignment: assignment.clone() };
         op.result(NAME, y, shape, move |grad, [to_x]| grad.read::<E, _>(NAME, |g| backward.run(g, to_x)))

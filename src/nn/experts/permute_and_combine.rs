@@ -37,7 +37,7 @@ pub fn expert_rows(x: &Tensor, assignment: &Arc<ExpertAssignment>) -> Result<Ten
             Ok(y)
         });
         let y = gather(&x, &assignment)?;
-        let (wanted, kept, for_remake) = (inputs.are_wanted(), SavedTensor::of(&x), assignment.clone());
+        let (needs_grad, saved_x, for_remake) = (inputs.are_wanted(), SavedTensor::of(&x), assignment.clone());
         let y = inputs.result(NAME, E::storage(y), shape.clone(), move |grad, [to_x]| {
             grad.read::<E, _>(NAME, |dy| {
                 to_x.accumulate::<E>(assignment.rows() * width, |dx, add| {
@@ -46,8 +46,8 @@ pub fn expert_rows(x: &Tensor, assignment: &Arc<ExpertAssignment>) -> Result<Ten
                 })
             })
         })?;
-        if wanted {
-            can_remake(&y, move || Tensor::from_vec(gather(&kept.get()?, &for_remake)?, &shape, &Device::Cpu));
+        if needs_grad {
+            can_remake(&y, move || Tensor::from_vec(gather(&saved_x.get()?, &for_remake)?, &shape, &Device::Cpu));
         }
         Ok(y)
     })
@@ -68,15 +68,15 @@ pub fn combine_experts(
     const NAME: &str = "combine_experts";
     let (slots, width) = y.dims2()?;
     let rows = assignment.rows();
-    let largest = assignment.choice_of_slots().iter().max().map_or(0, |choice| *choice as usize + 1);
-    if slots != assignment.slots() || weights.elem_count() < largest || shape.elem_count() != rows * width {
+    let min_weights = assignment.choice_of_slots().iter().max().map_or(0, |choice| *choice as usize + 1);
+    if slots != assignment.slots() || weights.elem_count() < min_weights || shape.elem_count() != rows * width {
         bail!(
             "{NAME}: y has the shape [{slots}, {width}], the weights {:?}, and the result {:?}; y must have {}, the \
              weights at least {}, and the result {} of {}",
             weights.dims(),
             shape.dims(),
             counted(assignment.slots(), "slot"),
-            counted(largest, "element"),
+            counted(min_weights, "element"),
             counted(rows, "row"),
             counted(width, "element")
         )
@@ -86,30 +86,30 @@ pub fn combine_experts(
     }
     let (y, weights) = (y.contiguous()?, weights.contiguous()?);
     let inputs = OpInputs::of([Some(&y), Some(&weights)])?;
-    let (assignment, n_weights, of_weights) = (assignment.clone(), weights.elem_count(), weights.dtype());
-    let by_slot: Vec<f32> = with_wide(&weights, |weights| {
+    let (assignment, n_weights, weights_dtype) = (assignment.clone(), weights.elem_count(), weights.dtype());
+    let slot_weights: Vec<f32> = with_wide(&weights, |weights| {
         Ok(assignment.choice_of_slots().iter().map(|choice| weights[*choice as usize]).collect())
     })?;
     with_element!(y.dtype(), NAME, E => {
         let mut out = buffer::<E>(rows * width);
         with_elements::<E, _>(&y, NAME, |y| {
-            sum_slots(assignment.by_row(), y, width, Some(&by_slot), &mut out, false);
+            sum_slots(assignment.by_row(), y, width, Some(&slot_weights), &mut out, false);
             Ok(())
         })?;
         inputs.result(NAME, E::storage(out), shape.clone(), move |grad, [to_y, to_weights]| {
             let mut dy = to_y.is_wanted().then(|| buffer::<E>(slots * width));
-            let mut by_slot_grads = to_weights.is_wanted().then(|| vec![0f32; slots]);
+            let mut slot_weight_grads = to_weights.is_wanted().then(|| vec![0f32; slots]);
             grad.read::<E, _>(NAME, |dout| with_elements::<E, _>(&y, NAME, |y| {
-                let (dy, grads) = (dy.as_deref_mut(), by_slot_grads.as_deref_mut());
-                sum_slots_backward(assignment.row_of_slots(), (y, dout), width, &by_slot, dy, grads);
+                let (dy, grads) = (dy.as_deref_mut(), slot_weight_grads.as_deref_mut());
+                sum_slots_backward(assignment.row_of_slots(), (y, dout), width, &slot_weights, dy, grads);
                 Ok(())
             }))?;
-            if let Some(grads) = by_slot_grads {
+            if let Some(grads) = slot_weight_grads {
                 let mut dweights = vec![0f32; n_weights];
                 for (choice, grad) in assignment.choice_of_slots().iter().zip(grads) {
                     dweights[*choice as usize] = grad;
                 }
-                with_element!(of_weights, NAME, W => to_weights.give_sums::<W>(&dweights))?;
+                with_element!(weights_dtype, NAME, W => to_weights.give_sums::<W>(&dweights))?;
             }
             dy.map_or(Ok(()), |dy| to_y.give(Grad::own(dy)))
         })

@@ -150,9 +150,9 @@ impl ExpertProjection {
 
     /// Returns whether the projection of `x` is a grouped product, not a loop over the experts.
     pub(super) fn has_kernels_for(&self, x: &Tensor) -> bool {
-        let is_of_one_dtype = self.weights.iter().chain(&self.biases).all(|of| of.dtype() == Some(x.dtype()));
+        let have_same_dtype = self.weights.iter().chain(&self.biases).all(|param| param.dtype() == Some(x.dtype()));
         let is_lower = autocast::lower(x, &self.weights[0].tensors()[0]).is_some();
-        has_kernels(x) && is_of_one_dtype && !is_lower
+        has_kernels(x) && have_same_dtype && !is_lower
     }
 
     /// Adds the parameters to the inputs of an operation on the CPU.

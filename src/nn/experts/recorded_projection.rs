@@ -23,8 +23,8 @@ pub(super) struct RecordedProjection {
     weights: Vec<ExpertTensors>,
     biases: Vec<ExpertTensors>,
     adapter: Option<RecordedAdapter>,
-    of_weights: Vec<ExpertGradSinks>,
-    of_biases: Vec<ExpertGradSinks>,
+    weight_sinks: Vec<ExpertGradSinks>,
+    bias_sinks: Vec<ExpertGradSinks>,
 }
 
 /// An adapter's matrices, and the destinations of their gradients.
@@ -72,11 +72,13 @@ impl RecordedProjection {
             }
             None => None,
         };
-        let contiguous = |of: &[ExpertTensors]| of.iter().map(ExpertTensors::contiguous).collect::<Result<Vec<_>>>();
+        let contiguous =
+            |params: &[ExpertTensors]| params.iter().map(ExpertTensors::contiguous).collect::<Result<Vec<_>>>();
         let (weights, biases) = (contiguous(weights)?, contiguous(biases)?);
-        let mut record = |of: &[ExpertTensors]| of.iter().map(|of| of.record(inputs)).collect::<Result<Vec<_>>>();
-        let (of_weights, of_biases) = (record(&weights)?, record(&biases)?);
-        Ok(Self { sizes: sizes.clone(), layout, weights, biases, adapter, of_weights, of_biases })
+        let mut record =
+            |params: &[ExpertTensors]| params.iter().map(|param| param.record(inputs)).collect::<Result<Vec<_>>>();
+        let (weight_sinks, bias_sinks) = (record(&weights)?, record(&biases)?);
+        Ok(Self { sizes: sizes.clone(), layout, weights, biases, adapter, weight_sinks, bias_sinks })
     }
 
     /// Returns the adapter's matrices B in the order of their use, or an empty list if there is no adapter.
@@ -100,18 +102,18 @@ impl RecordedProjection {
             h = with_wide(&matrices.a, |a| Ok(sizes.project_down(x, a)))?;
             sizes.project_up(&h, sorted, y);
         }
-        self.of(assignment).product(x, &self.weights, &self.biases, y, self.adapter.is_some())?;
+        self.grouped_gemm(assignment).product(x, &self.weights, &self.biases, y, self.adapter.is_some())?;
         Ok(h)
     }
 
-    fn of(&self, assignment: &Arc<ExpertAssignment>) -> GroupedGemm {
+    fn grouped_gemm(&self, assignment: &Arc<ExpertAssignment>) -> GroupedGemm {
         GroupedGemm { sizes: self.sizes.clone(), layout: self.layout, assignment: assignment.clone() }
     }
 
     /// Returns whether the gradient of any parameter is wanted.
     pub fn trains(&self) -> bool {
-        let mut of_tensors = self.of_weights.iter().chain(&self.of_biases);
-        of_tensors.any(ExpertGradSinks::are_wanted) || self.trains_adapter()
+        let mut sinks = self.weight_sinks.iter().chain(&self.bias_sinks);
+        sinks.any(ExpertGradSinks::are_wanted) || self.trains_adapter()
     }
 
     fn trains_adapter(&self) -> bool {
@@ -130,11 +132,11 @@ pub(super) struct ProjectionBackward {
 
 /// A backward pass in progress, with the sums over its parts.
 pub(super) struct ProjectionBackwardPass<'a> {
-    of: &'a ProjectionBackward,
+    backward: &'a ProjectionBackward,
     /// The adapter's matrices B, from [`RecordedProjection::sorted_adapter`].
     sorted: Vec<f32>,
     /// The gradients of the matrices B, if they are wanted.
-    of_sorted: Option<Vec<f32>>,
+    sorted_grads: Option<Vec<f32>>,
     /// The gradients of the thin products of the parts so far.
     dh: Vec<f32>,
 }
@@ -142,7 +144,7 @@ pub(super) struct ProjectionBackwardPass<'a> {
 impl ProjectionBackward {
     /// Keeps a projection, its input and the thin products of the adapter after a forward pass.
     pub fn new(projection: RecordedProjection, assignment: Arc<ExpertAssignment>, x: SavedTensor, h: Vec<f32>) -> Self {
-        let rows = projection.of(&assignment);
+        let rows = projection.grouped_gemm(&assignment);
         Self { projection, rows, x, h }
     }
 
@@ -170,19 +172,19 @@ impl ProjectionBackward {
     pub fn begin(&self) -> Result<ProjectionBackwardPass<'_>> {
         let sorted = self.projection.sorted_adapter()?;
         let to_b = self.projection.adapter.as_ref().map(|adapter| &adapter.to_b);
-        let of_sorted = to_b.filter(|to_b| to_b.is_wanted()).map(|_| vec![0f32; sorted.len()]);
-        Ok(ProjectionBackwardPass { of: self, sorted, of_sorted, dh: Vec::new() })
+        let sorted_grads = to_b.filter(|to_b| to_b.is_wanted()).map(|_| vec![0f32; sorted.len()]);
+        Ok(ProjectionBackwardPass { backward: self, sorted, sorted_grads, dh: Vec::new() })
     }
 
     /// Delivers the gradients of the parameters. `g` is the gradient of the result, whose parts have all been computed
     /// in `pass`.
     pub fn deliver<E: TensorElement>(self: &Arc<Self>, g: &[E], pass: ProjectionBackwardPass<'_>) -> Result<()> {
-        for (part, sinks) in self.projection.of_biases.iter().enumerate() {
-            self.deliver_bias_gradients(g, part, sinks)?;
+        for (param, sinks) in self.projection.bias_sinks.iter().enumerate() {
+            self.deliver_bias_gradients(g, param, sinks)?;
         }
         if let Some(RecordedAdapter { matrices, to_a, to_b }) = &self.projection.adapter {
             let sizes = AdapterSizes::new(matrices, &self.rows.sizes, self.rows.assignment.clone());
-            if let Some(sorted) = pass.of_sorted {
+            if let Some(sorted) = pass.sorted_grads {
                 let mut db = vec![0f32; matrices.b.elem_count()];
                 sizes.in_layout(&sorted, &mut db);
                 with_element!(matrices.b.dtype(), NAME, P => to_b.give_sums::<P>(&db))?;
@@ -192,18 +194,18 @@ impl ProjectionBackward {
                 with_element!(matrices.a.dtype(), NAME, P => to_a.give_sums::<P>(&da))?;
             }
         }
-        for (part, sinks) in self.projection.of_weights.iter().enumerate() {
-            self.deliver_weight_gradients(g, part, sinks)?;
+        for (param, sinks) in self.projection.weight_sinks.iter().enumerate() {
+            self.deliver_weight_gradients(g, param, sinks)?;
         }
         Ok(())
     }
 
-    fn deliver_bias_gradients<E: TensorElement>(&self, g: &[E], part: usize, sinks: &ExpertGradSinks) -> Result<()> {
-        let width = self.rows.sizes.columns[part].len();
+    fn deliver_bias_gradients<E: TensorElement>(&self, g: &[E], param: usize, sinks: &ExpertGradSinks) -> Result<()> {
+        let width = self.rows.sizes.columns[param].len();
         for (experts, sink) in sinks.iter().filter(|(_, sink)| sink.is_wanted()) {
             let mut sums = vec![0f32; experts.len() * width];
             for (expert, sums) in experts.zip(sums.chunks_exact_mut(width.max(1))) {
-                column_sums(self.rows.columns(g, part, expert, 0), sums);
+                column_sums(self.rows.columns(g, param, expert, 0), sums);
             }
             sink.give_sums::<E>(&sums)?;
         }
@@ -214,13 +216,13 @@ impl ProjectionBackward {
     fn deliver_weight_gradients<E: TensorElement>(
         self: &Arc<Self>,
         g: &[E],
-        part: usize,
+        param: usize,
         sinks: &ExpertGradSinks,
     ) -> Result<()> {
         if !sinks.are_wanted() {
             return Ok(());
         }
-        let len = self.rows.sizes.inputs * self.rows.sizes.columns[part].len();
+        let len = self.rows.sizes.inputs * self.rows.sizes.columns[param].len();
         let mut lent = Vec::new();
         for (experts, sink) in sinks.iter() {
             if !sink.is_deferred() {
@@ -229,27 +231,27 @@ impl ProjectionBackward {
             }
             let slots = self.rows.assignment.slots_of_range(&experts);
             let (this, outputs) = (self.clone(), self.rows.sizes.outputs());
-            let kept = slots.len() * self.rows.sizes.inputs * size_of::<E>();
-            sink.now_or_later(&g[slots.start * outputs..slots.end * outputs], kept, move |g, sink| {
+            let kept_bytes = slots.len() * self.rows.sizes.inputs * size_of::<E>();
+            sink.now_or_later(&g[slots.start * outputs..slots.end * outputs], kept_bytes, move |g, sink| {
                 let lent = LentGradient::<E>::take(sink, &experts, len)?;
-                this.write_weight_gradients(lent.into_iter().collect(), part, g, slots.start)
+                this.write_weight_gradients(lent.into_iter().collect(), param, g, slots.start)
             })?;
         }
-        self.write_weight_gradients(lent, part, g, 0)
+        self.write_weight_gradients(lent, param, g, 0)
     }
 
     fn write_weight_gradients<E: TensorElement>(
         &self,
         mut lent: Vec<LentGradient<'_, E>>,
-        part: usize,
+        param: usize,
         g: &[E],
         first: usize,
     ) -> Result<()> {
         with_elements::<E, _>(&self.x.get()?, NAME, |x| {
             let products = lent.iter_mut().flat_map(|lent| {
                 let add = lent.add;
-                let parts = lent.parts();
-                parts.map(move |(expert, dw)| self.rows.weight_gradient(x, (g, first), (part, expert), dw, add))
+                let gradients = lent.parts();
+                gradients.map(move |(expert, dw)| self.rows.weight_gradient(x, (g, first), (param, expert), dw, add))
             });
             gemm_grouped(products.collect());
             Ok(())
@@ -263,12 +265,12 @@ impl ProjectionBackwardPass<'_> {
     /// `dx` or, if its flag is true, adds them to it. Parts come in the order of the experts, each once. If `dx` is
     /// `None`, only the adapter's gradients are computed.
     pub fn rows<E: TensorElement>(&mut self, part: &ExpertSlots, g: &[E], dx: Option<(&mut [E], bool)>) -> Result<()> {
-        let ProjectionBackward { projection, h, .. } = self.of;
+        let ProjectionBackward { projection, h, .. } = self.backward;
         let mut dh = Vec::new();
         if let Some(adapter) = projection.adapter.as_ref().filter(|_| dx.is_some() || projection.trains_adapter()) {
             let sizes = AdapterSizes::new(&adapter.matrices, &projection.sizes, part.assignment.clone());
             let h = &h[part.rows(sizes.rank())];
-            dh = sizes.thin_gradients(g, h, &self.sorted, self.of_sorted.as_deref_mut());
+            dh = sizes.thin_gradients(g, h, &self.sorted, self.sorted_grads.as_deref_mut());
             self.dh.extend_from_slice(&dh);
         }
         let Some((dx, mut add)) = dx else { return Ok(()) };
@@ -280,6 +282,6 @@ impl ProjectionBackwardPass<'_> {
             })?;
             add = true;
         }
-        projection.of(&part.assignment).input_gradient(g, &projection.weights, dx, add)
+        projection.grouped_gemm(&part.assignment).input_gradient(g, &projection.weights, dx, add)
     }
 }

@@ -151,7 +151,7 @@ fn weights_of(
     dtype: DType,
 ) -> Result<Tensor> {
     let inputs = OpInputs::of([Some(logits)])?;
-    let (of_logits, choices) = (logits.dtype(), choices.clone());
+    let (logits_dtype, choices) = (logits.dtype(), choices.clone());
     let mut weights = vec![0f32; rows * k];
     for ((row, chosen), weights) in
         host.chunks_exact_mut(experts).zip(choices.chunks_exact(k)).zip(weights.chunks_exact_mut(k))
@@ -160,23 +160,23 @@ fn weights_of(
     }
     // With `SoftmaxThenTop`, a softmax over all experts has replaced the logits.
     let probabilities = if inputs.are_wanted() { host } else { Vec::new() };
-    let kept = if inputs.are_wanted() { weights.clone() } else { Vec::new() };
+    let unrounded = if inputs.are_wanted() { weights.clone() } else { Vec::new() };
     let storage = with_element!(dtype, NAME, W => {
         let mut rounded = buffer::<W>(weights.len());
         W::narrow(&weights, &mut rounded);
         Ok(W::storage(rounded))
     })?;
     inputs.result(NAME, storage, (rows, k), move |grad, [to_logits]| {
-        let mut of_weights = buffer::<f32>(rows * k);
+        let mut weight_grads = buffer::<f32>(rows * k);
         with_element!(dtype, NAME, W => grad.read::<W, _>(NAME, |grad| {
-            W::widen(grad, &mut of_weights);
+            W::widen(grad, &mut weight_grads);
             Ok(())
         }))?;
-        with_element!(of_logits, NAME, E => to_logits.make::<E>(rows * experts, |dlogits| {
+        with_element!(logits_dtype, NAME, E => to_logits.make::<E>(rows * experts, |dlogits| {
             let parts = parallel::ParallelChunks::new(dlogits, experts);
             parallel::for_each_part(rows, parts, |row, dlogits| {
                 let at = row * k..(row + 1) * k;
-                let (chosen, weights, grads) = (&choices[at.clone()], &kept[at.clone()], &of_weights[at]);
+                let (chosen, weights, grads) = (&choices[at.clone()], &unrounded[at.clone()], &weight_grads[at]);
                 let mut slopes = vec![0f32; experts];
                 row_gradient(order, &probabilities[row * experts..][..experts], chosen, weights, grads, &mut slopes);
                 E::narrow(&slopes, dlogits);

@@ -62,11 +62,11 @@ impl ExpertTensors {
     }
 
     /// Checks that all experts have tensors of the same dtype and the same shape, with `rank` dimensions.
-    pub(super) fn check(&self, rank: usize, what: &str) -> Result<()> {
+    pub(super) fn check(&self, rank: usize, role: &str) -> Result<()> {
         let (dims, dtype) = (self.dims(), self.dtype());
         if self.experts() == 0 || dims.len() != rank {
             bail!(
-                "experts: the {what} of each of {} has shape {dims:?}; there must be at least one expert, and a {} for \
+                "experts: the {role} of each of {} has shape {dims:?}; there must be at least one expert, and a {} for \
                  each",
                 counted(self.experts(), "expert"),
                 if rank == 1 { "vector" } else { "matrix" }
@@ -76,7 +76,7 @@ impl ExpertTensors {
         let differs = |tensor: &&Tensor| tensor.dims() != dims || Some(tensor.dtype()) != dtype;
         if let Some((expert, tensor)) = tensors.iter().enumerate().find(|(_, tensor)| differs(tensor)) {
             bail!(
-                "experts: the {what} of expert {expert} has shape {:?} and dtype {:?}; expert 0 has {dims:?} and {:?}, and \
+                "experts: the {role} of expert {expert} has shape {:?} and dtype {:?}; expert 0 has {dims:?} and {:?}, and \
                  all must be equal",
                 tensor.dims(),
                 tensor.dtype(),
@@ -148,8 +148,8 @@ pub(super) struct LentGradient<'a, E> {
 impl ExpertGradSinks {
     /// Returns the destinations, each with the experts whose gradients it takes.
     pub fn iter(&self) -> impl Iterator<Item = (Range<usize>, &InputGradSink)> {
-        let each = self.experts / self.sinks.len().max(1);
-        self.sinks.iter().enumerate().map(move |(i, sink)| (i * each..(i + 1) * each, sink))
+        let per_sink = self.experts / self.sinks.len().max(1);
+        self.sinks.iter().enumerate().map(move |(i, sink)| (i * per_sink..(i + 1) * per_sink, sink))
     }
 
     /// Returns whether any gradient is wanted.

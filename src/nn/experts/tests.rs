@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 const DTYPES: [(DType, f64); 3] = [(DType::F32, 1e-5), (DType::BF16, 4e-2), (DType::F16, 5e-3)];
 
-fn wide(t: &[Tensor]) -> Vec<Tensor> {
+fn to_f64(t: &[Tensor]) -> Vec<Tensor> {
     t.iter().map(|t| t.to_dtype(DType::F64).unwrap()).collect()
 }
 
@@ -21,24 +21,24 @@ fn values(t: &Tensor) -> Vec<f32> {
     t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Checks results and gradients of `found` at operands `t` against `want` in f64.
+/// Checks the result and the gradients of `found` at the operands `t` against those of `want` in f64.
 fn check(
     t: &[Tensor],
     tolerance: f64,
-    what: &str,
+    label: &str,
     found: impl Fn(&[Tensor]) -> Result<Tensor>,
     want: impl Fn(&[Tensor]) -> Result<Tensor>,
 ) {
     let (found, found_grads) = differentiated(t, found);
-    let (want, want_grads) = differentiated(&wide(t), want);
-    assert!(distance(&found, &want) < tolerance, "{what}: result off by {}", distance(&found, &want));
+    let (want, want_grads) = differentiated(&to_f64(t), want);
+    assert!(distance(&found, &want) < tolerance, "{label}: result off by {}", distance(&found, &want));
     for (i, (found, want)) in found_grads.iter().zip(&want_grads).enumerate() {
-        let found = found.as_ref().unwrap_or_else(|| panic!("{what}: operand {i} has no gradient"));
-        assert_eq!(found.dtype(), t[i].dtype(), "{what}: operand {i}");
+        let found = found.as_ref().unwrap_or_else(|| panic!("{label}: operand {i} has no gradient"));
+        assert_eq!(found.dtype(), t[i].dtype(), "{label}: operand {i}");
         // Candle's loop gives no gradient to the tensor of an expert that no row chose.
         let zeros = || t[i].zeros_like().unwrap().to_dtype(DType::F64).unwrap();
         let off = distance(found, &want.clone().unwrap_or_else(zeros));
-        assert!(off < tolerance, "{what}: the gradient of operand {i} is off by {off}");
+        assert!(off < tolerance, "{label}: the gradient of operand {i} is off by {off}");
     }
 }
 
@@ -120,12 +120,12 @@ fn the_best_experts_are_chosen_and_of_equal_ones_the_lowest() {
 fn weights_are_rounded_to_the_dtype_of_the_logits_unless_they_stay_in_f32() {
     let logits = tensor(&[9, 6], 2, DType::BF16);
     let order = RouterOrder::SoftmaxThenTop { renormalize: true };
-    let of = |keep_f32| route(&logits, RouterOptions { experts_per_row: 2, order, keep_f32 }).unwrap();
-    let (low, kept) = (of(false), of(true));
-    assert_eq!((low.weights().dtype(), kept.weights().dtype()), (DType::BF16, DType::F32));
-    let rounded = kept.weights().to_dtype(DType::BF16).unwrap();
-    assert_eq!(values(low.weights()), values(&rounded));
-    assert_ne!(values(kept.weights()), values(&rounded));
+    let routing = |keep_f32| route(&logits, RouterOptions { experts_per_row: 2, order, keep_f32 }).unwrap();
+    let (in_bf16, in_f32) = (routing(false), routing(true));
+    assert_eq!((in_bf16.weights().dtype(), in_f32.weights().dtype()), (DType::BF16, DType::F32));
+    let rounded = in_f32.weights().to_dtype(DType::BF16).unwrap();
+    assert_eq!(values(in_bf16.weights()), values(&rounded));
+    assert_ne!(values(in_f32.weights()), values(&rounded));
 }
 
 #[test]
@@ -213,7 +213,7 @@ fn the_auxiliary_loss_and_its_gradient_are_those_of_the_formula() {
                 let t = [1, 2].map(|seed| (tensor(&[31, 6], seed, DType::F32) * 2.0).unwrap().to_dtype(dtype).unwrap());
                 let options = RouterOptions { experts_per_row: 2, order, keep_f32: false };
                 let layers = |t: &[Tensor]| t.iter().map(|t| route(t, options)).collect::<Result<Vec<_>>>();
-                let chosen: Vec<Vec<u32>> = layers(&t).unwrap().iter().map(|of| of.choices().to_vec()).collect();
+                let chosen: Vec<Vec<u32>> = layers(&t).unwrap().iter().map(|layer| layer.choices().to_vec()).collect();
                 check(
                     &t,
                     tolerance,
@@ -256,20 +256,20 @@ fn auxiliary_losses_that_cannot_be_are_refused() {
 
 #[test]
 fn rows_go_to_their_experts_and_back_with_their_gradients() {
-    let of = assignment();
+    let assignment = assignment();
     for (dtype, tolerance) in DTYPES {
         let x = [tensor(&[ROWS, 9], 1, dtype)];
-        let rows = |t: &[Tensor]| expert_rows(&t[0], &of);
-        check(&x, tolerance, &format!("{dtype:?}"), rows, |t| composed::expert_rows(&t[0], &of));
+        let rows = |t: &[Tensor]| expert_rows(&t[0], &assignment);
+        check(&x, tolerance, &format!("{dtype:?}"), rows, |t| composed::expert_rows(&t[0], &assignment));
         // The weights of a 16-bit model may be f32.
-        for of_weights in [dtype, DType::F32] {
-            let t = [tensor(&[of.slots(), 9], 2, dtype), tensor(&[ROWS, 2], 3, of_weights)];
+        for weights_dtype in [dtype, DType::F32] {
+            let t = [tensor(&[assignment.slots(), 9], 2, dtype), tensor(&[ROWS, 2], 3, weights_dtype)];
             check(
                 &t,
                 tolerance,
-                &format!("{dtype:?} with weights in {of_weights:?}"),
-                |t| combine_experts(&t[0], &t[1], &of, &(ROWS, 9).into()),
-                |t| composed::combine_experts(&t[0], &t[1], &of),
+                &format!("{dtype:?} with weights in {weights_dtype:?}"),
+                |t| combine_experts(&t[0], &t[1], &assignment, &(ROWS, 9).into()),
+                |t| composed::combine_experts(&t[0], &t[1], &assignment),
             );
         }
     }
@@ -278,13 +278,18 @@ fn rows_go_to_their_experts_and_back_with_their_gradients() {
 #[test]
 fn a_row_adds_its_experts_by_rising_number_starting_from_zero() {
     // Row 0 chooses the experts in the order 2, 0, 1. A sum of three terms in f32 depends on their order.
-    let of = Arc::new(ExpertAssignment::new(&[2, 0, 1], 3, 3).unwrap());
+    let assignment = Arc::new(ExpertAssignment::new(&[2, 0, 1], 3, 3).unwrap());
     let y = Tensor::new(&[[1e8f32], [1.0], [-1e8]], &Device::Cpu).unwrap();
     let weights = Tensor::new(&[[1f32, 1.0, 1.0]], &Device::Cpu).unwrap();
-    let sum = combine_experts(&y, &weights, &of, &(1, 1).into()).unwrap();
+    let sum = combine_experts(&y, &weights, &assignment, &(1, 1).into()).unwrap();
     assert_eq!(values(&sum), [(0.0 + 1e8 + 1.0) - 1e8]);
     let weights = Tensor::new(&[[3f32, 5.0, 7.0]], &Device::Cpu).unwrap();
-    let sum = combine_experts(&Tensor::ones((3, 1), DType::F32, &Device::Cpu).unwrap(), &weights, &of, &(1, 1).into());
+    let sum = combine_experts(
+        &Tensor::ones((3, 1), DType::F32, &Device::Cpu).unwrap(),
+        &weights,
+        &assignment,
+        &(1, 1).into(),
+    );
     assert_eq!(values(&sum.unwrap()), [15.0]);
 }
 
@@ -309,10 +314,10 @@ fn gated_activations_are_those_of_the_definition() {
             }
         }
         let t = [tensor(&[3, 11, 8], 1, dtype), tensor(&[3, 11, 1], 2, dtype), tensor(&[3, 11, 8], 3, dtype)];
-        let what = format!("{dtype:?} add_gated");
+        let label = format!("{dtype:?} add_gated");
         let (found, want) =
             (|t: &[Tensor]| add_gated(&t[0], &t[1], &t[2]), |t: &[Tensor]| composed::add_gated(&t[0], &t[1], &t[2]));
-        check(&t, tolerance, &what, found, want);
+        check(&t, tolerance, &label, found, want);
     }
 }
 
@@ -377,7 +382,7 @@ fn operands(case: Case) -> Vec<Tensor> {
 }
 
 /// Returns the input, weights, biases and adapter from the operands.
-fn taken(case: Case, t: &[Tensor]) -> (Tensor, Vec<ExpertTensors>, Vec<ExpertTensors>, Option<ExpertAdapter>) {
+fn split_operands(case: Case, t: &[Tensor]) -> (Tensor, Vec<ExpertTensors>, Vec<ExpertTensors>, Option<ExpertAdapter>) {
     let mut rest = &t[1..];
     let mut take = || {
         let (first, others) = rest.split_at(if case.fused { 1 } else { EXPERTS });
@@ -391,17 +396,17 @@ fn taken(case: Case, t: &[Tensor]) -> (Tensor, Vec<ExpertTensors>, Vec<ExpertTen
 }
 
 fn projected(case: Case, t: &[Tensor]) -> Result<Tensor> {
-    let (x, weights, biases, adapter) = taken(case, t);
+    let (x, weights, biases, adapter) = split_operands(case, t);
     let projection = ExpertProjection::new(weights, biases, case.layout)?;
     let projection = adapter.map_or(Ok(projection.clone()), |adapter| projection.clone().with_adapter(adapter))?;
     projection.forward(&x, &assignment())
 }
 
 fn definition(case: Case, t: &[Tensor]) -> Result<Tensor> {
-    let (x, weights, biases, adapter) = taken(case, t);
-    let of = assignment();
-    let y = composed::expert_projection(&x, &weights, &biases, case.layout, &of, composed::linear)?;
-    adapter.map_or(Ok(y.clone()), |adapter| y + adapter.composed(&x, &of, composed::linear)?)
+    let (x, weights, biases, adapter) = split_operands(case, t);
+    let assignment = assignment();
+    let y = composed::expert_projection(&x, &weights, &biases, case.layout, &assignment, composed::linear)?;
+    adapter.map_or(Ok(y.clone()), |adapter| y + adapter.composed(&x, &assignment, composed::linear)?)
 }
 
 fn cases() -> Vec<Case> {
@@ -422,7 +427,7 @@ fn cases() -> Vec<Case> {
 }
 
 fn tolerance(dtype: DType) -> f64 {
-    DTYPES.iter().find(|(of, _)| *of == dtype).unwrap().1
+    DTYPES.iter().find(|(candidate, _)| *candidate == dtype).unwrap().1
 }
 
 #[test]
@@ -465,7 +470,7 @@ fn a_projection_has_the_bits_of_a_linear_layer_for_each_expert() {
     for (dtype, _) in DTYPES {
         for layout in [WeightLayout::OutIn, WeightLayout::InOut] {
             let case = Case { layout, dtype, bias: true, ..PLAIN };
-            let (x, weights, biases, _) = taken(case, &operands(case));
+            let (x, weights, biases, _) = split_operands(case, &operands(case));
             let want = composed::expert_projection(&x, &weights, &biases, layout, &assignment(), linear).unwrap();
             assert_eq!(values(&projected(case, &operands(case)).unwrap()), values(&want), "{case:?}");
         }
@@ -478,21 +483,21 @@ fn rows_of_an_expert_have_the_same_bits_whatever_the_others_choose() {
         let case = Case { adapter: Some(DType::F32), dtype, ..PLAIN };
         let operands = operands(case);
         let [a, b] = [operands.len() - 2, operands.len() - 1].map(|i| operands[i].clone());
-        let (_, weights, ..) = taken(case, &operands);
+        let (_, weights, ..) = split_operands(case, &operands);
         // Expert 4 gets the same 300 rows, after some that expert 1 gets.
-        let mine = tensor(&[300, INPUTS], 5, dtype);
+        let expert_4_rows = tensor(&[300, INPUTS], 5, dtype);
         let run = |before: usize| {
             let chosen: Vec<u32> = std::iter::repeat_n(1, before).chain(std::iter::repeat_n(4, 300)).collect();
-            let of = Arc::new(ExpertAssignment::new(&chosen, 1, EXPERTS).unwrap());
-            let x = Tensor::cat(&[&tensor(&[before, INPUTS], 6, dtype), &mine], 0).unwrap();
+            let assignment = Arc::new(ExpertAssignment::new(&chosen, 1, EXPERTS).unwrap());
+            let x = Tensor::cat(&[&tensor(&[before, INPUTS], 6, dtype), &expert_4_rows], 0).unwrap();
             let (y, grads) = differentiated(&[x, a.clone(), b.clone()], |t| {
                 let adapter = ExpertAdapter { a: t[1].clone(), b: t[2].clone(), scale: SCALE };
                 let projection = ExpertProjection::new(weights.clone(), Vec::new(), case.layout)?;
-                projection.with_adapter(adapter)?.forward(&t[0], &of)?.narrow(0, before, 300)
+                projection.with_adapter(adapter)?.forward(&t[0], &assignment)?.narrow(0, before, 300)
             });
-            let of_a = grads[1].as_ref().unwrap().narrow(0, 4 * RANK, RANK).unwrap();
-            let of_x = grads[0].as_ref().unwrap().narrow(0, before, 300).unwrap();
-            [values(&y), values(&of_a), values(&of_x)]
+            let grad_a = grads[1].as_ref().unwrap().narrow(0, 4 * RANK, RANK).unwrap();
+            let grad_x = grads[0].as_ref().unwrap().narrow(0, before, 300).unwrap();
+            [values(&y), values(&grad_a), values(&grad_x)]
         };
         let alone = run(0);
         assert!(alone.iter().all(|values| values.iter().any(|x| *x != 0.0)));
@@ -510,11 +515,11 @@ fn columns_of_b_belong_to_the_experts_in_turn() {
     let b = Tensor::new(&[[2f32, 3.0, 5.0, 7.0]], &Device::Cpu).unwrap();
     let projection = ExpertProjection::new(vec![weights], Vec::new(), WeightLayout::OutIn).unwrap();
     let projection = projection.with_adapter(ExpertAdapter { a, b, scale: 1.0 }).unwrap();
-    let of = Arc::new(ExpertAssignment::new(&[0, 1], 1, 2).unwrap());
+    let assignment = Arc::new(ExpertAssignment::new(&[0, 1], 1, 2).unwrap());
     let x = Tensor::ones((2, 1), DType::F32, &Device::Cpu).unwrap();
-    let y = projection.forward(&x, &of).unwrap();
+    let y = projection.forward(&x, &assignment).unwrap();
     assert_eq!(values(&y), [2.0 * 1.0 + 5.0 * 10.0, 3.0 * 100.0 + 7.0 * 1000.0]);
-    let without = without_adapters(|| projection.forward(&x, &of)).unwrap();
+    let without = without_adapters(|| projection.forward(&x, &assignment)).unwrap();
     assert_eq!(values(&without), [0.0, 0.0]);
 }
 
@@ -534,12 +539,12 @@ fn no_rows_at_all_give_gradients_of_zeros() {
     let empty = Arc::new(ExpertAssignment::new(&[], 2, EXPERTS).unwrap());
     let fused = Case { fused: true, adapter: Some(DType::F32), ..PLAIN };
     // Rows whose dtype differs from that of the weights use the loop over the experts.
-    for (case, of_rows) in [(Case { bias: true, ..PLAIN }, DType::F32), (fused, DType::F32), (fused, DType::BF16)] {
+    for (case, rows_dtype) in [(Case { bias: true, ..PLAIN }, DType::F32), (fused, DType::F32), (fused, DType::BF16)] {
         let mut t = operands(case);
-        t[0] = t[0].narrow(0, 0, 0).unwrap().to_dtype(of_rows).unwrap();
+        t[0] = t[0].narrow(0, 0, 0).unwrap().to_dtype(rows_dtype).unwrap();
         let vars: Vec<Var> = t.iter().map(|t| Var::from_tensor(t).unwrap()).collect();
         let t: Vec<Tensor> = vars.iter().map(|var| var.as_tensor()).cloned().collect();
-        let (x, weights, biases, adapter) = taken(case, &t);
+        let (x, weights, biases, adapter) = split_operands(case, &t);
         let projection = ExpertProjection::new(weights, biases, case.layout).unwrap();
         let projection = match adapter {
             Some(adapter) => projection.with_adapter(adapter).unwrap(),
@@ -568,8 +573,8 @@ fn only_the_tensors_of_experts_with_rows_are_read() {
     };
     for parameter in 0..4 {
         for expert in [3, 6] {
-            let at = 1 + parameter * EXPERTS + expert;
-            t[at] = released(&t[at]);
+            let index = 1 + parameter * EXPERTS + expert;
+            t[index] = released(&t[index]);
         }
     }
     assert_eq!(values(&projected(case, &t).unwrap()), want);
@@ -581,20 +586,20 @@ fn only_the_tensors_of_experts_with_rows_are_read() {
 #[test]
 fn projections_that_do_not_fit_are_refused() {
     let refusal = |result: Result<ExpertProjection>| without_backtrace(&result.unwrap_err().to_string()).to_string();
-    let of = |dims: &[usize]| ExpertTensors::Fused(tensor(dims, 1, DType::F32));
+    let fused = |dims: &[usize]| ExpertTensors::Fused(tensor(dims, 1, DType::F32));
     let new = |weights, biases| ExpertProjection::new(weights, biases, WeightLayout::OutIn);
-    insta::assert_snapshot!(refusal(new(vec![of(&[4, 6])], vec![])), @"experts: the weight of each of 4 experts has shape [6]; there must be at least one expert, and a matrix for each");
+    insta::assert_snapshot!(refusal(new(vec![fused(&[4, 6])], vec![])), @"experts: the weight of each of 4 experts has shape [6]; there must be at least one expert, and a matrix for each");
     insta::assert_snapshot!(refusal(new(vec![], vec![])), @"experts: a projection has 0 weights and 0 biases; there must be at least one weight, and either a bias for each weight or no bias");
-    insta::assert_snapshot!(refusal(new(vec![of(&[4, 6, 9]), of(&[3, 6, 9])], vec![])), @"experts: a weight of 3 experts with 9 inputs and dtype F32 is joined to one of 4 experts with 9 inputs and dtype F32; these must be equal");
-    insta::assert_snapshot!(refusal(new(vec![of(&[4, 6, 9])], vec![of(&[4, 9])])), @"experts: the biases of 4 experts have shape [9]; the weights of 4 experts require [6]");
+    insta::assert_snapshot!(refusal(new(vec![fused(&[4, 6, 9]), fused(&[3, 6, 9])], vec![])), @"experts: a weight of 3 experts with 9 inputs and dtype F32 is joined to one of 4 experts with 9 inputs and dtype F32; these must be equal");
+    insta::assert_snapshot!(refusal(new(vec![fused(&[4, 6, 9])], vec![fused(&[4, 9])])), @"experts: the biases of 4 experts have shape [9]; the weights of 4 experts require [6]");
     let uneven = [4, 5].map(|outputs| tensor(&[outputs, 9], 1, DType::F32));
     insta::assert_snapshot!(refusal(new(vec![ExpertTensors::Separate(uneven.to_vec())], vec![])), @"experts: the weight of expert 1 has shape [5, 9] and dtype F32; expert 0 has [4, 9] and F32, and all must be equal");
     let adapter = ExpertAdapter { a: tensor(&[8, 9], 1, DType::F32), b: tensor(&[6, 7], 1, DType::F32), scale: 1.0 };
-    insta::assert_snapshot!(refusal(new(vec![of(&[4, 6, 9])], vec![]).unwrap().with_adapter(adapter)), @"experts: the adapter's matrices have shapes [8, 9] and [6, 7]; 4 experts of 9 inputs and 6 outputs need [4 r, 9] and [6, 4 r]");
-    let projection = new(vec![of(&[4, 6, 9])], vec![]).unwrap();
+    insta::assert_snapshot!(refusal(new(vec![fused(&[4, 6, 9])], vec![]).unwrap().with_adapter(adapter)), @"experts: the adapter's matrices have shapes [8, 9] and [6, 7]; 4 experts of 9 inputs and 6 outputs need [4 r, 9] and [6, 4 r]");
+    let projection = new(vec![fused(&[4, 6, 9])], vec![]).unwrap();
     let error = projection.forward(&tensor(&[3, 9], 1, DType::F32), &assignment()).unwrap_err().to_string();
     insta::assert_snapshot!(without_backtrace(&error), @"experts: the input has shape [3, 9] and the assignment has 7 experts; for 82 slots, a projection of 4 experts needs an input of shape [82, 9] and an assignment of as many experts");
-    let down = new(vec![of(&[4, 9, 5])], vec![]).unwrap();
+    let down = new(vec![fused(&[4, 9, 5])], vec![]).unwrap();
     let error = ExpertMlp::new(projection, down, ExpertActivation::Silu, GateUpOrder::Halves).unwrap_err().to_string();
     insta::assert_snapshot!(without_backtrace(&error), @"experts: gate and up of 4 experts have 6 outputs, and down of 4 experts has 5 inputs; the numbers of experts must be equal, and there must be 10 outputs");
 }
@@ -624,16 +629,16 @@ fn block_in_a_loop(t: &[Tensor], choices: &[u32], options: RouterOptions) -> Res
     let inner = t[3].dim(2)?;
     let mut out = x.zeros_like()?;
     for expert in 0..t[2].dim(0)? {
-        let mine: Vec<u32> = (0..choices.len() as u32).filter(|i| choices[*i as usize] == expert as u32).collect();
-        if mine.is_empty() {
+        let slots: Vec<u32> = (0..choices.len() as u32).filter(|i| choices[*i as usize] == expert as u32).collect();
+        if slots.is_empty() {
             continue;
         }
-        let rows: Vec<u32> = mine.iter().map(|i| i / k as u32).collect();
-        let (n, rows) = (mine.len(), Tensor::new(rows, &Device::Cpu)?);
-        let both = x.index_select(&rows, 0)?.matmul(&t[2].get(expert)?.t()?)?;
-        let (gate, up) = (both.narrow(1, 0, inner)?, both.narrow(1, inner, inner)?);
+        let rows: Vec<u32> = slots.iter().map(|i| i / k as u32).collect();
+        let (n, rows) = (slots.len(), Tensor::new(rows, &Device::Cpu)?);
+        let gate_up = x.index_select(&rows, 0)?.matmul(&t[2].get(expert)?.t()?)?;
+        let (gate, up) = (gate_up.narrow(1, 0, inner)?, gate_up.narrow(1, inner, inner)?);
         let y = (((&gate / (gate.neg()?.exp()? + 1.0)?)? * up)?).matmul(&t[3].get(expert)?.t()?)?;
-        let weights = weights.flatten_all()?.index_select(&Tensor::new(mine, &Device::Cpu)?, 0)?.reshape((n, 1))?;
+        let weights = weights.flatten_all()?.index_select(&Tensor::new(slots, &Device::Cpu)?, 0)?.reshape((n, 1))?;
         out = out.index_add(&rows, &y.broadcast_mul(&weights)?, 0)?;
     }
     let factor = ((x.matmul(&t[5].t()?)?.neg()?.exp()? + 1.0)?).recip()?;
@@ -670,8 +675,8 @@ fn the_mlp_of_an_adapted_mixture_is_its_parts_one_after_the_other() {
             let shapes: [&[usize]; 4] = [&[EXPERTS, 5, 8], &[EXPERTS, 5, 8], &[EXPERTS, 6, 5], &[EXPERTS, 6]];
             t.extend((2..).zip(shapes).map(|(seed, shape)| tensor(shape, seed, dtype)));
             let low_rank = |outputs: usize, inputs: usize| [vec![EXPERTS * 2, inputs], vec![outputs, EXPERTS * 2]];
-            let of_adapters = low_rank(10, 8).into_iter().chain(low_rank(6, 5));
-            t.extend((7..).zip(of_adapters).map(|(seed, shape)| tensor(&shape, seed, DType::F32)));
+            let adapter_shapes = low_rank(10, 8).into_iter().chain(low_rank(6, 5));
+            t.extend((7..).zip(adapter_shapes).map(|(seed, shape)| tensor(&shape, seed, DType::F32)));
             t.push(tensor(&[ROWS, EXPERTS], 12, dtype));
             let projections = |t: &[Tensor]| -> Result<(ExpertProjection, ExpertProjection)> {
                 let fused = |i: usize| ExpertTensors::Fused(t[i].clone());
@@ -691,16 +696,16 @@ fn the_mlp_of_an_adapted_mixture_is_its_parts_one_after_the_other() {
             });
             let parts = differentiated(&t, |t| {
                 let ((gate_up, down), routing) = (projections(t)?, route(&t[9], options)?);
-                let of = routing.assignment();
-                let both = gate_up.forward(&expert_rows(&t[0], of)?, of)?;
-                let y = down.forward(&gated_activation(&both, gate, order)?, of)?;
-                combine_experts(&y, routing.weights(), of, &(ROWS, 6).into())
+                let assignment = routing.assignment();
+                let gate_up_values = gate_up.forward(&expert_rows(&t[0], assignment)?, assignment)?;
+                let y = down.forward(&gated_activation(&gate_up_values, gate, order)?, assignment)?;
+                combine_experts(&y, routing.weights(), assignment, &(ROWS, 6).into())
             });
-            let what = format!("{dtype:?}, adapters {adapters}");
-            assert!(values(&whole.0) == values(&parts.0), "{what}");
+            let label = format!("{dtype:?}, adapters {adapters}");
+            assert!(values(&whole.0) == values(&parts.0), "{label}");
             for (i, (whole, parts)) in whole.1.iter().zip(&parts.1).enumerate() {
                 let bits = |grad: &Option<Tensor>| grad.as_ref().map(values);
-                assert!(bits(whole) == bits(parts), "{what}: operand {i}");
+                assert!(bits(whole) == bits(parts), "{label}: operand {i}");
             }
         }
     }

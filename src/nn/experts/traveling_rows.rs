@@ -37,10 +37,10 @@ pub(super) struct RowRoutes {
     /// The rows in the order in which they are sent: rank by rank, in ascending order.
     rows: Vec<u32>,
     /// For each row, its positions in `rows`, in the order of the ranks.
-    places: Vec<u32>,
-    place_starts: Vec<u32>,
+    positions: Vec<u32>,
+    position_starts: Vec<u32>,
     /// For each choice of a row, the position in `rows` at which the row is sent to the rank of the chosen expert.
-    place_of_choice: Vec<u32>,
+    position_of_choice: Vec<u32>,
     /// The number of experts that each row chooses.
     choices: usize,
 }
@@ -63,9 +63,13 @@ impl RowRoutes {
     pub fn send(exchange: ExpertAllToAll, x: &Tensor, routing: &Routing) -> Result<(Arc<Self>, ReceivedRows)> {
         let (experts, k) = (routing.assignment().experts(), routing.experts_per_row());
         let width = x.dims().last().copied().unwrap_or(0);
-        let own = routing.assignment().rows();
-        if x.elem_count() != own * width || width == 0 {
-            bail!("{NAME}: the input has shape {:?}; the router chose experts for {}", x.dims(), counted(own, "row"))
+        let own_rows = routing.assignment().rows();
+        if x.elem_count() != own_rows * width || width == 0 {
+            bail!(
+                "{NAME}: the input has shape {:?}; the router chose experts for {}",
+                x.dims(),
+                counted(own_rows, "row")
+            )
         }
         if experts > MAX_EXPERTS {
             bail!("{NAME}: {experts} experts are divided among ranks; at most {MAX_EXPERTS} can be")
@@ -76,13 +80,13 @@ impl RowRoutes {
         let routes = Arc::new(routes);
         let assignment = Arc::new(assignment.narrowed(routes.exchange.experts()));
         let weights = routes.received_weights(routing.weights(), weights)?;
-        let rows = with_element!(x.dtype(), NAME, E => routes.send_rows::<E>(x, own, width))?;
+        let rows = with_element!(x.dtype(), NAME, E => routes.send_rows::<E>(x, own_rows, width))?;
         Ok((routes, ReceivedRows { assignment, rows, weights }))
     }
 
     /// Sorts rows by the ranks of their `choices`, `k` for each row.
     fn of_choices(exchange: ExpertAllToAll, choices: &[u32], k: usize) -> Self {
-        let (own, ranks) = (choices.len() / k.max(1), exchange.ranks());
+        let (own_rows, ranks) = (choices.len() / k.max(1), exchange.ranks());
         let mut by_rank = vec![Vec::new(); ranks];
         for (row, chosen) in choices.chunks_exact(k.max(1)).enumerate() {
             for expert in chosen {
@@ -94,33 +98,33 @@ impl RowRoutes {
         }
         let sent: Vec<usize> = by_rank.iter().map(Vec::len).collect();
         let rows = by_rank.concat();
-        let mut place_starts = vec![0u32; own + 1];
-        rows.iter().for_each(|row| place_starts[*row as usize + 1] += 1);
-        for row in 0..own {
-            place_starts[row + 1] += place_starts[row];
+        let mut position_starts = vec![0u32; own_rows + 1];
+        rows.iter().for_each(|row| position_starts[*row as usize + 1] += 1);
+        for row in 0..own_rows {
+            position_starts[row + 1] += position_starts[row];
         }
-        let mut next = place_starts.clone();
-        let mut places = vec![0u32; rows.len()];
-        for (place, row) in rows.iter().enumerate() {
-            places[next[*row as usize] as usize] = place as u32;
+        let mut next = position_starts.clone();
+        let mut positions = vec![0u32; rows.len()];
+        for (position, row) in rows.iter().enumerate() {
+            positions[next[*row as usize] as usize] = position as u32;
             next[*row as usize] += 1;
         }
-        let firsts: Vec<usize> = (0..ranks).map(|rank| sent[..rank].iter().sum()).collect();
-        let place_of_choice = choices.iter().enumerate().map(|(choice, expert)| {
+        let rank_starts: Vec<usize> = (0..ranks).map(|rank| sent[..rank].iter().sum()).collect();
+        let position_of_choice = choices.iter().enumerate().map(|(choice, expert)| {
             let rank = exchange.rank_of(*expert as usize);
             let row = (choice / k) as u32;
-            let at = by_rank[rank].binary_search(&row).unwrap_or_else(|_| unreachable!("each choice has its place"));
-            (firsts[rank] + at) as u32
+            let index = by_rank[rank].binary_search(&row).unwrap_or_else(|_| unreachable!("every choice is sent"));
+            (rank_starts[rank] + index) as u32
         });
-        let place_of_choice = place_of_choice.collect();
-        Self { exchange, sent, received: Vec::new(), rows, places, place_starts, place_of_choice, choices: k }
+        let position_of_choice = position_of_choice.collect();
+        Self { exchange, sent, received: Vec::new(), rows, positions, position_starts, position_of_choice, choices: k }
     }
 
     /// Exchanges the choices of all rows, and their weights. Returns the choices of the received rows, and the weights
     /// of these choices.
     fn exchange_choices(&self, routing: &Routing, experts: usize) -> Result<(ExpertAssignment, Vec<f32>)> {
         let k = self.choices;
-        let own = with_wide(routing.weights(), |weights| {
+        let outgoing = with_wide(routing.weights(), |weights| {
             let mut values = Vec::with_capacity(self.rows.len() * 2 * k);
             for row in &self.rows {
                 let choices = *row as usize * k..(*row as usize + 1) * k;
@@ -130,72 +134,77 @@ impl RowRoutes {
             Ok(values)
         })?;
         let counts = [&self.sent[..], &self.received];
-        let Flat::F32(all) = self.exchange.exchange(ExpertMessageKind::Choices, Flat::F32(own), counts, 2 * k)? else {
-            bail!("{NAME}: choices arrived in a format other than f32")
-        };
-        let (mut choices, mut weights) = (Vec::with_capacity(all.len() / 2), Vec::with_capacity(all.len() / 2));
-        for (place, row) in all.chunks_exact(2 * k).enumerate() {
-            let (chosen, of_row) = row.split_at(k);
-            if let Some(odd) = chosen.iter().find(|e| !(e.fract() == 0.0 && (0.0..experts as f32).contains(*e))) {
-                return self.exchange.refuse(self.origin_of(place), &format!("a row chooses expert {odd}"));
+        let incoming = self.exchange.exchange(ExpertMessageKind::Choices, Flat::F32(outgoing), counts, 2 * k)?;
+        let Flat::F32(incoming) = incoming else { bail!("{NAME}: choices arrived in a format other than f32") };
+        let (mut choices, mut weights) =
+            (Vec::with_capacity(incoming.len() / 2), Vec::with_capacity(incoming.len() / 2));
+        for (position, row) in incoming.chunks_exact(2 * k).enumerate() {
+            let (chosen, row_weights) = row.split_at(k);
+            if let Some(invalid) = chosen.iter().find(|e| !(e.fract() == 0.0 && (0.0..experts as f32).contains(*e))) {
+                return self.exchange.refuse(self.origin_of(position), &format!("a row chooses expert {invalid}"));
             }
             choices.extend(chosen.iter().map(|expert| *expert as u32));
-            weights.extend_from_slice(of_row);
+            weights.extend_from_slice(row_weights);
         }
         Ok((ExpertAssignment::new(&choices, k, experts)?, weights))
     }
 
     /// Returns the rank from which a received row came.
-    fn origin_of(&self, place: usize) -> usize {
+    fn origin_of(&self, position: usize) -> usize {
         let mut end = 0;
         self.received
             .iter()
             .take_while(|rows| {
                 end += **rows;
-                end <= place
+                end <= position
             })
             .count()
     }
 
     /// Returns the received `weights` as the result of an operation that sends their gradients back.
-    fn received_weights(self: &Arc<Self>, own: &Tensor, weights: Vec<f32>) -> Result<Tensor> {
-        let (own, inputs) = (own.contiguous()?, OpInputs::of([Some(own)])?);
-        let (routes, dtype, k) = (self.clone(), own.dtype(), self.choices);
+    fn received_weights(self: &Arc<Self>, own_weights: &Tensor, weights: Vec<f32>) -> Result<Tensor> {
+        let (own_weights, inputs) = (own_weights.contiguous()?, OpInputs::of([Some(own_weights)])?);
+        let (routes, dtype, k) = (self.clone(), own_weights.dtype(), self.choices);
         let shape = (self.received.iter().sum::<usize>(), k);
-        inputs.result("expert weights", f32::storage(weights), shape, move |grad, [to_own]| {
+        inputs.result("expert weights", f32::storage(weights), shape, move |grad, [to_own_weights]| {
             let counts = [&routes.received[..], &routes.sent];
             let grad = grad.into_own()?;
-            let back = routes.exchange.exchange(ExpertMessageKind::WeightGradients, grad, counts, k)?;
-            let Flat::F32(back) = back else {
+            let returned = routes.exchange.exchange(ExpertMessageKind::WeightGradients, grad, counts, k)?;
+            let Flat::F32(returned) = returned else {
                 bail!("{NAME}: gradients of weights arrived in a format other than f32")
             };
-            let sums = routes.place_of_choice.iter().enumerate();
-            let sums: Vec<f32> = sums.map(|(choice, place)| back[*place as usize * k + choice % k]).collect();
-            with_element!(dtype, NAME, W => to_own.give_sums::<W>(&sums))
+            let sums = routes.position_of_choice.iter().enumerate();
+            let sums: Vec<f32> = sums.map(|(choice, position)| returned[*position as usize * k + choice % k]).collect();
+            with_element!(dtype, NAME, W => to_own_weights.give_sums::<W>(&sums))
         })
     }
 
     /// Sends the rows of `x`, and returns those that arrive.
-    fn send_rows<E: TensorElement>(self: &Arc<Self>, x: &Tensor, own: usize, width: usize) -> Result<Tensor> {
+    fn send_rows<E: TensorElement>(self: &Arc<Self>, x: &Tensor, own_rows: usize, width: usize) -> Result<Tensor> {
         let x = x.contiguous()?;
         let (inputs, routes) = (OpInputs::of([Some(&x)])?, self.clone());
         let values = with_elements::<E, _>(&x, NAME, |x| {
-            self.travel::<E>(ExpertMessageKind::Rows, self.in_places(x, width), [&self.sent, &self.received], width)
+            self.transfer::<E>(
+                ExpertMessageKind::Rows,
+                self.in_send_order(x, width),
+                [&self.sent, &self.received],
+                width,
+            )
         })?;
         let shape = (self.received.iter().sum::<usize>(), width);
         inputs.result("sent rows", E::storage(values), shape, move |grad, [to_x]| {
             let counts = [&routes.received[..], &routes.sent];
             let grad = grad.read::<E, _>(NAME, |grad| Ok(grad.to_vec()))?;
-            let back = routes.travel::<E>(ExpertMessageKind::RowGradients, grad, counts, width)?;
-            to_x.accumulate::<E>(own * width, |dx, add| {
-                sum_slots(routes.by_row(), &back, width, None, dx, add);
+            let returned = routes.transfer::<E>(ExpertMessageKind::RowGradients, grad, counts, width)?;
+            to_x.accumulate::<E>(own_rows * width, |dx, add| {
+                sum_slots(routes.by_row(), &returned, width, None, dx, add);
                 Ok(())
             })
         })
     }
 
-    /// Sends back the results `y` `[received rows, width]`, and returns the sums of the results of each own row, in the
-    /// shape `shape`.
+    /// Sends back the results `y` `[received rows, width]`, and returns, for each of this rank's own rows, the sum of
+    /// its results, in the shape `shape`.
     ///
     /// # Errors
     /// A failed collective.
@@ -211,24 +220,24 @@ impl RowRoutes {
         let width = y.dim(1)?;
         let (inputs, routes) = (OpInputs::of([Some(y)])?, self.clone());
         let values = with_elements::<E, _>(y, NAME, |y| Ok(y.to_vec()))?;
-        let back = self.travel::<E>(ExpertMessageKind::Results, values, [&self.received, &self.sent], width)?;
+        let returned = self.transfer::<E>(ExpertMessageKind::Results, values, [&self.received, &self.sent], width)?;
         let mut sums = buffer::<E>(shape.elem_count());
-        sum_slots(self.by_row(), &back, width, None, &mut sums, false);
+        sum_slots(self.by_row(), &returned, width, None, &mut sums, false);
         inputs.result("returned rows", E::storage(sums), shape.clone(), move |grad, [to_y]| {
             let counts = [&routes.sent[..], &routes.received];
-            let grad = grad.read::<E, _>(NAME, |grad| Ok(routes.in_places(grad, width)))?;
-            to_y.give(Grad::own(routes.travel::<E>(ExpertMessageKind::ResultGradients, grad, counts, width)?))
+            let grad = grad.read::<E, _>(NAME, |grad| Ok(routes.in_send_order(grad, width)))?;
+            to_y.give(Grad::own(routes.transfer::<E>(ExpertMessageKind::ResultGradients, grad, counts, width)?))
         })
     }
 
     /// Returns rows in the order in which they are sent.
-    fn in_places<E: TensorElement>(&self, rows: &[E], width: usize) -> Vec<E> {
+    fn in_send_order<E: TensorElement>(&self, rows: &[E], width: usize) -> Vec<E> {
         let mut values = buffer::<E>(self.rows.len() * width);
         embedding(&self.rows, rows, width, &mut values);
         values
     }
 
-    fn travel<E: TensorElement>(
+    fn transfer<E: TensorElement>(
         &self,
         content: ExpertMessageKind,
         values: Vec<E>,
@@ -244,6 +253,6 @@ impl RowRoutes {
 
     /// Returns, for each row, its positions in `rows`, in the order of the ranks.
     fn by_row(&self) -> RowSlots<'_> {
-        RowSlots { slots: &self.places, starts: &self.place_starts }
+        RowSlots { slots: &self.positions, starts: &self.position_starts }
     }
 }

@@ -61,8 +61,8 @@ fn operands(case: Case) -> Vec<Tensor> {
 fn run(case: Case, t: &[Tensor]) -> Result<Tensor> {
     let adapter =
         LoraOperands { a: &t[2], b: &t[3], magnitude: case.dora.then_some(&t[6]), scale: SCALE, mask: case.mask };
-    let then = LinearEpilogue { activation: case.activation, residual: case.residual.then_some(&t[5]) };
-    linear_then(&t[0], &t[1], case.bias.then_some(&t[4]), case.layout, &adapter, then)
+    let epilogue = LinearEpilogue { activation: case.activation, residual: case.residual.then_some(&t[5]) };
+    linear_then(&t[0], &t[1], case.bias.then_some(&t[4]), case.layout, &adapter, epilogue)
 }
 
 fn definition(case: Case, t: &[Tensor]) -> Result<Tensor> {
@@ -112,19 +112,19 @@ pub(in crate::nn) fn distance(found: &Tensor, want: &Tensor) -> f64 {
     found.iter().zip(&want).map(|(a, b)| (a - b).abs() / largest).fold(0.0, |most, d| if d <= most { most } else { d })
 }
 
-fn check(case: Case, tolerance: f64, what: &str) {
+fn check(case: Case, tolerance: f64, label: &str) {
     let t = operands(case);
     let (found, found_grads) = differentiated(&t, |t| run(case, t));
-    let wide: Vec<Tensor> = t.iter().map(|t| t.to_dtype(DType::F64).unwrap()).collect();
-    let (want, want_grads) = differentiated(&wide, |t| definition(case, t));
-    assert_eq!(found.dtype(), case.base, "{what}");
-    assert!(distance(&found, &want) < tolerance, "{what}: the result is off by {}", distance(&found, &want));
+    let in_f64: Vec<Tensor> = t.iter().map(|t| t.to_dtype(DType::F64).unwrap()).collect();
+    let (want, want_grads) = differentiated(&in_f64, |t| definition(case, t));
+    assert_eq!(found.dtype(), case.base, "{label}");
+    assert!(distance(&found, &want) < tolerance, "{label}: the result is off by {}", distance(&found, &want));
     for (i, (found, want)) in found_grads.iter().zip(&want_grads).enumerate() {
-        assert_eq!(found.is_some(), want.is_some(), "{what}: operand {i}");
+        assert_eq!(found.is_some(), want.is_some(), "{label}: operand {i}");
         if let (Some(found), Some(want)) = (found, want) {
-            assert_eq!(found.dtype(), t[i].dtype(), "{what}: operand {i}");
+            assert_eq!(found.dtype(), t[i].dtype(), "{label}: operand {i}");
             let off = distance(found, want);
-            assert!(off < tolerance, "{what}: the gradient of operand {i} is off by {off}");
+            assert!(off < tolerance, "{label}: the gradient of operand {i} is off by {off}");
         }
     }
 }
@@ -132,7 +132,7 @@ fn check(case: Case, tolerance: f64, what: &str) {
 #[test]
 fn results_and_gradients_are_those_of_the_definition() {
     const MASK: DropoutMask = DropoutMask { p: 0.3, seed: 5, draw: 2 };
-    const SIXTEEN: [DType; 2] = [DType::BF16, DType::F16];
+    const SIXTEEN_BIT: [DType; 2] = [DType::BF16, DType::F16];
     for layout in [WeightLayout::OutIn, WeightLayout::InOut] {
         for dora in [false, true] {
             for (bias, residual, activation, mask) in [
@@ -143,14 +143,14 @@ fn results_and_gradients_are_those_of_the_definition() {
                 (true, true, None, Some(MASK)),
             ] {
                 let case = Case { layout, dora, bias, residual, activation, mask, ..PLAIN };
-                let what = format!("{layout:?} dora {dora} bias {bias} residual {residual} mask {}", mask.is_some());
-                check(case, 1e-5, &what);
-                for base in SIXTEEN {
+                let label = format!("{layout:?} dora {dora} bias {bias} residual {residual} mask {}", mask.is_some());
+                check(case, 1e-5, &label);
+                for base in SIXTEEN_BIT {
                     // There are more rows than are widened at a time.
                     let case = Case { base, rows: 2 * ROWS + 3, ..case };
                     let tolerance = if base == DType::BF16 { 4e-2 } else { 5e-3 };
-                    check(case, tolerance, &format!("{what}, {base:?} under f32"));
-                    check(Case { adapter: base, ..case }, tolerance, &format!("{what}, {base:?}"));
+                    check(case, tolerance, &format!("{label}, {base:?} under f32"));
+                    check(Case { adapter: base, ..case }, tolerance, &format!("{label}, {base:?}"));
                 }
             }
         }

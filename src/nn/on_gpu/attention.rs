@@ -28,8 +28,8 @@ pub(in crate::nn) fn attention<const N: usize>(
     let inputs = OpInputs::of(parts.each_ref().map(Some))?;
     let (y, lse) = with_each(parts.each_ref(), name, |parts| kernel::forward(&device, (&heads, &rule), parts))?;
     let shape = (heads.batch, heads.time, heads.heads * heads.head);
-    let own = SavedResult::default();
-    let (result, options, sequences) = (own.clone(), *options, sequences.cloned());
+    let saved_result = SavedResult::default();
+    let (result, options, sequences) = (saved_result.clone(), *options, sequences.cloned());
     let y = inputs.result(name, y, shape, move |grad, sinks| {
         let rule = options.rule(heads.head, sequences.as_ref())?;
         let dy = grad.on_device(&device)?;
@@ -41,5 +41,5 @@ pub(in crate::nn) fn attention<const N: usize>(
         }
         Ok(())
     })?;
-    Ok(Some(own.save(y)))
+    Ok(Some(saved_result.save(y)))
 }

@@ -22,11 +22,11 @@ use candle_core::{CudaDevice, DType, Result, Tensor, bail};
 use std::sync::Mutex;
 
 /// The approximate maximum number of bytes of logits that exist at a time. Tests use several chunks of few rows.
-const CHUNK: usize = if cfg!(test) { 1 } else { 256 << 20 };
+const CHUNK_BYTES: usize = if cfg!(test) { 1 } else { 256 << 20 };
 
-/// Allocates room for losses: for at least one, because some drivers refuse to allocate zero bytes.
-fn room(device: &CudaDevice, losses: usize) -> Result<CudaSlice<f32>> {
-    device.alloc_zeros(losses.max(1))
+/// Allocates memory for losses: for at least one, because some drivers refuse to allocate zero bytes.
+fn allocate_losses(device: &CudaDevice, count: usize) -> Result<CudaSlice<f32>> {
+    device.alloc_zeros(count.max(1))
 }
 
 /// Returns the sum of the losses of logits `[.., classes]`, divided by `divisor`.
@@ -42,17 +42,17 @@ pub(in crate::nn) fn of_logits(
     let classes = logits.dims().last().copied().unwrap_or(1);
     let inputs = OpInputs::of([Some(&logits)])?;
     let targets = DeviceTargets::new(&device, targets, classes)?;
-    let mut losses = room(&device, rows)?;
-    let all = CrossEntropyArguments { classes, targets: &targets, first: 0, rows, cap };
-    with_each([&logits], NAME, |[logits]| kernel::losses(&device, &all, logits, 1.0, &mut losses))?;
+    let mut losses = allocate_losses(&device, rows)?;
+    let arguments = CrossEntropyArguments { classes, targets: &targets, first: 0, rows, cap };
+    with_each([&logits], NAME, |[logits]| kernel::losses(&device, &arguments, logits, 1.0, &mut losses))?;
     let loss = kernel::mean(&device, &losses, rows, divisor)?;
     let loss = inputs.result(NAME, loss, (), move |grad, [to_logits]| {
         let grad = grad.on_device(&device)?;
-        let all = CrossEntropyArguments { classes, targets: &targets, first: 0, rows, cap };
+        let arguments = CrossEntropyArguments { classes, targets: &targets, first: 0, rows, cap };
         to_logits.make_on(&device, logits.dtype(), logits.elem_count(), |d| {
             with_each([&logits, &grad], NAME, |[logits, grad]| {
                 let scale = LossGradientScale::All(grad, divisor as f32);
-                kernel::gradients(&device, &all, Some(logits), &scale, d, None)
+                kernel::gradients(&device, &arguments, Some(logits), &scale, d, None)
             })
         })
     })?;
@@ -64,9 +64,9 @@ pub(in crate::nn) struct GpuLossHead {
     device: CudaDevice,
     targets: DeviceTargets,
     /// The rows that count, if not all rows do.
-    some: Option<SelectedRows>,
+    selection: Option<SelectedRows>,
     count: usize,
-    all: usize,
+    total_rows: usize,
     cap: Option<f32>,
     classes: usize,
     width: usize,
@@ -77,7 +77,7 @@ pub(in crate::nn) struct GpuLossHead {
 struct SelectedRows {
     rows: Vec<u32>,
     /// For every row of the tensor, its index within the selection.
-    numbers: Vec<u32>,
+    indices: Vec<u32>,
 }
 
 /// The losses and gradients of the rows that count.
@@ -88,12 +88,12 @@ struct LossAndGradients {
 }
 
 impl GpuLossHead {
-    /// Creates a head for these operands, if kernels support them. Of the `all` rows, those with the indices `rows`
-    /// count, and have these targets.
+    /// Creates a head for these operands, if kernels support them. Of the `total_rows` rows, those with the indices
+    /// `rows` count, and have these targets.
     pub fn new(
         h: &Tensor,
         weight: &Tensor,
-        (rows, targets, all): (&[usize], &[u32], usize),
+        (rows, targets, total_rows): (&[usize], &[u32], usize),
         cap: Option<f32>,
         layout: WeightLayout,
     ) -> Result<Option<Self>> {
@@ -102,29 +102,29 @@ impl GpuLossHead {
         };
         let (rows_of, columns) = weight.dims2()?;
         let (classes, width) = if layout == WeightLayout::OutIn { (rows_of, columns) } else { (columns, rows_of) };
-        let some = (rows.len() < all).then(|| {
-            let mut numbers = vec![NO_ROW; all];
-            (0..).zip(rows).for_each(|(number, row)| numbers[*row] = number);
-            SelectedRows { rows: rows.iter().map(|row| *row as u32).collect(), numbers }
+        let selection = (rows.len() < total_rows).then(|| {
+            let mut indices = vec![NO_ROW; total_rows];
+            (0..).zip(rows).for_each(|(index, row)| indices[*row] = index);
+            SelectedRows { rows: rows.iter().map(|row| *row as u32).collect(), indices }
         });
         let targets = DeviceTargets::new(&device, targets, classes)?;
-        Ok(Some(Self { device, targets, some, count: rows.len(), all, cap, classes, width, layout }))
+        Ok(Some(Self { device, targets, selection, count: rows.len(), total_rows, cap, classes, width, layout }))
     }
 
-    /// Selects the rows of `x` `[all, width]` that count.
-    fn take(&self, op: &'static str, x: &Tensor, width: usize) -> Result<Tensor> {
-        let x = x.detach().reshape((self.all, width))?;
-        let Some(some) = &self.some else { return Ok(x) };
-        let taken = with_each([&x], op, |[values]| look_up(&self.device, &some.rows, values, width, x.dtype()))?;
-        Ok(tensor_of(taken, (self.count, width)))
+    /// Selects the rows of `x` `[total rows, width]` that count.
+    fn select(&self, op: &'static str, x: &Tensor, width: usize) -> Result<Tensor> {
+        let x = x.detach().reshape((self.total_rows, width))?;
+        let Some(selection) = &self.selection else { return Ok(x) };
+        let rows = with_each([&x], op, |[values]| look_up(&self.device, &selection.rows, values, width, x.dtype()))?;
+        Ok(tensor_of(rows, (self.count, width)))
     }
 
     /// Expands the rows that count to all rows, with zeros for the others.
-    fn put(&self, op: &'static str, some_rows: Tensor, width: usize) -> Result<Tensor> {
-        let Some(some) = &self.some else { return Ok(some_rows) };
+    fn expand(&self, op: &'static str, some_rows: Tensor, width: usize) -> Result<Tensor> {
+        let Some(selection) = &self.selection else { return Ok(some_rows) };
         let dtype = some_rows.dtype();
-        let all = with_each([&some_rows], op, |[rows]| look_up(&self.device, &some.numbers, rows, width, dtype))?;
-        Ok(tensor_of(all, (self.all, width)))
+        let all = with_each([&some_rows], op, |[rows]| look_up(&self.device, &selection.indices, rows, width, dtype))?;
+        Ok(tensor_of(all, (self.total_rows, width)))
     }
 
     /// Returns the losses of the rows that count, and the gradients that are wanted: those of the sum of these losses,
@@ -143,30 +143,30 @@ impl GpuLossHead {
         with_each([weight], op, |_| Ok(()))?;
         let weight = weight.detach();
         let to_classes = if self.layout == WeightLayout::OutIn { weight.t()? } else { weight.clone() };
-        let mut losses = room(&self.device, self.count)?;
+        let mut losses = allocate_losses(&self.device, self.count)?;
         let (mut dh, mut dweight) = (Vec::new(), None);
-        let fit = CHUNK / h.dtype().size_in_bytes() / self.classes.max(1);
-        let step = (fit / 64 * 64).max(64);
+        let max_rows = CHUNK_BYTES / h.dtype().size_in_bytes() / self.classes.max(1);
+        let step = (max_rows / 64 * 64).max(64);
         for first in (0..self.count).step_by(step) {
             let rows = step.min(self.count - first);
-            let part = h.narrow(0, first, rows)?;
-            let of =
+            let chunk = h.narrow(0, first, rows)?;
+            let args =
                 CrossEntropyArguments { classes: self.classes, targets: &self.targets, first, rows, cap: self.cap };
-            let logits = part.matmul(&to_classes)?;
+            let logits = chunk.matmul(&to_classes)?;
             if !wants_h && !wants_weight {
-                with_each([&logits], op, |[logits]| kernel::losses(&self.device, &of, logits, sign, &mut losses))?;
+                with_each([&logits], op, |[logits]| kernel::losses(&self.device, &args, logits, sign, &mut losses))?;
                 continue;
             }
-            change(&logits, |d| kernel::gradients(&self.device, &of, None, scale, d, Some(&mut losses)))?;
+            change(&logits, |d| kernel::gradients(&self.device, &args, None, scale, d, Some(&mut losses)))?;
             if wants_h {
                 dh.push(logits.matmul(&to_classes.t()?)?);
             }
             if wants_weight {
                 let product = match self.layout {
-                    WeightLayout::OutIn => logits.t()?.matmul(&part)?,
-                    WeightLayout::InOut => part.t()?.matmul(&logits)?,
+                    WeightLayout::OutIn => logits.t()?.matmul(&chunk)?,
+                    WeightLayout::InOut => chunk.t()?.matmul(&logits)?,
                 };
-                dweight = Some(self.added(op, dweight, product)?);
+                dweight = Some(self.accumulate(op, dweight, product)?);
             }
         }
         let zeros = |shape: &[usize]| -> Result<Tensor> {
@@ -187,7 +187,7 @@ impl GpuLossHead {
     }
 
     /// Adds a product to the sum so far. A sum of two or more products is in f32.
-    fn added(&self, op: &'static str, sum: Option<Tensor>, product: Tensor) -> Result<Tensor> {
+    fn accumulate(&self, op: &'static str, sum: Option<Tensor>, product: Tensor) -> Result<Tensor> {
         let (device, len) = (&self.device, product.elem_count());
         let Some(sum) = sum else { return Ok(product) };
         let sum = if sum.dtype() == DType::F32 {
@@ -206,15 +206,15 @@ impl GpuLossHead {
         let (h, weight) = (h.contiguous()?, weight.contiguous()?);
         let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
         let (wants, dtype) = ([inputs.wants(0), inputs.wants(1)], h.dtype());
-        let rows = self.take(NAME, &h, self.width)?;
+        let rows = self.select(NAME, &h, self.width)?;
         let LossAndGradients { losses, dh, dweight } =
             self.run(NAME, &rows, &weight, wants, 1.0, &LossGradientScale::One)?;
         let loss = kernel::mean(&self.device, &losses, self.count, divisor)?;
-        let kept = Mutex::new(Some((dh, dweight)));
+        let saved_gradients = Mutex::new(Some((dh, dweight)));
         inputs.result(NAME, loss, (), move |grad, [to_h, to_weight]| {
             let grad = grad.on_device(&self.device)?;
-            let mut kept = lock(&kept);
-            let grads = if is_once() { kept.take() } else { kept.clone() };
+            let mut saved_gradients = lock(&saved_gradients);
+            let grads = if is_once() { saved_gradients.take() } else { saved_gradients.clone() };
             let Some((dh, dweight)) = grads else {
                 bail!("{NAME}: the gradients of this loss have already been taken")
             };
@@ -228,7 +228,7 @@ impl GpuLossHead {
                 to_weight.give(Grad::OnDevice(scaled(dweight)?))?;
             }
             match dh.filter(|_| to_h.is_wanted()) {
-                Some(dh) => to_h.give(Grad::OnDevice(self.put(NAME, scaled(dh)?, self.width)?)),
+                Some(dh) => to_h.give(Grad::OnDevice(self.expand(NAME, scaled(dh)?, self.width)?)),
                 None => Ok(()),
             }
         })
@@ -239,22 +239,22 @@ impl GpuLossHead {
         const NAME: &str = "linear_log_probabilities";
         let (h, weight) = (h.contiguous()?, weight.contiguous()?);
         let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
-        let rows = self.take(NAME, &h, self.width)?;
+        let rows = self.select(NAME, &h, self.width)?;
         let LossAndGradients { losses, .. } =
             self.run(NAME, &rows, &weight, [false; 2], -1.0, &LossGradientScale::One)?;
         drop(rows);
         let values = crate::cuda::storage_of(&self.device, losses);
-        let values = match &self.some {
+        let values = match &self.selection {
             None => values,
-            Some(some) => {
+            Some(selection) => {
                 let values = tensor_of(values, self.count.max(1));
-                with_each([&values], NAME, |[v]| look_up(&self.device, &some.numbers, v, 1, DType::F32))?
+                with_each([&values], NAME, |[v]| look_up(&self.device, &selection.indices, v, 1, DType::F32))?
             }
         };
         inputs.result(NAME, values, shape, move |grad, [to_h, to_weight]| {
-            let grad = self.take(NAME, &grad.on_device(&self.device)?, 1)?;
+            let grad = self.select(NAME, &grad.on_device(&self.device)?, 1)?;
             let wants = [to_h.is_wanted(), to_weight.is_wanted()];
-            let rows = self.take(NAME, &h, self.width)?;
+            let rows = self.select(NAME, &h, self.width)?;
             let LossAndGradients { dh, dweight, .. } = with_each([&grad], NAME, |[grad]| {
                 // The gradient of a log probability is minus the gradient of a loss.
                 self.run(NAME, &rows, &weight, wants, -1.0, &LossGradientScale::Each(grad, -1.0))
@@ -263,7 +263,7 @@ impl GpuLossHead {
                 to_weight.give(Grad::OnDevice(dweight.to_dtype(weight.dtype())?))?;
             }
             match dh {
-                Some(dh) => to_h.give(Grad::OnDevice(self.put(NAME, dh, self.width)?)),
+                Some(dh) => to_h.give(Grad::OnDevice(self.expand(NAME, dh, self.width)?)),
                 None => Ok(()),
             }
         })

@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor};
 
 const NAME: &str = "dropout";
 
-/// See [`crate::nn::dropout()`]; `offset` is the offset of the draw's first random number.
+/// Computes [`crate::nn::dropout()`]; `offset` is the offset of the draw's first random number.
 pub(in crate::nn) fn dropout(x: &Tensor, p: f32, seed: u64, offset: u64) -> Result<Option<Tensor>> {
     let Some(device) = supported_device(&[x]) else { return Ok(None) };
     let x = x.contiguous()?;

@@ -23,11 +23,11 @@ pub(in crate::nn) fn embedding(
     let inputs = OpInputs::of([Some(&table)])?;
     let y = with_each([&table], NAME, |[table]| look_up(&device, ids, table, width, dtype))?;
     let uses = inputs.are_wanted().then(|| EmbeddingRowUses::new(ids, padding));
-    let (len, of_table) = (table.elem_count(), table.dtype());
+    let (len, table_dtype) = (table.elem_count(), table.dtype());
     let y = inputs.result(NAME, y, shape, move |grad, [to_table]| {
         let Some(uses) = &uses else { return Ok(()) };
         let dy = grad.on_device(&device)?;
-        to_table.accumulate_zeroed_on(&device, of_table, len, |grad| {
+        to_table.accumulate_zeroed_on(&device, table_dtype, len, |grad| {
             with_each([&dy], NAME, |[dy]| add_rows(&device, uses, dy, width, grad))
         })
     })?;

@@ -19,41 +19,41 @@ pub(in crate::nn) fn linear_then(
     weight: &Tensor,
     bias: Option<&Tensor>,
     sizes: LinearSizes,
-    then: LinearEpilogue<'_>,
+    epilogue: LinearEpilogue<'_>,
 ) -> Result<Option<Tensor>> {
-    let all: Vec<&Tensor> = [x, weight].into_iter().chain(bias).chain(then.residual).collect();
-    let is_one_dtype = all.iter().all(|t| t.dtype() == x.dtype());
+    let operands: Vec<&Tensor> = [x, weight].into_iter().chain(bias).chain(epilogue.residual).collect();
+    let is_one_dtype = operands.iter().all(|t| t.dtype() == x.dtype());
     // cuBLAS does not multiply empty matrices.
-    let Some(device) = supported_device(&all).filter(|_| is_one_dtype && x.elem_count() > 0 && sizes.outputs > 0)
+    let Some(device) = supported_device(&operands).filter(|_| is_one_dtype && x.elem_count() > 0 && sizes.outputs > 0)
     else {
         return Ok(None);
     };
     let shape = sizes.result_shape(x.shape());
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;
-    let residual = then.residual.map(Tensor::contiguous).transpose()?;
+    let residual = epilogue.residual.map(Tensor::contiguous).transpose()?;
     let inputs = OpInputs::of([Some(&x), residual.as_ref(), Some(&weight), bias.as_ref()])?;
     let products = rows_of(&x, sizes.rows, sizes.inputs)?.matmul(&matrix(&weight, sizes.layout)?)?;
     let mut y = None;
-    if bias.is_some() || residual.is_some() || then.activation.is_some() {
+    if bias.is_some() || residual.is_some() || epilogue.activation.is_some() {
         with_arrays([bias.as_ref(), residual.as_ref()], NAME, |[bias, residual]| {
             change(&products, |products| {
-                y = linear_epilogue::follow(&device, products, sizes.outputs, bias, then.activation, residual)?;
+                y = linear_epilogue::follow(&device, products, sizes.outputs, bias, epilogue.activation, residual)?;
                 Ok(())
             })
         })?;
     }
-    let (y, before) = match y {
+    let (y, pre_activation) = match y {
         Some(y) => (y, Some(products).filter(|_| inputs.are_wanted())),
         None => (take(&products)?, None),
     };
-    let kept = then.activation.zip(before);
-    let remake = kept.clone().filter(|_| residual.is_none()).map(|kept| (kept, device.clone()));
-    let backward = GpuLinearBackward { device, x: SavedTensor::of(&x), weight, sizes, kept };
+    let saved_activation = epilogue.activation.zip(pre_activation);
+    let remake = saved_activation.clone().filter(|_| residual.is_none()).map(|saved| (saved, device.clone()));
+    let backward = GpuLinearBackward { device, x: SavedTensor::of(&x), weight, sizes, saved_activation };
     let y = inputs.result(NAME, y, shape.clone(), move |grad, sinks| backward.run(grad, sinks))?;
-    if let Some(((function, before), device)) = remake {
+    if let Some(((function, pre_activation), device)) = remake {
         can_remake(&y, move || {
-            let values = with_each([&before], NAME, |[before]| activation::forward(&device, function, before))?;
+            let values = with_each([&pre_activation], NAME, |[values]| activation::forward(&device, function, values))?;
             Ok(tensor_of(values, &shape))
         });
     }
@@ -81,19 +81,21 @@ struct GpuLinearBackward {
     x: SavedTensor,
     weight: Tensor,
     sizes: LinearSizes,
-    kept: Option<(Activation, Tensor)>,
+    saved_activation: Option<(Activation, Tensor)>,
 }
 
 impl GpuLinearBackward {
     fn run(&self, grad: Grad, [to_x, to_residual, to_weight, to_bias]: &[InputGradSink; 4]) -> Result<()> {
-        let Self { device, x, weight, sizes: s, kept } = self;
+        let Self { device, x, weight, sizes: s, saved_activation } = self;
         let is_own = matches!(grad, Grad::OnDevice(_));
         let dy = grad.on_device(device)?;
-        let g = match kept {
+        let g = match saved_activation {
             None => dy.clone(),
-            Some((function, before)) => {
+            Some((function, pre_activation)) => {
                 let inner = crate::cuda::written(device, dy.dtype(), dy.elem_count(), |inner| {
-                    with_each([before, &dy], NAME, |operands| activation::backward(device, *function, operands, inner))
+                    with_each([pre_activation, &dy], NAME, |operands| {
+                        activation::backward(device, *function, operands, inner)
+                    })
                 })?;
                 tensor_of(inner, dy.shape())
             }

@@ -21,17 +21,17 @@ pub(in crate::nn) struct AngleTables(Mutex<Vec<Arc<RotaryAngles>>>);
 
 impl AngleTables {
     /// Returns the angles of at least `positions` positions.
-    fn on(&self, device: &CudaDevice, host: &rope::RotaryTable, positions: usize) -> Result<Arc<RotaryAngles>> {
-        let mut kept = lock(&self.0);
-        if let Some(angles) = kept.iter().rev().find(|angles| angles.are_on(device, positions)) {
+    fn on_device(&self, device: &CudaDevice, host: &rope::RotaryTable, positions: usize) -> Result<Arc<RotaryAngles>> {
+        let mut tables = lock(&self.0);
+        if let Some(angles) = tables.iter().rev().find(|angles| angles.are_on(device, positions)) {
             return Ok(angles.clone());
         }
         let (layout, half, [cos, sin]) = host.tables();
-        let some = positions.max(1).next_power_of_two().saturating_mul(half).min(cos.len());
-        let angles = Arc::new(RotaryAngles::new(device, layout, half, [&cos[..some], &sin[..some]])?);
+        let len = positions.max(1).next_power_of_two().saturating_mul(half).min(cos.len());
+        let angles = Arc::new(RotaryAngles::new(device, layout, half, [&cos[..len], &sin[..len]])?);
         // The streams of other threads do not wait for this thread's stream.
         device.cuda_stream().synchronize().w()?;
-        kept.push(angles.clone());
+        tables.push(angles.clone());
         Ok(angles)
     }
 }
@@ -55,15 +55,15 @@ pub(in crate::nn) fn rotary(
             (sequences.longest(), 0, on_device)
         }
     };
-    let angles = tables.on(&device, host, end)?;
-    let turned = move |x: &Tensor, direction: f32| {
+    let angles = tables.on_device(&device, host, end)?;
+    let rotated = move |x: &Tensor, direction: f32| {
         let positions = match &positions {
             Some(positions) => RotaryPositions::Of(positions, end),
             None => RotaryPositions::From { first, time },
         };
         with_each([x], NAME, |[x]| rotate(&device, &angles, x, width, &positions, direction))
     };
-    let y = turned(&x, 1.0)?;
+    let y = rotated(&x, 1.0)?;
     let gpu = x.device().clone();
     let y = inputs.result(NAME, y, x.shape().clone(), move |grad, [to_x]| {
         let len = grad.len();
@@ -71,7 +71,7 @@ pub(in crate::nn) fn rotary(
             return Ok(());
         }
         let dy = grad.into_tensor(&len.into(), &gpu)?.contiguous()?;
-        to_x.give(Grad::of_storage(turned(&dy, -1.0)?, len))
+        to_x.give(Grad::of_storage(rotated(&dy, -1.0)?, len))
     })?;
     Ok(Some(y))
 }

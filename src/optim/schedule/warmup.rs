@@ -22,10 +22,10 @@ pub(super) fn lr(config: &SchedulerConfig, base_lr: f64, group: usize, it: f64) 
         } => {
             let warmup = WarmupRamp::new(*warmup_num_steps, *warmup_type);
             let total = *total_num_steps as f64;
-            let left = || ((total - it) / (total - warmup.steps).max(1.0)).max(0.0);
+            let remaining = || ((total - it) / (total - warmup.steps).max(1.0)).max(0.0);
             let gamma = warmup.at(it).unwrap_or_else(|| match *decay_power {
-                1.0 => left(),
-                power => left().powf(power),
+                1.0 => remaining(),
+                power => remaining().powf(power),
             });
             let (min, max) = (warmup_min_lr.of(group), warmup_max_lr.of(group));
             min + (max - min) * gamma
@@ -93,14 +93,14 @@ mod tests {
             warmup_type: WarmupType::Linear,
             decay_power,
         };
-        let at = |power, it: i32| lr(&schedule(power), 0.0, 0, f64::from(it)).expect("a warm-up schedule");
+        let rate = |power, it: i32| lr(&schedule(power), 0.0, 0, f64::from(it)).expect("a warm-up schedule");
         // The warm-up is linear, whatever the decay.
-        assert_eq!([0, 5, 10].map(|it| at(2.0, it)), [0.0, 2.0, 4.0]);
+        assert_eq!([0, 5, 10].map(|it| rate(2.0, it)), [0.0, 2.0, 4.0]);
         for it in [10, 35, 60, 109, 110, 200] {
-            let left = (f64::from(110 - it) / 100.0).max(0.0);
-            assert_eq!(at(1.0, it), 4.0 * left);
-            assert!((at(2.0, it) - 4.0 * left * left).abs() < 1e-12, "{it}");
-            assert!((at(0.5, it) - 4.0 * left.sqrt()).abs() < 1e-12, "{it}");
+            let remaining = (f64::from(110 - it) / 100.0).max(0.0);
+            assert_eq!(rate(1.0, it), 4.0 * remaining);
+            assert!((rate(2.0, it) - 4.0 * remaining * remaining).abs() < 1e-12, "{it}");
+            assert!((rate(0.5, it) - 4.0 * remaining.sqrt()).abs() < 1e-12, "{it}");
         }
     }
 }

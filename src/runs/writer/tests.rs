@@ -83,9 +83,9 @@ fn a_kill_at_any_byte_leaves_a_record_that_is_read_and_continued() {
                 None => _ = std::fs::remove_file(folder.join(SUMMARY)),
             }
             let run = RecordedRun::open(&folder).unwrap();
-            let whole = metrics[..cut].iter().filter(|byte| **byte == b'\n').count().saturating_sub(1);
-            assert_eq!(run.summary().steps, whole as u64, "cut at {cut}");
-            assert_eq!(run.metrics().unwrap().rows.len(), whole);
+            let rows = metrics[..cut].iter().filter(|byte| **byte == b'\n').count().saturating_sub(1);
+            assert_eq!(run.summary().steps, rows as u64, "cut at {cut}");
+            assert_eq!(run.metrics().unwrap().rows.len(), rows);
             assert_eq!(run.summary().problem, None);
         }
     }
@@ -188,16 +188,16 @@ fn a_list_of_runs_reads_two_small_files_of_each() {
     assert_eq!(json_line_reader::cost::take(), (40, bytes));
     assert!(runs.iter().all(|run| run.run.as_ref().unwrap().summary().steps == 500));
     // If the summary covers only a part of a file, the rest is read.
-    let of_first = runs[0].run.as_ref().unwrap().folder().to_owned();
-    let mut line = OpenOptions::new().append(true).open(of_first.join(METRICS)).unwrap();
-    line.write_all(b"{\"step\":501,\"time\":1,\"loss\":0.001}\n").unwrap();
-    let run = RecordedRun::open(&of_first).unwrap();
+    let first_folder = runs[0].run.as_ref().unwrap().folder().to_owned();
+    let mut metrics = OpenOptions::new().append(true).open(first_folder.join(METRICS)).unwrap();
+    metrics.write_all(b"{\"step\":501,\"time\":1,\"loss\":0.001}\n").unwrap();
+    let run = RecordedRun::open(&first_folder).unwrap();
     assert_eq!((run.summary().steps, run.summary().best_loss.unwrap().step), (501, 501));
     let (files, read) = json_line_reader::cost::take();
     assert!(files == 3 && read < bytes / 20 + 100, "{files} files, {read} bytes");
-    // If the summary belongs to other contents, everything is read.
-    std::fs::write(of_first.join(METRICS), "{\"step\":7,\"loss\":1}\n").unwrap();
-    assert_eq!(RecordedRun::open(&of_first).unwrap().summary().steps, 7);
+    // If the summary does not match the contents of the file, everything is read.
+    std::fs::write(first_folder.join(METRICS), "{\"step\":7,\"loss\":1}\n").unwrap();
+    assert_eq!(RecordedRun::open(&first_folder).unwrap().summary().steps, 7);
 }
 
 #[test]
@@ -242,9 +242,9 @@ fn what_is_read_again_of_a_running_run_is_what_was_appended() {
     assert_eq!(run.summary().steps, 2);
     let mut other = open(dir.path(), "y", JOB_B, 0);
     steps(&mut other, 1..=900);
-    let from = other.folder().to_owned();
+    let other_folder = other.folder().to_owned();
     other.end(900, RunEnding::Stopped, None).unwrap();
-    std::fs::rename(from, &folder).unwrap();
+    std::fs::rename(other_folder, &folder).unwrap();
     run.refresh().unwrap();
     assert_eq!(*run.summary(), *RecordedRun::open(&folder).unwrap().summary());
 }

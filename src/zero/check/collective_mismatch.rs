@@ -11,7 +11,7 @@ impl RankCore {
     /// remedy.
     pub fn name_parts(&self, error: Error) -> Error {
         let Error::Comm(CommError::Diverged { rank, here, peer, there }) = &error else { return error };
-        let parts = (self.part(here), self.part(there));
+        let parts = (self.describe_part(here), self.describe_part(there));
         let are_gradients = is_reduction(here) && is_reduction(there);
         if parts == (None, None) && !are_gradients {
             return error;
@@ -21,10 +21,10 @@ impl RankCore {
     }
 
     /// Describes a collective and the unit or the parameter that it carries. Returns `None` if neither is found.
-    fn part(&self, call: &str) -> Option<String> {
+    fn describe_part(&self, call: &str) -> Option<String> {
         let content = content_of(call)?;
         let carries = |params: &[ParamId]| self.tag(params) as u32 == content;
-        let of = if collective_of(call).starts_with(Collective::AllGather.name()) {
+        let part = if collective_of(call).starts_with(Collective::AllGather.name()) {
             let unit = lock(&self.gather).unit_that(carries)?;
             format!("the gather of unit {}", self.unit_name(unit))
         } else if is_reduction(call) {
@@ -33,7 +33,7 @@ impl RankCore {
         } else {
             return None;
         };
-        Some(format!("{of}, {call}"))
+        Some(format!("{part}, {call}"))
     }
 }
 

@@ -115,30 +115,30 @@ impl RankCore {
             return Ok(());
         }
         for (id, param) in self.params.iter().enumerate() {
-            let is_meant = state.only.as_ref().is_none_or(|only| only.contains(&id));
-            let is_moved = || state.kept.iter().any(|(kept, ..)| *kept == id);
+            let is_selected = state.only.as_ref().is_none_or(|only| only.contains(&id));
+            let is_moved = || state.kept.iter().any(|(moved, ..)| *moved == id);
             if (param.unit != unit && !all)
                 || !param.is_trained()
                 || param.numel == 0
-                || !is_meant
+                || !is_selected
                 || is_moved()
                 || !param.is_whole()
             {
                 continue;
             }
             let (relative, seed, sign) = (state.relative, state.seed, state.sign);
-            let still = node_of(&param.tensor).map_or(0..0, |node| node.still);
-            let (direction, kept) = residency::with_values(&param.tensor, |values| {
-                let kept = values.clone();
+            let unmoved = node_of(&param.tensor).map_or(0..0, |node| node.still);
+            let (direction, original) = residency::with_values(&param.tensor, |values| {
+                let original = values.clone();
                 let direction =
                     PerturbationDirection::new((&param.name, seed), &param.shape, values.as_ref(), relative);
-                let direction = direction.without(still);
+                let direction = direction.without(unmoved);
                 direction.shift(values.as_mut(), sign);
-                (direction, kept)
+                (direction, original)
             })?;
-            let held = self.ledger.hold_in(MemoryTier::Host, MemoryKind::GradientCheck, kept.capacity_in_bytes());
+            let held = self.ledger.hold_in(MemoryTier::Host, MemoryKind::GradientCheck, original.capacity_in_bytes());
             state.directions[id] = Some(direction);
-            state.kept.push((id, kept, held));
+            state.kept.push((id, original, held));
         }
         Ok(())
     }
@@ -156,17 +156,17 @@ impl RankCore {
     /// are still in use.
     pub(in crate::zero) fn unshift_passed(&self, param: ParamId) -> Result<()> {
         match self.is_checking() && self.params[param].unit != ROOT {
-            true => self.put_back(|kept| kept == param),
+            true => self.put_back(|moved| moved == param),
             false => Ok(()),
         }
     }
 
     fn put_back(&self, which: impl Fn(ParamId) -> bool) -> Result<()> {
         let mut state = lock(&self.check.state);
-        let (back, kept) = std::mem::take(&mut state.kept).into_iter().partition(|(param, ..)| which(*param));
-        state.kept = kept;
-        let back: Vec<(ParamId, Flat, MemoryLedgerEntry)> = back;
-        for (param, values, _held) in back {
+        let (restored, remaining) = std::mem::take(&mut state.kept).into_iter().partition(|(param, ..)| which(*param));
+        state.kept = remaining;
+        let restored: Vec<(ParamId, Flat, MemoryLedgerEntry)> = restored;
+        for (param, values, _held) in restored {
             let param = &self.params[param];
             if param.is_whole() {
                 residency::with_values(&param.tensor, |moved| *moved = values)?;
@@ -179,14 +179,14 @@ impl RankCore {
     pub(in crate::zero) fn measure(&self, param: ParamId, grad: &Grad) -> candle_core::Result<()> {
         let mut state = lock(&self.check.state);
         let Some(direction) = state.directions.get(param).copied().flatten() else { return Ok(()) };
-        let about = &self.params[param];
-        let found = grad.view(|grad| match about.is_whole() {
-            true => residency::with_view(&about.tensor, |values| direction.along(grad, Some(values))),
+        let parameter = &self.params[param];
+        let measured = grad.view(|grad| match parameter.is_whole() {
+            true => residency::with_view(&parameter.tensor, |values| direction.along(grad, Some(values))),
             false => Ok(direction.along(grad, None)),
         })??;
-        let along = &mut state.along[param];
-        along.product += found.product;
-        along.squares += found.squares;
+        let sum = &mut state.along[param];
+        sum.product += measured.product;
+        sum.squares += measured.squares;
         Ok(())
     }
 }

@@ -11,18 +11,18 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 thread_local! {
-    static PASSES_TOGETHER: Cell<u64> = const { Cell::new(0) };
+    static COLLECTIVE_STEPS: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Returns the number of collective steps that this thread has taken so far: steps that all ranks take together while a
 /// model runs, such as the gathering of a unit.
 pub(crate) fn collective_steps() -> u64 {
-    PASSES_TOGETHER.get()
+    COLLECTIVE_STEPS.get()
 }
 
 /// Counts one more step that all ranks take together.
 pub(in crate::zero) fn count_collective_step() {
-    PASSES_TOGETHER.set(PASSES_TOGETHER.get() + 1);
+    COLLECTIVE_STEPS.set(COLLECTIVE_STEPS.get() + 1);
 }
 
 /// The perturbation with which a forward pass runs.
@@ -139,7 +139,7 @@ impl RankCheckState {
         self.measures.load(Ordering::Relaxed)
     }
 
-    /// Takes the gradient of an output, which has arrived.
+    /// Adds the gradient of an output, which has arrived, to the measured changes.
     pub(super) fn output_arrived(&self, probe: Option<&OutputProbe>, grad: &Grad) -> candle_core::Result<()> {
         let mut state = lock(&self.state);
         let Some(probe) = probe else {
@@ -155,9 +155,9 @@ impl RankCheckState {
         };
         let length = grad.iter().map(|grad| f64::from(*grad).powi(2)).sum::<f64>().sqrt();
         state.outputs.resize(probe.groups.len(), DirectionalChange::default());
-        for (change, moved) in state.outputs.iter_mut().zip(&probe.groups) {
-            let (bend, bend_squares) = sums(&moved.bend);
-            change.difference += sums(&moved.difference).0;
+        for (change, group) in state.outputs.iter_mut().zip(&probe.groups) {
+            let (bend, bend_squares) = sums(&group.bend);
+            change.difference += sums(&group.difference).0;
             change.bend += bend;
             change.bend_squares += bend_squares;
             change.noise += length * probe.rounding;

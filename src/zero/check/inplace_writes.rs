@@ -18,18 +18,18 @@ impl RankCore {
     /// # Errors
     /// [`ParamError::Written`](crate::error::ParamError::Written).
     pub fn look_for_writes(&self) -> Result<()> {
-        self.look_at(|_| true)
+        self.compare_samples(|_| true)
     }
 
     /// Checks the parameters of a unit in the same way.
     pub(in crate::zero) fn look_for_writes_in(&self, unit: UnitId) -> Result<()> {
-        self.look_at(|param| param.unit == unit)
+        self.compare_samples(|param| param.unit == unit)
     }
 
     /// Checks the parameters of `units`, which are in ascending order, and of the units between them in the same way.
     pub(in crate::zero) fn look_for_writes_in_any(&self, units: &[UnitId]) -> Result<()> {
         let range = units.first().copied().zip(units.last().copied());
-        self.look_at(|param| range.is_some_and(|(first, last)| (first..=last).contains(&param.unit)))
+        self.compare_samples(|param| range.is_some_and(|(first, last)| (first..=last).contains(&param.unit)))
     }
 
     /// Reports that the engine has changed weights, or may have changed them: their present values are remembered.
@@ -41,7 +41,7 @@ impl RankCore {
         self.look_for_writes()
     }
 
-    fn look_at(&self, which: impl Fn(&Param) -> bool) -> Result<()> {
+    fn compare_samples(&self, which: impl Fn(&Param) -> bool) -> Result<()> {
         // A check restores the parameters that it moves; after an evaluation, the next forward pass looks for writes.
         if self.is_checking() || self.is_evaluating() {
             return Ok(());

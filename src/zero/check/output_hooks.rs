@@ -39,23 +39,23 @@ impl RankCore {
             outputs.any_unmarked = true;
             return Ok(output);
         }
-        let about = Arc::new(TrackedForwardOutput {
+        let tracked = Arc::new(TrackedForwardOutput {
             updates: outputs.updates,
             is_differentiated: AtomicBool::new(false),
             probe: Mutex::default(),
         });
         let core = Arc::downgrade(self);
-        let told = about.clone();
-        let tell = move |grad: &Grad| core.upgrade().map_or(Ok(()), |core| core.output_arrived(&told, grad));
+        let reported = tracked.clone();
+        let report = move |grad: &Grad| core.upgrade().map_or(Ok(()), |core| core.output_arrived(&reported, grad));
         // A parameter is not the result of an operation that could run hooks.
         let node = node_of(&output).filter(|node| !node.slot.is_behind_a_gate());
         if let Some(node) = node {
             let slot = Arc::downgrade(&node.slot);
             node.slot.before_backward(Box::new(move || match slot.upgrade() {
-                Some(slot) => slot.with_grad(&tell).unwrap_or(Ok(())),
+                Some(slot) => slot.with_grad(&report).unwrap_or(Ok(())),
                 None => Ok(()),
             }));
-            outputs.last = Some(about);
+            outputs.last = Some(tracked);
             return Ok(output);
         }
         if output.elem_count() > MAX_COPIED_ELEMENTS && !self.check.is_armed() {
@@ -63,9 +63,9 @@ impl RankCore {
             outputs.any_unmarked = true;
             return Ok(output);
         }
-        outputs.last = Some(about);
+        outputs.last = Some(tracked);
         prepared("forward-output", &output, copy_of(&output)?, move |_, grad| {
-            tell(&Grad::Shared(grad.clone()))?;
+            report(&Grad::Shared(grad.clone()))?;
             Ok(Some(grad.clone()))
         })
     }
@@ -112,10 +112,10 @@ impl RankCore {
         if outputs.met > 0 || !outputs.any_unmarked {
             return Ok(());
         }
-        let own: HashSet<TensorId> = outputs.unmarked.iter().copied().collect();
+        let unmarked: HashSet<TensorId> = outputs.unmarked.iter().copied().collect();
         drop(outputs);
-        let is_met = on_big_stack(|| loss.sorted_nodes().iter().any(|node| own.contains(&node.id())));
-        if is_met { Ok(()) } else { Err(EngineError::OldLoss { is_old: true }.into()) }
+        let is_reached = on_big_stack(|| loss.sorted_nodes().iter().any(|node| unmarked.contains(&node.id())));
+        if is_reached { Ok(()) } else { Err(EngineError::OldLoss { is_old: true }.into()) }
     }
 
     /// Forgets the outputs at the end of a micro step. `updated` means that the micro step ended with a weight update.

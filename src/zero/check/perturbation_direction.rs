@@ -2,7 +2,7 @@
 //!
 //! The signs depend on the check's seed, the parameter's name and the element's index, so with one seed they are the
 //! same at all stages, on all ranks and in every run. The step is the same for all elements of a parameter: a fraction
-//! of the root mean square of its values or, if these are close to zero, of a size that is usual for the parameter's
+//! of the root mean square of its values or, if these are close to zero, of a size that is typical of the parameter's
 //! shape. In 16 bits, both moves are rounded to representable values, and it is the difference between the rounded
 //! values that counts.
 
@@ -26,7 +26,7 @@ pub(super) struct PerturbationDirection {
     /// The length of the move of each element.
     pub step: f32,
     /// The range of elements that are not moved.
-    still: (usize, usize),
+    unmoved: (usize, usize),
 }
 
 /// A gradient along a direction.
@@ -43,15 +43,15 @@ impl PerturbationDirection {
     /// `relative` is the step relative to the root mean square of the values.
     pub fn new((name, seed): (&str, u64), shape: &Shape, values: FlatRef<'_>, relative: f64) -> Self {
         let mean_square = sum_of_squares(values) / values.len().max(1) as f64;
-        let (size, usual) = (mean_square.sqrt(), usual_size(shape));
+        let (size, typical) = (mean_square.sqrt(), typical_size(shape));
         // Parameters that are initially zero, such as a bias or LoRA's B, are moved too.
-        let size = if size > usual / 32.0 { size } else { usual };
-        Self { seed: mix(fnv1a(name.as_bytes()) ^ seed), step: (relative * size) as f32, still: (0, 0) }
+        let size = if size > typical / 32.0 { size } else { typical };
+        Self { seed: mix(fnv1a(name.as_bytes()) ^ seed), step: (relative * size) as f32, unmoved: (0, 0) }
     }
 
     /// Returns the same direction with these elements left unmoved.
-    pub fn without(self, still: Range<usize>) -> Self {
-        Self { still: (still.start, still.end), ..self }
+    pub fn without(self, unmoved: Range<usize>) -> Self {
+        Self { unmoved: (unmoved.start, unmoved.end), ..self }
     }
 
     /// Moves `values` up (`sign` 1) or down (-1) along the direction.
@@ -63,7 +63,7 @@ impl PerturbationDirection {
         }
     }
 
-    fn shift_each<T: Copy + Send + Sync>(&self, values: &mut [T], moved: impl Fn(T, f32) -> T + Sync, sign: f32) {
+    fn shift_each<T: Copy + Send + Sync>(&self, values: &mut [T], add: impl Fn(T, f32) -> T + Sync, sign: f32) {
         parallel::for_each_part(
             values.len().div_ceil(CHUNK),
             parallel::ParallelChunks::new(values, CHUNK),
@@ -72,7 +72,7 @@ impl PerturbationDirection {
                 vectorized!(for (block, values) in part.chunks_mut(SIGNS_PER_NUMBER).enumerate() {
                     let moves = self.moves_from(first + block * SIGNS_PER_NUMBER);
                     for (value, by) in values.iter_mut().zip(moves) {
-                        *value = moved(*value, sign * by);
+                        *value = add(*value, sign * by);
                     }
                 });
             },
@@ -117,8 +117,8 @@ impl PerturbationDirection {
         }
     }
 
-    /// Returns the sums over the elements that begin at `start`. `half` returns half of the difference between the moved
-    /// values.
+    /// Returns the sums over the elements that begin at `start`. `half` returns half of the difference between the
+    /// moved values.
     fn sums(
         &self,
         start: usize,
@@ -161,9 +161,9 @@ impl PerturbationDirection {
             let is_down = (signs >> bit & 1) as u32;
             *by = f32::from_bits(self.step.to_bits() ^ is_down << 31);
         }
-        let (still_start, still_end) = self.still;
-        if still_start < i + SIGNS_PER_NUMBER && i < still_end {
-            moves[still_start.saturating_sub(i)..(still_end - i).min(SIGNS_PER_NUMBER)].fill(0.0);
+        let (start, end) = self.unmoved;
+        if start < i + SIGNS_PER_NUMBER && i < end {
+            moves[start.saturating_sub(i)..(end - i).min(SIGNS_PER_NUMBER)].fill(0.0);
         }
         moves
     }
@@ -186,7 +186,7 @@ fn widened<'a>(values: FlatRef<'a>, buffer: &'a mut Flat) -> &'a [f32] {
 }
 
 /// Returns the size that the values of a parameter of this shape usually have.
-fn usual_size(shape: &Shape) -> f64 {
+fn typical_size(shape: &Shape) -> f64 {
     match shape.dims() {
         [first, rest @ ..] if !rest.is_empty() => {
             0.5 / (shape.elem_count() as f64 / (*first).max(1) as f64).max(1.0).sqrt()
@@ -243,16 +243,16 @@ mod tests {
     fn elements_that_are_left_out_are_not_moved_and_do_not_count() {
         let values = Flat::F32(vec![1.0; 300]);
         let gradient = Flat::F32(vec![1.0; 300]);
-        for still in [0..0, 0..300, 0..1, 63..65, 64..128, 70..250, 299..300] {
-            let direction = direction(&values).without(still.clone());
+        for unmoved in [0..0, 0..300, 0..1, 63..65, 64..128, 70..250, 299..300] {
+            let direction = direction(&values).without(unmoved.clone());
             let mut moved = values.clone();
             direction.shift(moved.as_mut(), 1.0);
             for i in 0..300 {
-                assert_eq!(moved.as_ref().get(i) == 1.0, still.contains(&i), "{still:?}: {i}");
+                assert_eq!(moved.as_ref().get(i) == 1.0, unmoved.contains(&i), "{unmoved:?}: {i}");
             }
             let squares = direction.along(gradient.as_ref(), None).squares;
-            let expected = (300 - still.len()) as f64 * f64::from(direction.step).powi(2);
-            assert!((squares - expected).abs() <= 1e-9 * expected, "{still:?}: {squares} {expected}");
+            let expected = (300 - unmoved.len()) as f64 * f64::from(direction.step).powi(2);
+            assert!((squares - expected).abs() <= 1e-9 * expected, "{unmoved:?}: {squares} {expected}");
         }
     }
 

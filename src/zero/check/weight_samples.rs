@@ -27,13 +27,13 @@ impl WeightSamples {
     /// [`ParamError::Written`].
     pub(super) fn compare(&mut self, params: &[Param], which: impl Fn(&Param) -> bool) -> Result<()> {
         self.0.resize(params.len(), None);
-        for (param, known) in params.iter().zip(&mut self.0).filter(|(param, _)| which(param)) {
+        for (param, remembered) in params.iter().zip(&mut self.0).filter(|(param, _)| which(param)) {
             // Values on a GPU are not read back for this comparison.
             if param.numel == 0 || !matches!(param.tensor.device(), Device::Cpu) || !param.is_whole() {
                 continue;
             }
-            let now = with_view(&param.tensor, samples)?;
-            if known.get_or_insert(now) != &now {
+            let current = with_view(&param.tensor, samples)?;
+            if remembered.get_or_insert(current) != &current {
                 return Err(ParamError::Written { name: param.name.clone() }.into());
             }
         }

@@ -1,8 +1,8 @@
 //! The layout of shards or gradients that share one flat buffer and one collective, and the assembly of whole
 //! parameters from it.
 //!
-//! If a parameter has its own collective, the chunks of all ranks, one after the other, are the parameter, which takes
-//! over the buffer. Small parameters share a buffer, and are copied out of it piece by piece.
+//! If a parameter has its own collective, the concatenated chunks of all ranks are the parameter, which takes over the
+//! buffer. Small parameters share a buffer, and are copied out of it piece by piece.
 
 use crate::comm::WireFormat;
 use crate::error::Result;
@@ -30,19 +30,22 @@ pub(crate) struct CoalescedLayout {
 
 impl CoalescedLayout {
     /// Creates a separate layout for each large parameter, and a common one for all small parameters that have the same
-    /// weight format and are on the same ranks. `mesh` is that of all ranks, here and in the other functions.
+    /// weight format and are on the same ranks. Here and in the other functions, `mesh` is the mesh of all ranks.
     pub fn split(params: &[ParamId], all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Vec<Self> {
         let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
-        let alone = large.into_iter().map(|p| vec![p]);
-        alone.chain(Self::group_by_format(small, all)).map(|params| Self::of_weights(params, all, mesh, wire)).collect()
+        let separate = large.into_iter().map(|p| vec![p]);
+        separate
+            .chain(Self::group_by_format(small, all))
+            .map(|params| Self::of_weights(params, all, mesh, wire))
+            .collect()
     }
 
     /// Groups parameters whose weights have the same format and are on the same ranks, so that each group can share a
     /// collective.
     pub fn group_by_format(params: Vec<ParamId>, all: &[Param]) -> impl Iterator<Item = Vec<ParamId>> + use<> {
-        let mut alike: BTreeMap<(WeightFormat, Option<ExpertPlace>), Vec<ParamId>> = BTreeMap::new();
-        params.into_iter().for_each(|p| alike.entry((all[p].weights, all[p].expert)).or_default().push(p));
-        alike.into_values()
+        let mut groups: BTreeMap<(WeightFormat, Option<ExpertPlace>), Vec<ParamId>> = BTreeMap::new();
+        params.into_iter().for_each(|p| groups.entry((all[p].weights, all[p].expert)).or_default().push(p));
+        groups.into_values()
     }
 
     /// Creates a layout of weights, all in the same format, for a collective. The weights may already be packed.
@@ -77,8 +80,8 @@ impl CoalescedLayout {
         self.weights.packing().map_or(wire, |_| WireFormat::Exact)
     }
 
-    /// Creates a layout. Parameters that are sent quantized have separate blocks, which do not depend on the other
-    /// parameters of the collective.
+    /// Creates a layout. Parameters that are sent quantized have separate quantization blocks, which do not depend on
+    /// the other parameters of the collective.
     pub fn new(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Self {
         let cuts: Vec<ShardCut> = params.iter().map(|p| all[*p].cut()).collect();
         debug_assert!(cuts.windows(2).all(|pair| pair[0].expert == pair[1].expert), "all must be on the same ranks");
@@ -99,8 +102,8 @@ impl CoalescedLayout {
                 let param = &rank.params()[*p];
                 let at = (self.chunk, *offset);
                 // The words are on the host.
-                let whole = packed_weight_shards::assemble(packing, param, &chunks, at, rank.dtype(), self.mesh)?;
-                install(param, whole.moved_to(rank.model_place())?)?;
+                let values = packed_weight_shards::assemble(packing, param, &chunks, at, rank.dtype(), self.mesh)?;
+                install(param, values.moved_to(rank.model_place())?)?;
             }
             return Ok(());
         }
@@ -113,12 +116,12 @@ impl CoalescedLayout {
         let mesh = self.mesh;
         for (p, offset) in self.params.iter().zip(&self.offsets) {
             let param = &rank.params()[*p];
-            let mut whole = R::Buffer::with_capacity(rank.model_place(), self.dtype(rank.dtype()), param.numel)?;
+            let mut values = R::Buffer::with_capacity(rank.model_place(), self.dtype(rank.dtype()), param.numel)?;
             for shard in 0..mesh.shards() {
                 let start = shard * self.chunk + offset;
-                whole.extend_from(&chunks, start..start + param.shard(mesh, shard).len())?;
+                values.extend_from(&chunks, start..start + param.shard(mesh, shard).len())?;
             }
-            install(param, whole)?;
+            install(param, values)?;
         }
         Ok(())
     }

@@ -48,8 +48,8 @@ impl RoutedUnits {
         let (rank, ranks) = (group.rank(), group.size());
         let each = self.len() / ranks;
         let (first, last) = (*self.units().first()?, *self.units().last()?);
-        let mut of_layer = core.params().iter().filter(|param| (first..=last).contains(&param.unit));
-        let trains = of_layer.any(|param| param.is_trained());
+        let mut layer_params = core.params().iter().filter(|param| (first..=last).contains(&param.unit));
+        let trains = layer_params.any(|param| param.is_trained());
         let layer = fnv1a(core.unit_name(first).as_bytes());
         let experts = rank * each..(rank + 1) * each;
         Some(ExpertAllToAll { link: self.link().clone(), layer, experts, rank, ranks, trains })
@@ -85,11 +85,11 @@ impl ExpertAllToAll {
     /// A failed collective; a rank that runs a different layer; impossible numbers of rows.
     pub fn counts(&self, sent: &[usize], (choices, width): (usize, usize)) -> candle_core::Result<Vec<usize>> {
         self.with_ranks(|comm, group| {
-            let mut own = vec![choices as f64, width as f64];
-            own.extend(sent.iter().map(|rows| *rows as f64));
-            let all = comm.gather_f64(own).wait()?;
-            let in_group = comm.rank() - self.rank..comm.rank() - self.rank + self.ranks;
-            let rows = in_group.map(|rank| {
+            let mut message = vec![choices as f64, width as f64];
+            message.extend(sent.iter().map(|rows| *rows as f64));
+            let all = comm.gather_f64(message).wait()?;
+            let ranks = comm.rank() - self.rank..comm.rank() - self.rank + self.ranks;
+            let rows = ranks.map(|rank| {
                 let numbers = &all[rank];
                 if numbers[..2] != [choices as f64, width as f64] {
                     return Err(CommError::other(format!(
@@ -117,8 +117,8 @@ impl ExpertAllToAll {
             match total.filter(fits) {
                 Some(_) => Ok(rows),
                 None => Err(CommError::other(format!(
-                    "the ranks of the exchange announce {rows:?} rows for the experts of rank {}, more than can be sorted; use \
-                     smaller micro batches",
+                    "the ranks of the exchange announce {rows:?} rows for the experts of rank {}, more than can be \
+                     sorted; use smaller micro batches",
                     group.in_job(self.rank)
                 ))
                 .into()),

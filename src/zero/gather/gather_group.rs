@@ -73,7 +73,7 @@ impl GatherGroup {
     pub fn launch_within<R: StepExecutor>(
         &self,
         core: &R,
-        second: &[(R::Buffer, MemoryLedgerEntry)],
+        second_copy: &[(R::Buffer, MemoryLedgerEntry)],
     ) -> Result<PendingGather<R>> {
         let launch = |(layout, (part, _)): (&CoalescedLayout, &(R::Buffer, MemoryLedgerEntry))| {
             let _about = timeline::about(|| core.names(&layout.params));
@@ -82,10 +82,10 @@ impl GatherGroup {
             let mut buffer = R::Buffer::with_capacity(&part.place(), part.dtype(), room)?;
             buffer.extend_from(part, 0..part.len())?;
             let held = core.hold(MemoryKind::Gathered, &buffer);
-            let within = CollectiveOp::GatherWithin(core.second_group());
-            Ok((GatherProgress::Travelling(core.launch(within, WireFormat::Exact, buffer, &layout.params)?), held))
+            let op = CollectiveOp::GatherWithin(core.second_group());
+            Ok((GatherProgress::Travelling(core.launch(op, WireFormat::Exact, buffer, &layout.params)?), held))
         };
-        self.layouts.iter().zip(second).map(launch).collect()
+        self.layouts.iter().zip(second_copy).map(launch).collect()
     }
 
     /// Begins the all-gathers of this rank's shards, or begins to read the shards.
@@ -97,16 +97,16 @@ impl GatherGroup {
         let launch = |layout: &CoalescedLayout| {
             let _about = timeline::about(|| core.names(&layout.params));
             let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&layout.params));
-            // The shards are in one place, because they are of one kind.
+            // All shards of a layout are in the same memory, because they are of the same kind.
             let place = layout.params.first().and_then(|p| match &groups[core.place(*p).0].weights {
                 Some(StateStorage::Memory(weights)) => Some(weights.buffer().place()),
                 _ => None,
             });
             let place = place.unwrap_or_else(R::Buffer::host);
-            let goes_on = goes_to_gpu(core, layout, &place);
+            let is_copied = goes_to_gpu(core, layout, &place);
             // If the shards are gathered in this buffer, it has room for the chunks of all shards: those of the other
             // ranks arrive in it.
-            let room = if goes_on { layout.chunk } else { layout.chunk * layout.mesh.shards() };
+            let room = if is_copied { layout.chunk } else { layout.chunk * layout.mesh.shards() };
             let mut chunk = R::Buffer::with_capacity(&place, layout.dtype(core.dtype()), room)?;
             let mut pieces = Vec::new();
             for (p, offset) in layout.params.iter().zip(&layout.offsets) {
@@ -123,12 +123,12 @@ impl GatherGroup {
                 }
             }
             let held = core.hold(MemoryKind::Gathered, &chunk);
-            let way = match core.files() {
+            let progress = match core.files() {
                 Some(files) if !pieces.is_empty() => GatherProgress::Reading(files.fill(chunk, pieces)),
-                _ if goes_on => return self.send(core, layout, chunk),
+                _ if is_copied => return self.send(core, layout, chunk),
                 _ => GatherProgress::Travelling(self.gather(core, layout, chunk)?),
             };
-            Ok((way, held))
+            Ok((progress, held))
         };
         self.layouts.iter().map(launch).collect()
     }
@@ -141,8 +141,8 @@ impl GatherGroup {
         chunk: R::Buffer,
     ) -> Result<(GatherProgress<R>, MemoryLedgerEntry)> {
         let room = layout.chunk * layout.mesh.shards();
-        let moving = core.send(CopyPayloadKind::Shards, chunk, core.model_place(), room)?;
-        Ok((GatherProgress::Moving(moving), core.ledger().hold(MemoryKind::Gathered, 0)))
+        let copy = core.send(CopyPayloadKind::Shards, chunk, core.model_place(), room)?;
+        Ok((GatherProgress::Moving(copy), core.ledger().hold(MemoryKind::Gathered, 0)))
     }
 
     fn gather<R: StepExecutor>(&self, core: &R, layout: &CoalescedLayout, chunk: R::Buffer) -> Result<R::Pending> {
@@ -159,9 +159,9 @@ impl GatherGroup {
         after: AfterGather,
     ) -> Result<SecondaryShards<R>> {
         // All copies to the GPU and all all-gathers begin before the first is waited for.
-        let read = |(layout, (way, held)): (&CoalescedLayout, (GatherProgress<R>, MemoryLedgerEntry))| {
+        let read = |(layout, (progress, held)): (&CoalescedLayout, (GatherProgress<R>, MemoryLedgerEntry))| {
             let _about = timeline::about(|| core.names(&layout.params));
-            match (way, core.files()) {
+            match (progress, core.files()) {
                 (GatherProgress::Reading(reading), Some(files)) => {
                     let chunk = files.filled(reading)?;
                     if goes_to_gpu(core, layout, &chunk.place()) {
@@ -169,15 +169,15 @@ impl GatherGroup {
                     }
                     Ok((GatherProgress::Travelling(self.gather(core, layout, chunk)?), held))
                 }
-                (way, _) => Ok((way, held)),
+                (progress, _) => Ok((progress, held)),
             }
         };
         let read = self.layouts.iter().zip(gathering).map(read).collect::<Result<Vec<_>>>()?;
-        let gather = |(layout, (way, held)): (&CoalescedLayout, (GatherProgress<R>, MemoryLedgerEntry))| {
+        let gather = |(layout, (progress, held)): (&CoalescedLayout, (GatherProgress<R>, MemoryLedgerEntry))| {
             let _about = timeline::about(|| core.names(&layout.params));
-            match way {
-                GatherProgress::Moving(moving) => {
-                    let chunk = core.arrived(moving)?;
+            match progress {
+                GatherProgress::Moving(copy) => {
+                    let chunk = core.arrived(copy)?;
                     let held = core.hold(MemoryKind::Gathered, &chunk);
                     Ok((self.gather(core, layout, chunk)?, held))
                 }
@@ -186,25 +186,25 @@ impl GatherGroup {
             }
         };
         let gathering = self.layouts.iter().zip(read).map(gather).collect::<Result<Vec<_>>>()?;
-        let mut second = Vec::new();
+        let mut second_copy = Vec::new();
         for (layout, (pending, held)) in self.layouts.iter().zip(gathering) {
             let chunks = core.wait(pending)?;
             drop(held);
             if after == AfterGather::Kept {
-                second.push(part_of_group(core, &chunks)?);
+                second_copy.push(part_of_group(core, &chunks)?);
             }
             let _span = timeline::span(timeline::EventCategory::Gather, "install").of(|| core.names(&layout.params));
             // Copying small parameters out of the buffer needs additional GPU memory for a short time.
             let is_copied = layout.params.len() > 1 && R::Buffer::is_device(&chunks.place());
             let _copied = is_copied.then(|| core.hold(MemoryKind::Buckets, &chunks));
-            layout.unpack(core, chunks, |param, whole| {
-                let held = core.ledger().hold_in(core.tier(), kind, whole.capacity_in_bytes());
-                core.put(param, whole)?;
+            layout.unpack(core, chunks, |param, values| {
+                let held = core.ledger().hold_in(core.tier(), kind, values.capacity_in_bytes());
+                core.put(param, values)?;
                 *lock(&param.residency) = Residency::Whole(held);
                 Ok(())
             })?;
         }
-        Ok((after == AfterGather::Kept).then_some(second))
+        Ok((after == AfterGather::Kept).then_some(second_copy))
     }
 }
 
@@ -217,9 +217,9 @@ fn goes_to_gpu<R: StepExecutor>(core: &R, layout: &CoalescedLayout, place: &Buff
 /// Returns the part of a layout's chunks that this rank keeps: the ranks of its group divide the chunks equally.
 fn part_of_group<R: StepExecutor>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, MemoryLedgerEntry)> {
     let ranks = core.second_group();
-    let (len, place) = (chunks.len() / ranks, core.rank() % ranks);
+    let (len, index) = (chunks.len() / ranks, core.rank() % ranks);
     let mut part = R::Buffer::with_capacity(&chunks.place(), chunks.dtype(), len)?;
-    part.extend_from(chunks, place * len..(place + 1) * len)?;
+    part.extend_from(chunks, index * len..(index + 1) * len)?;
     let held = core.hold(MemoryKind::SecondCopy, &part);
     Ok((part, held))
 }
@@ -227,9 +227,9 @@ fn part_of_group<R: StepExecutor>(core: &R, chunks: &R::Buffer) -> Result<(R::Bu
 /// Waits for all-gathers whose results are not used, and for pending reads too, because the step may write to the same
 /// parts of the files.
 pub(super) fn forget<R: StepExecutor>(core: &R, gathering: PendingGather<R>) -> Result<()> {
-    gathering.into_iter().try_for_each(|(way, _)| match (way, core.files()) {
+    gathering.into_iter().try_for_each(|(progress, _)| match (progress, core.files()) {
         (GatherProgress::Travelling(pending), _) => core.wait(pending).map(drop),
-        (GatherProgress::Moving(moving), _) => core.arrived(moving).map(drop),
+        (GatherProgress::Moving(copy), _) => core.arrived(copy).map(drop),
         (GatherProgress::Reading(reading), Some(files)) => files.filled(reading).map(drop),
         (GatherProgress::Reading(_), None) => unreachable!("states that are read are in files"),
     })

@@ -24,7 +24,7 @@ pub(crate) enum LeafPosition {
 #[derive(Debug, Clone)]
 pub(crate) struct LeafUnits {
     /// The enclosing unit of each unit. The root encloses itself.
-    around: Vec<UnitId>,
+    enclosing: Vec<UnitId>,
     is_marked: Vec<bool>,
     /// For each routed unit (one that is gathered only if the input of its layer chose it), the first routed unit of
     /// that layer.
@@ -34,14 +34,14 @@ pub(crate) struct LeafUnits {
 impl Default for LeafUnits {
     /// Creates a set that has only the root.
     fn default() -> Self {
-        Self { around: vec![crate::param::ROOT], is_marked: vec![false], routed: vec![None] }
+        Self { enclosing: vec![crate::param::ROOT], is_marked: vec![false], routed: vec![None] }
     }
 }
 
 impl LeafUnits {
-    /// Adds a unit inside the unit `around`. It gets the next number.
-    pub fn push(&mut self, around: UnitId) {
-        self.around.push(around);
+    /// Adds a unit inside the unit `enclosing`. It gets the next number.
+    pub fn push(&mut self, enclosing: UnitId) {
+        self.enclosing.push(enclosing);
         self.is_marked.push(false);
         self.routed.push(None);
     }
@@ -77,51 +77,52 @@ impl LeafUnits {
     /// the unit itself. Units in leaves are run by the leaf.
     pub fn run_by(&self) -> Vec<UnitId> {
         let outermost = self.outermost();
-        let by = |(unit, outer): (UnitId, &UnitId)| match self.routed[unit].is_some() {
-            true => outermost[self.around[unit]],
+        let running_unit = |(unit, outer): (UnitId, &UnitId)| match self.routed[unit].is_some() {
+            true => outermost[self.enclosing[unit]],
             false => *outer,
         };
-        outermost.iter().enumerate().map(by).collect()
+        outermost.iter().enumerate().map(running_unit).collect()
     }
 
     /// Marks the units that the configuration selects. `units` has the names of all units. Returns the entries that
     /// match no unit.
-    pub fn mark_named<'a>(&mut self, units: &[String], named: &'a LeafModule) -> Vec<&'a str> {
-        let mut mark = |means: &dyn Fn(&str) -> bool| {
-            let meant: Vec<UnitId> = (1..units.len()).filter(|unit| means(&units[*unit])).collect();
-            meant.iter().for_each(|unit| self.mark(*unit));
-            meant.is_empty()
+    pub fn mark_named<'a>(&mut self, units: &[String], leaves: &'a LeafModule) -> Vec<&'a str> {
+        let mut mark = |is_leaf: &dyn Fn(&str) -> bool| {
+            let matching: Vec<UnitId> = (1..units.len()).filter(|unit| is_leaf(&units[*unit])).collect();
+            matching.iter().for_each(|unit| self.mark(*unit));
+            matching.is_empty()
         };
-        let names = named.names.iter().filter(|name| mark(&|unit| unit == **name)).collect::<Vec<_>>();
-        let suffixes = named.name_suffixes.iter().filter(|suffix| mark(&|unit| unit.ends_with(&***suffix)));
+        let names = leaves.names.iter().filter(|name| mark(&|unit| unit == **name)).collect::<Vec<_>>();
+        let suffixes = leaves.name_suffixes.iter().filter(|suffix| mark(&|unit| unit.ends_with(&***suffix)));
         names.into_iter().chain(suffixes).map(String::as_str).collect()
     }
 
     /// Returns the outermost leaf around each unit, or the unit itself if it is in no leaf.
     pub fn outermost(&self) -> Vec<UnitId> {
         let mut outermost: Vec<UnitId> = Vec::new();
-        for (unit, around) in self.around.iter().enumerate() {
+        for (unit, enclosing) in self.enclosing.iter().enumerate() {
             // Outer units have smaller numbers.
-            let lies_in_leaf = *around < unit && self.is_marked[outermost[*around]];
-            outermost.push(if lies_in_leaf { outermost[*around] } else { unit });
+            let is_in_leaf = *enclosing < unit && self.is_marked[outermost[*enclosing]];
+            outermost.push(if is_in_leaf { outermost[*enclosing] } else { unit });
         }
         outermost
     }
 
     /// Returns the position of each unit.
     pub fn places(&self) -> Vec<LeafPosition> {
-        let place = |(unit, leaf): (UnitId, UnitId)| match (self.is_marked[leaf], unit == leaf) {
+        let position = |(unit, leaf): (UnitId, UnitId)| match (self.is_marked[leaf], unit == leaf) {
             (false, _) => LeafPosition::Outside,
             (true, true) => LeafPosition::Leaf,
             (true, false) => LeafPosition::Inside,
         };
-        self.outermost().into_iter().enumerate().map(place).collect()
+        self.outermost().into_iter().enumerate().map(position).collect()
     }
 
     /// Returns, for each parameter, whether its gradient may be missing on some ranks in a backward pass.
     pub fn optional(&self, params: &[Param], zero: &ZeroConfig) -> Vec<bool> {
-        let places = self.places();
-        let is_optional = |param: &Param| zero.ignore_unused_parameters || places[param.unit] != LeafPosition::Outside;
+        let positions = self.places();
+        let is_optional =
+            |param: &Param| zero.ignore_unused_parameters || positions[param.unit] != LeafPosition::Outside;
         params.iter().map(is_optional).collect()
     }
 }
@@ -134,7 +135,7 @@ mod tests {
     /// Returns the root, a (with a.x, a.x.y and a.z inside), and b.
     fn nested() -> (LeafUnits, Vec<String>) {
         let mut leaves = LeafUnits::default();
-        [0, 1, 2, 1, 0].into_iter().for_each(|around| leaves.push(around));
+        [0, 1, 2, 1, 0].into_iter().for_each(|enclosing| leaves.push(enclosing));
         (leaves, ["", "a", "a.x", "a.x.y", "a.z", "b"].map(String::from).to_vec())
     }
 

@@ -72,7 +72,7 @@ pub(crate) struct ParamGatherer<R: StepExecutor> {
 
 struct UnitState<R: StepExecutor> {
     group: GatherGroup,
-    second: SecondaryShards<R>,
+    second_copy: SecondaryShards<R>,
     state: GatherState<R>,
     /// The number of the unit's elements that count as live.
     live: usize,
@@ -133,7 +133,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         let group = |p| GatherGroup::new(p, params, plan.mesh, wire);
         let unit = |p| UnitState {
             group: group(p),
-            second: None,
+            second_copy: None,
             state: GatherState::Released,
             live: 0,
             outermost: usize::MAX,
@@ -171,7 +171,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
 
     /// Gathers the persistent parameters again after the weights have changed. Second copies are then out of date.
     pub fn refresh_persistent(&mut self, core: &R) -> Result<()> {
-        self.units.iter_mut().for_each(|unit| unit.second = None);
+        self.units.iter_mut().for_each(|unit| unit.second_copy = None);
         if self.persistent.params.is_empty() {
             return Ok(());
         }
@@ -197,9 +197,9 @@ impl<R: StepExecutor> ParamGatherer<R> {
             let state = &mut self.units[unit];
             (state.depth, state.outermost) = (depth, state.outermost.min(depth));
             state.is_behind = false;
-            let before = std::mem::replace(&mut self.entered[self.depth], unit);
-            if before != unit {
-                self.leave_behind(core, before)?;
+            let previous = std::mem::replace(&mut self.entered[self.depth], unit);
+            if previous != unit {
+                self.leave_behind(core, previous)?;
             }
             for spent in std::mem::take(&mut self.spent) {
                 self.live -= std::mem::take(&mut self.units[spent].live);
@@ -226,9 +226,9 @@ impl<R: StepExecutor> ParamGatherer<R> {
         if self.outermost[unit] != unit {
             return Ok(());
         }
-        let before = std::mem::replace(&mut self.entered[self.depth], unit);
-        if before != unit && self.units[before].passed {
-            self.leave_behind(core, before)?;
+        let previous = std::mem::replace(&mut self.entered[self.depth], unit);
+        if previous != unit && self.units[previous].passed {
+            self.leave_behind(core, previous)?;
         }
         let UnitState { state, depth, is_behind, passed, .. } = &mut self.units[unit];
         *passed |= matches!(state, GatherState::Released);
@@ -286,7 +286,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
     /// Ends the inner backward pass, that of `unit`, and also releases the parameters that this rank has not used.
     pub fn unnest(&mut self, core: &R, unit: UnitId, passes: bool) -> Result<()> {
         let last = self.entered.pop().unwrap_or(ROOT);
-        let left = self.leave_behind(core, last);
+        let result = self.leave_behind(core, last);
         let (unit, depth) = (self.outermost[unit], self.depth);
         self.depth -= 1;
         self.passing -= usize::from(passes);
@@ -294,11 +294,11 @@ impl<R: StepExecutor> ParamGatherer<R> {
         if !passes && self.ranks_differ[unit] && self.units[unit].outermost == depth {
             self.release_unit(core, unit)?;
         }
-        left
+        result
     }
 
-    /// Reports that the current backward pass has moved on from a unit, whose input has its gradient. The unit's frozen
-    /// parameters are no longer needed, unless a trained one still waits for its gradient.
+    /// Reports that the current backward pass has moved on from a unit, whose input now has its gradient. The unit's
+    /// frozen parameters are no longer needed, unless a trained one is still waiting for its gradient.
     fn leave_behind(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if unit == ROOT || self.units[unit].depth < self.depth {
             return Ok(());
@@ -355,7 +355,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
         self.release_frozen(core, id)
     }
 
-    /// Ends the micro step: releases the remaining parameters (unused ones, and those of gathers whose results were not used).
+    /// Ends the micro step: releases the remaining parameters (unused ones, and those of gathers whose results were not
+    /// used).
     pub fn end(&mut self, core: &R) -> Result<()> {
         for unit in 0..self.units.len() {
             self.settle(core, unit)?;
@@ -396,26 +397,26 @@ impl<R: StepExecutor> ParamGatherer<R> {
         if matches!(self.units[unit].state, GatherState::Released) {
             self.launch(core, unit)?;
         }
-        let UnitState { group, second, state, live, .. } = &mut self.units[unit];
+        let UnitState { group, second_copy, state, live, .. } = &mut self.units[unit];
         if let GatherState::InFlight(gathering) = std::mem::replace(state, GatherState::Gathered) {
             self.in_flight -= group.numel;
             self.live += group.numel;
             *live = group.numel;
-            let after = if second.is_some() { AfterGather::Used } else { after };
-            let kept = group.install(core, gathering, MemoryKind::Gathered, after)?;
-            *second = second.take().or(kept);
+            let after = if second_copy.is_some() { AfterGather::Used } else { after };
+            let new_copy = group.install(core, gathering, MemoryKind::Gathered, after)?;
+            *second_copy = second_copy.take().or(new_copy);
         }
         Ok(())
     }
 
     fn launch(&mut self, core: &R, unit: UnitId) -> Result<()> {
-        let UnitState { group, second, state, .. } = &mut self.units[unit];
+        let UnitState { group, second_copy, state, .. } = &mut self.units[unit];
         if group.params.is_empty() {
             *state = GatherState::Gathered;
             return Ok(());
         }
-        *state = GatherState::InFlight(match second {
-            Some(second) => group.launch_within(core, second)?,
+        *state = GatherState::InFlight(match second_copy {
+            Some(second_copy) => group.launch_within(core, second_copy)?,
             None => group.launch(core)?,
         });
         self.in_flight += group.numel;
@@ -477,7 +478,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
     pub fn release_everything(&mut self, core: &R) -> Result<()> {
         self.end(core)?;
         self.release_passed(core)?;
-        self.units.iter_mut().for_each(|unit| unit.second = None);
+        self.units.iter_mut().for_each(|unit| unit.second_copy = None);
         self.persistent.release(core.params())?;
         self.persistent_is_released = !self.persistent.params.is_empty();
         self.traces = Default::default();

@@ -39,8 +39,8 @@ impl RankCore {
     }
 
     /// Returns the input, on the model's device.
-    pub(super) fn kept_input(&self, kept: &RecomputeInput) -> Result<Tensor> {
-        match kept {
+    pub(super) fn kept_input(&self, saved: &RecomputeInput) -> Result<Tensor> {
+        match saved {
             RecomputeInput::Here(input) => Ok(input.clone()),
             RecomputeInput::Host(input, device) => input.to_device(device),
             RecomputeInput::File(spilled, shape, device) => {

@@ -53,7 +53,7 @@ pub struct RoutedUnits {
 ///         let up = vb.get((inner, width), "up_proj.weight")?;
 ///         Ok([gate, up, vb.get((width, inner), "down_proj.weight")?])
 ///     })?;
-///     let all = |i: usize| ExpertTensors::Separate(tensors.iter().map(|of_expert| of_expert[i].clone()).collect());
+///     let all = |i: usize| ExpertTensors::Separate(tensors.iter().map(|expert| expert[i].clone()).collect());
 ///     let projection = |weights| ExpertProjection::new(weights, Vec::new(), WeightLayout::OutIn);
 ///     let (gate_up, down) = (projection(vec![all(0), all(1)])?, projection(vec![all(2)])?);
 ///     ExpertMlp::new(gate_up, down, ExpertActivation::Silu, GateUpOrder::Halves)?.with_units(units)
@@ -75,14 +75,14 @@ pub fn routed_units<T>(
             built.push(build(number, vb)?);
             continue;
         };
-        let (unit, of_engine) = registrar.open_unit(vb.prefix())?;
+        let (unit, engine_link) = registrar.open_unit(vb.prefix())?;
         let first = units.first().copied().unwrap_or(unit);
         let marked = registrar.mark_routed(unit, first, (number, count));
         let result = marked.and_then(|()| build(number, vb));
         registrar.close_unit();
         built.push(result?);
         units.push(unit);
-        link = of_engine;
+        link = engine_link;
     }
     Ok((built, RoutedUnits { units: units.into(), count, link }))
 }
@@ -108,16 +108,16 @@ impl RoutedUnits {
         &self.link
     }
 
-    /// Determines which units are used, given the units that this rank's input `chose`. This is a collective operation
-    /// if parameters are sharded among ranks.
-    pub(crate) fn agree(&self, chose: impl Iterator<Item = usize>) -> candle_core::Result<RoutedPass> {
-        let whole = || Ok(RoutedPass::whole(self.count));
-        let Some(core) = self.link.core().filter(|core| core.shards_params()) else { return whole() };
+    /// Determines which units are used, given the `choices` of this rank's input. This is a collective operation if
+    /// parameters are sharded among ranks.
+    pub(crate) fn agree(&self, choices: impl Iterator<Item = usize>) -> candle_core::Result<RoutedPass> {
+        let ungathered = || Ok(RoutedPass::whole(self.count));
+        let Some(core) = self.link.core().filter(|core| core.shards_params()) else { return ungathered() };
         if !core.gathers_any(&self.units) {
-            return whole();
+            return ungathered();
         }
         let mut is_chosen = vec![false; self.count];
-        chose.for_each(|unit| is_chosen[unit] = true);
+        choices.for_each(|unit| is_chosen[unit] = true);
         // The units of divided experts are gathered among the ranks that hold them.
         let comm = core.experts().map_or(core.comm(), |experts| &*experts.holders);
         if comm.size() > 1 {
@@ -126,13 +126,13 @@ impl RoutedUnits {
         let chosen: Vec<usize> = (0..self.count).filter(|unit| is_chosen[*unit]).collect();
         let ids: Vec<UnitId> = chosen.iter().map(|unit| self.units[*unit]).collect();
         let mut groups = Vec::new();
-        let (mut from, mut rest) = (0, (&chosen[..], &ids[..]));
+        let (mut start, mut rest) = (0, (&chosen[..], &ids[..]));
         for size in lock(&core.gather).routed_groups(&core, &ids) {
             let (numbers, ids) = (rest.0.split_at(size), rest.1.split_at(size));
             rest = (numbers.1, ids.1);
-            let to = rest.0.first().copied().unwrap_or(self.count);
-            groups.push(RoutedGroup { numbers: from..to, units: ids.0.to_vec() });
-            from = to;
+            let end = rest.0.first().copied().unwrap_or(self.count);
+            groups.push(RoutedGroup { numbers: start..end, units: ids.0.to_vec() });
+            start = end;
         }
         if groups.is_empty() {
             groups.push(RoutedGroup { numbers: 0..self.count, units: Vec::new() });
@@ -257,15 +257,15 @@ impl RankCore {
     }
 }
 
-/// Collective: returns for each flag whether it is set on any rank.
-fn on_any_rank(comm: &dyn Communicator, own: &[bool]) -> Result<Vec<bool>> {
+/// Collective: returns, for each flag, whether it is set on any rank.
+fn on_any_rank(comm: &dyn Communicator, flags: &[bool]) -> Result<Vec<bool>> {
     count_collective_step();
-    let mut words = vec![0u64; own.len().div_ceil(FLAGS_PER_WORD)];
-    for (i, _) in own.iter().enumerate().filter(|(_, flag)| **flag) {
+    let mut words = vec![0u64; flags.len().div_ceil(FLAGS_PER_WORD)];
+    for (i, _) in flags.iter().enumerate().filter(|(_, flag)| **flag) {
         words[i / FLAGS_PER_WORD] |= 1 << (i % FLAGS_PER_WORD);
     }
     for other in agree::gather_u64(comm, &words)? {
         words.iter_mut().zip(other).for_each(|(word, other)| *word |= other);
     }
-    Ok((0..own.len()).map(|i| words[i / FLAGS_PER_WORD] >> (i % FLAGS_PER_WORD) & 1 == 1).collect())
+    Ok((0..flags.len()).map(|i| words[i / FLAGS_PER_WORD] >> (i % FLAGS_PER_WORD) & 1 == 1).collect())
 }

@@ -207,7 +207,8 @@ impl<M: Send + Sync + 'static> Unit<M> {
             return Ok(without_gradients(|| self.run(&hook, |inner| run(inner, x)))?.detach());
         }
         // If every unit recomputes, a leaf recomputes as one unit.
-        let recomputes = self.recompute || (hook.core.recomputation.every_unit && hook.place() != LeafPosition::Inside);
+        let recomputes =
+            self.recompute || (hook.core.recomputation.every_unit && hook.position() != LeafPosition::Inside);
         // Recomputation delivers the parameters' gradients to an engine; without one, they belong in Candle's graph. An
         // untracked input would keep the operation's backward pass from ever being called.
         if recomputes && x.track_op() {
@@ -215,7 +216,7 @@ impl<M: Send + Sync + 'static> Unit<M> {
         }
         let y = self.run(&hook, |inner| run(inner, x))?;
         hook.profile_input(x);
-        if hook.place() == LeafPosition::Leaf { hook.mark_leaf(x, &y) } else { hook.mark_output(y) }
+        if hook.position() == LeafPosition::Leaf { hook.mark_leaf(x, &y) } else { hook.mark_output(y) }
     }
 }
 
@@ -247,14 +248,14 @@ impl<M> Unit<M> {
     ) -> Result<Tensor> {
         let _profile = spans::enter(MicroStepHalf::Forward, *unit);
         core.enter(UnitEvent::Forward(*unit))?;
-        let looks = core.shards_params();
-        if looks {
+        let checks_writes = core.shards_params();
+        if checks_writes {
             core.look_for_writes_in(*unit).map_err(|e| core.stash(e))?;
         }
         let span = core.forward_span(*unit);
         let y = forward(&self.inner)?;
         drop(span);
-        if looks {
+        if checks_writes {
             core.look_for_writes_in(*unit).map_err(|e| core.stash(e))?;
         }
         core.leave_forward(*unit)?;
@@ -313,7 +314,7 @@ impl<M: Send + Sync + 'static> Unit<M> {
         let first =
             SavedForRecompute { input: hook.core.keep_input(&input)?, adds_up: node_of(x).is_some(), output, buffers };
         let (unit, device) = (self.clone(), x.device().clone());
-        let unused = (hook.place() == LeafPosition::Leaf).then(|| ZeroGradient::like(x));
+        let unused = (hook.position() == LeafPosition::Leaf).then(|| ZeroGradient::like(x));
         OpInputs::of([Some(x)])?.result("recompute-unit", ResultStorage(storage), shape.clone(), move |grad, [to_x]| {
             let grad = grad.into_tensor(&shape, &device)?;
             match autocast(format, || draw_from(draws, || unit.run_again(&run, &first, &grad)))? {
@@ -358,7 +359,7 @@ impl ZeroGradient {
 }
 
 impl UnitContext {
-    fn place(&self) -> LeafPosition {
+    fn position(&self) -> LeafPosition {
         self.core.leaves[self.unit]
     }
 
@@ -416,7 +417,7 @@ impl UnitContext {
 
     /// Makes the unit's backward pass begin before the last of its operations is differentiated.
     fn mark_output(&self, y: Tensor) -> Result<Tensor> {
-        let shards_params = self.core.shards_params() && self.place() != LeafPosition::Inside;
+        let shards_params = self.core.shards_params() && self.position() != LeafPosition::Inside;
         if !shards_params && !spans::is_recording() && !timeline::is_recording() {
             return Ok(y);
         }

@@ -25,7 +25,7 @@ impl UnitEvent {
 pub(crate) struct UnitTrace {
     events: Vec<UnitEvent>,
     /// The number of events of this micro step so far.
-    at: usize,
+    position: usize,
     complete: bool,
     /// The number of micro steps that differed from the recording.
     changes: u64,
@@ -36,26 +36,26 @@ pub(crate) struct UnitTrace {
 impl UnitTrace {
     /// Reports that `event` happens now.
     pub fn advance(&mut self, event: UnitEvent) {
-        if self.complete && self.events.get(self.at) != Some(&event) {
-            self.events.truncate(self.at);
+        if self.complete && self.events.get(self.position) != Some(&event) {
+            self.events.truncate(self.position);
             self.complete = false;
             self.differs = true;
         }
         if !self.complete {
             self.events.push(event);
         }
-        self.at += 1;
+        self.position += 1;
     }
 
     /// Ends the micro step.
     pub fn end(&mut self) {
-        if self.complete && self.at != self.events.len() {
-            self.events.truncate(self.at);
+        if self.complete && self.position != self.events.len() {
+            self.events.truncate(self.position);
             self.differs = true;
         }
         self.changes += u64::from(std::mem::take(&mut self.differs));
         self.complete = !self.events.is_empty();
-        self.at = 0;
+        self.position = 0;
     }
 
     /// Returns the number of micro steps so far that used different units from those of the previous micro step, or the
@@ -66,7 +66,7 @@ impl UnitTrace {
 
     /// Returns the uses of units that come next, in order, or nothing during a recording.
     pub fn coming(&self) -> &[UnitEvent] {
-        if self.complete { &self.events[self.at..] } else { &[] }
+        if self.complete { &self.events[self.position..] } else { &[] }
     }
 }
 
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     fn run(trace: &mut UnitTrace, events: &[UnitEvent]) -> Vec<usize> {
-        let known = events
+        let upcoming = events
             .iter()
             .map(|e| {
                 trace.advance(*e);
@@ -84,7 +84,7 @@ mod tests {
             })
             .collect();
         trace.end();
-        known
+        upcoming
     }
 
     #[test]

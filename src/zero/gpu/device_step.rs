@@ -46,7 +46,7 @@ pub(in crate::zero) fn update(
         };
         match weights {
             Some(weights) => add(weights)?,
-            None => change(&core.params[slot.param].tensor, |mut whole| add(whole.part(slot.owned.clone())?))?,
+            None => change(&core.params[slot.param].tensor, |mut values| add(values.part(slot.owned.clone())?))?,
         }
     }
     steps.run()?;
@@ -54,8 +54,8 @@ pub(in crate::zero) fn update(
         // Tensors may be used on streams other than candle-zero's. Those streams wait for the work launched so far.
         let stream = device.cuda_stream();
         for slot in slots.iter().filter(|slot| !slot.owned.is_empty()) {
-            change(&core.params[slot.param].tensor, |mut whole| {
-                whole.address(&stream);
+            change(&core.params[slot.param].tensor, |mut values| {
+                values.address(&stream);
                 Ok(())
             })?;
         }

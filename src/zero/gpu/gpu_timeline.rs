@@ -1,4 +1,5 @@
-//! The model's work on a GPU in a timeline: when it ran there, which is later than the launch by the host.
+//! The timeline of the model's work on a GPU: the times at which it runs there, which are later than its launch by the
+//! host.
 
 use crate::cuda::TimedEvent;
 use crate::error::Result;
@@ -10,7 +11,7 @@ use std::sync::Arc;
 /// Work on the stream of Candle's device.
 pub(in crate::zero) struct GpuTimelineSpan {
     stream: Arc<CudaStream>,
-    moments: [TimedEvent; 2],
+    events: [TimedEvent; 2],
 }
 
 impl GpuTimelineSpan {
@@ -22,8 +23,8 @@ impl GpuTimelineSpan {
     pub fn begin(core: &RankCore) -> Result<Option<Self>> {
         let Some(device) = core.model_place.gpu().filter(|_| timeline::is_recording()) else { return Ok(None) };
         let stream = device.cuda_stream();
-        let moments = [TimedEvent::behind(&stream)?, TimedEvent::behind(&stream)?];
-        Ok(Some(Self { stream, moments }))
+        let events = [TimedEvent::behind(&stream)?, TimedEvent::behind(&stream)?];
+        Ok(Some(Self { stream, events }))
     }
 
     /// Ends the span: all its work has been launched.
@@ -31,7 +32,7 @@ impl GpuTimelineSpan {
     /// # Errors
     /// A driver error.
     pub fn end(mut self) -> Result<Self> {
-        self.moments[1] = TimedEvent::behind(&self.stream)?;
+        self.events[1] = TimedEvent::behind(&self.stream)?;
         Ok(self)
     }
 
@@ -40,7 +41,7 @@ impl GpuTimelineSpan {
     /// # Errors
     /// A driver error.
     pub fn record(self, name: &'static str) -> Result<()> {
-        let [begin, end] = &self.moments;
+        let [begin, end] = &self.events;
         let times = TimedEvent::when([begin, end], &self.stream)?;
         timeline::carry().past(TimelineLane::Gpu, EventCategory::Engine, name, times, ("", 0));
         Ok(())

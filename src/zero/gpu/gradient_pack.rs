@@ -1,4 +1,4 @@
-//! Packs gradients of a model on a GPU for a collective: they are cast, scaled and packed there.
+//! Packs gradients of a model on a GPU for a collective: they are cast, scaled and packed on the GPU.
 //!
 //! The arithmetic, and the resulting bits, are those of [`crate::zero::reduce::gradient_reducer`] on the host.
 

@@ -33,8 +33,8 @@ pub(in crate::zero) struct HostStepWeights<'a> {
     device: &'a CudaDevice,
     mode: SweepMode,
     /// Whether the step recomputes the weights from master weights.
-    made_anew: bool,
-    under_way: VecDeque<(WeightRange, DeviceCopy)>,
+    from_master: bool,
+    pending: VecDeque<(WeightRange, DeviceCopy)>,
 }
 
 /// Some weights of a parameter.
@@ -54,12 +54,12 @@ impl<'a> HostStepWeights<'a> {
         core: &'a RankCore,
         storage: &'a mut Option<StateStorage<RankCore>>,
         mode: SweepMode,
-        made_anew: bool,
+        from_master: bool,
     ) -> (Option<Self>, Option<&'a mut StateStorage<RankCore>>) {
-        let is_away = mode.has_weights() && lie_on_gpu(core, storage.as_ref());
-        let (storage, under_way) = (storage.as_mut(), VecDeque::new());
+        let is_on_gpu = mode.has_weights() && lie_on_gpu(core, storage.as_ref());
+        let (storage, pending) = (storage.as_mut(), VecDeque::new());
         match core.model_place.gpu() {
-            Some(device) if is_away => (Some(Self { core, storage, device, mode, made_anew, under_way }), None),
+            Some(device) if is_on_gpu => (Some(Self { core, storage, device, mode, from_master, pending }), None),
             _ => (None, storage),
         }
     }
@@ -71,18 +71,18 @@ impl<'a> HostStepWeights<'a> {
     }
 
     /// Calls `visit` with weights on the host, and begins to copy them back if the sweep changes them.
-    pub fn visit(&mut self, place: WeightRange, visit: impl FnOnce(FlatMut<'_>)) -> Result<()> {
-        let mut weights = match self.made_anew {
-            true => Flat::zeros(self.core.params[place.param].weights.dtype(self.core.dtype), place.in_group.len()),
-            false => self.read(&place)?,
+    pub fn visit(&mut self, range: WeightRange, visit: impl FnOnce(FlatMut<'_>)) -> Result<()> {
+        let mut weights = match self.from_master {
+            true => Flat::zeros(self.core.params[range.param].weights.dtype(self.core.dtype), range.in_group.len()),
+            false => self.read(&range)?,
         };
         visit(weights.as_mut());
         if !self.mode.changes() {
             return Ok(());
         }
         let (len, weights) = (weights.len(), FlatBuffer::Host(weights));
-        let moving = self.core.send(CopyPayloadKind::Updates, weights, &self.core.model_place, len)?;
-        self.under_way.push_back((place, moving));
+        let copy = self.core.send(CopyPayloadKind::Updates, weights, &self.core.model_place, len)?;
+        self.pending.push_back((range, copy));
         self.settle(IN_FLIGHT)
     }
 
@@ -91,35 +91,35 @@ impl<'a> HostStepWeights<'a> {
         self.settle(0)
     }
 
-    /// Waits for the oldest copies until at most `left` are pending, and puts their weights in place.
-    fn settle(&mut self, left: usize) -> Result<()> {
-        while self.under_way.len() > left {
-            let Some((place, moving)) = self.under_way.pop_front() else { break };
-            let weights = moving.wait()?;
-            let from = weights.on_device().part(0..weights.len())?;
+    /// Waits for the oldest copies until at most `max_pending` are pending, and puts their weights in place.
+    fn settle(&mut self, max_pending: usize) -> Result<()> {
+        while self.pending.len() > max_pending {
+            let Some((range, copy)) = self.pending.pop_front() else { break };
+            let weights = copy.wait()?;
+            let source = weights.on_device().part(0..weights.len())?;
             match &mut self.storage {
                 Some(StateStorage::Memory(storage)) => {
-                    let to = storage.buffer_mut().on_device_mut().part_mut(place.in_group)?;
-                    cuda::copy(self.device, to, &from)?;
+                    let target = storage.buffer_mut().on_device_mut().part_mut(range.in_group)?;
+                    cuda::copy(self.device, target, &source)?;
                 }
                 Some(StateStorage::File(_)) => unreachable!("states in files are not on a GPU"),
-                None => change(&self.core.params[place.param].tensor, |mut whole| {
-                    cuda::copy(self.device, whole.part(place.in_tensor)?, &from)
+                None => change(&self.core.params[range.param].tensor, |mut values| {
+                    cuda::copy(self.device, values.part(range.in_tensor)?, &source)
                 })?,
             }
         }
         Ok(())
     }
 
-    fn read(&self, place: &WeightRange) -> Result<Flat> {
+    fn read(&self, range: &WeightRange) -> Result<Flat> {
         match &self.storage {
             Some(StateStorage::Memory(storage)) => {
-                storage.buffer().read(place.in_group.clone(), |values| values.to_flat())
+                storage.buffer().read(range.in_group.clone(), |values| values.to_flat())
             }
             Some(StateStorage::File(_)) => unreachable!("states in files are not on a GPU"),
             None => {
-                let (tensor, range) = (&self.core.params[place.param].tensor, place.in_tensor.clone());
-                Ok(with_part(tensor, range, |values| values.to_flat())?)
+                let tensor = &self.core.params[range.param].tensor;
+                Ok(with_part(tensor, range.in_tensor.clone(), |values| values.to_flat())?)
             }
         }
     }

@@ -44,9 +44,9 @@ impl<I, T> BucketQueue<I, T> {
         self.in_flight.push_back(batch);
     }
 
-    /// Returns the oldest pending batch, which must be waited for, if more than `left` are pending.
-    pub fn due(&mut self, left: usize) -> Option<T> {
-        if self.in_flight.len() > left { self.in_flight.pop_front() } else { None }
+    /// Returns the oldest pending batch, which must be waited for, if more than `max_pending` are pending.
+    pub fn due(&mut self, max_pending: usize) -> Option<T> {
+        if self.in_flight.len() > max_pending { self.in_flight.pop_front() } else { None }
     }
 }
 
@@ -63,13 +63,13 @@ impl<I, T> BucketQueues<I, T> {
         Self { on_all_ranks: BucketQueue::new(limit), of_experts: BucketQueue::new(limit) }
     }
 
-    fn of(&mut self, param: &Param) -> &mut BucketQueue<I, T> {
+    fn queue_of(&mut self, param: &Param) -> &mut BucketQueue<I, T> {
         if param.expert.is_some() { &mut self.of_experts } else { &mut self.on_all_ranks }
     }
 
     /// Adds the item of a parameter. Returns the batch that must leave now, if any.
     pub fn push(&mut self, item: I, param: &Param) -> Option<Vec<I>> {
-        self.of(param).push(item, param.numel)
+        self.queue_of(param).push(item, param.numel)
     }
 
     /// Ends the collection: returns the batches that have not left.
@@ -79,12 +79,12 @@ impl<I, T> BucketQueues<I, T> {
 
     /// Adds a pending batch to which `param` belongs.
     pub fn launched(&mut self, batch: T, param: &Param) {
-        self.of(param).launched(batch);
+        self.queue_of(param).launched(batch);
     }
 
-    /// Returns the oldest pending batch of a queue in which more than `left` are pending; it must be waited for.
-    pub fn due(&mut self, left: usize) -> Option<T> {
-        self.on_all_ranks.due(left).or_else(|| self.of_experts.due(left))
+    /// Returns the oldest pending batch of a queue in which more than `max_pending` are pending; it must be waited for.
+    pub fn due(&mut self, max_pending: usize) -> Option<T> {
+        self.on_all_ranks.due(max_pending).or_else(|| self.of_experts.due(max_pending))
     }
 }
 

@@ -22,8 +22,8 @@ impl DivertedGradient {
     /// Keeps a gradient that is diverted; returns any other.
     pub fn pass(&self, param: ParamId, grad: Grad) -> Option<Grad> {
         match &mut *lock(&self.0) {
-            Some((diverted, place)) if *diverted == param => {
-                *place = Some(grad);
+            Some((diverted, slot)) if *diverted == param => {
+                *slot = Some(grad);
                 None
             }
             _ => Some(grad),

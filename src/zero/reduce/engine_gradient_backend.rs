@@ -54,17 +54,17 @@ impl GradientBackend for RankCore {
     ) -> Result<FlatBuffer> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.model_place.gpu() {
-            let (form, len) = (
+            let (format, len) = (
                 GradientPackFormat { dtype: plan.dtype, factor: plan.before },
                 layout.chunk * layout.mesh.world_size(),
             );
             let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
-                Some(large) => gradient_pack::prepare(gpu, form, len, large.grad)?,
+                Some(large) => gradient_pack::prepare(gpu, format, len, large.grad)?,
                 None => {
-                    let each = grads.into_iter().zip(&layout.offsets);
-                    let each =
-                        each.map(|(arrived, offset)| (arrived.grad, self.places(arrived.param, layout, *offset)));
-                    gradient_pack::pack(gpu, form, len, each)?
+                    let grads = grads.into_iter().zip(&layout.offsets);
+                    let grads =
+                        grads.map(|(arrived, offset)| (arrived.grad, self.pieces(arrived.param, layout, *offset)));
+                    gradient_pack::pack(gpu, format, len, grads)?
                 }
             };
             return Ok(FlatBuffer::Device(packed));
@@ -107,7 +107,7 @@ impl RankCore {
         let mut flat = Flat::zeros(plan.dtype, layout.chunk * layout.mesh.world_size());
         for (ArrivedGradient { param, grad, held }, offset) in grads.into_iter().zip(&layout.offsets) {
             grad.view(|values| {
-                for (start, piece) in self.places(param, layout, *offset) {
+                for (start, piece) in self.pieces(param, layout, *offset) {
                     let part = flat.slice_mut(start..start + piece.len());
                     part.copy_scaled(values.slice(piece), plan.before);
                 }
@@ -118,7 +118,7 @@ impl RankCore {
     }
 
     /// Returns the pieces of a parameter with this offset in a layout's chunks, and the offset of each in the bucket.
-    fn places(
+    fn pieces(
         &self,
         param: ParamId,
         layout: &CoalescedLayout,

@@ -1,8 +1,9 @@
 //! Moves gradients from the backward pass that computes them to this rank's share.
 //!
 //! ```text
-//!   arrived -> [held to the end of the pass: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes the gradient of
-//!                                                                                                this share, or is added
+//!   arrived -> [held to the end of the pass: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes the gradient
+//!                                                                                                of this share, or is
+//!                                                                                                added to it
 //! ```
 //!
 //! A large gradient is reduced separately, in the buffer that its layer wrote: a parameter's pieces are already in it
@@ -75,14 +76,14 @@ impl ReducePlan {
             GradientOp::Mean if config.prescale_gradients || predivide == 1.0 => (1.0 / world, 1.0),
             GradientOp::Mean => (1.0 / predivide, predivide / world),
         };
-        let (travels, wire) = travels(config, dtype);
+        let (transfer_dtype, wire) = transfer_format(config, dtype);
         Self {
             scatter: placement.optim.is_sharded() && config.zero.reduce_scatter,
             hold: placement.optim.is_sharded() && !placement.grads.is_sharded(),
             overlap: config.zero.overlap_comm,
             before: before as f32,
             after: after as f32,
-            dtype: travels,
+            dtype: transfer_dtype,
             wire,
             accumulate: config.grad_accum_dtype.unwrap_or(dtype),
         }
@@ -90,7 +91,7 @@ impl ReducePlan {
 }
 
 /// Returns the dtype to which gradients of a model of `dtype` are rounded before a transfer, and their wire format.
-fn travels(config: &Config, dtype: DType) -> (DType, WireFormat) {
+fn transfer_format(config: &Config, dtype: DType) -> (DType, WireFormat) {
     let chosen = config.communication_data_type;
     let int4 = config.zero.quantized_gradients;
     if !config.zero.compress_between_hosts_only {
@@ -103,8 +104,8 @@ fn travels(config: &Config, dtype: DType) -> (DType, WireFormat) {
         _ => None,
     };
     // Within a host, the chosen dtype is used only if it has more precision than the model's.
-    let inside = chosen.filter(|chosen| *chosen == DType::F32).unwrap_or(dtype);
-    (inside, code.map_or(WireFormat::Exact, WireFormat::BetweenHosts))
+    let within_host = chosen.filter(|chosen| *chosen == DType::F32).unwrap_or(dtype);
+    (within_host, code.map_or(WireFormat::Exact, WireFormat::BetweenHosts))
 }
 
 /// The executor of the decisions of [`GradientReducer`]: the engine's core, or a rehearsal that only counts.
@@ -178,7 +179,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         params.into_iter().for_each(|param| self.optional[param] = true);
     }
 
-    /// Takes a parameter's gradient, which is complete unless the parameter is optional.
+    /// Accepts a parameter's gradient, which is complete unless the parameter is optional.
     pub fn arrive(&mut self, core: &C, param: ParamId, grad: C::Grad) -> Result<()> {
         if let Some(seen) = &mut self.seen {
             seen[param] = true;
@@ -202,10 +203,10 @@ impl<C: GradientBackend> GradientReducer<C> {
         for arrived in std::mem::take(&mut self.held) {
             self.collect(core, arrived)?;
         }
-        for (param, about) in core.params().iter().enumerate().rev() {
-            if self.optional[param] && is_expected(about) && core.holds(param) {
-                let arrived = self.waiting.remove(&param);
-                let arrived = arrived.unwrap_or_else(|| self.enter(core, param, core.zeros(about)));
+        for (id, param) in core.params().iter().enumerate().rev() {
+            if self.optional[id] && is_expected(param) && core.holds(id) {
+                let arrived = self.waiting.remove(&id);
+                let arrived = arrived.unwrap_or_else(|| self.enter(core, id, core.zeros(param)));
                 self.collect(core, arrived)?;
             }
         }
@@ -258,22 +259,22 @@ impl<C: GradientBackend> GradientReducer<C> {
         let packing = is_copied.then(|| core.ledger().hold_in(core.tier(), MemoryKind::Buckets, packed));
         let buffer = core.pack(&self.plan, &layout, bucket)?;
         drop(packing);
-        let about = timeline::about(|| core.names(&layout.params));
+        let subject = timeline::about(|| core.names(&layout.params));
         let held = core.hold(MemoryKind::Buckets, &buffer);
         let pending = match scatter {
             true => core.reduce(wire, buffer, &layout.params)?,
             false => core.launch(CollectiveOp::AllReduce, wire, buffer, &layout.params)?,
         };
-        drop(about);
+        drop(subject);
         let first = &core.params()[layout.params[0]];
         self.buckets.launched(PendingReduction { layout, pending, held }, first);
         self.finish(core, if overlap { IN_FLIGHT - 1 } else { 0 })
     }
 
-    /// Waits for the oldest reductions until at most `left` are pending, and adds their sums to this rank's share. If
-    /// the share is on another device, at most `left` sums are still being copied to it afterwards.
-    fn finish(&mut self, core: &C, left: usize) -> Result<()> {
-        while let Some(PendingReduction { layout, pending, held }) = self.buckets.due(left) {
+    /// Waits for the oldest reductions until at most `max_pending` are pending, and adds their sums to this rank's
+    /// share. If the share is on another device, at most `max_pending` sums are still being copied to it afterwards.
+    fn finish(&mut self, core: &C, max_pending: usize) -> Result<()> {
+        while let Some(PendingReduction { layout, pending, held }) = self.buckets.due(max_pending) {
             let sum = core.wait(pending)?;
             drop(held);
             if C::Buffer::is_device(&sum.place()) == C::Buffer::is_device(core.share_place()) {
@@ -283,7 +284,7 @@ impl<C: GradientBackend> GradientReducer<C> {
             let len = sum.len();
             self.leaving.push_back((layout, core.send(CopyPayloadKind::Gradients, sum, core.share_place(), len)?));
         }
-        while self.leaving.len() > left {
+        while self.leaving.len() > max_pending {
             let Some((layout, sum)) = self.leaving.pop_front() else { break };
             self.accumulate(core, &layout, core.arrived(sum)?)?;
         }
@@ -312,9 +313,9 @@ impl<C: GradientBackend> GradientReducer<C> {
             let (group, slot) = core.place(*param);
             let group = &mut groups[group];
             let SubGroupPosition { owned, len, .. } = group.slots[slot].clone();
-            let known = group.take_grads(slot, core)?;
+            let existing = group.take_grads(slot, core)?;
             let fits = sum.dtype() == accumulate && chunks[0].1 == 0 && sum.len() >= len;
-            if known.is_none() && params.len() == 1 && fits {
+            if existing.is_none() && params.len() == 1 && fits {
                 // A large parameter's pieces are stored one after the other, as in its share.
                 sum.truncate(len);
                 // A GPU's memory cannot be freed in part: both buffers exist for a short time.
@@ -327,16 +328,16 @@ impl<C: GradientBackend> GradientReducer<C> {
                 drop(bucket);
                 return Ok(());
             }
-            let mut grads = match known {
+            let mut grads = match existing {
                 Some(grads) => grads,
                 None => group.zeroed_grads(slot, core, accumulate)?,
             };
             for (piece, start) in &chunks {
                 let piece = mesh.piece(core.params()[*param].cut(), *piece);
-                let from = start + offset;
+                let source = start + offset;
                 // A tail piece may be empty and begin at the end of the parameter.
-                let to = piece.start - owned.start;
-                grads.buffer_mut().add_scaled(to, &sum, from..from + piece.len(), after)?;
+                let target = piece.start - owned.start;
+                grads.buffer_mut().add_scaled(target, &sum, source..source + piece.len(), after)?;
             }
             group.put_grads(slot, grads, core);
         }

@@ -24,7 +24,7 @@ impl RankCore {
         lock(&self.unreduced).add(param, grad, dtype, &self.ledger)
     }
 
-    /// Records that a backward pass whose gradients are kept is over.
+    /// Records that a backward pass whose gradients are kept has ended.
     pub(in crate::zero) fn keep_unreduced(&self) {
         lock(&self.unreduced).waits = true;
     }
@@ -57,7 +57,7 @@ impl RankCore {
         drop(unreduced);
         for group in lock(&self.groups).iter_mut() {
             for grads in &mut group.grads {
-                // The gradient's extent in the file will soon be written again.
+                // A pending write must end first, because the gradient's extent in the file will soon be written again.
                 if let GradientShare::File { writing: Some(writing), .. } =
                     std::mem::replace(grads, GradientShare::Absent)
                 {

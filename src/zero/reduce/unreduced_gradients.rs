@@ -32,9 +32,9 @@ impl UnreducedGradients {
             if !self.holds {
                 return Ok(Some(grad));
             }
-            let mut own = Flat::with_capacity(dtype, grad.len());
-            grad.view(|values| own.extend_cast(values))?;
-            self.sums.insert(param, TrackedBuffer::new(ledger, MemoryKind::Gradients, own));
+            let mut sum = Flat::with_capacity(dtype, grad.len());
+            grad.view(|values| sum.extend_cast(values))?;
+            self.sums.insert(param, TrackedBuffer::new(ledger, MemoryKind::Gradients, sum));
             return Ok(None);
         };
         grad.view(|values| {

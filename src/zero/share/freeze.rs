@@ -53,10 +53,10 @@ impl RankCore {
         if let Some(offload) = &self.offload {
             offload.check_space(self.comm()).map_err(JointOperationFailure::InStep)?;
         }
-        let new = places(&groups, self.params.len());
-        let stay = |id: &usize| self.params[*id].is_trained() && trained[*id];
-        for id in (0..self.params.len()).filter(stay) {
-            let (group, slot) = new[id];
+        let new_places = places(&groups, self.params.len());
+        let stays_trained = |id: &usize| self.params[*id].is_trained() && trained[*id];
+        for id in (0..self.params.len()).filter(stays_trained) {
+            let (group, slot) = new_places[id];
             let group = &mut groups[group];
             for (number, moment) in group.moments.iter_mut().enumerate() {
                 for piece in pieces(&self.owned(id)) {
@@ -72,7 +72,7 @@ impl RankCore {
             }
         }
         *lock(&self.groups) = groups;
-        *unpoisoned(self.places.write()) = new;
+        *unpoisoned(self.places.write()) = new_places;
         for (param, trained) in self.params.iter().zip(trained) {
             if *trained && !param.is_trained() {
                 param.updates_before.store(updates, Ordering::Relaxed);
@@ -85,8 +85,8 @@ impl RankCore {
     /// Returns elements `range` of a state in f32. The range must be part of the elements that this rank owns.
     pub(super) fn own_values(&self, state: ParamStateKind, param: usize, range: Range<usize>) -> Result<Flat> {
         let mut values = Flat::with_capacity(DType::F32, range.len());
-        let take = |found: FlatRef<'_>| values.extend_cast(found);
-        self.read_state(state, param, range, take)?;
+        let append = |elements: FlatRef<'_>| values.extend_cast(elements);
+        self.read_state(state, param, range, append)?;
         Ok(values)
     }
 

@@ -148,7 +148,7 @@ impl<R: ShareStorage<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
     ) -> Result<()> {
         let Some(map) = self.format.map() else {
             match (&mut self.storage, io) {
-                (StateStorage::Memory(own), _) => own.buffer_mut().write(range, values)?,
+                (StateStorage::Memory(buffer), _) => buffer.buffer_mut().write(range, values)?,
                 (StateStorage::File(extent), Some(io)) => {
                     let mut copy = Flat::with_capacity(extent.dtype(), values.len());
                     copy.extend_cast(values);
@@ -193,16 +193,15 @@ impl<'a> OptimStateView<'a> {
     /// Returns the number of elements.
     pub fn len(&self) -> usize {
         match self {
-            Self::Floats(own) => own.len(),
+            Self::Floats(elements) => elements.len(),
             Self::Codes { codes, .. } => codes.len(),
         }
     }
 
-    /// Returns range `range` of these elements in f32: in place, or converted in `room`. The range begins at a block
-    /// boundary.
+    /// Returns the elements in `range` in f32: in place, or converted in `room`. The range begins at a block boundary.
     pub fn in_f32<'s>(&'s mut self, range: Range<usize>, room: &'s mut [f32]) -> &'s mut [f32] {
-        if let Self::Floats(FlatMut::F32(own)) = self {
-            return &mut own[range];
+        if let Self::Floats(FlatMut::F32(elements)) = self {
+            return &mut elements[range];
         }
         let room = &mut room[..range.len()];
         self.widen(range, room);
@@ -217,22 +216,22 @@ impl<'a> OptimStateView<'a> {
         }
     }
 
-    /// Converts range `range` of these elements to f32. The range begins at a block boundary.
+    /// Converts the elements in `range` to f32. The range begins at a block boundary.
     fn widen(&self, range: Range<usize>, values: &mut [f32]) {
         match self {
-            Self::Floats(own) => FlatMut::F32(values).copy_cast(own.as_ref().slice(range)),
+            Self::Floats(elements) => FlatMut::F32(values).copy_cast(elements.as_ref().slice(range)),
             Self::Codes { map, codes, scales } => {
                 decode(map, DecodeMode::ByMap, &codes[range.clone()], &scales[scales_of(&range)], values);
             }
         }
     }
 
-    /// Sets range `range` of these elements to `values`, rounded to nearest or stochastically. The range begins at a
-    /// block boundary. For stochastic rounding, `chance` contains the source of random bits and the index of the first
+    /// Sets the elements in `range` to `values`, rounded to nearest or stochastically. The range begins at a block
+    /// boundary. For stochastic rounding, `chance` contains the source of random bits and the index of the first
     /// element in its parameter.
     pub fn narrow(&mut self, range: Range<usize>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
         match self {
-            Self::Floats(own) => round(own.reborrow().slice(range), values, chance),
+            Self::Floats(elements) => round(elements.reborrow().slice(range), values, chance),
             Self::Codes { map, codes, scales } => {
                 let scales = &mut scales[scales_of(&range)];
                 encode(map, values, &mut codes[range], scales);
@@ -241,11 +240,11 @@ impl<'a> OptimStateView<'a> {
     }
 }
 
-/// Writes `values` into `own` in the format of `own`: rounded to nearest, or stochastically if the format is bfloat16
-/// and there is a `chance`.
-pub(in crate::zero) fn round(own: FlatMut<'_>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
-    match (own, chance) {
-        (FlatMut::BF16(own), Some((dice, first))) => dice.round(values, own, first),
-        (own, _) => own.copy_cast(FlatRef::F32(values)),
+/// Writes `values` into `target` in the format of `target`: rounded to nearest, or stochastically if the format is
+/// bfloat16 and there is a `chance`.
+pub(in crate::zero) fn round(target: FlatMut<'_>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
+    match (target, chance) {
+        (FlatMut::BF16(target), Some((dice, first))) => dice.round(values, target, first),
+        (target, _) => target.copy_cast(FlatRef::F32(values)),
     }
 }

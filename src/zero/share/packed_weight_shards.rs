@@ -23,9 +23,9 @@ pub(in crate::zero) fn pack(packing: WeightPacking, values: FlatRef<'_>, shard_l
     packed
 }
 
-/// Unpacks a shard into `values`, starting at element `from`, which must be the first element of a unit.
-pub(in crate::zero) fn unpack(packing: WeightPacking, words: FlatRef<'_>, from: usize, values: FlatMut<'_>) {
-    let start = packing.packed_len(from);
+/// Unpacks a shard into `values`, starting at element `first`, which must be the first element of a unit.
+pub(in crate::zero) fn unpack(packing: WeightPacking, words: FlatRef<'_>, first: usize, values: FlatMut<'_>) {
+    let start = packing.packed_len(first);
     let bytes = packing.packed_len(values.len());
     packing.unpack(&words.as_bytes()[start..start + bytes], values);
 }
@@ -43,19 +43,19 @@ pub(in crate::zero) fn rounded(packing: WeightPacking, values: FlatRef<'_>, dtyp
 pub(in crate::zero) fn assemble<B: ElementBuffer>(
     packing: WeightPacking,
     param: &Param,
-    words_of_all: &B,
+    gathered_words: &B,
     (chunk, offset): (usize, usize),
     dtype: DType,
     mesh: ShardMesh,
 ) -> Result<B> {
-    let mut whole = B::zeros(&words_of_all.place(), dtype, param.numel)?;
-    if let (Some(mut values), Some(words_of_all)) = (whole.values_mut(), words_of_all.values()) {
+    let mut assembled = B::zeros(&gathered_words.place(), dtype, param.numel)?;
+    if let (Some(mut values), Some(gathered_words)) = (assembled.values_mut(), gathered_words.values()) {
         for number in 0..mesh.shards() {
             let start = number * chunk + offset;
             let shard = param.shard(mesh, number);
-            let own_words = words_of_all.slice(start..start + word_count(packing, shard.len()));
-            unpack(packing, own_words, 0, values.reborrow().slice(shard));
+            let words = gathered_words.slice(start..start + word_count(packing, shard.len()));
+            unpack(packing, words, 0, values.reborrow().slice(shard));
         }
     }
-    Ok(whole)
+    Ok(assembled)
 }

@@ -1,5 +1,5 @@
-//! Access to one parameter's values, gradient and optimizer states, either in full or only this rank's part of them, for the
-//! user to read and set.
+//! Access to one parameter's values, gradient and optimizer states, either in full or only this rank's part of them,
+//! for the user to read and set.
 
 use super::state_access::{ParamStateKind, pieces};
 #[cfg(feature = "cuda")]
@@ -21,11 +21,11 @@ impl RankCore {
             // The values are unpacked in one call, because each of several calls would read all words again.
             return self.own_values(state, param, owned);
         }
-        let mut own = Flat::with_capacity(DType::F32, owned.len());
+        let mut part = Flat::with_capacity(DType::F32, owned.len());
         for piece in pieces(&owned) {
-            self.read_state(state, param, piece, |values| own.extend_cast(values))?;
+            self.read_state(state, param, piece, |values| part.extend_cast(values))?;
         }
-        Ok(own)
+        Ok(part)
     }
 
     /// Returns this rank's part of a gradient as it was accumulated, in f32, or `None` if none has been reduced.
@@ -33,10 +33,10 @@ impl RankCore {
         let (group, slot) = self.place_of(param);
         let group = &mut lock(&self.groups)[group];
         let Some(grads) = group.take_grads(slot, self)? else { return Ok(None) };
-        let mut own = Flat::with_capacity(DType::F32, 0);
-        grads.buffer().read(0..group.slots[slot].owned.len(), |values| own.extend_cast(values))?;
+        let mut part = Flat::with_capacity(DType::F32, 0);
+        grads.buffer().read(0..group.slots[slot].owned.len(), |values| part.extend_cast(values))?;
         group.put_grads(slot, grads, self);
-        Ok(Some(own))
+        Ok(Some(part))
     }
 
     /// Gathers a complete state, in f32. Collective except for a factored state, which every rank has in full.
@@ -49,16 +49,16 @@ impl RankCore {
 
     /// Collective: gathers a complete gradient, in f32. Returns `None` if none has been reduced.
     pub fn whole_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
-        let own = self.own_gradient(param)?;
-        let exists = self.exists_on_holders(param, own.is_some())?;
-        let own = exists.then(|| own.unwrap_or_else(|| Flat::F32(Vec::new())));
-        own.map(|own| self.gather_whole(param, own)).transpose()
+        let part = self.own_gradient(param)?;
+        let exists = self.exists_on_holders(param, part.is_some())?;
+        let part = exists.then(|| part.unwrap_or_else(|| Flat::F32(Vec::new())));
+        part.map(|part| self.gather_whole(param, part)).transpose()
     }
 
     /// Sets a state on every rank that has a part of it. Weights are also written to their full or 16-bit copies, if
     /// these exist.
-    pub fn set_state(&self, state: ParamStateKind, param: ParamId, whole: &[f32]) -> Result<()> {
-        let part = |range: Range<usize>| Ok(Flat::F32(whole[range].to_vec()));
+    pub fn set_state(&self, state: ParamStateKind, param: ParamId, values: &[f32]) -> Result<()> {
+        let part = |range: Range<usize>| Ok(Flat::F32(values[range].to_vec()));
         self.write_state(state, param, self.owned(param), part)?;
         if state == ParamStateKind::Weights {
             self.write_whole(param, part)?;
@@ -67,17 +67,17 @@ impl RankCore {
     }
 
     /// Sets this rank's part of an optimizer state.
-    pub fn set_own_moment(&self, moment: ParamStateKind, param: ParamId, own: &[f32]) -> Result<()> {
+    pub fn set_own_moment(&self, moment: ParamStateKind, param: ParamId, values: &[f32]) -> Result<()> {
         let owned = self.owned(param);
         let start = owned.start;
-        let part = |range: Range<usize>| Ok(Flat::F32(own[range.start - start..range.end - start].to_vec()));
+        let part = |range: Range<usize>| Ok(Flat::F32(values[range.start - start..range.end - start].to_vec()));
         self.write_state(moment, param, owned, part)
     }
 
     /// Sets a gradient that has been reduced. Returns false if there is none. Collective for experts that are divided
     /// among ranks.
-    pub fn set_gradient(&self, param: ParamId, whole: &[f32]) -> Result<bool> {
-        let is_set = self.set_own_gradient(param, &whole[self.owned(param)])?;
+    pub fn set_gradient(&self, param: ParamId, values: &[f32]) -> Result<bool> {
+        let is_set = self.set_own_gradient(param, &values[self.owned(param)])?;
         self.exists_on_holders(param, is_set)
     }
 
@@ -93,21 +93,21 @@ impl RankCore {
 
     /// Sets this rank's part of a gradient that has been reduced. Returns false if this rank holds the parameter, but
     /// there is no such gradient.
-    pub fn set_own_gradient(&self, param: ParamId, own: &[f32]) -> Result<bool> {
+    pub fn set_own_gradient(&self, param: ParamId, values: &[f32]) -> Result<bool> {
         if !self.holds(param) {
             return Ok(true);
         }
         let (group, slot) = self.place_of(param);
         let group = &mut lock(&self.groups)[group];
         let Some(mut grads) = group.take_grads(slot, self)? else { return Ok(false) };
-        grads.buffer_mut().write(0..own.len(), FlatRef::F32(own))?;
+        grads.buffer_mut().write(0..values.len(), FlatRef::F32(values))?;
         group.put_grads(slot, grads, self);
         Ok(true)
     }
 
     /// Collective: assembles the complete values of a parameter from the parts of all ranks.
-    pub fn whole_of_parts(&self, param: ParamId, own: Vec<f32>) -> Result<Vec<f32>> {
-        Ok(f32_values(self.gather_whole(param, Flat::F32(own))?))
+    pub fn whole_of_parts(&self, param: ParamId, part: Vec<f32>) -> Result<Vec<f32>> {
+        Ok(f32_values(self.gather_whole(param, Flat::F32(part))?))
     }
 
     /// Collective: returns the values of a parameter that one rank passes. The other ranks pass `None`.
@@ -117,9 +117,9 @@ impl RankCore {
         Ok(f32_values(self.comm.all_reduce(Flat::F32(values), self.tag(&[param])).wait()?))
     }
 
-    /// Collective if parameters are sharded: gathers the parameters that are not yet in memory, calls `run`, and releases
-    /// them again. The inner error is that of `run` or of the search for writes to parameters; after it, ranks are still
-    /// in step.
+    /// Collective if parameters are sharded: gathers the parameters that are not yet in memory, calls `run`, and
+    /// releases them again. The inner error is that of `run` or of the search for writes to parameters; after it, ranks
+    /// are still in step.
     pub fn with_gathered<T>(
         &self,
         params: &[ParamId],

@@ -33,9 +33,9 @@ impl RankCore {
         let model = self.model_parameters()?;
         let mut file =
             (self.job().rank() == 0).then(|| SafetensorsExport::begin(path, &model, self.buffers.list(), dtype));
-        for about in &model {
-            if let Some(whole) = self.on_first_rank(about)? {
-                file = file.map(|file| file.and_then(|file| file.append(whole.as_ref())));
+        for parameter in &model {
+            if let Some(values) = self.on_first_rank(parameter)? {
+                file = file.map(|file| file.and_then(|file| file.append(values.as_ref())));
             }
         }
         for buffer in self.buffers.list() {
@@ -45,8 +45,8 @@ impl RankCore {
         }
         let written = file.map_or(Ok(()), |file| file.and_then(SafetensorsExport::finish));
         let failed = |source| crate::Error::Io { action: "write", path: path.to_owned(), source };
-        let elsewhere = |rank| failed(Error::other(rank_failed(rank)));
-        agree(self.job(), written.map_err(failed), elsewhere)
+        let other_rank_failed = |rank| failed(Error::other(rank_failed(rank)));
+        agree(self.job(), written.map_err(failed), other_rank_failed)
     }
 
     /// Checks that [`export`](Self::export) can write the parameters of `model` to `path`, and that there is enough
@@ -60,8 +60,8 @@ impl RankCore {
         let tensors = serde_json::from_slice(&header).map_err(|e| failed(e.into()))?;
         InputOutputPaths::default().writes("the export", path, OutputKind::File).check()?;
         check_earlier(path, &tensors).map_err(failed)?;
-        let numel = |about: &ModelParameter| about.dims.iter().product::<usize>();
-        let values = model.iter().map(|about| (numel(about) * dtype.size_in_bytes()) as u64);
+        let numel = |parameter: &ModelParameter| parameter.dims.iter().product::<usize>();
+        let values = model.iter().map(|parameter| (numel(parameter) * dtype.size_in_bytes()) as u64);
         let buffers =
             self.buffers.list().iter().map(|b| (b.tensor.elem_count() * b.tensor.dtype().size_in_bytes()) as u64);
         let folder = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -71,11 +71,11 @@ impl RankCore {
     /// Collective: returns a whole parameter in f32, from the master weights if they exist.
     pub fn whole_f32(&self, param: usize) -> Result<Flat> {
         if self.is_whole_in_f32(param)? {
-            let mut whole = Flat::with_capacity(DType::F32, self.params[param].numel);
+            let mut copy = Flat::with_capacity(DType::F32, self.params[param].numel);
             if self.holds(param) {
-                residency::with_view(&self.params[param].tensor, |values| whole.extend_cast(values))?;
+                residency::with_view(&self.params[param].tensor, |values| copy.extend_cast(values))?;
             }
-            return self.spread_from_holders(param, whole);
+            return self.spread_from_holders(param, copy);
         }
         self.whole_state(ParamStateKind::Weights, param)
     }
@@ -91,34 +91,34 @@ impl RankCore {
     }
 
     /// Collective: assembles a whole parameter from the elements that each rank owns.
-    pub(super) fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
-        let (mesh, about) = (self.mesh_of(&[param]), &self.params[param]);
+    pub(super) fn gather_whole(&self, param: usize, mut part: Flat) -> Result<Flat> {
+        let (mesh, parameter) = (self.mesh_of(&[param]), &self.params[param]);
         if !self.holds(param) {
-            return self.spread_from_holders(param, own);
+            return self.spread_from_holders(param, part);
         }
         // This decision must not depend on the number of elements that this rank owns: a parameter with one element is
         // in only one shard.
         if mesh.shards() == 1 || !self.placement.optim.is_sharded() {
-            return self.spread_from_holders(param, own);
+            return self.spread_from_holders(param, part);
         }
-        let len = about.shard_len(mesh);
-        own.extend_zeros(len - own.len());
-        let chunks = self.wait(self.gather(WireFormat::Exact, own.into(), &[param])?)?;
-        let mut whole = Flat::with_capacity(DType::F32, about.numel);
+        let len = parameter.shard_len(mesh);
+        part.extend_zeros(len - part.len());
+        let chunks = self.wait(self.gather(WireFormat::Exact, part.into(), &[param])?)?;
+        let mut values = Flat::with_capacity(DType::F32, parameter.numel);
         for shard in 0..mesh.shards() {
-            whole.extend_cast(chunks.slice(shard * len..shard * len + about.shard(mesh, shard).len()));
+            values.extend_cast(chunks.slice(shard * len..shard * len + parameter.shard(mesh, shard).len()));
         }
-        self.spread_from_holders(param, whole)
+        self.spread_from_holders(param, values)
     }
 
-    /// Collective if the parameter is only on some ranks: returns the whole parameter on all ranks. `whole` is the
-    /// whole parameter on the ranks that hold it, and is not used on the others.
-    fn spread_from_holders(&self, param: usize, whole: Flat) -> Result<Flat> {
+    /// Collective if the parameter is only on some ranks: returns the whole parameter on all ranks. `values` are those
+    /// of the whole parameter on the ranks that hold it, and are not used on the others.
+    fn spread_from_holders(&self, param: usize, values: Flat) -> Result<Flat> {
         if self.params[param].expert.is_none() {
-            return Ok(whole);
+            return Ok(values);
         }
         let is_first = self.holds(param) && self.rank_among(&[param]) == 0;
-        self.whole_of_one(param, is_first.then(|| f32_values(whole))).map(Flat::F32)
+        self.whole_of_one(param, is_first.then(|| f32_values(values))).map(Flat::F32)
     }
 }
 
@@ -171,7 +171,7 @@ impl SafetensorsExport {
 fn header(model: &[ModelParameter], buffers: &[ModelBuffer], dtype: DType) -> Vec<u8> {
     let mut end = 0usize;
     let mut header = serde_json::Map::new();
-    let params = model.iter().map(|about| (&about.name, &about.dims[..], dtype));
+    let params = model.iter().map(|parameter| (&parameter.name, &parameter.dims[..], dtype));
     let buffers = buffers.iter().map(|b| (&b.name, b.tensor.dims(), b.tensor.dtype()));
     for (name, dims, dtype) in params.chain(buffers) {
         let start = end;
@@ -208,7 +208,7 @@ fn check_earlier(path: &Path, tensors: &serde_json::Map<String, Value>) -> std::
     let is_earlier = found.is_some_and(|mut found| {
         found.remove("__metadata__");
         let is_same =
-            |(name, info): (&String, &Value)| tensors.get(name).is_some_and(|own| own["shape"] == info["shape"]);
+            |(name, info): (&String, &Value)| tensors.get(name).is_some_and(|new| new["shape"] == info["shape"]);
         found.len() == tensors.len() && found.iter().all(is_same)
     });
     if is_earlier {

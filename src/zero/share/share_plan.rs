@@ -24,7 +24,8 @@ pub(crate) struct ShardDevices<P> {
 pub(crate) struct SharePlan {
     pub rank: usize,
     pub mesh: ShardMesh,
-    /// The number of ranks among which the experts of a layer are divided. 1: experts are like other parameters.
+    /// The number of ranks among which the experts of a layer are divided. If it is 1, experts are like other
+    /// parameters.
     pub expert_ranks: usize,
     pub placement: Placement,
     pub dtype: DType,
@@ -33,7 +34,7 @@ pub(crate) struct SharePlan {
     pub grad_dtype: DType,
     /// The rules that decide which states a parameter has.
     pub grouping: Arc<ParameterGrouping>,
-    /// The dtype to which float buffers are cast (`data_types.buffer_dtype`). `None`: no cast.
+    /// The dtype to which float buffers are cast (`data_types.buffer_dtype`). `None` means no cast.
     pub buffer_dtype: Option<DType>,
     /// The number of elements of weights that stay in memory (`max_in_cpu`) if the others are in files.
     pub weights_in_memory: Option<usize>,
@@ -102,8 +103,8 @@ impl SharePlan {
     /// parameter and weights are kept where the model computes, because the rank would then hold the unpacked
     /// parameters twice.
     pub fn shards(&self, weights: WeightFormat) -> bool {
-        let shares = self.mesh.shards() > 1 || self.offloads_weights || !self.packs;
-        self.placement.params.is_sharded() && (shares || weights.packing().is_some())
+        let shards_unpacked = self.mesh.shards() > 1 || self.offloads_weights || !self.packs;
+        self.placement.params.is_sharded() && (shards_unpacked || weights.packing().is_some())
     }
 
     /// Returns whether packed shards are unpacked directly from their storage. This is the case without files if a
@@ -142,17 +143,17 @@ impl SharePlan {
             (CopyPayloadKind::Updates, updates && !shards),
             (CopyPayloadKind::Shards, shards),
         ];
-        all.into_iter().filter_map(|(kind, passes)| passes.then_some(kind))
+        all.into_iter().filter_map(|(kind, is_used)| is_used.then_some(kind))
     }
 
     /// Returns whether the GPU on which the model computes also keeps and updates the share.
     fn stays_on_device(&self) -> bool {
-        let wide = self.dtype == DType::F32 || self.has_master();
+        let has_f32_weights = self.dtype == DType::F32 || self.has_master();
         let in_f32 = |role: &OptimizerRole| self.formats(*role).iter().all(|format| *format == StateFormat::F32);
         let by_kernels = |role: &OptimizerRole| self.grouping.optimizer(*role).is_none_or(|o| o.has_kernel());
         !self.offloads_states
             && !self.offloads_weights
-            && wide
+            && has_f32_weights
             && OptimizerRole::ALL.iter().all(|role| in_f32(role) && by_kernels(role))
     }
 

@@ -38,13 +38,13 @@ impl ParamStateKind {
     /// Returns the state that checkpoints call `name`, for a parameter with these states of the optimizer and of the
     /// outer optimizer.
     pub fn named(name: &str, states: OptimStateNames) -> Option<Self> {
-        let at = |names: &[&str]| names.iter().position(|own| *own == name);
+        let index_in = |names: &[&str]| names.iter().position(|state| *state == name);
         if name == WEIGHTS {
             return Some(Self::Weights);
         }
-        let moment = at(states.moments).map(Self::Moment);
-        let factored = || at(states.factored).map(Self::Factored);
-        moment.or_else(factored).or_else(|| at(states.outer).map(Self::Outer))
+        let moment = index_in(states.moments).map(Self::Moment);
+        let factored = || index_in(states.factored).map(Self::Factored);
+        moment.or_else(factored).or_else(|| index_in(states.outer).map(Self::Outer))
     }
 
     /// Returns the storage of a sub-group's state; `None` if the state is in the parameters' tensors, or factored.
@@ -157,31 +157,31 @@ impl RankCore {
             let (slot, words) = (&group.slots[slot], self.words(storage, &group.slots[slot])?);
             // These are the values that the model computes with, in complete units, from the unit in which the range
             // begins.
-            let from = (range.start - slot.owned.start) / packing.unit() * packing.unit();
-            let to = range.end - slot.owned.start;
-            let mut values = Flat::zeros(self.dtype, to - from);
-            packed_weight_shards::unpack(packing, words.as_ref(), from, values.as_mut());
+            let start = (range.start - slot.owned.start) / packing.unit() * packing.unit();
+            let end = range.end - slot.owned.start;
+            let mut values = Flat::zeros(self.dtype, end - start);
+            packed_weight_shards::unpack(packing, words.as_ref(), start, values.as_mut());
             take(values.slice(values.len() - range.len()..values.len()));
             return Ok(());
         }
-        let place = group.slots[slot].place(&range);
+        let position = group.slots[slot].place(&range);
         if let ParamStateKind::Moment(i) = state
             && let Some(moment) = group.moments.get_mut(i).filter(|moment| moment.format.map().is_some())
         {
-            return moment.read(place, self.io(), take);
+            return moment.read(position, self.io(), take);
         }
         #[cfg(feature = "cuda")]
         if state == ParamStateKind::Weights
             && group.master.is_none()
-            && let Some(new) = delayed.weights(number)
+            && let Some(weights) = delayed.weights(number)
         {
-            return new.read(place, take);
+            return weights.read(position, take);
         }
         match state.storage(group) {
-            Some(StateStorage::Memory(share)) => share.buffer().read(place, take)?,
+            Some(StateStorage::Memory(share)) => share.buffer().read(position, take)?,
             Some(StateStorage::File(extent)) => {
                 let values = Flat::zeros(extent.dtype(), range.len());
-                let transfer = self.files().io.read(values, vec![extent.piece(place, 0)]);
+                let transfer = self.files().io.read(values, vec![extent.piece(position, 0)]);
                 drop(groups);
                 take(transfer.wait()?.as_ref());
             }
@@ -205,8 +205,8 @@ impl RankCore {
         let (group, slot) = self.place_of(param);
         if let ParamStateKind::Factored(number) = state {
             let all = self.factored_range(param, number);
-            let place = all.start + range.start..all.start + range.end;
-            return lock(&self.groups)[group].factored[slot].buffer_mut().write(place, values(range)?.as_ref());
+            let position = all.start + range.start..all.start + range.end;
+            return lock(&self.groups)[group].factored[slot].buffer_mut().write(position, values(range)?.as_ref());
         }
         if state.storage(&mut lock(&self.groups)[group]).is_none() {
             // The state is in the parameter's tensor, so nothing has to be read for it.
@@ -219,23 +219,23 @@ impl RankCore {
             let values = values(part.clone())?;
             let mut groups = lock(&self.groups);
             let group = &mut groups[group];
-            let place = group.slots[slot].place(&part);
+            let position = group.slots[slot].place(&part);
             let SubGroup { weights, master, moments, outer, .. } = group;
             match state {
                 ParamStateKind::Weights => {
                     for storage in weights.iter_mut().chain(master) {
-                        self.set(storage, place.clone(), values.as_ref())?;
+                        self.set(storage, position.clone(), values.as_ref())?;
                     }
                 }
                 ParamStateKind::Moment(i) => {
                     if let Some(moment) = moments.get_mut(i) {
-                        moment.write(place, values.as_ref(), self.io())?;
+                        moment.write(position, values.as_ref(), self.io())?;
                     }
                 }
                 ParamStateKind::Factored(_) => unreachable!("written above"),
                 ParamStateKind::Outer(i) => {
                     if let Some(storage) = outer.get_mut(i) {
-                        self.set(storage, place, values.as_ref())?;
+                        self.set(storage, position, values.as_ref())?;
                     }
                 }
             }
@@ -264,12 +264,12 @@ impl RankCore {
         packed_weight_shards::unpack(packing, self.words(storage, slot)?.as_ref(), 0, old.as_mut());
         // Values are compared in the model's dtype: a checkpoint of a lower stage has the values that the model
         // computes with.
-        let seen = |values: &Flat| {
-            let mut seen = Flat::with_capacity(self.dtype, values.len());
-            seen.extend_cast(values.as_ref());
-            seen
+        let in_model_dtype = |values: &Flat| {
+            let mut cast = Flat::with_capacity(self.dtype, values.len());
+            cast.extend_cast(values.as_ref());
+            cast
         };
-        if seen(&old) == seen(&new) {
+        if in_model_dtype(&old) == in_model_dtype(&new) {
             return Ok(());
         }
         let mut words = Flat::zeros(DType::F32, slot.len);
@@ -299,15 +299,15 @@ impl RankCore {
     pub(in crate::zero) fn set(
         &self,
         storage: &mut StateStorage<RankCore>,
-        place: Range<usize>,
+        position: Range<usize>,
         values: FlatRef<'_>,
     ) -> Result<()> {
         match storage {
-            StateStorage::Memory(share) => share.buffer_mut().write(place, values),
+            StateStorage::Memory(share) => share.buffer_mut().write(position, values),
             StateStorage::File(extent) => {
                 let mut copy = Flat::with_capacity(extent.dtype(), values.len());
                 copy.extend_cast(values);
-                self.files().io.write(copy, vec![extent.piece(place, 0)]).written()
+                self.files().io.write(copy, vec![extent.piece(position, 0)]).written()
             }
         }
     }
@@ -320,17 +320,17 @@ impl RankCore {
             for part in pieces(&(0..param.numel)) {
                 new.extend_cast(values(part)?.as_ref());
             }
-            return Ok(residency::with_values(&param.tensor, |whole| {
-                if *whole != new {
+            return Ok(residency::with_values(&param.tensor, |current| {
+                if *current != new {
                     let mut wide = Flat::with_capacity(DType::F32, param.numel);
                     wide.extend_cast(new.as_ref());
-                    *whole = packed_weight_shards::rounded(packing, wide.as_ref(), self.dtype);
+                    *current = packed_weight_shards::rounded(packing, wide.as_ref(), self.dtype);
                 }
             })?);
         }
-        residency::with_values(&param.tensor, |whole| {
+        residency::with_values(&param.tensor, |current| {
             pieces(&(0..param.numel)).try_for_each(|part| {
-                whole.slice_mut(part.clone()).copy_cast(values(part)?.as_ref());
+                current.slice_mut(part.clone()).copy_cast(values(part)?.as_ref());
                 Ok(())
             })
         })?

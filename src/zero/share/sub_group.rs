@@ -198,17 +198,17 @@ impl<R: ShareStorage> SubGroup<R> {
     /// [`StateStorage::part`] requests them: weights, master weights, optimizer states, gradients.
     pub fn streams(&self, mode: SweepMode) -> Vec<StateStream<FileExtentOf<R>>> {
         let writes = mode.changes_states();
-        let changes =
+        let stream =
             |storage: &StateStorage<R>| storage.file().map(|e| StateStream { extent: e.clone(), reads: true, writes });
-        let shows = mode.changes();
+        let writes_weights = mode.changes();
         // 16-bit weights are recomputed from the master weights, if they exist.
-        let made_anew = self.master.is_some();
-        let of_weights = self.weights.as_ref().and_then(changes);
-        let of_weights = of_weights.map(|stream| StateStream { reads: !made_anew, writes: shows, ..stream });
-        let weights = of_weights.into_iter().chain(self.master.as_ref().and_then(changes));
+        let from_master = self.master.is_some();
+        let weights = self.weights.as_ref().and_then(stream);
+        let weights = weights.map(|stream| StateStream { reads: !from_master, writes: writes_weights, ..stream });
+        let weights = weights.into_iter().chain(self.master.as_ref().and_then(stream));
         let grads = self.grad_file.clone().map(|extent| StateStream { extent, reads: true, writes: false });
         let grads = grads.filter(|_| mode.has_gradients());
-        let moments = self.moments.iter().filter_map(|moment| changes(&moment.storage)).chain(grads);
+        let moments = self.moments.iter().filter_map(|moment| stream(&moment.storage)).chain(grads);
         let weights = weights.filter(|_| mode.has_weights());
         weights.chain(moments.filter(|_| mode.has_moments())).collect()
     }

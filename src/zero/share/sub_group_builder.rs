@@ -79,7 +79,7 @@ pub(super) const LOAD_CHUNK: usize = 1 << 24;
 struct UnfinishedShare {
     class: SubGroupKey,
     /// The offset of the share in its sub-group.
-    at: usize,
+    offset: usize,
     /// The number of elements of the share, including padding.
     room: usize,
     /// The number of elements filled so far.
@@ -167,7 +167,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
             Some(group) => group,
             None => self.empty_group(class, spills)?,
         };
-        let at = group.len;
+        let offset = group.len;
         for storage in [&mut group.weights, &mut group.master].into_iter().flatten() {
             match storage {
                 StateStorage::File(extent) => self.files.grow(extent, room)?,
@@ -183,11 +183,11 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
             (true, false) => (0..cut.numel, mesh.piece(cut, mesh.piece_of(number))),
         };
         let piece = piece.start - owned.start..piece.end - owned.start;
-        group.slots.push(SubGroupPosition { param, owned, piece, at, len: share });
+        group.slots.push(SubGroupPosition { param, owned, piece, at: offset, len: share });
         group.grads.push(GradientShare::Absent);
         group.len += room;
         self.open[class.index()] = Some(group);
-        Ok(UnfinishedShare { class, at, room, filled: 0, closes })
+        Ok(UnfinishedShare { class, offset, room, filled: 0, closes })
     }
 
     /// Appends values to a share.
@@ -196,7 +196,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         let Some(group) = &mut open[share.class.index()] else { return Ok(()) };
         for storage in [&mut group.weights, &mut group.master].into_iter().flatten() {
             match storage {
-                StateStorage::File(extent) => files.write(extent, share.at + share.filled, values)?,
+                StateStorage::File(extent) => files.write(extent, share.offset + share.filled, values)?,
                 StateStorage::Memory(buffer) => buffer.resize(|flat| flat.extend_cast(values))?,
             }
         }
@@ -231,8 +231,8 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
             }
         };
         // Packed weights are 32-bit words.
-        let dtype_of_weights = class.weights.packing().map_or(class.weights.dtype(*dtype), |_| DType::F32);
-        let weights = || storage(SubGroupStateKind::Weights, dtype_of_weights, spills && weights_in_memory.is_some());
+        let weights_dtype = class.weights.packing().map_or(class.weights.dtype(*dtype), |_| DType::F32);
+        let weights = || storage(SubGroupStateKind::Weights, weights_dtype, spills && weights_in_memory.is_some());
         let master = || storage(SubGroupStateKind::Master, DType::F32, states_in_files.is_some());
         let has_master = class.has_master(*dtype) && self.plan.has_master() || self.plan.averages_class(class);
         Ok(SubGroup {
@@ -270,12 +270,12 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         let Self { plan, files, ledger, devices, .. } = self;
         // The trained sub-groups come first.
         let trained = groups.iter().filter(|group| group.class.is_trained()).count();
-        let stay = plan.states_in_files.map_or(trained, |ratio| groups_in_memory(trained, ratio));
+        let in_memory = plan.states_in_files.map_or(trained, |ratio| groups_in_memory(trained, ratio));
         for (i, group) in groups.iter_mut().enumerate() {
             // Packed weights are unpacked on the host.
-            let stays = group.class.weights.packing().is_some() && group.weights.is_some();
+            let stays_on_host = group.class.weights.packing().is_some() && group.weights.is_some();
             let states = [(&mut group.weights, &devices.weights), (&mut group.master, &devices.states)];
-            for (state, device) in states.into_iter().filter(|_| !stays) {
+            for (state, device) in states.into_iter().filter(|_| !stays_on_host) {
                 if let Some(StateStorage::Memory(values)) = state.take_if(|storage| storage.file().is_none()) {
                     *state = Some(StateStorage::Memory(values.moved_to(ledger, device)?));
                 }
@@ -293,7 +293,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
                 });
                 group.factored = states.collect::<Result<_>>()?;
             }
-            if i < stay {
+            if i < in_memory {
                 let zeros =
                     |kind| Ok(TrackedBuffer::new(ledger, kind, R::Buffer::zeros(&devices.states, DType::F32, len)?));
                 if let Some(StateStorage::File(extent)) = &group.master {
@@ -391,8 +391,8 @@ impl StateFileBuilder<RankCore> for OffloadFileBuilder {
             let part = values.slice(start..values.len().min(start + PIECE));
             let mut piece = Flat::with_capacity(extent.dtype(), part.len());
             piece.extend_cast(part);
-            let place = extent.piece(at + start..at + start + part.len(), 0);
-            self.writing.push_back(offload.io.write(piece, vec![place]));
+            let target = extent.piece(at + start..at + start + part.len(), 0);
+            self.writing.push_back(offload.io.write(piece, vec![target]));
             if self.writing.len() > IN_FLIGHT {
                 self.writing.pop_front().map_or(Ok(()), FileTransfer::written)?;
             }

@@ -156,11 +156,11 @@ impl VarBuilderBackend {
     /// Begins a unit: parameters registered until [`VarBuilderBackend::close_unit`] belong to it.
     pub fn open_unit(&self, name: String) -> (UnitId, EngineLink) {
         let mut inner = lock(&self.0);
-        let (id, around) = (inner.units.len(), inner.open_unit());
+        let (id, enclosing) = (inner.units.len(), inner.open_unit());
         inner.units.push(name);
-        inner.leaves.push(around);
-        let of_expert = inner.experts[around];
-        inner.experts.push(of_expert);
+        inner.leaves.push(enclosing);
+        let expert = inner.experts[enclosing];
+        inner.experts.push(expert);
         inner.used_by.push(BTreeSet::new());
         inner.open_units.push(id);
         (id, inner.link.clone())
@@ -195,15 +195,16 @@ impl VarBuilderBackend {
         }
         if inner.plan.expert_ranks > 1 && params.iter().all(|param| param.expert.is_none()) {
             let why = format!(
-                "expert_parallel.autoep_size is {}, but the model has no experts whose tensors are separate units; build its experts with routed_units, or remove the section",
+                "expert_parallel.autoep_size is {}, but the model has no experts whose tensors are separate units; \
+                 build its experts with routed_units, or remove the section",
                 inner.plan.expert_ranks
             );
             return Err(EngineError::ExpertParallel { why }.into());
         }
         let buffers = std::mem::take(&mut inner.buffers);
         let names = params.iter().map(|p| p.name.as_str()).chain(buffers.iter().map(|b| b.name.as_str()));
-        let elsewhere = inner.complete.iter().flatten().map(String::as_str);
-        inner.source.check_all_used(&names.chain(elsewhere).collect::<BTreeSet<_>>())?;
+        let other_names = inner.complete.iter().flatten().map(String::as_str);
+        inner.source.check_all_used(&names.chain(other_names).collect::<BTreeSet<_>>())?;
         let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
         let leaves = std::mem::take(&mut inner.leaves);
         let inits = std::mem::take(&mut inner.inits);
@@ -242,12 +243,12 @@ impl VarBuilderBackendInner {
         }
         let expert = self.experts[self.open_unit()];
         self.check_expert(name, expert)?;
-        if let Some(known) = self.known(name) {
-            if known.shape != shape {
-                let (first, second) = (known.shape.dims().to_vec(), shape.dims().to_vec());
+        if let Some(registered) = self.registered(name) {
+            if registered.shape != shape {
+                let (first, second) = (registered.shape.dims().to_vec(), shape.dims().to_vec());
                 return Err(ParamError::Twice { name: name.into(), first, second }.into());
             }
-            return Ok(known.tensor.clone());
+            return Ok(registered.tensor.clone());
         }
         let plan = self.plan.clone();
         if dtype != plan.dtype {
@@ -265,22 +266,22 @@ impl VarBuilderBackendInner {
             return Err(ParamError::QuantizedTrained { name: name.into() }.into());
         }
         let group = plan.grouping.group(name, shape.dims());
-        let kept = ParamSettings { group, role: ParameterGrouping::role(group), trained, weights };
+        let settings = ParamSettings { group, role: ParameterGrouping::role(group), trained, weights };
         let dtype = weights.dtype(dtype);
         if self.shapes_only {
-            let tensor = self.absent(&shape, dtype, &kept.trained)?;
-            return Ok(self.add(name, (shape, ShardCut::anywhere(0)), kept, tensor, Residency::Absent));
+            let tensor = self.absent(&shape, dtype, &settings.trained)?;
+            return Ok(self.add(name, (shape, ShardCut::anywhere(0)), settings, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let block = packing.map_or_else(|| plan.block(kept.role), WeightPacking::unit);
+        let block = packing.map_or_else(|| plan.block(settings.role), WeightPacking::unit);
         let cut = ShardCut { numel, block, expert };
-        let (id, class) = (self.params.len(), SubGroupKey::new(kept.role, is_trained, weights));
+        let (id, class) = (self.params.len(), SubGroupKey::new(settings.role, is_trained, weights));
         self.inits.push(self.source.hint(init));
         if !cut.is_on(plan.rank) {
             // The parameter belongs to an expert on other ranks: it has no values here, and gets no gradient.
             self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
             let tensor = self.absent(&shape, dtype, &Arc::default())?;
-            return Ok(self.add(name, (shape, cut), kept, tensor, Residency::Absent));
+            return Ok(self.add(name, (shape, cut), settings, tensor, Residency::Absent));
         }
         let mesh = plan.mesh.of(cut);
         let shard = mesh.shard(cut, mesh.shard_of(plan.mesh.number_of(cut, plan.rank)));
@@ -289,22 +290,22 @@ impl VarBuilderBackendInner {
             let (source, start) = (&self.source, shard.start);
             let mut read = |part: Range<usize>| source.values(name, &shape, init, start + part.start..start + part.end);
             self.groups.push(id, cut, class, shard.len(), &mut read)?;
-            (self.absent(&shape, dtype, &kept.trained)?, Residency::Absent)
+            (self.absent(&shape, dtype, &settings.trained)?, Residency::Absent)
         } else {
             let values = match packing {
                 None if !is_trained => {
                     // No state of a frozen parameter needs full precision.
                     self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
-                    let mut whole = Flat::with_capacity(dtype, numel);
+                    let mut values = Flat::with_capacity(dtype, numel);
                     for part in pieces(numel, LOAD_CHUNK) {
-                        whole.extend_cast(FlatRef::F32(&self.source.values(name, &shape, init, part)?));
+                        values.extend_cast(FlatRef::F32(&self.source.values(name, &shape, init, part)?));
                     }
-                    whole
+                    values
                 }
                 _ => {
                     let values = self.source.values(name, &shape, init, 0..numel)?;
-                    let own = &values[if plan.placement.optim.is_sharded() { shard } else { 0..numel }];
-                    self.groups.push(id, cut, class, own.len(), &mut |part| Ok(own[part].to_vec()))?;
+                    let owned = &values[if plan.placement.optim.is_sharded() { shard } else { 0..numel }];
+                    self.groups.push(id, cut, class, owned.len(), &mut |part| Ok(owned[part].to_vec()))?;
                     match packing {
                         // These are the values that stage 3 computes with.
                         Some(packing) => packed_weight_shards::rounded(packing, FlatRef::F32(&values), dtype),
@@ -314,18 +315,18 @@ impl VarBuilderBackendInner {
             };
             let held =
                 self.ledger.hold_in(MemoryTier::of(&self.device), MemoryKind::Parameters, values.capacity_in_bytes());
-            let tensor = self.absent(&shape, dtype, &kept.trained)?;
+            let tensor = self.absent(&shape, dtype, &settings.trained)?;
             let values = residency::storage_on(&self.device, residency::to_storage(values))?;
             self.waiting.push((tensor.clone(), values));
             (tensor, Residency::Whole(held))
         };
-        Ok(self.add(name, (shape, cut), kept, tensor, residency))
+        Ok(self.add(name, (shape, cut), settings, tensor, residency))
     }
 
     /// Checks that a parameter of an expert belongs only to that expert, if experts are divided among ranks.
     fn check_expert(&self, name: &str, expert: Option<ExpertPlace>) -> Result<()> {
-        let Some(known) = self.by_name.get(name).map(|id| &self.params[*id]) else { return Ok(()) };
-        if known.expert.is_none() && expert.is_none() || known.unit == self.open_unit() {
+        let Some(registered) = self.by_name.get(name).map(|id| &self.params[*id]) else { return Ok(()) };
+        if registered.expert.is_none() && expert.is_none() || registered.unit == self.open_unit() {
             return Ok(());
         }
         let why = format!(
@@ -339,10 +340,10 @@ impl VarBuilderBackendInner {
     fn is_buffer(&self, name: &str, shape: &Shape, dtype: DType) -> bool {
         let is_chosen = || self.buffer_rule.as_ref().is_some_and(|rule| rule(name, shape.dims()));
         !self.by_name.contains_key(name)
-            && (self.known_buffer(name).is_some() || dtype.is_int() || has_name_of_buffer(name) || is_chosen())
+            && (self.registered_buffer(name).is_some() || dtype.is_int() || has_name_of_buffer(name) || is_chosen())
     }
 
-    fn known_buffer(&self, name: &str) -> Option<&ModelBuffer> {
+    fn registered_buffer(&self, name: &str) -> Option<&ModelBuffer> {
         self.buffers.iter().find(|buffer| buffer.name == name)
     }
 
@@ -354,17 +355,17 @@ impl VarBuilderBackendInner {
             _ => dtype_of_buffer(name, dtype, self.plan.dtype),
         };
         let open = self.open_units.clone();
-        if let Some(known) = self.buffers.iter_mut().find(|buffer| buffer.name == name) {
-            if *known.tensor.shape() != shape {
-                let (first, second) = (known.tensor.dims().to_vec(), shape.dims().to_vec());
+        if let Some(registered) = self.buffers.iter_mut().find(|buffer| buffer.name == name) {
+            if *registered.tensor.shape() != shape {
+                let (first, second) = (registered.tensor.dims().to_vec(), shape.dims().to_vec());
                 return Err(ParamError::Twice { name: name.into(), first, second }.into());
             }
-            if known.tensor.dtype() != dtype {
-                let (first, second) = (format!("{:?}", known.tensor.dtype()), format!("{dtype:?}"));
+            if registered.tensor.dtype() != dtype {
+                let (first, second) = (format!("{:?}", registered.tensor.dtype()), format!("{dtype:?}"));
                 return Err(ParamError::BufferTwice { name: name.into(), first, second }.into());
             }
-            known.units.extend(open);
-            return Ok(known.tensor.clone());
+            registered.units.extend(open);
+            return Ok(registered.tensor.clone());
         }
         if !bytes::has_bytes(dtype) {
             return Err(ParamError::BufferDtype { name: name.into(), found: format!("{dtype:?}") }.into());
@@ -396,13 +397,13 @@ impl VarBuilderBackendInner {
         &mut self,
         name: &str,
         (shape, ShardCut { block, expert, .. }): (Shape, ShardCut),
-        kept: ParamSettings,
+        settings: ParamSettings,
         tensor: Tensor,
         residency: Residency,
     ) -> Tensor {
-        let ParamSettings { group, role, trained, weights } = kept;
+        let ParamSettings { group, role, trained, weights } = settings;
         self.by_name.insert(name.into(), self.params.len());
-        self.is_used(self.params.len());
+        self.record_use(self.params.len());
         self.params.push(Param {
             name: name.into(),
             numel: shape.elem_count(),
@@ -427,23 +428,23 @@ impl VarBuilderBackendInner {
     }
 
     /// Records that the units under construction use a parameter.
-    fn is_used(&mut self, param: ParamId) {
+    fn record_use(&mut self, param: ParamId) {
         for unit in &self.open_units {
             self.used_by[*unit].insert(param);
         }
     }
 
     /// Returns the parameter that was registered under `name`, for one more use of it.
-    fn known(&mut self, name: &str) -> Option<&Param> {
+    fn registered(&mut self, name: &str) -> Option<&Param> {
         let (unit, id) = (self.open_unit(), *self.by_name.get(name)?);
-        self.is_used(id);
-        let known = &mut self.params[id];
-        if known.unit != unit {
+        self.record_use(id);
+        let param = &mut self.params[id];
+        if param.unit != unit {
             // Otherwise, one unit would release a parameter that another unit is using. The root's parameters are
             // available to all units.
-            known.unit = ROOT;
+            param.unit = ROOT;
         }
-        Some(known)
+        Some(param)
     }
 
     fn fail(&mut self, error: Error) -> candle_core::Error {
@@ -492,17 +493,17 @@ impl SimpleBackend for VarBuilderBackend {
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
         let mut inner = lock(&self.0);
-        if let Some(known) = inner.known(name) {
-            return Ok(known.tensor.clone());
+        if let Some(param) = inner.registered(name) {
+            return Ok(param.tensor.clone());
         }
-        if let Some(known) = inner.known_buffer(name) {
-            return Ok(known.tensor.clone());
+        if let Some(buffer) = inner.registered_buffer(name) {
+            return Ok(buffer.tensor.clone());
         }
         Err(inner.fail(ParamError::WithoutShape { name: name.into() }.into()))
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
         let inner = lock(&self.0);
-        inner.by_name.contains_key(name) || inner.known_buffer(name).is_some() || inner.source.contains(name)
+        inner.by_name.contains_key(name) || inner.registered_buffer(name).is_some() || inner.source.contains(name)
     }
 }

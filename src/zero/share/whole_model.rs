@@ -19,7 +19,7 @@ pub(crate) struct ModelParameter {
     /// The position along the pipeline of the rank that owns it; 0 without a pipeline.
     owner: usize,
     /// The index among this rank's parameters, if this rank owns it.
-    own: Option<ParamId>,
+    local_id: Option<ParamId>,
 }
 
 impl RankCore {
@@ -31,67 +31,67 @@ impl RankCore {
         if let Some(position) = &self.pipeline {
             return self.parameters_of_all_stages(position);
         }
-        let own = self.params.iter().enumerate().map(|(param, about)| ModelParameter {
-            name: about.name.clone(),
-            dims: about.shape.dims().to_vec(),
-            is_trained: about.is_trained(),
+        let parameters = self.params.iter().enumerate().map(|(id, param)| ModelParameter {
+            name: param.name.clone(),
+            dims: param.shape.dims().to_vec(),
+            is_trained: param.is_trained(),
             owner: 0,
-            own: Some(param),
+            local_id: Some(id),
         });
-        Ok(own.collect())
+        Ok(parameters.collect())
     }
 
     /// Collective along the pipeline: returns the parameters of the complete model.
     fn parameters_of_all_stages(&self, position: &PipelineContext) -> Result<Vec<ModelParameter>> {
         // A line for each parameter that this rank owns: its indices on this rank and in the model, whether it is
         // trained, and its dimensions.
-        let line = |param: ParamId| {
-            let about = &self.params[param];
-            let mut numbers = vec![param, position.in_model[param], usize::from(about.is_trained())];
-            numbers.extend(about.shape.dims());
+        let line = |id: ParamId| {
+            let param = &self.params[id];
+            let mut numbers = vec![id, position.in_model[id], usize::from(param.is_trained())];
+            numbers.extend(param.shape.dims());
             numbers.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
         };
-        let own = (0..self.params.len()).filter(|param| position.copied != Some(*param));
-        let of_ranks = texts(&*position.comm, &own.map(line).collect::<Vec<_>>().join("\n"))?;
+        let owned = (0..self.params.len()).filter(|id| position.copied != Some(*id));
+        let descriptions = texts(&*position.comm, &owned.map(line).collect::<Vec<_>>().join("\n"))?;
         let mut all = Vec::with_capacity(position.all_names.len());
-        for (owner, text) in of_ranks.iter().enumerate() {
+        for (owner, text) in descriptions.iter().enumerate() {
             for line in text.lines() {
                 let numbers: Vec<usize> = line.split(' ').filter_map(|number| number.parse().ok()).collect();
-                let [param, in_model, is_trained, dims @ ..] = &numbers[..] else {
+                let [id, in_model, is_trained, dims @ ..] = &numbers[..] else {
                     unreachable!("each line has at least three numbers: {line}")
                 };
-                let about = ModelParameter {
+                let parameter = ModelParameter {
                     name: position.all_names[*in_model].clone(),
                     dims: dims.to_vec(),
                     is_trained: *is_trained != 0,
                     owner,
-                    own: (owner == position.comm.rank()).then_some(*param),
+                    local_id: (owner == position.comm.rank()).then_some(*id),
                 };
-                all.push((*in_model, about));
+                all.push((*in_model, parameter));
             }
         }
         all.sort_by_key(|(in_model, _)| *in_model);
-        Ok(all.into_iter().map(|(_, about)| about).collect())
+        Ok(all.into_iter().map(|(_, parameter)| parameter).collect())
     }
 
     /// Collective: returns a complete parameter in f32, on rank 0 of the job and possibly on other ranks.
     ///
     /// # Errors
     /// A failed collective.
-    pub fn on_first_rank(&self, about: &ModelParameter) -> Result<Option<Flat>> {
-        let whole = about.own.map(|param| self.whole_f32(param)).transpose()?;
-        let Some(position) = &self.pipeline else { return Ok(whole) };
+    pub fn on_first_rank(&self, parameter: &ModelParameter) -> Result<Option<Flat>> {
+        let values = parameter.local_id.map(|id| self.whole_f32(id)).transpose()?;
+        let Some(position) = &self.pipeline else { return Ok(values) };
         // The other pipelines, which train on different data, have the same values.
-        if about.owner == 0 || self.comm.rank() != 0 {
-            return Ok(whole);
+        if parameter.owner == 0 || self.comm.rank() != 0 {
+            return Ok(values);
         }
-        let (along, tag) = (&position.comm, fnv1a(about.name.as_bytes()));
-        match (along.rank(), whole) {
+        let (comm, tag) = (&position.comm, fnv1a(parameter.name.as_bytes()));
+        match (comm.rank(), values) {
             (0, _) => {
-                let numel = about.dims.iter().product();
-                along.receive(about.owner, DType::F32, numel, tag).wait().map(Some)
+                let numel = parameter.dims.iter().product();
+                comm.receive(parameter.owner, DType::F32, numel, tag).wait().map(Some)
             }
-            (_, Some(whole)) => along.send(0, whole, tag).wait().map(|()| None),
+            (_, Some(values)) => comm.send(0, values, tag).wait().map(|()| None),
             (_, None) => Ok(None),
         }
     }

@@ -40,20 +40,20 @@ impl RankCore {
         self.release_all()?;
         let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
         let mut groups = self.groups();
-        let which: Vec<usize> =
+        let averaged_groups: Vec<usize> =
             (0..groups.len()).filter(|group| self.share_plan.averages_class(groups[*group].class)).collect();
-        let show =
+        let publish =
             |slot: &SubGroupPosition, _: Range<usize>, ParamSlice { param, state, half, .. }: ParamSlice<'_, '_>| {
-                let about = &self.params[slot.param];
-                let GroupStepSettings { optimizer, ctx } = steps[about.group];
-                let (Some(averaging), Some(shown)) = (optimizer.averaging(), half) else { return };
+                let parameter = &self.params[slot.param];
+                let GroupStepSettings { optimizer, ctx } = steps[parameter.group];
+                let (Some(averaging), Some(active)) = (optimizer.averaging(), half) else { return };
                 if averaged {
-                    return shown.copy_cast(FlatRef::F32(param));
+                    return active.copy_cast(FlatRef::F32(param));
                 }
-                let step = ctx.step.saturating_sub(about.updates_before.load(Ordering::Relaxed));
-                averaging.trained_weights(&StepContext { step, ..ctx }, param, state, shown);
+                let step = ctx.step.saturating_sub(parameter.updates_before.load(Ordering::Relaxed));
+                averaging.trained_weights(&StepContext { step, ..ctx }, param, state, active);
             };
-        sweep(self, &mut groups, &which, SweepMode::Show, show, |slot| publisher.push(self, slot.param))?;
+        sweep(self, &mut groups, &averaged_groups, SweepMode::Show, publish, |slot| publisher.push(self, slot.param))?;
         drop(groups);
         publisher.finish(self)?;
         self.refresh()

@@ -67,7 +67,7 @@ impl RankCore {
         }
         let (core, carried) = (self.clone(), timeline::carry());
         let update = move || {
-            let _here = carried.enter(TimelineLane::DelayedUpdate);
+            let _guard = carried.enter(TimelineLane::DelayedUpdate);
             let update = |slot: &SubGroupPosition,
                           _: Range<usize>,
                           ParamSlice { param, grad, state, half }: ParamSlice<'_, '_>| {
@@ -158,13 +158,13 @@ impl RankCore {
     }
 
     /// Copies the current weights of a sub-group.
-    fn copy_weights(&self, group: &SubGroup<RankCore>, to: &mut FlatBuffer) -> Result<()> {
+    fn copy_weights(&self, group: &SubGroup<RankCore>, target: &mut FlatBuffer) -> Result<()> {
         for slot in &group.slots {
-            let own = |values: FlatRef<'_>| to.slice_mut(slot.range()).copy_cast(values);
+            let copy = |values: FlatRef<'_>| target.slice_mut(slot.range()).copy_cast(values);
             match &group.weights {
-                Some(StateStorage::Memory(weights)) => weights.buffer().read(slot.range(), own)?,
+                Some(StateStorage::Memory(weights)) => weights.buffer().read(slot.range(), copy)?,
                 Some(StateStorage::File(_)) => unreachable!("an update of states in files is not delayed"),
-                None => with_part(&self.params[slot.param].tensor, slot.owned.clone(), own)?,
+                None => with_part(&self.params[slot.param].tensor, slot.owned.clone(), copy)?,
             }
         }
         Ok(())
@@ -173,17 +173,17 @@ impl RankCore {
     /// Puts new weights of a sub-group in place, piece by piece.
     fn put_weights(&self, group: &mut SubGroup<RankCore>, new: &FlatBuffer) -> Result<()> {
         let SubGroup { slots, weights, .. } = group;
-        let (mut host_step, mut here) = HostStepWeights::for_weights(self, weights, SweepMode::Update, true);
+        let (mut host_step, mut storage) = HostStepWeights::for_weights(self, weights, SweepMode::Update, true);
         for slot in slots.iter() {
             let piece = host_step.as_ref().map_or(usize::MAX, HostStepWeights::piece);
             for part in pieces(slot.owned.len(), piece) {
                 let in_group = slot.at + part.start..slot.at + part.end;
                 let in_tensor = slot.owned.start + part.start..slot.owned.start + part.end;
                 let values = new.slice(in_group.clone());
-                match (&mut host_step, &mut here) {
+                match (&mut host_step, &mut storage) {
                     (Some(host_step), _) => {
-                        let place = WeightRange { param: slot.param, in_tensor, in_group };
-                        host_step.visit(place, |to| to.copy_cast(values))?;
+                        let range = WeightRange { param: slot.param, in_tensor, in_group };
+                        host_step.visit(range, |weights| weights.copy_cast(values))?;
                     }
                     (None, Some(StateStorage::Memory(storage))) => storage.buffer_mut().write(in_group, values)?,
                     (None, _) => unreachable!("a model on a GPU has its weights there, or shards in memory"),

@@ -38,10 +38,10 @@ pub(super) fn update_factored<C: StepBackend>(
     hyperparameters: &Hyperparameters<'_>,
     complete: impl FnMut(&SubGroupPosition) -> Result<()>,
 ) -> Result<()> {
-    let which: Vec<usize> = (0..groups.len())
+    let selected: Vec<usize> = (0..groups.len())
         .filter(|g| matches!(needs(&groups[*g], hyperparameters), Some(OptimizerNeeds::Factors(_))))
         .collect();
-    if which.is_empty() {
+    if selected.is_empty() {
         return Ok(());
     }
     // A sweep borrows the sub-groups mutably, so their factored states are kept outside them during the sweeps.
@@ -50,22 +50,22 @@ pub(super) fn update_factored<C: StepBackend>(
         let params = group.slots.iter().map(|slot| slot.param);
         states.extend(params.zip(std::mem::take(&mut group.factored)));
     }
-    let updated = update_with(core, groups, &which, hyperparameters, &mut states, complete);
+    let result = update_with(core, groups, &selected, hyperparameters, &mut states, complete);
     for group in groups {
         group.factored = group.slots.iter().filter_map(|slot| states.remove(&slot.param)).collect();
     }
-    updated
+    result
 }
 
 fn update_with<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],
-    which: &[usize],
+    selected: &[usize],
     hyperparameters: &Hyperparameters<'_>,
     states: &mut FactoredStates<C>,
     complete: impl FnMut(&SubGroupPosition) -> Result<()>,
 ) -> Result<()> {
-    take_sums(core, groups, which, hyperparameters, states)?;
+    take_sums(core, groups, selected, hyperparameters, states)?;
     let mut squares = vec![SquareSums::default(); core.params().len()];
     let sum = |slot: &SubGroupPosition, in_slot: Range<usize>, slice: ParamSlice<'_, '_>| {
         let (optimizer, ctx) = factored_optimizer(hyperparameters, slot.param);
@@ -84,7 +84,7 @@ fn update_with<C: StepBackend>(
         let at = position(core, slot, in_slot.start + range.start);
         optimizer.add_squares(&ctx, at, slice, &mut squares[slot.param]);
     };
-    sweep(core, groups, which, SweepMode::Look, sum, |_| Ok(()))?;
+    sweep(core, groups, selected, SweepMode::Look, sum, |_| Ok(()))?;
     sum_of_ranks(core, &mut squares)?;
     let update = |slot: &SubGroupPosition, in_slot: Range<usize>, slice: ParamSlice<'_, '_>| {
         let (optimizer, ctx) = factored_optimizer(hyperparameters, slot.param);
@@ -92,19 +92,19 @@ fn update_with<C: StepBackend>(
         let slice = FactoredSlice { param, grad, state, factored: values_of::<C>(states, slot.param) };
         optimizer.update(&ctx, position(core, slot, in_slot.start), slice, squares[slot.param], half);
     };
-    sweep(core, groups, which, SweepMode::Update, update, complete)
+    sweep(core, groups, selected, SweepMode::Update, update, complete)
 }
 
 /// Collective: updates the factored states with the gradients of all ranks.
 fn take_sums<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],
-    which: &[usize],
+    selected: &[usize],
     hyperparameters: &Hyperparameters<'_>,
     states: &mut FactoredStates<C>,
 ) -> Result<()> {
     let mut total = 0;
-    let places: BTreeMap<ParamId, Range<usize>> = states
+    let ranges: BTreeMap<ParamId, Range<usize>> = states
         .iter()
         .map(|(param, states)| {
             let start = total;
@@ -112,12 +112,12 @@ fn take_sums<C: StepBackend>(
             (*param, start..total)
         })
         .collect();
-    let which: Vec<usize> = which
+    let selected: Vec<usize> = selected
         .iter()
         .copied()
-        .filter(|g| groups[*g].slots.iter().any(|slot| places.contains_key(&slot.param)))
+        .filter(|g| groups[*g].slots.iter().any(|slot| ranges.contains_key(&slot.param)))
         .collect();
-    if which.is_empty() {
+    if selected.is_empty() {
         return Ok(());
     }
     let _held = core.ledger().hold(MemoryKind::Buckets, total * size_of::<f64>());
@@ -125,22 +125,22 @@ fn take_sums<C: StepBackend>(
     let sum = |slot: &SubGroupPosition, in_slot: Range<usize>, ParamSlice { grad, .. }: ParamSlice<'_, '_>| {
         let (optimizer, ctx) = factored_optimizer(hyperparameters, slot.param);
         let range = in_piece(slot, &in_slot);
-        if let (false, Some(place)) = (range.is_empty(), places.get(&slot.param)) {
+        if let (false, Some(sums_range)) = (range.is_empty(), ranges.get(&slot.param)) {
             let at = position(core, slot, in_slot.start + range.start);
-            optimizer.add_sums(&ctx, at, grad.slice(range), &mut sums[place.clone()]);
+            optimizer.add_sums(&ctx, at, grad.slice(range), &mut sums[sums_range.clone()]);
         }
     };
-    sweep(core, groups, &which, SweepMode::Look, sum, |_| Ok(()))?;
+    sweep(core, groups, &selected, SweepMode::Look, sum, |_| Ok(()))?;
     for sums in sums.chunks_mut(SUMS_PER_MESSAGE) {
         let ranks = core.mesh().by_piece(core.gather_f64(sums.to_vec())?);
         for (i, sum) in sums.iter_mut().enumerate() {
             *sum = ranks.iter().map(|rank| rank[i]).sum();
         }
     }
-    for (param, place) in places {
+    for (param, range) in ranges {
         let (optimizer, ctx) = factored_optimizer(hyperparameters, param);
         if let Some(values) = states.get_mut(&param).and_then(|states| states.buffer_mut().values_mut()) {
-            optimizer.take_sums(&ctx, core.params()[param].shape.dims(), &sums[place], as_f32(values));
+            optimizer.take_sums(&ctx, core.params()[param].shape.dims(), &sums[range], as_f32(values));
         }
     }
     Ok(())

@@ -54,7 +54,7 @@ impl RankCore {
 
     /// Begins local steps: the outer weights become those of the model, and the momentum zero.
     pub fn begin_local_steps(&self) -> Result<()> {
-        self.of_owned_parts(|param, part| {
+        self.for_each_owned_part(|param, part| {
             let weights = self.state_values(ParamStateKind::Weights, param, part.clone())?;
             self.set_values(self.outer(OUTER_WEIGHTS), param, part, weights)
         })?;
@@ -66,7 +66,7 @@ impl RankCore {
         if !self.has_outer(OUTER_MOMENTUM) {
             return Ok(());
         }
-        self.of_owned_parts(|param, part| {
+        self.for_each_owned_part(|param, part| {
             let zeros = Flat::zeros(DType::F32, part.len());
             self.write_state(self.outer(OUTER_MOMENTUM), param, part, |_| Ok(zeros.clone()))
         })
@@ -87,14 +87,14 @@ impl RankCore {
 
     /// Calls `work` with every part of the trained parameters that this rank owns, in pieces that begin at offsets at
     /// which file access may begin.
-    fn of_owned_parts(&self, mut work: impl FnMut(ParamId, Range<usize>) -> Result<()>) -> Result<()> {
+    fn for_each_owned_part(&self, mut work: impl FnMut(ParamId, Range<usize>) -> Result<()>) -> Result<()> {
         self.trained_params()
             .try_for_each(|(param, _)| pieces(&self.owned(param)).try_for_each(|part| work(param, part)))
     }
 
     /// Returns the outer optimizer's state that is called `name`.
     pub fn outer(&self, name: &str) -> ParamStateKind {
-        let at = self.share_plan.outer_states.iter().position(|own| *own == name);
+        let at = self.share_plan.outer_states.iter().position(|state| *state == name);
         ParamStateKind::Outer(at.expect("a state that local steps need"))
     }
 
@@ -114,14 +114,15 @@ impl RankCore {
         for param in params {
             let (owned, piece) = (self.owned(*param), self.piece_of(*param, self.comm.rank()));
             for part in pieces(&owned) {
-                let own = part.start.max(piece.start)..part.end.min(piece.end);
-                if own.is_empty() {
+                let overlap = part.start.max(piece.start)..part.end.min(piece.end);
+                if overlap.is_empty() {
                     continue;
                 }
                 let outer = self.state_values(self.outer(OUTER_WEIGHTS), *param, part.clone())?;
                 let weights = self.state_values(ParamStateKind::Weights, *param, part.clone())?;
-                let own = own.start - part.start..own.end - part.start;
-                change.extend(outer[own.clone()].iter().zip(&weights[own]).map(|(outer, own)| (outer - own) * weight));
+                let range = overlap.start - part.start..overlap.end - part.start;
+                let pairs = outer[range.clone()].iter().zip(&weights[range]);
+                change.extend(pairs.map(|(outer, current)| (outer - current) * weight));
             }
         }
         Ok(change)
@@ -133,10 +134,10 @@ impl RankCore {
         for param in params {
             let (owned, piece) = (self.owned(*param), self.piece_of(*param, self.comm.rank()));
             for part in pieces(&owned) {
-                let own = part.start.max(piece.start)..part.end.min(piece.end);
-                if !own.is_empty() {
+                let overlap = part.start.max(piece.start)..part.end.min(piece.end);
+                if !overlap.is_empty() {
                     let outer = self.state_values(self.outer(OUTER_WEIGHTS), *param, part.clone())?;
-                    for value in &outer[own.start - part.start..own.end - part.start] {
+                    for value in &outer[overlap.start - part.start..overlap.end - part.start] {
                         hash.write(&value.to_le_bytes());
                     }
                 }
@@ -149,14 +150,14 @@ impl RankCore {
     /// weights to `alpha` times the weights plus `1 - alpha` times the new outer weights.
     pub fn outer_step(&self, params: &[ParamId], change: MeanChange, outer: &dyn Optimizer, alpha: f32) -> Result<()> {
         let mut changes = match change {
-            MeanChange::Received(own) => Some(self.changes_of_pieces(params, own)?),
+            MeanChange::Received(change) => Some(self.changes_of_pieces(params, change)?),
             MeanChange::Stored => None,
         };
         let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
         for param in params {
             for part in pieces(&self.owned(*param)) {
                 let change = match &changes {
-                    Some(received) => received.of(self, *param, &part),
+                    Some(changes) => changes.for_part(self, *param, &part),
                     None => self.state_values(self.outer(OUTER_CHANGE), *param, part.clone())?,
                 };
                 self.outer_step_of(*param, part, &change, outer, alpha)?;
@@ -169,11 +170,11 @@ impl RankCore {
 
     /// Collective among the ranks of an island: keeps the mean change of `params`, as it was received, among the
     /// states.
-    pub fn store_change(&self, params: &[ParamId], own: Vec<f32>) -> Result<()> {
-        let mut changes = self.changes_of_pieces(params, own)?;
+    pub fn store_change(&self, params: &[ParamId], change: Vec<f32>) -> Result<()> {
+        let mut changes = self.changes_of_pieces(params, change)?;
         for param in params {
             for part in pieces(&self.owned(*param)) {
-                let values = changes.of(self, *param, &part);
+                let values = changes.for_part(self, *param, &part);
                 self.set_values(self.outer(OUTER_CHANGE), *param, part, values)?;
             }
             changes.advance(self, *param);
@@ -201,8 +202,8 @@ impl RankCore {
         optimizer.update(&ctx, &mut outer, FlatRef::F32(change), &mut state, None);
         let mut weights = outer.clone();
         if alpha > 0.0 {
-            let own = self.state_values(ParamStateKind::Weights, param, part.clone())?;
-            weights.iter_mut().zip(own).for_each(|(new, own)| *new = alpha * own + (1.0 - alpha) * *new);
+            let current = self.state_values(ParamStateKind::Weights, param, part.clone())?;
+            weights.iter_mut().zip(current).for_each(|(new, current)| *new = alpha * current + (1.0 - alpha) * *new);
         }
         self.set_values(ParamStateKind::Weights, param, part.clone(), weights)?;
         if let Some(momentum) = momentum {
@@ -215,8 +216,8 @@ impl RankCore {
     /// holds the full tensor, also sets the same elements of the tensor.
     fn set_values(&self, state: ParamStateKind, param: ParamId, range: Range<usize>, values: Vec<f32>) -> Result<()> {
         if state == ParamStateKind::Weights && !self.shards(param) {
-            residency::with_values(&self.params[param].tensor, |whole| {
-                whole.slice_mut(range.clone()).copy_cast(FlatRef::F32(&values));
+            residency::with_values(&self.params[param].tensor, |weights| {
+                weights.slice_mut(range.clone()).copy_cast(FlatRef::F32(&values));
             })?;
         }
         let values = Flat::from(values);
@@ -244,17 +245,18 @@ impl RankCore {
 
     /// Collective among the ranks of an island if several of them hold the same elements: returns the changes of all
     /// pieces that this rank holds, given the changes of this rank's pieces.
-    fn changes_of_pieces(&self, params: &[ParamId], mut own: Vec<f32>) -> Result<PieceChanges> {
+    fn changes_of_pieces(&self, params: &[ParamId], mut change: Vec<f32>) -> Result<PieceChanges> {
         let mesh = self.share_plan.mesh;
         if self.placement.optim.is_sharded() && mesh.copies() == 1 {
             let rank = self.comm.rank();
-            return Ok(PieceChanges { stride: own.len(), all: Flat::from(own), next: vec![(rank, 0)], _held: None });
+            let stride = change.len();
+            return Ok(PieceChanges { stride, all: Flat::from(change), next: vec![(rank, 0)], _held: None });
         }
         let ranks = 0..self.comm.size();
         let stride = ranks.clone().map(|rank| self.pieces_len(params, rank)).max().unwrap_or(0);
-        own.resize(stride, 0.0);
+        change.resize(stride, 0.0);
         let _held = Some(self.hold_exchange(stride * ranks.len() * DType::F32.size_in_bytes()));
-        let all = self.comm.all_gather(Flat::from(own), self.tag(params)).wait()?;
+        let all = self.comm.all_gather(Flat::from(change), self.tag(params)).wait()?;
         Ok(PieceChanges { stride, all, next: ranks.map(|rank| (rank, 0)).collect(), _held })
     }
 }
@@ -272,17 +274,17 @@ struct PieceChanges {
 
 impl PieceChanges {
     /// Returns the changes of elements `part` of the next parameter.
-    fn of(&self, core: &RankCore, param: ParamId, part: &Range<usize>) -> Vec<f32> {
+    fn for_part(&self, core: &RankCore, param: ParamId, part: &Range<usize>) -> Vec<f32> {
         let mut changes = vec![0.0; part.len()];
-        for (at, (rank, taken)) in self.next.iter().enumerate() {
+        for (index, (rank, taken)) in self.next.iter().enumerate() {
             let piece = core.piece_of(param, *rank);
-            let here = piece.start.max(part.start)..piece.end.min(part.end);
-            if here.is_empty() {
+            let overlap = piece.start.max(part.start)..piece.end.min(part.end);
+            if overlap.is_empty() {
                 continue;
             }
-            let first = at * self.stride + *taken;
-            let values = self.all.slice(first + here.start - piece.start..first + here.end - piece.start);
-            FlatMut::F32(&mut changes[here.start - part.start..here.end - part.start]).copy_cast(values);
+            let first = index * self.stride + *taken;
+            let values = self.all.slice(first + overlap.start - piece.start..first + overlap.end - piece.start);
+            FlatMut::F32(&mut changes[overlap.start - part.start..overlap.end - part.start]).copy_cast(values);
         }
         changes
     }

@@ -47,13 +47,14 @@ pub(crate) struct PipelineContext {
 }
 
 impl PipelineContext {
-    /// Collective along the pipeline: returns the votes of all stages together.
-    pub(crate) fn vote(&self, own: PipelineVote) -> Result<PipelineVote> {
+    /// Collective along the pipeline: returns the vote of all stages together. `stage` is this rank's contribution.
+    pub(crate) fn vote(&self, stage: PipelineVote) -> Result<PipelineVote> {
         const WORDS: usize = 3;
-        let counts = self.comm.gather_f64(vec![own.squares.len() as f64]).wait()?;
+        let counts = self.comm.gather_f64(vec![stage.squares.len() as f64]).wait()?;
         let longest = counts.iter().map(|count| count[0] as usize).max().unwrap_or(0);
-        let mut numbers = vec![f64::from(u8::from(self.is_last)), own.loss, own.requests.with_flag(own.loss_is_finite)];
-        numbers.extend(own.squares.iter().flat_map(|(param, squares)| [self.in_model[*param] as f64, *squares]));
+        let mut numbers =
+            vec![f64::from(u8::from(self.is_last)), stage.loss, stage.requests.with_flag(stage.loss_is_finite)];
+        numbers.extend(stage.squares.iter().flat_map(|(param, squares)| [self.in_model[*param] as f64, *squares]));
         numbers.resize(WORDS + 2 * longest, 0.0);
         let all = self.comm.gather_f64(numbers).wait()?;
         let mut vote = PipelineVote {

@@ -4,7 +4,7 @@
 //!   vote (norm over all ranks, overflow) -> per sub-group: unscale, clip, update -> publish (all-gather; stages 1, 2)
 //!                                           (states in files: window by window)
 //!
-//!   LAMB and LARS, between vote and update: a sweep that changes nothing, and the norms of every parameter over all ranks
+//!   LAMB and LARS, between vote and update: a sweep that changes nothing, and each parameter's norms over all ranks
 //!   Muon, after the update of all others: whole matrices, each on one rank (`whole_param_step.rs`)
 //!   Adafactor, likewise: sums over rows and columns, then norms, then the update (`factored_step.rs`)
 //! ```
@@ -76,8 +76,8 @@ pub(crate) fn vote<R: StepExecutor>(
         }
         squares.extend(group.slots.iter().map(|slot| slot.param).zip(group.squares()?));
     }
-    // Added one after the other, in the order of registration: neither the ends of sub-groups nor those of pipeline
-    // stages change the sum.
+    // The squares are added one after the other, in the order of registration, so that neither the boundaries of
+    // sub-groups nor those of pipeline stages change the sum.
     squares.sort_by_key(|(param, _)| *param);
     let PipelineVote { squares, loss, loss_is_finite, requests } =
         core.vote_of_all_stages(PipelineVote { squares, loss, loss_is_finite, requests })?;

@@ -82,9 +82,9 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
         let window_len = if has_codes { window_len.next_multiple_of(ALIGN) } else { window_len };
         let plan = spans.iter().flat_map(|span| {
             let streams = streams(span);
-            let ranges = if streams.is_empty() { 0..0 } else { span.range.clone() };
-            pieces(ranges.len(), window_len).map(move |range| PlannedWindow {
-                range: ranges.start + range.start..ranges.start + range.end,
+            let in_files = if streams.is_empty() { 0..0 } else { span.range.clone() };
+            pieces(in_files.len(), window_len).map(move |range| PlannedWindow {
+                range: in_files.start + range.start..in_files.start + range.end,
                 streams: streams.clone(),
             })
         });
@@ -136,16 +136,17 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
     }
 }
 
-/// Sweeps through the sub-groups `which` of this rank's share, and visits each as [`StateSweep::visit`] does.
+/// Sweeps through the sub-groups `selected` of this rank's share, and visits each as [`StateSweep::visit`] does.
 pub(in crate::zero) fn sweep<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],
-    which: &[usize],
+    selected: &[usize],
     mode: SweepMode,
     mut work: impl FnMut(&SubGroupPosition, Range<usize>, ParamSlice<'_, '_>),
     mut complete: impl FnMut(&SubGroupPosition) -> Result<()>,
 ) -> Result<()> {
-    let spans: Vec<SweepSpan> = which.iter().map(|g| SweepSpan { group: *g, range: 0..groups[*g].len, mode }).collect();
+    let spans: Vec<SweepSpan> =
+        selected.iter().map(|g| SweepSpan { group: *g, range: 0..groups[*g].len, mode }).collect();
     let mut sweep = StateSweep::new(core, groups, &spans);
     for span in &spans {
         sweep.visit(groups, span, &mut work, &mut complete)?;
@@ -176,11 +177,11 @@ impl StepBackend for RankCore {
         let (piece, mut weights) = (usize::MAX, weights.as_mut());
         // A slot of length 0 belongs to a parameter of an expert on other ranks; the parameter's tensor is absent.
         for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| slot.len > 0) {
-            let here = slot.at.max(range.start)..slot.range().end.min(range.end);
-            for part in pieces(here.len(), piece).map(|part| within(&here, part)) {
+            let overlap = slot.at.max(range.start)..slot.range().end.min(range.end);
+            for part in pieces(overlap.len(), piece).map(|part| shifted(&overlap, part)) {
                 let mut staged = window.as_mut().map_or([].iter_mut(), |w| w.staged.iter_mut());
-                let own = weights.as_mut().filter(|_| mode.has_weights());
-                let own = own.map(|storage| storage.part(&mut staged, part.clone()));
+                let shard = weights.as_mut().filter(|_| mode.has_weights());
+                let shard = shard.map(|storage| storage.part(&mut staged, part.clone()));
                 let master = master.as_mut().filter(|_| mode.has_weights());
                 let master = master.map(|storage| as_f32(storage.part(&mut staged, part.clone())));
                 let moments = moments.iter_mut().filter(|_| mode.has_moments());
@@ -203,12 +204,12 @@ impl StepBackend for RankCore {
                 let rounding = StateRounding { core: self, param: slot.param, first, changes: mode.changes() };
                 if !mode.has_weights() {
                     let states = StoredStates { master: None, weights: None, moments, grad };
-                    states.visit(rounding, |range, part| work(slot, within(&in_slot, range), part));
+                    states.visit(rounding, |range, part| work(slot, shifted(&in_slot, range), part));
                     continue;
                 }
                 let visit = |weights: FlatMut<'_>| {
                     let states = StoredStates { master, weights: Some(weights), moments, grad };
-                    states.visit(rounding, |range, part| work(slot, within(&in_slot, range), part));
+                    states.visit(rounding, |range, part| work(slot, shifted(&in_slot, range), part));
                 };
                 let in_tensor = first..first + in_slot.len();
                 #[cfg(feature = "cuda")]
@@ -216,10 +217,10 @@ impl StepBackend for RankCore {
                     host_step.visit(WeightRange { param: slot.param, in_tensor, in_group: part }, visit)?;
                     continue;
                 }
-                match own {
-                    Some(own) => visit(own),
-                    None => residency::with_values(&self.params[slot.param].tensor, |whole| {
-                        visit(whole.slice_mut(in_tensor));
+                match shard {
+                    Some(shard) => visit(shard),
+                    None => residency::with_values(&self.params[slot.param].tensor, |weights| {
+                        visit(weights.slice_mut(in_tensor));
                     })?,
                 }
             }
@@ -232,7 +233,7 @@ impl StepBackend for RankCore {
 
 /// Converts a range of elements of a part to a range of elements of the slot. `part` is the part's range in the
 /// slot.
-fn within(part: &Range<usize>, range: Range<usize>) -> Range<usize> {
+fn shifted(part: &Range<usize>, range: Range<usize>) -> Range<usize> {
     part.start + range.start..part.start + range.end
 }
 

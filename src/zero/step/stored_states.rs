@@ -51,8 +51,8 @@ pub(super) struct StateRounding<'a> {
     pub changes: bool,
 }
 
-/// Returns the number of bytes of f32 copies that a sweep through `elements` elements of a sub-group needs for states in
-/// other formats.
+/// Returns the number of bytes of f32 copies that a sweep through `elements` elements of a sub-group needs for states
+/// in other formats.
 pub(in crate::zero) fn room<R: StepExecutor>(
     group: &SubGroup<R>,
     mode: SweepMode,
@@ -69,8 +69,8 @@ impl StoredStates<'_> {
     /// Calls `work` with all elements, piece by piece if some states are not kept in f32.
     pub fn visit(self, rounding: StateRounding<'_>, mut work: impl FnMut(Range<usize>, ParamSlice<'_, '_>)) {
         let Self { mut master, mut weights, mut moments, grad } = self;
-        let is_wide = |weights: &FlatMut<'_>| matches!(weights, FlatMut::F32(_));
-        let in_place = master.is_some() || weights.as_ref().is_none_or(is_wide);
+        let is_f32 = |weights: &FlatMut<'_>| matches!(weights, FlatMut::F32(_));
+        let in_place = master.is_some() || weights.as_ref().is_none_or(is_f32);
         let len = match (&weights, moments.first()) {
             (Some(weights), _) => weights.len(),
             (None, Some(moment)) => moment.len(),
@@ -78,12 +78,12 @@ impl StoredStates<'_> {
         };
         if in_place && moments.iter().all(OptimStateView::is_f32) {
             let mut state: Vec<&mut [f32]> = moments.into_iter().map(OptimStateView::into_f32).collect();
-            let (param, half) = wide(master, weights);
+            let (param, half) = param_and_copy(master, weights);
             return work(0..len, ParamSlice { param, grad, state: &mut state, half });
         }
-        let own_room = |is_f32: bool| vec![0f32; if is_f32 { 0 } else { len.min(PIECE) }];
-        let mut rooms: Vec<Vec<f32>> = moments.iter().map(|moment| own_room(moment.is_f32())).collect();
-        let mut weights_room = own_room(in_place);
+        let new_room = |is_f32: bool| vec![0f32; if is_f32 { 0 } else { len.min(PIECE) }];
+        let mut rooms: Vec<Vec<f32>> = moments.iter().map(|moment| new_room(moment.is_f32())).collect();
+        let mut weights_room = new_room(in_place);
         for start in (0..len).step_by(PIECE) {
             let range = start..len.min(start + PIECE);
             let mut state = Vec::with_capacity(moments.len());
@@ -91,16 +91,16 @@ impl StoredStates<'_> {
                 state.push(moment.in_f32(range.clone(), room));
             }
             let grad = if grad.is_empty() { grad } else { grad.slice(range.clone()) };
-            let own = weights.as_mut().map(|weights| weights.reborrow().slice(range.clone()));
+            let stored = weights.as_mut().map(|weights| weights.reborrow().slice(range.clone()));
             if in_place {
-                let (param, half) = wide(master.as_mut().map(|master| &mut master[range.clone()]), own);
+                let (param, half) = param_and_copy(master.as_mut().map(|master| &mut master[range.clone()]), stored);
                 work(range.clone(), ParamSlice { param, grad, state: &mut state, half });
-            } else if let Some(own) = own {
+            } else if let Some(stored) = stored {
                 let param = &mut weights_room[..range.len()];
-                FlatMut::F32(param).copy_cast(own.as_ref());
+                FlatMut::F32(param).copy_cast(stored.as_ref());
                 work(range.clone(), ParamSlice { param, grad, state: &mut state, half: None });
                 if rounding.changes {
-                    round(own, param, rounding.chance(0, range.start));
+                    round(stored, param, rounding.chance(0, range.start));
                 }
             }
             if rounding.changes {
@@ -115,7 +115,10 @@ impl StoredStates<'_> {
 }
 
 /// Returns the weights that an optimizer updates, and their copy in the model's dtype.
-fn wide<'a>(master: Option<&'a mut [f32]>, weights: Option<FlatMut<'a>>) -> (&'a mut [f32], Option<FlatMut<'a>>) {
+fn param_and_copy<'a>(
+    master: Option<&'a mut [f32]>,
+    weights: Option<FlatMut<'a>>,
+) -> (&'a mut [f32], Option<FlatMut<'a>>) {
     match (master, weights) {
         (Some(master), half) => (master, half),
         (None, Some(FlatMut::F32(weights))) => (weights, None),

@@ -35,8 +35,7 @@ impl<R: StepExecutor> WeightPublisher<R> {
         if !placement.optim.is_sharded() || placement.params.is_sharded() || !core.holds(param) {
             return Ok(());
         }
-        let about = &core.params()[param];
-        match self.buckets.push(param, about) {
+        match self.buckets.push(param, &core.params()[param]) {
             Some(batch) => self.launch(core, batch),
             None => Ok(()),
         }
@@ -52,10 +51,10 @@ impl<R: StepExecutor> WeightPublisher<R> {
     }
 
     fn launch(&mut self, core: &R, batch: Vec<ParamId>) -> Result<()> {
-        CoalescedLayout::group_by_format(batch, core.params()).try_for_each(|params| self.launch_alike(core, params))
+        CoalescedLayout::group_by_format(batch, core.params()).try_for_each(|params| self.launch_group(core, params))
     }
 
-    fn launch_alike(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {
+    fn launch_group(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {
         let layout = CoalescedLayout::of_weights(params, core.params(), core.mesh(), WireFormat::Exact);
         let _about = timeline::about(|| core.names(&layout.params));
         let (mesh, number) = (layout.mesh, core.rank_among(&layout.params));
@@ -75,14 +74,15 @@ impl<R: StepExecutor> WeightPublisher<R> {
         self.install(core, IN_FLIGHT - 1)
     }
 
-    /// Waits for the oldest publications until at most `left` are pending, and puts their weights into the tensors.
-    fn install(&mut self, core: &R, left: usize) -> Result<()> {
-        while let Some(PendingPublication { layout, pending, held }) = self.buckets.due(left) {
+    /// Waits for the oldest publications until at most `max_pending` are pending, and puts their weights into the
+    /// tensors.
+    fn install(&mut self, core: &R, max_pending: usize) -> Result<()> {
+        while let Some(PendingPublication { layout, pending, held }) = self.buckets.due(max_pending) {
             let chunks = core.wait(pending)?;
             drop(held);
             // Putting the weights into the tensors does not change the ledger: the tensors have as many elements as
             // before.
-            layout.unpack(core, chunks, |param, whole| core.put(param, whole))?;
+            layout.unpack(core, chunks, |param, values| core.put(param, values))?;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Steps of optimizers that need more of a parameter than this rank's shard.
 //!
 //! ```text
-//!   norms (LAMB and LARS)   sweep that changes nothing -> sums of squares of all ranks -> trust ratio of each parameter
+//!   norms (LAMB and LARS)   sweep that changes nothing -> sums of squares of all ranks -> each parameter's trust ratio
 //!
 //!   whole (Muon)    as many parameters at a time as there are ranks, of similar cost:
 //!     each in turn   shard: momentum, rough direction -> all-gather -> the rank whose turn it is keeps the result
@@ -49,10 +49,10 @@ pub(super) fn trust_ratios<C: StepBackend>(
     groups: &mut [SubGroup<C>],
     hyperparameters: &Hyperparameters<'_>,
 ) -> Result<Vec<f64>> {
-    let which: Vec<usize> = (0..groups.len())
+    let selected: Vec<usize> = (0..groups.len())
         .filter(|g| matches!(needs(&groups[*g], hyperparameters), Some(OptimizerNeeds::Norms(_))))
         .collect();
-    if which.is_empty() {
+    if selected.is_empty() {
         return Ok(Vec::new());
     }
     let mut squares = vec![SquareSums::default(); core.params().len()];
@@ -68,7 +68,7 @@ pub(super) fn trust_ratios<C: StepBackend>(
                 layerwise.add_squares(&ctx, &param[range.clone()], grad.slice(range), &state, squares);
             }
         };
-    sweep(core, groups, &which, SweepMode::Look, sum, |_| Ok(()))?;
+    sweep(core, groups, &selected, SweepMode::Look, sum, |_| Ok(()))?;
     sum_of_ranks(core, &mut squares)?;
     let ratio = |(param, squares): (usize, SquareSums)| {
         let GroupStepSettings { optimizer, ctx } = hyperparameters(param);
@@ -84,8 +84,8 @@ pub(super) fn trust_ratios<C: StepBackend>(
 /// their pieces.
 pub(super) fn sum_of_ranks<C: StepBackend>(core: &C, squares: &mut [SquareSums]) -> Result<()> {
     for squares in squares.chunks_mut(SQUARES_PER_MESSAGE) {
-        let own = squares.iter().flat_map(|s| [s.weights, s.update]).collect();
-        let ranks = core.mesh().by_piece(core.gather_f64(own)?);
+        let sums = squares.iter().flat_map(|s| [s.weights, s.update]).collect();
+        let ranks = core.mesh().by_piece(core.gather_f64(sums)?);
         for (i, squares) in squares.iter_mut().enumerate() {
             let sum = |value: usize| ranks.iter().map(|rank| rank[2 * i + value]).sum();
             *squares = SquareSums { weights: sum(0), update: sum(1) };
@@ -105,10 +105,10 @@ pub(super) fn update_whole<C: StepBackend>(
     let shape = |param: usize| core.params()[param].shape.dims();
     let mut items: Vec<(SlotIndex, &dyn WholeParameterOptimizer, u128)> = Vec::new();
     for (group, sub_group) in groups.iter().enumerate() {
-        let Some(OptimizerNeeds::Whole(wholewise)) = needs(sub_group, hyperparameters) else { continue };
+        let Some(OptimizerNeeds::Whole(whole_optimizer)) = needs(sub_group, hyperparameters) else { continue };
         let slots = sub_group.slots.iter().enumerate();
         items.extend(slots.map(|(slot, SubGroupPosition { param, .. })| {
-            (SlotIndex { group, slot }, wholewise, wholewise.cost(shape(*param)))
+            (SlotIndex { group, slot }, whole_optimizer, whole_optimizer.cost(shape(*param)))
         }));
     }
     // Parameters of similar cost form a batch, because all ranks wait for the rank that works longest.
@@ -123,23 +123,23 @@ pub(super) fn update_whole<C: StepBackend>(
         .collect();
     let mut sweep = StateSweep::new(core, groups, &spans.iter().flatten().flatten().cloned().collect::<Vec<_>>());
     for (batch, [momentum, update]) in items.chunks(world).zip(&spans) {
-        let mut kept = None;
-        for (owner, ((item, wholewise, _), span)) in batch.iter().zip(momentum).enumerate() {
-            let whole = rough_direction(core, groups, &mut sweep, *item, span, hyperparameters)?;
+        let mut rough = None;
+        for (owner, ((item, whole_optimizer, _), span)) in batch.iter().zip(momentum).enumerate() {
+            let direction = rough_direction(core, groups, &mut sweep, *item, span, hyperparameters)?;
             if owner == rank {
-                kept = Some((whole, slot_of(groups, *item).param, *wholewise));
+                rough = Some((direction, slot_of(groups, *item).param, *whole_optimizer));
             }
         }
-        let mut finished = kept.map(|(mut whole, param, wholewise)| {
-            let _workspace = core.ledger().hold(MemoryKind::Buckets, wholewise.workspace(shape(param)));
-            if let Some(values) = whole.values.values_mut() {
-                wholewise.finish(as_f32(values), shape(param));
+        let mut finished = rough.map(|(mut direction, param, whole_optimizer)| {
+            let _workspace = core.ledger().hold(MemoryKind::Buckets, whole_optimizer.workspace(shape(param)));
+            if let Some(values) = direction.values.values_mut() {
+                whole_optimizer.finish(as_f32(values), shape(param));
             }
-            whole
+            direction
         });
         for (owner, ((item, ..), span)) in batch.iter().zip(update).enumerate() {
-            let own = if owner == rank { finished.take() } else { None };
-            let direction = own_direction(core, slot_of(groups, *item).param, own)?;
+            let full = if owner == rank { finished.take() } else { None };
+            let direction = own_direction(core, slot_of(groups, *item).param, full)?;
             let mut apply =
                 |slot: &SubGroupPosition, in_slot: Range<usize>, ParamSlice { param, half, .. }: ParamSlice<'_, '_>| {
                     let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
@@ -175,14 +175,15 @@ fn rough_direction<C: StepBackend>(
     let mut values = C::Buffer::with_capacity(core.share_place(), DType::F32, room)?;
     let _held = core.hold(MemoryKind::Buckets, &values);
     values.extend_zeros(owned.len())?;
-    let mut momentum =
-        |slot: &SubGroupPosition, in_slot: Range<usize>, ParamSlice { grad, state, .. }: ParamSlice<'_, '_>| {
-            let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
-            let OptimizerNeeds::Whole(wholewise) = optimizer.needs() else { unreachable!("the others are left out") };
-            if let Some(values) = values.values_mut() {
-                wholewise.momentum(&ctx, grad, state, as_f32(values.slice(in_slot)));
-            }
-        };
+    let mut momentum = |slot: &SubGroupPosition,
+                        in_slot: Range<usize>,
+                        ParamSlice { grad, state, .. }: ParamSlice<'_, '_>| {
+        let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
+        let OptimizerNeeds::Whole(whole_optimizer) = optimizer.needs() else { unreachable!("the others are left out") };
+        if let Some(values) = values.values_mut() {
+            whole_optimizer.momentum(&ctx, grad, state, as_f32(values.slice(in_slot)));
+        }
+    };
     sweep.visit(groups, span, &mut momentum, |_| Ok(()))?;
     if core.placement().optim.is_sharded() {
         values.extend_zeros(shard_len - owned.len())?;
@@ -193,16 +194,16 @@ fn rough_direction<C: StepBackend>(
 }
 
 /// Collective: returns this rank's part of a finished direction. The rank that has the full direction passes it as
-/// `whole`; the others pass `None`.
+/// `full`; the others pass `None`.
 fn own_direction<C: StepBackend>(
     core: &C,
     id: usize,
-    whole: Option<DirectionBuffer<C::Buffer>>,
+    full: Option<DirectionBuffer<C::Buffer>>,
 ) -> Result<DirectionBuffer<C::Buffer>> {
     let (mesh, param) = (core.mesh(), &core.params()[id]);
     let (numel, padded) = (param.numel, param.shard_len(mesh) * mesh.shards());
-    let mut own = match whole {
-        Some(whole) => whole,
+    let mut direction = match full {
+        Some(full) => full,
         None => {
             let values = C::Buffer::zeros(core.share_place(), DType::F32, padded)?;
             DirectionBuffer { _held: core.hold(MemoryKind::Buckets, &values), values }
@@ -210,16 +211,16 @@ fn own_direction<C: StepBackend>(
     };
     let (pending, owned) = match core.placement().optim.is_sharded() {
         true => {
-            own.values.extend_zeros(padded - own.values.len())?;
+            direction.values.extend_zeros(padded - direction.values.len())?;
             let owned = param.shard(mesh, mesh.shard_of(core.rank())).len();
-            (core.reduce(WireFormat::Exact, own.values, &[id])?, owned)
+            (core.reduce(WireFormat::Exact, direction.values, &[id])?, owned)
         }
         false => {
-            own.values.truncate(numel);
-            (core.launch(CollectiveOp::AllReduce, WireFormat::Exact, own.values, &[id])?, numel)
+            direction.values.truncate(numel);
+            (core.launch(CollectiveOp::AllReduce, WireFormat::Exact, direction.values, &[id])?, numel)
         }
     };
-    own.values = core.wait(pending)?;
-    own.values.truncate(owned);
-    Ok(own)
+    direction.values = core.wait(pending)?;
+    direction.values.truncate(owned);
+    Ok(direction)
 }

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   gradients   summed on the GPU -> in the same backward pass, this rank's part -> its share on the host, or in files
-//!   updates     the step on the host -> weights of one parameter go to the GPU while the next are computed
+//!   updates     the step on the host -> a parameter's weights go to the GPU while the next parameter's are computed
 //!   shards      on the host, or read from a file -> GPU -> gathered there
 //! ```
 //!
@@ -133,14 +133,14 @@ impl DeviceCopyQueues {
         capacity: usize,
     ) -> Result<DeviceCopy> {
         let hold = |tier, bytes| self.ledger.hold_in(tier, kind.memory_kind(), bytes);
-        let (here, len, size) = (buffer.capacity_in_bytes(), buffer.len(), buffer.dtype().size_in_bytes());
+        let (source_bytes, len, size) = (buffer.capacity_in_bytes(), buffer.len(), buffer.dtype().size_in_bytes());
         match (buffer, to) {
             (FlatBuffer::Device(buffer), BufferDevice::Host) => {
-                let held = [hold(MemoryTier::Device, here), hold(MemoryTier::Host, len * size)];
+                let held = [hold(MemoryTier::Device, source_bytes), hold(MemoryTier::Host, len * size)];
                 Ok(DeviceCopy::ToHost(self.queue(kind)?.down(buffer)?, held))
             }
             (FlatBuffer::Host(buffer), BufferDevice::Device(device)) => {
-                let held = [hold(MemoryTier::Host, here), hold(MemoryTier::Device, capacity.max(len) * size)];
+                let held = [hold(MemoryTier::Host, source_bytes), hold(MemoryTier::Device, capacity.max(len) * size)];
                 Ok(DeviceCopy::ToDevice(self.queue(kind)?.up(device, buffer, capacity)?, held))
             }
             (buffer, _) => Ok(DeviceCopy::There(buffer)),
@@ -158,8 +158,8 @@ impl DeviceCopyQueues {
             CopyPayloadKind::Shards => TimelineLane::Shards,
         };
         let tier = windows_tier(&self.zero, kind);
-        let made = Arc::new(CopyQueue::new(&self.device, WINDOWS_BYTES, tier == MemoryTier::Pinned, lane)?);
-        *queue = Some((made.clone(), self.ledger.hold_in(tier, MemoryKind::Staging, WINDOWS_BYTES)));
-        Ok(made)
+        let new_queue = Arc::new(CopyQueue::new(&self.device, WINDOWS_BYTES, tier == MemoryTier::Pinned, lane)?);
+        *queue = Some((new_queue.clone(), self.ledger.hold_in(tier, MemoryKind::Staging, WINDOWS_BYTES)));
+        Ok(new_queue)
     }
 }

@@ -137,7 +137,7 @@ impl PendingCollective {
             #[cfg(feature = "cuda")]
             Self::Alone(buffer) => Ok(FlatBuffer::Device(buffer)),
             #[cfg(feature = "cuda")]
-            Self::BetweenGpus(on_wire) => Ok(FlatBuffer::Device(on_wire.wait()?)),
+            Self::BetweenGpus(pending) => Ok(FlatBuffer::Device(pending.wait()?)),
             #[cfg(feature = "cuda")]
             Self::Copied { copy, mut buffer, _held } => {
                 buffer.replace(copy.wait()?.as_ref())?;

@@ -87,7 +87,7 @@ impl TurnMarkers {
         let prompt = prompt(template, variables);
         let probe =
             [("user", "Aquestion"), ("assistant", "Ananswer"), ("user", "Bquestion"), ("assistant", "Bnanswer")];
-        let text = text_of(template, &with(Conversation::new(probe), variables), false);
+        let text = text_of(template, &with_variables(Conversation::new(probe), variables), false);
         let between = |from: &str, to: &str| {
             let text = text.as_ref()?;
             let start = text.find(from)? + from.len();
@@ -102,12 +102,11 @@ impl TurnMarkers {
         let mut headers: Vec<String> = prompt.iter().cloned().collect();
         if let Some(before) = before_answer {
             // The text without the token that ends the question, if it begins with that token.
-            let ended = end.as_ref().and_then(|end| before.strip_prefix(end.as_str())).unwrap_or(&before);
-            let own = ended.trim_start();
-            let shared = prompt.as_deref().map_or(0, |prompt| overlap(&before, prompt));
-            headers.push(match shared {
-                0 => own.to_string(),
-                shared => before[before.len() - shared..].to_string(),
+            let after_end = end.as_ref().and_then(|end| before.strip_prefix(end.as_str())).unwrap_or(&before);
+            let shared_len = prompt.as_deref().map_or(0, |prompt| overlap(&before, prompt));
+            headers.push(match shared_len {
+                0 => after_end.trim_start().to_string(),
+                shared_len => before[before.len() - shared_len..].to_string(),
             });
         }
         headers.retain(|header| !header.trim().is_empty());
@@ -123,28 +122,28 @@ impl TurnMarkers {
 /// Returns the text that ends an answer both within a conversation and at its end, without trailing white space: a
 /// marker in brackets, or the complete common text.
 fn constant_end(within: &str, last: &str) -> Option<String> {
-    let same = within.char_indices().zip(last.chars()).take_while(|((_, a), b)| a == b);
-    let same = &within[..same.map(|((at, c), _)| at + c.len_utf8()).last()?];
-    let sign = same.trim_start();
-    let close = match sign.chars().next()? {
-        '<' => sign.find('>'),
-        '[' => sign.find(']'),
+    let common = within.char_indices().zip(last.chars()).take_while(|((_, a), b)| a == b);
+    let common = &within[..common.map(|((at, c), _)| at + c.len_utf8()).last()?];
+    let marker = common.trim_start();
+    let close = match marker.chars().next()? {
+        '<' => marker.find('>'),
+        '[' => marker.find(']'),
         _ => None,
     };
-    let end = close.map_or(same.trim_end(), |close| &same[..same.len() - sign.len() + close + 1]);
+    let end = close.map_or(common.trim_end(), |close| &common[..common.len() - marker.len() + close + 1]);
     Some(end.to_string())
 }
 
 /// Returns the conversation with these variables.
-fn with(conversation: Conversation, variables: &[(String, Value)]) -> Conversation {
+fn with_variables(conversation: Conversation, variables: &[(String, Value)]) -> Conversation {
     Conversation { variables: variables.to_vec(), ..conversation }
 }
 
 /// Returns the text that `add_generation_prompt` adds to a question.
 fn prompt(template: &impl ChatRenderer, variables: &[(String, Value)]) -> Option<String> {
-    let question = with(Conversation::new([("user", "question")]), variables);
-    let (without, with) = (text_of(template, &question, false)?, text_of(template, &question, true)?);
-    with.strip_prefix(&without).filter(|added| !added.is_empty()).map(str::to_string)
+    let question = with_variables(Conversation::new([("user", "question")]), variables);
+    let (without_prompt, with_prompt) = (text_of(template, &question, false)?, text_of(template, &question, true)?);
+    with_prompt.strip_prefix(&without_prompt).filter(|added| !added.is_empty()).map(str::to_string)
 }
 
 /// Returns the length in bytes of the longest text that ends `a` and starts `b`.
@@ -158,7 +157,7 @@ fn first_of<'a>(text: &str, words: &'a [String]) -> Option<(usize, &'a str)> {
     found.min_by_key(|(at, word)| (*at, usize::MAX - word.len())).map(|(at, word)| (at, word.as_str()))
 }
 
-/// The place of private-use characters in a message's content.
+/// The placement of private-use characters in a message's content.
 #[derive(Debug, Clone, Copy)]
 enum MarkPlacement {
     /// Around the complete content.
@@ -169,11 +168,11 @@ enum MarkPlacement {
     Middle,
     /// Around contents that are not empty and around the names of called tools, for templates that check whether the
     /// content is empty.
-    Filled,
+    NonEmpty,
 }
 
 const MARK_PLACEMENTS: [MarkPlacement; 4] =
-    [MarkPlacement::Around, MarkPlacement::Inside, MarkPlacement::Middle, MarkPlacement::Filled];
+    [MarkPlacement::Around, MarkPlacement::Inside, MarkPlacement::Middle, MarkPlacement::NonEmpty];
 
 /// The keys whose texts templates compare but do not write.
 const UNMARKED_KEYS: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
@@ -186,7 +185,7 @@ pub(super) fn find(
 ) -> Result<TracedConversation, FinetuneError> {
     let text = template.render_messages(&conversation.messages, conversation, false, false)?;
     let answers: Vec<usize> = (0..conversation.len()).filter(|i| conversation.is_assistant(*i)).collect();
-    let trace = traced(template, turns, conversation, &text)?;
+    let trace = trace_messages(template, turns, conversation, &text)?;
     let (mut targets, mut endless) = (vec![], vec![]);
     for answer in answers {
         let (target, has_end) = turns
@@ -212,15 +211,15 @@ pub(super) fn of_markers(
     turns: &TurnMarkers,
     conversation: &Conversation,
 ) -> Result<TracedConversation, FinetuneError> {
-    let rendered = enclosed(&template.render_messages(&conversation.messages, conversation, false, true)?)?;
-    let trace = traced(template, turns, conversation, &rendered.text).ok();
+    let rendered = parse_markers(&template.render_messages(&conversation.messages, conversation, false, true)?)?;
+    let trace = trace_messages(template, turns, conversation, &rendered.text).ok();
     let owners: Vec<Option<usize>> = match &trace {
         Some(trace) => rendered.targets.iter().map(|block| trace.owner(conversation, block)).collect(),
-        None => counted(template, conversation, rendered.targets.len()),
+        None => owners_by_count(template, conversation, rendered.targets.len()),
     };
     let has_end = |trace: &MessageSpans, message: usize| {
-        let own = rendered.targets.iter().zip(&owners).filter(|(_, owner)| **owner == Some(message));
-        let end = own.map(|(block, _)| block.end).max();
+        let own_targets = rendered.targets.iter().zip(&owners).filter(|(_, owner)| **owner == Some(message));
+        let end = own_targets.map(|(block, _)| block.end).max();
         let last = trace.points.iter().filter(|point| point.message == message).map(|point| point.at).max();
         end.zip(last).is_none_or(|(end, last)| end > last)
     };
@@ -232,18 +231,18 @@ pub(super) fn of_markers(
 }
 
 /// Returns the message of each marked range, derived from the number of ranges that occur up to each answer.
-fn counted(template: &impl ChatRenderer, conversation: &Conversation, stretches: usize) -> Vec<Option<usize>> {
+fn owners_by_count(template: &impl ChatRenderer, conversation: &Conversation, ranges: usize) -> Vec<Option<usize>> {
     let mut owners = vec![];
     for answer in (0..conversation.len()).filter(|i| conversation.is_assistant(*i)) {
         let text = template.render_messages(&conversation.messages[..=answer], conversation, false, true);
-        let Ok(rendered) = text.and_then(|text| enclosed(&text)) else { break };
+        let Ok(rendered) = text.and_then(|text| parse_markers(&text)) else { break };
         owners.resize(rendered.targets.len().max(owners.len()), Some(answer));
     }
-    if owners.len() == stretches { owners } else { vec![None; stretches] }
+    if owners.len() == ranges { owners } else { vec![None; ranges] }
 }
 
 /// Finds the positions of all messages' texts in the rendered text.
-fn traced(
+fn trace_messages(
     template: &impl ChatRenderer,
     turns: &TurnMarkers,
     conversation: &Conversation,
@@ -256,32 +255,32 @@ fn traced(
     let uncertain = |message: usize, reason| FinetuneError::Spans { message: message + 1, reason };
     let marks = MarkCharacters::for_text(text)
         .ok_or(uncertain(first, "the text contains characters of plane 16 and of planes 12 to 15"))?;
-    let trace = |places: &[Option<MarkPlacement>]| trace(template, conversation, text, marks, places);
+    let trace = |placements: &[Option<MarkPlacement>]| trace(template, conversation, text, marks, placements);
     let has = |trace: &MessageSpans, i: usize| {
         !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i)
     };
     // Uses the first placement that leaves the text unchanged and traces a part of each answer.
-    let all = MARK_PLACEMENTS.iter().filter_map(|place| trace(&vec![Some(*place); count]));
+    let all = MARK_PLACEMENTS.iter().filter_map(|placement| trace(&vec![Some(*placement); count]));
     if let Some(trace) = all.into_iter().find(|trace| (0..count).all(|i| has(trace, i))) {
         return Ok(trace);
     }
     // Each message is traced separately, preferably with a placement that traces a part of it.
-    let alone = |message: usize, place: MarkPlacement| {
-        let mut places = vec![None; count];
-        places[message] = Some(place);
-        trace(&places).map(|trace| (place, has(&trace, message)))
+    let trace_one = |message: usize, placement: MarkPlacement| {
+        let mut placements = vec![None; count];
+        placements[message] = Some(placement);
+        trace(&placements).map(|trace| (placement, has(&trace, message)))
     };
-    let places = (0..count).map(|i| {
-        let found: Vec<_> = MARK_PLACEMENTS.into_iter().filter_map(|place| alone(i, place)).collect();
-        found.iter().find(|(_, has)| *has).or(found.first()).map(|(place, _)| *place)
+    let placements = (0..count).map(|i| {
+        let found: Vec<_> = MARK_PLACEMENTS.into_iter().filter_map(|placement| trace_one(i, placement)).collect();
+        found.iter().find(|(_, has)| *has).or(found.first()).map(|(placement, _)| *placement)
     });
-    let places: Vec<Option<MarkPlacement>> = places.collect();
-    let lost = (0..count).filter(|i| places[*i].is_none());
+    let placements: Vec<Option<MarkPlacement>> = placements.collect();
+    let untraced = (0..count).filter(|i| placements[*i].is_none());
     let matters = |i: &usize| conversation.is_assistant(*i) || turns.is_imitated_by(&conversation.messages[*i]);
-    if let Some(lost) = lost.clone().find(matters) {
-        return Err(uncertain(lost, "the template changes its content"));
+    if let Some(untraced) = untraced.clone().find(matters) {
+        return Err(uncertain(untraced, "the template changes its content"));
     }
-    trace(&places).ok_or(uncertain(first, "the template changes its content"))
+    trace(&placements).ok_or(uncertain(first, "the template changes its content"))
 }
 
 impl MessageSpans {
@@ -297,8 +296,8 @@ impl MessageSpans {
             || self.points.iter().filter(|point| point.at <= block.start).max_by_key(|point| (point.at, point.message));
         let after =
             || self.points.iter().filter(|point| point.at >= block.end).min_by_key(|point| (point.at, point.message));
-        let beside = || before().filter(is_answer).or_else(|| after().filter(is_answer));
-        within.or_else(beside).map(|point| point.message)
+        let adjacent = || before().filter(is_answer).or_else(|| after().filter(is_answer));
+        within.or_else(adjacent).map(|point| point.message)
     }
 }
 
@@ -319,17 +318,17 @@ impl TurnMarkers {
     /// Returns the byte range of an answer in the text, and whether the range includes the answer's end. `points` are
     /// the boundaries of all messages.
     fn target(&self, text: &str, points: &[MessageBoundary], answer: usize) -> Option<(Range<usize>, bool)> {
-        let own = || points.iter().filter(|point| point.message == answer).map(|point| point.at);
-        let others = || points.iter().filter(|point| point.message != answer).map(|point| point.at);
-        let (first, last) = (own().min()?, own().max()?);
-        let before = others().filter(|at| *at <= first).max().unwrap_or(0);
-        let after = others().filter(|at| *at > last).min().unwrap_or(text.len());
-        let headed = |header: &String| Some(before + text[before..first].find(header.as_str())? + header.len());
-        let start = self.headers.iter().find_map(headed).unwrap_or(first);
+        let own_positions = || points.iter().filter(|point| point.message == answer).map(|point| point.at);
+        let other_positions = || points.iter().filter(|point| point.message != answer).map(|point| point.at);
+        let (first, last) = (own_positions().min()?, own_positions().max()?);
+        let before = other_positions().filter(|at| *at <= first).max().unwrap_or(0);
+        let after = other_positions().filter(|at| *at > last).min().unwrap_or(text.len());
+        let end_of_header = |header: &String| Some(before + text[before..first].find(header.as_str())? + header.len());
+        let start = self.headers.iter().find_map(end_of_header).unwrap_or(first);
         let tail = &text[last..after];
-        let usual = self.end.as_ref().and_then(|end| Some(tail.find(end.as_str())? + end.len()));
-        let any = || first_of(tail, &self.special).map(|(at, token)| at + token.len());
-        let end = usual.or_else(any).filter(|end| *end > 0);
+        let usual_end = self.end.as_ref().and_then(|end| Some(tail.find(end.as_str())? + end.len()));
+        let special_end = || first_of(tail, &self.special).map(|(at, token)| at + token.len());
+        let end = usual_end.or_else(special_end).filter(|end| *end > 0);
         Some((start..last + end.unwrap_or(0), end.is_some()))
     }
 }
@@ -384,13 +383,13 @@ pub(super) struct MarkedText {
     /// The texts before and after a mark in the middle.
     halves: Option<(String, String)>,
     /// The positions of the text's marks in the rendered text.
-    found: [Option<usize>; 2],
+    mark_positions: [Option<usize>; 2],
 }
 
 impl MarkedText {
     /// Returns the text's range in the rendered text, if both ends are in it.
     pub(super) fn place(&self) -> Option<Range<usize>> {
-        match (&self.halves, self.found) {
+        match (&self.halves, self.mark_positions) {
             (Some((head, tail)), [Some(at), _]) => Some(at.saturating_sub(head.len())..at + tail.len()),
             (None, [Some(start), Some(end)]) if start <= end => Some(start..end),
             _ => None,
@@ -399,7 +398,7 @@ impl MarkedText {
 
     /// Returns whether either end of the text is in the rendered text.
     pub(super) fn is_there(&self) -> bool {
-        self.found.iter().any(Option::is_some)
+        self.mark_positions.iter().any(Option::is_some)
     }
 }
 
@@ -420,22 +419,22 @@ fn trace(
     conversation: &Conversation,
     text: &str,
     marks: MarkCharacters,
-    places: &[Option<MarkPlacement>],
+    placements: &[Option<MarkPlacement>],
 ) -> Option<MessageSpans> {
     let mut marked_texts: Vec<MarkedText> = vec![];
-    let mut marked = Vec::with_capacity(places.len());
-    for (i, (message, place)) in conversation.messages.iter().zip(places).enumerate() {
-        marked.push(match place {
+    let mut marked = Vec::with_capacity(placements.len());
+    for (i, (message, placement)) in conversation.messages.iter().zip(placements).enumerate() {
+        marked.push(match placement {
             None => message.clone(),
-            Some(place) => mark_message(message, conversation.is_assistant(i), *place, &mut |key, text| {
+            Some(placement) => mark_message(message, conversation.is_assistant(i), *placement, &mut |key, text| {
                 let pair = [0, 1].map(|end| marks.char(2 * marked_texts.len() + end));
-                let (content, halves) = mark_text(text, *place, pair);
+                let (content, halves) = mark_text(text, *placement, pair);
                 marked_texts.push(MarkedText {
                     message: i,
                     key: key.into(),
                     text: text.into(),
                     halves,
-                    found: [None; 2],
+                    mark_positions: [None; 2],
                 });
                 content
             }),
@@ -445,14 +444,14 @@ fn trace(
     if marked_texts.len() > 0x7000 {
         return None;
     }
-    let (without, found) = marks.take_out(&template.render_messages(&marked, conversation, false, false).ok()?);
-    if without != text {
+    let (unmarked, found) = marks.take_out(&template.render_messages(&marked, conversation, false, false).ok()?);
+    if unmarked != text {
         return None;
     }
     let mut points = vec![];
     for (at, n) in found {
         let marked_text = marked_texts.get_mut(n / 2)?;
-        marked_text.found[n % 2].get_or_insert(at);
+        marked_text.mark_positions[n % 2].get_or_insert(at);
         let MarkedText { message, halves, .. } = marked_text;
         let mut push = |at| points.push(MessageBoundary { message: *message, at });
         match halves {
@@ -473,34 +472,36 @@ fn trace(
 fn mark_message(
     message: &Value,
     is_assistant: bool,
-    place: MarkPlacement,
+    placement: MarkPlacement,
     mark: &mut dyn FnMut(&str, &str) -> String,
 ) -> Value {
     let keys = message.try_iter().into_iter().flatten();
-    let said = |key: &Value| {
+    let is_text = |key: &Value| {
         key.as_str().is_some_and(|key| key == "content" || is_assistant && ASSISTANT_TEXT_KEYS.contains(&key))
     };
     let fields = keys.map(|key| {
         let name = key.as_str().unwrap_or_default();
         let value = field(message, name);
-        let value = if said(&key) { mark_value(&value, place, &mut |text| mark(name, text)) } else { value };
+        let value = if is_text(&key) { mark_value(&value, placement, &mut |text| mark(name, text)) } else { value };
         (key, value)
     });
     Value::from_pairs(fields)
 }
 
 /// Returns a value with its texts changed by `mark`.
-fn mark_value(value: &Value, place: MarkPlacement, mark: &mut dyn FnMut(&str) -> String) -> Value {
+fn mark_value(value: &Value, placement: MarkPlacement, mark: &mut dyn FnMut(&str) -> String) -> Value {
     match value.kind() {
         ValueKind::String => Value::from(mark(value.as_str().unwrap_or_default())),
-        ValueKind::Seq => value.try_iter().into_iter().flatten().map(|item| mark_value(&item, place, mark)).collect(),
+        ValueKind::Seq => {
+            value.try_iter().into_iter().flatten().map(|item| mark_value(&item, placement, mark)).collect()
+        }
         ValueKind::Map => {
             let fields = value.try_iter().into_iter().flatten().map(|key| {
                 let name = key.as_str().unwrap_or_default();
                 let inner = value.get_item(&key).unwrap_or_default();
-                let is_called = name == "name" && matches!(place, MarkPlacement::Filled);
-                let kept = UNMARKED_KEYS.contains(&name) && !is_called;
-                let inner = if kept { inner } else { mark_value(&inner, place, mark) };
+                let is_called = name == "name" && matches!(placement, MarkPlacement::NonEmpty);
+                let is_unmarked = UNMARKED_KEYS.contains(&name) && !is_called;
+                let inner = if is_unmarked { inner } else { mark_value(&inner, placement, mark) };
                 (key, inner)
             });
             Value::from_pairs(fields)
@@ -510,11 +511,11 @@ fn mark_value(value: &Value, place: MarkPlacement, mark: &mut dyn FnMut(&str) ->
 }
 
 /// Returns a message's content with marks in it, and its two halves if the mark is in the middle.
-fn mark_text(content: &str, place: MarkPlacement, [open, close]: [char; 2]) -> (String, Option<(String, String)>) {
+fn mark_text(content: &str, placement: MarkPlacement, [open, close]: [char; 2]) -> (String, Option<(String, String)>) {
     let core = content.trim();
-    match place {
-        MarkPlacement::Filled if content.is_empty() => (String::new(), None),
-        MarkPlacement::Around | MarkPlacement::Filled => (format!("{open}{content}{close}"), None),
+    match placement {
+        MarkPlacement::NonEmpty if content.is_empty() => (String::new(), None),
+        MarkPlacement::Around | MarkPlacement::NonEmpty => (format!("{open}{content}{close}"), None),
         MarkPlacement::Inside if core.is_empty() => (format!("{content}{open}{close}"), None),
         MarkPlacement::Inside => {
             let start = content.len() - content.trim_start().len();
@@ -530,21 +531,21 @@ fn mark_text(content: &str, place: MarkPlacement, [open, close]: [char; 2]) -> (
 }
 
 /// Returns the text and the targets of a rendering in which generation markers left their characters.
-fn enclosed(marked: &str) -> Result<RenderedConversation, FinetuneError> {
-    let (mut text, mut targets, mut begun) = (String::with_capacity(marked.len()), vec![], None);
+fn parse_markers(marked: &str) -> Result<RenderedConversation, FinetuneError> {
+    let (mut text, mut targets, mut open_start) = (String::with_capacity(marked.len()), vec![], None);
     let mut rest = marked;
     while let Some(at) = rest.find(GENERATION_MARKERS) {
         text.push_str(&rest[..at]);
         let c = rest[at..].chars().next().unwrap_or_default();
-        match (c == GENERATION_MARKERS[0], begun.take()) {
-            (true, None) => begun = Some(text.len()),
+        match (c == GENERATION_MARKERS[0], open_start.take()) {
+            (true, None) => open_start = Some(text.len()),
             (false, Some(start)) => targets.push(start..text.len()),
             _ => return Err(FinetuneError::GenerationMarkers),
         }
         rest = &rest[at + c.len_utf8()..];
     }
     text.push_str(rest);
-    match begun {
+    match open_start {
         None => Ok(RenderedConversation { text, targets }),
         Some(_) => Err(FinetuneError::GenerationMarkers),
     }

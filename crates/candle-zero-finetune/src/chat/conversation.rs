@@ -85,8 +85,8 @@ impl Conversation {
 
     /// Returns whether message `i` is an empty answer of the assistant.
     pub(crate) fn is_empty_answer(&self, i: usize) -> bool {
-        let says = |key: &str| says_something(&field(&self.messages[i], key));
-        self.is_assistant(i) && !ASSISTANT_TEXT_KEYS.iter().any(|key| says(key))
+        let has = |key: &str| has_content(&field(&self.messages[i], key));
+        self.is_assistant(i) && !ASSISTANT_TEXT_KEYS.iter().any(|key| has(key))
     }
 }
 
@@ -95,13 +95,13 @@ pub(crate) const ASSISTANT_TEXT_KEYS: [&str; 5] =
     ["content", "reasoning_content", "reasoning", "thinking", "tool_calls"];
 
 /// Returns whether a value contains a text that is not blank, or anything other than text.
-fn says_something(value: &Value) -> bool {
+fn has_content(value: &Value) -> bool {
     match value.kind() {
         ValueKind::Undefined | ValueKind::None => false,
         ValueKind::String => value.as_str().is_some_and(|text| !text.trim().is_empty()),
         ValueKind::Seq => value.try_iter().into_iter().flatten().any(|item| match field(&item, "text") {
-            text if text.is_undefined() => says_something(&item),
-            text => says_something(&text),
+            text if text.is_undefined() => has_content(&item),
+            text => has_content(&text),
         }),
         _ => true,
     }

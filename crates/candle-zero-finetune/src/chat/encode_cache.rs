@@ -19,7 +19,7 @@
 //!   neighbour.
 //!
 //! A piece that occurs for the first time is cut further at places where the pre-tokenizer is known to cut: at the end
-//! of a run of ASCII letters, digits or punctuation. There are few of these smaller pieces.
+//! of a run of ASCII letters, digits or punctuation. Few of these smaller pieces are distinct.
 //!
 //! If any of this is unknown for a tokenizer, texts are not cut.
 
@@ -85,16 +85,19 @@ impl SafeSplitter {
             return None;
         }
         let normalizer = serde_json::to_value(inner.get_normalizer()).ok()?;
-        if !normalizes_alone(&normalizer) {
+        if !normalizes_locally(&normalizer) {
             return None;
         }
-        let mut words =
-            PreTokenizerEffects { space: if leaves_no_space(&normalizer) { '\u{2581}' } else { ' ' }, is_cut: false };
-        if !words.apply(&serde_json::to_value(inner.get_pre_tokenizer()).ok()?) {
+        let mut effects =
+            PreTokenizerEffects { space: if replaces_spaces(&normalizer) { '\u{2581}' } else { ' ' }, is_cut: false };
+        if !effects.apply(&serde_json::to_value(inner.get_pre_tokenizer()).ok()?) {
             return None;
         }
-        let mut cuts =
-            if words.is_cut { SafeCuts { before_spaces: true, after_lines: true } } else { joined(model, words)? };
+        let mut cuts = if effects.is_cut {
+            SafeCuts { before_spaces: true, after_lines: true }
+        } else {
+            cuts_in_words(model, effects)?
+        };
         let added = inner.get_added_tokens_decoder();
         let texts = || added.values().map(|token| token.content.as_str());
         let mut special = HashSet::new();
@@ -108,7 +111,7 @@ impl SafeSplitter {
             // A token that strips white space also strips characters that the normalizer turns into white space.
             cuts.after_lines &= !(token.lstrip && may_be_alphabetic(first));
             cuts.before_spaces &= !token.rstrip || is_blank(last);
-            let (spaces, lines) = parted(text, |c| !is_blank(c));
+            let (spaces, lines) = contains_cuts(text, |c| !is_blank(c));
             cuts.before_spaces &= !spaces;
             cuts.after_lines &= !lines;
             let is_bracketed = text.len() > 2 && first == '<' && last == '>' && text.is_ascii();
@@ -129,7 +132,7 @@ impl SafeSplitter {
         let is_whole =
             |text: &str| special.contains(text) || text.is_ascii() && run_end(text.as_bytes(), 0) == text.len();
         let takes_spaces = added.values().any(|token| token.rstrip && !token.content.ends_with(is_blank));
-        let cuts_runs = words.is_cut && !takes_spaces && texts().all(is_whole);
+        let cuts_runs = effects.is_cut && !takes_spaces && texts().all(is_whole);
         Some(Self { cuts, special, longest_special, cuts_runs, key })
     }
 
@@ -139,9 +142,9 @@ impl SafeSplitter {
         text: &str,
         encode: impl Fn(&str) -> Result<EncodedText, E>,
     ) -> Result<EncodedText, E> {
-        let mut known = PIECE_CACHE.take();
-        if known.key != self.key {
-            known = PieceCache { key: self.key, ..PieceCache::default() };
+        let mut cache = PIECE_CACHE.take();
+        if cache.key != self.key {
+            cache = PieceCache { key: self.key, ..PieceCache::default() };
         }
         let tokens = text.len() / 4;
         let mut encoded = EncodedText { ids: Vec::with_capacity(tokens), offsets: Vec::with_capacity(tokens) };
@@ -150,10 +153,10 @@ impl SafeSplitter {
             let special = self.special_at(text, start);
             let end = special.unwrap_or_else(|| self.next_cut(text, start));
             let cuts_runs = self.cuts_runs && special.is_none();
-            known.encode(&text[start..end], start, cuts_runs, &mut encoded, &encode)?;
+            cache.encode(&text[start..end], start, cuts_runs, &mut encoded, &encode)?;
             start = end;
         }
-        PIECE_CACHE.set(known);
+        PIECE_CACHE.set(cache);
         Ok(encoded)
     }
 
@@ -171,8 +174,8 @@ impl SafeSplitter {
         if bytes[0] != b'<' || self.special.is_empty() {
             return None;
         }
-        let most = bytes.len().min(self.longest_special);
-        let end = start + bytes[..most].iter().position(|byte| *byte == b'>')? + 1;
+        let max_len = bytes.len().min(self.longest_special);
+        let end = start + bytes[..max_len].iter().position(|byte| *byte == b'>')? + 1;
         self.special.contains(&text[start..end]).then_some(end)
     }
 }
@@ -206,7 +209,7 @@ fn run_end(bytes: &[u8], start: usize) -> usize {
 /// Returns whether a token contains the two characters of a cut before a space, and whether it contains those of a cut
 /// after the end of a line. Spaces and ends of lines also count in the forms that vocabularies use. `may_be_printed`
 /// returns whether a character may be the visible one before a space.
-fn parted(token: &str, may_be_printed: impl Fn(char) -> bool) -> (bool, bool) {
+fn contains_cuts(token: &str, may_be_printed: impl Fn(char) -> bool) -> (bool, bool) {
     let is_line = |c: char| matches!(c, '\n' | '\u{10A}');
     let pairs = || token.chars().zip(token.chars().skip(1));
     let spaces = pairs().any(|(before, c)| is_space(c) && may_be_printed(before));
@@ -222,20 +225,20 @@ fn is_blank(c: char) -> bool {
     is_space(c) || c.is_ascii_whitespace() || c.is_ascii_control() || c == '\u{10A}'
 }
 
-/// Returns whether a character is an ASCII letter or may become one in a normalizer.
+/// Returns whether a character is an ASCII letter or may become one through normalization.
 fn may_be_alphabetic(c: char) -> bool {
     c.is_ascii_alphabetic() || !c.is_ascii() && !is_blank(c)
 }
 
 /// Returns the cuts that are safe if the pre-tokenizer may leave both sides in one word.
-fn joined(model: &BPE, words: PreTokenizerEffects) -> Option<SafeCuts> {
+fn cuts_in_words(model: &BPE, effects: PreTokenizerEffects) -> Option<SafeCuts> {
     // The tokens of a word that is looked up as a whole differ from those of its parts.
     if model.ignore_merges {
         return None;
     }
     let vocabulary = model.get_vocab();
     let is_known = |c: char| vocabulary.contains_key(c.encode_utf8(&mut [0; 4]) as &str);
-    let is_mapped = words.space == '\u{120}';
+    let is_mapped = effects.space == '\u{120}';
     // The characters that represent the individual bytes.
     let mut mapped = ('!'..='~').chain('\u{A1}'..='\u{AC}').chain('\u{AE}'..='\u{143}');
     let has_byte = |byte: u8| vocabulary.contains_key(&format!("<{byte:#04X}>"));
@@ -252,11 +255,11 @@ fn joined(model: &BPE, words: PreTokenizerEffects) -> Option<SafeCuts> {
     // neighbours meet. No unknown character may be at a cut.
     let line = if is_mapped { '\u{10A}' } else { '\n' };
     let mut cuts = SafeCuts {
-        before_spaces: all_known || ('!'..='~').all(is_known) && is_known(words.space),
+        before_spaces: all_known || ('!'..='~').all(is_known) && is_known(effects.space),
         after_lines: all_known || is_known(line) && model.unk_token.is_some(),
     };
     for token in vocabulary.keys() {
-        let (spaces, lines) = parted(token, |c| c.is_ascii_graphic());
+        let (spaces, lines) = contains_cuts(token, |c| c.is_ascii_graphic());
         cuts.before_spaces &= !spaces;
         cuts.after_lines &= !lines;
     }
@@ -264,20 +267,20 @@ fn joined(model: &BPE, words: PreTokenizerEffects) -> Option<SafeCuts> {
 }
 
 /// Returns whether a normalizer treats a piece as it treats a complete text.
-fn normalizes_alone(normalizer: &Value) -> bool {
+fn normalizes_locally(normalizer: &Value) -> bool {
     match normalizer["type"].as_str() {
         None => normalizer.is_null(),
         Some("NFC") => true,
-        Some("Replace") => leaves_no_space(normalizer),
-        Some("Sequence") => normalizer["normalizers"].as_array().is_some_and(|all| all.iter().all(normalizes_alone)),
+        Some("Replace") => replaces_spaces(normalizer),
+        Some("Sequence") => normalizer["normalizers"].as_array().is_some_and(|all| all.iter().all(normalizes_locally)),
         Some(_) => false,
     }
 }
 
 /// Returns whether a normalizer writes spaces as sentencepiece does.
-fn leaves_no_space(normalizer: &Value) -> bool {
+fn replaces_spaces(normalizer: &Value) -> bool {
     let all = normalizer["normalizers"].as_array().map(Vec::as_slice).unwrap_or_default();
-    normalizer["pattern"]["String"] == " " && normalizer["content"] == "\u{2581}" || all.iter().any(leaves_no_space)
+    normalizer["pattern"]["String"] == " " && normalizer["content"] == "\u{2581}" || all.iter().any(replaces_spaces)
 }
 
 /// The effects of the pre-tokenizers so far on a text.
@@ -309,8 +312,9 @@ impl PreTokenizerEffects {
                 if pattern["String"] == " " && self.space != ' ' {
                     return true;
                 }
-                let known = pattern["Regex"].as_str().is_some_and(|regex| CACHEABLE_PATTERNS.contains(&regex));
-                let is_known = known && pre_tokenizer["behavior"] == "Isolated" && self.reads_spaces();
+                let has_known_regex =
+                    pattern["Regex"].as_str().is_some_and(|regex| CACHEABLE_PATTERNS.contains(&regex));
+                let is_known = has_known_regex && pre_tokenizer["behavior"] == "Isolated" && self.reads_spaces();
                 self.is_cut = true;
                 is_known
             }
@@ -337,7 +341,7 @@ thread_local! {
 struct PieceCache {
     key: u64,
     /// The start and end of each piece's tokens in `tokens`.
-    places: HashMap<Box<str>, (u32, u32), BuildHasherDefault<PieceHasher>>,
+    token_ranges: HashMap<Box<str>, (u32, u32), BuildHasherDefault<PieceHasher>>,
     /// Ids, each with the start and end of its text in the piece, in bytes.
     tokens: Vec<(u32, u32, u32)>,
 }
@@ -376,7 +380,7 @@ impl PieceCache {
 
     /// Appends the tokens of a cached piece. Returns false if the piece is not cached.
     fn recall(&self, piece: &str, start: usize, encoded: &mut EncodedText) -> bool {
-        let Some((from, to)) = self.places.get(piece) else { return false };
+        let Some((from, to)) = self.token_ranges.get(piece) else { return false };
         let tokens = &self.tokens[*from as usize..*to as usize];
         encoded.ids.extend(tokens.iter().map(|(id, ..)| *id));
         encoded.offsets.extend(tokens.iter().map(|(_, first, end)| (start + *first as usize, start + *end as usize)));
@@ -388,14 +392,14 @@ impl PieceCache {
         if piece.len() > MAX_PIECE_BYTES {
             return;
         }
-        if self.places.len() == MAX_PIECES {
-            self.places.clear();
+        if self.token_ranges.len() == MAX_PIECES {
+            self.token_ranges.clear();
             self.tokens.clear();
         }
         let from = self.tokens.len() as u32;
         let tokens = encoded.ids[first..].iter().zip(&encoded.offsets[first..]);
         self.tokens.extend(tokens.map(|(id, (first, end))| (*id, (first - start) as u32, (end - start) as u32)));
-        self.places.insert(piece.into(), (from, self.tokens.len() as u32));
+        self.token_ranges.insert(piece.into(), (from, self.tokens.len() as u32));
     }
 }
 

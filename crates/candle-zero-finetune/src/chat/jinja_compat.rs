@@ -29,8 +29,8 @@ fn check(depth: usize, text: &str) -> Result<(), Error> {
 /// The arguments of `json.dumps`.
 struct JsonDumpFormat {
     indent: Option<String>,
-    item: String,
-    key: String,
+    item_separator: String,
+    key_separator: String,
     ensure_ascii: bool,
     sort_keys: bool,
 }
@@ -46,8 +46,8 @@ pub(super) fn tojson(value: &Value, arguments: Kwargs) -> Result<String, Error> 
     let separator =
         |n: usize| -> Option<String> { Some(separators.as_ref()?.get_item_by_index(n).ok()?.as_str()?.to_string()) };
     let json = JsonDumpFormat {
-        item: separator(0).unwrap_or_else(|| if indent.is_some() { "," } else { ", " }.into()),
-        key: separator(1).unwrap_or_else(|| ": ".into()),
+        item_separator: separator(0).unwrap_or_else(|| if indent.is_some() { "," } else { ", " }.into()),
+        key_separator: separator(1).unwrap_or_else(|| ": ".into()),
         indent,
         ensure_ascii: arguments.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
         sort_keys: arguments.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
@@ -83,7 +83,7 @@ impl JsonDumpFormat {
                 }
                 let write = |key: &Value, text: &mut String| {
                     self.write_string(&checked_str(key)?, text);
-                    text.push_str(&self.key);
+                    text.push_str(&self.key_separator);
                     self.write(&value.get_item(key)?, depth + 1, text)
                 };
                 self.write_all(&keys, ['{', '}'], depth, text, write)?;
@@ -112,7 +112,7 @@ impl JsonDumpFormat {
         };
         text.push(brackets[0]);
         for (i, item) in items.iter().enumerate() {
-            text.push_str(if i > 0 { &self.item } else { "" });
+            text.push_str(if i > 0 { &self.item_separator } else { "" });
             line(depth + 1, text);
             write(item, text)?;
         }

@@ -15,7 +15,7 @@ pub(crate) struct OmittedTexts {
 
 /// The extent to which a text is written.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum TextFoundInRendering {
+enum RenderedExtent {
     All,
     Some,
     None,
@@ -30,8 +30,8 @@ impl OmittedTexts {
         let mut found = Self::default();
         for message in 0..conversation.len() {
             match conversation.is_assistant(message) {
-                true => found.answer(conversation, traced, message),
-                false => found.add_unlearned(conversation, traced, message),
+                true => found.check_answer(conversation, traced, message),
+                false => found.check_untrained(conversation, traced, message),
             }
         }
         found
@@ -44,13 +44,13 @@ impl OmittedTexts {
         }
     }
 
-    fn answer(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
+    fn check_answer(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
         let TracedConversation { rendered, owners, .. } = traced;
-        let own = rendered.targets.iter().zip(owners).filter(|(_, owner)| **owner == Some(message));
-        let own: Vec<_> = own.map(|(target, _)| target.clone()).collect();
+        let own_targets = rendered.targets.iter().zip(owners).filter(|(_, owner)| **owner == Some(message));
+        let own_targets: Vec<_> = own_targets.map(|(target, _)| target.clone()).collect();
         let is_certain = owners.iter().all(Option::is_some);
-        let learned = match is_certain {
-            true => own.iter().map(|target| &rendered.text[target.clone()]).collect::<String>(),
+        let trained_text = match is_certain {
+            true => own_targets.iter().map(|target| &rendered.text[target.clone()]).collect::<String>(),
             false => rendered.text.clone(),
         };
         let calls = field(&conversation.messages[message], "tool_calls");
@@ -58,66 +58,66 @@ impl OmittedTexts {
             let function = field(&call, "function");
             Some(field(if function.is_undefined() { &call } else { &function }, "name").as_str()?.to_string())
         });
-        let mut parts: Vec<(String, String, TextFoundInRendering)> = names
+        let mut parts: Vec<(String, String, RenderedExtent)> = names
             .map(|name| {
                 (
                     "tool_calls".to_string(),
                     name.clone(),
-                    if learned.contains(&name) { TextFoundInRendering::All } else { TextFoundInRendering::None },
+                    if trained_text.contains(&name) { RenderedExtent::All } else { RenderedExtent::None },
                 )
             })
             .collect();
         for (key, text, marked_text) in texts_of(conversation, traced, message) {
-            let part = part(&text, marked_text, traced, &learned);
+            let extent = extent(&text, marked_text, traced, &trained_text);
             let is_learned = |marked_text: &MarkedText| {
                 let Some(place) = marked_text.place() else { return true };
-                own.iter().any(|target| target.start < place.end.max(place.start + 1) && place.start < target.end)
+                own_targets
+                    .iter()
+                    .any(|target| target.start < place.end.max(place.start + 1) && place.start < target.end)
             };
             if is_certain
-                && part != TextFoundInRendering::None
-                && !own.is_empty()
+                && extent != RenderedExtent::None
+                && !own_targets.is_empty()
                 && !marked_text.is_none_or(is_learned)
             {
                 self.add_remark(format!("have {key} that is written but not trained on"));
             }
-            parts.push((key, text, part));
+            parts.push((key, text, extent));
         }
         if parts.is_empty() {
             return;
         }
-        if own.is_empty() && is_certain {
+        if own_targets.is_empty() && is_certain {
             self.add_remark("have an answer that no {% generation %} block encloses");
             return;
         }
-        if parts.iter().all(|(_, _, part)| *part == TextFoundInRendering::None) {
+        if parts.iter().all(|(_, _, extent)| *extent == RenderedExtent::None) {
             let mut keys: Vec<String> = parts.into_iter().map(|(key, _, _)| key).collect();
             keys.dedup();
             self.lost.push((message, keys.join(" and ")));
             return;
         }
-        for (key, text, part) in parts {
-            match part {
-                TextFoundInRendering::All => {}
-                TextFoundInRendering::Some
-                    if key == "content" && THINKING_TAGS.iter().any(|tag| text.contains(tag)) =>
-                {
+        for (key, text, extent) in parts {
+            match extent {
+                RenderedExtent::All => {}
+                RenderedExtent::Some if key == "content" && THINKING_TAGS.iter().any(|tag| text.contains(tag)) => {
                     self.add_remark("have thoughts, up to </think>, that the template does not render");
                 }
-                TextFoundInRendering::Some => {
+                RenderedExtent::Some => {
                     self.add_remark(format!("have {key} that the template does not render completely"))
                 }
-                TextFoundInRendering::None => self.add_remark(format!("have {key} that the template does not render")),
+                RenderedExtent::None => self.add_remark(format!("have {key} that the template does not render")),
             }
         }
     }
 
     /// Records the omissions of a message that the model is not trained on.
-    fn add_unlearned(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
+    fn check_untrained(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
         let text = &traced.rendered.text;
         let role = field(&conversation.messages[message], "role");
         let role = role.as_str().unwrap_or_default();
-        for (_, own, marked_text) in texts_of(conversation, traced, message) {
-            if part(&own, marked_text, traced, text) != TextFoundInRendering::All {
+        for (_, message_text, marked_text) in texts_of(conversation, traced, message) {
+            if extent(&message_text, marked_text, traced, text) != RenderedExtent::All {
                 self.add_remark(format!("have a {role} message that the template does not render completely"));
             }
         }
@@ -152,19 +152,14 @@ fn texts_of<'a>(
 
 /// Returns how much of a text is rendered: all of it if it appears at its place, and otherwise as much as `within`
 /// contains.
-fn part(
-    text: &str,
-    marked_text: Option<&MarkedText>,
-    traced: &TracedConversation,
-    within: &str,
-) -> TextFoundInRendering {
+fn extent(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversation, within: &str) -> RenderedExtent {
     let text = text.trim();
     if let Some(place) = marked_text.and_then(MarkedText::place)
         && let Some(written) = traced.rendered.text.get(place)
     {
         let escaped = || serde_json::from_str::<String>(&format!("\"{written}\"")).ok();
         if written.trim() == text || escaped().is_some_and(|plain| plain.trim() == text) {
-            return TextFoundInRendering::All;
+            return RenderedExtent::All;
         }
     }
     let mut pieces = vec![text];
@@ -178,8 +173,8 @@ fn part(
         within.contains(piece) || within.contains(json().trim_matches('"'))
     };
     match pieces.iter().filter(|piece| is_there(piece)).count() {
-        count if count == pieces.len() => TextFoundInRendering::All,
-        0 if !marked_text.is_some_and(MarkedText::is_there) => TextFoundInRendering::None,
-        _ => TextFoundInRendering::Some,
+        count if count == pieces.len() => RenderedExtent::All,
+        0 if !marked_text.is_some_and(MarkedText::is_there) => RenderedExtent::None,
+        _ => RenderedExtent::Some,
     }
 }

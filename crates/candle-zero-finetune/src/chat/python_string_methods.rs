@@ -55,20 +55,20 @@ pub(super) fn unknown_method(
         }
         "split" | "rsplit" => {
             let (positional, named): (&[Value], Kwargs) = from_args(arguments)?;
-            let given = |n: usize, name: &str| match positional.get(n) {
+            let argument = |n: usize, name: &str| match positional.get(n) {
                 Some(value) => Ok(Some(value.clone())),
                 None => named.get::<Option<Value>>(name),
             };
-            let separator = given(0, "sep")?.filter(|value| !value.is_none());
-            let most = given(1, "maxsplit")?.map(i64::try_from).transpose()?;
+            let separator = argument(0, "sep")?.filter(|value| !value.is_none());
+            let max_splits = argument(1, "maxsplit")?.map(i64::try_from).transpose()?;
             named.assert_all_used()?;
-            let most = most.and_then(|most| usize::try_from(most).ok()).unwrap_or(usize::MAX);
+            let max_splits = max_splits.and_then(|count| usize::try_from(count).ok()).unwrap_or(usize::MAX);
             let separator = separator.as_ref().map(|value| {
                 value
                     .as_str()
                     .ok_or_else(|| invalid(format!("the separator of {method} is {}, not a string", value.kind())))
             });
-            split(state, text, separator.transpose()?, most, method == "rsplit")
+            split(state, text, separator.transpose()?, max_splits, method == "rsplit")
         }
         "splitlines" => {
             let (keepends,): (Option<bool>,) = from_args(arguments)?;
@@ -76,10 +76,10 @@ pub(super) fn unknown_method(
         }
         "replace" => {
             let (old, new, count): (&str, &str, Option<i64>) = from_args(arguments)?;
-            let most = count.and_then(|count| usize::try_from(count).ok()).unwrap_or(usize::MAX);
-            let found = text.matches(old).count().min(most);
+            let max_count = count.and_then(|count| usize::try_from(count).ok()).unwrap_or(usize::MAX);
+            let found = text.matches(old).count().min(max_count);
             charge(state, text.len().saturating_add(found.saturating_mul(new.len())))?;
-            Ok(Value::from(text.replacen(old, new, most)))
+            Ok(Value::from(text.replacen(old, new, max_count)))
         }
         "join" => {
             let (values,): (&Value,) = from_args(arguments)?;
@@ -113,9 +113,9 @@ fn invalid(reason: impl Into<String>) -> Error {
 
 /// Returns `text` without these characters, or without white space, at its start, its end, or both.
 fn strip<'a>(text: &'a str, chars: Option<&str>, [start, end]: [bool; 2]) -> &'a str {
-    let is_out = |c: char| chars.map_or_else(|| is_space(c), |chars| chars.contains(c));
-    let text = if start { text.trim_start_matches(is_out) } else { text };
-    if end { text.trim_end_matches(is_out) } else { text }
+    let is_stripped = |c: char| chars.map_or_else(|| is_space(c), |chars| chars.contains(c));
+    let text = if start { text.trim_start_matches(is_stripped) } else { text };
+    if end { text.trim_end_matches(is_stripped) } else { text }
 }
 
 /// Implements Python's `str.split` and `str.rsplit`.
@@ -123,7 +123,7 @@ fn split(
     state: &State<'_, '_>,
     text: &str,
     separator: Option<&str>,
-    most: usize,
+    max_splits: usize,
     from_end: bool,
 ) -> Result<Value, Error> {
     let mut parts: Vec<&str> = vec![];
@@ -134,19 +134,19 @@ fn split(
     match (separator, from_end) {
         (Some(""), _) => return Err(invalid("empty separator")),
         (Some(separator), false) => {
-            for part in text.splitn(most.saturating_add(1), separator) {
+            for part in text.splitn(max_splits.saturating_add(1), separator) {
                 push(&mut parts, part)?;
             }
         }
         (Some(separator), true) => {
-            for part in text.rsplitn(most.saturating_add(1), separator) {
+            for part in text.rsplitn(max_splits.saturating_add(1), separator) {
                 push(&mut parts, part)?;
             }
         }
         (None, false) => {
             let mut rest = text.trim_start_matches(is_space);
             while !rest.is_empty() {
-                let end = if parts.len() == most { None } else { rest.find(is_space) };
+                let end = if parts.len() == max_splits { None } else { rest.find(is_space) };
                 push(&mut parts, &rest[..end.unwrap_or(rest.len())])?;
                 rest = end.map_or("", |end| rest[end..].trim_start_matches(is_space));
             }
@@ -154,7 +154,8 @@ fn split(
         (None, true) => {
             let mut rest = text.trim_end_matches(is_space);
             while !rest.is_empty() {
-                let last = if parts.len() == most { None } else { rest.char_indices().rfind(|(_, c)| is_space(*c)) };
+                let last =
+                    if parts.len() == max_splits { None } else { rest.char_indices().rfind(|(_, c)| is_space(*c)) };
                 push(&mut parts, &rest[last.map_or(0, |(at, c)| at + c.len_utf8())..])?;
                 rest = last.map_or("", |(at, _)| rest[..at].trim_end_matches(is_space));
             }

@@ -33,7 +33,7 @@ const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday",
 impl DateTime {
     /// Converts seconds since 1970 (H. Hinnant, "chrono-compatible low-level date algorithms").
     fn new(seconds: u64) -> Self {
-        let (days, of_day) = ((seconds / 86_400) as i64, seconds % 86_400);
+        let (days, second_of_day) = ((seconds / 86_400) as i64, seconds % 86_400);
         let shifted = days + 719_468;
         let era = shifted.div_euclid(146_097);
         let day_of_era = shifted.rem_euclid(146_097);
@@ -52,15 +52,15 @@ impl DateTime {
             day,
             day_of_year,
             weekday: ((days + 4) % 7) as usize,
-            hour: of_day / 3600,
-            minute: of_day / 60 % 60,
-            second: of_day % 60,
+            hour: second_of_day / 3600,
+            minute: second_of_day / 60 % 60,
+            second: second_of_day % 60,
         }
     }
 
     /// Returns the text of directive `%c`, or `None` if it is unknown.
     fn directive(&self, c: char) -> Option<String> {
-        let noon = |hour: u64| if hour.is_multiple_of(12) { 12 } else { hour % 12 };
+        let twelve_hour = |hour: u64| if hour.is_multiple_of(12) { 12 } else { hour % 12 };
         Some(match c {
             'Y' => format!("{}", self.year),
             'y' => format!("{:02}", self.year.rem_euclid(100)),
@@ -73,7 +73,7 @@ impl DateTime {
             'A' => DAYS[self.weekday].into(),
             'a' => DAYS[self.weekday][..3].into(),
             'H' => format!("{:02}", self.hour),
-            'I' => format!("{:02}", noon(self.hour)),
+            'I' => format!("{:02}", twelve_hour(self.hour)),
             'M' => format!("{:02}", self.minute),
             'S' => format!("{:02}", self.second),
             'p' => if self.hour < 12 { "AM" } else { "PM" }.into(),
@@ -96,7 +96,7 @@ pub(super) fn strftime(format: &str, seconds: u64) -> String {
             continue;
         }
         let after = rest.as_str();
-        let (bare, name) = match after.strip_prefix('-') {
+        let (unpadded, name) = match after.strip_prefix('-') {
             Some(after) => (true, after.chars().next()),
             None => (false, after.chars().next()),
         };
@@ -104,8 +104,8 @@ pub(super) fn strftime(format: &str, seconds: u64) -> String {
             None => text.push('%'),
             Some(value) => {
                 let trimmed = value.trim_start_matches(['0', ' ']);
-                text.push_str(if bare && !trimmed.is_empty() { trimmed } else { &value });
-                rest.nth(usize::from(bare));
+                text.push_str(if unpadded && !trimmed.is_empty() { trimmed } else { &value });
+                rest.nth(usize::from(unpadded));
             }
         }
     }

@@ -114,12 +114,12 @@ impl Template {
             words,
             tool_use,
         };
-        template.look_at_turns(special_texts)?;
+        template.detect_turns(special_texts)?;
         Ok(template)
     }
 
     /// Determines how turns begin and end, and which message formats the template can read.
-    fn look_at_turns(&mut self, special_texts: Vec<String>) -> Result<()> {
+    fn detect_turns(&mut self, special_texts: Vec<String>) -> Result<()> {
         self.turns = TurnMarkers::of(self, special_texts, &[]);
         self.capabilities = TemplateCapabilities::of(self);
         match *lock(&self.endless) {
@@ -147,17 +147,18 @@ impl Template {
         if let Some(file) = tokenizer_files::gguf_with_tokenizer(folder)?
             && !folder.join("chat_template.jinja").is_file()
         {
-            return Self::inside(&file, tokenizer);
+            return Self::open_gguf(&file, tokenizer);
         }
         let read = |path: std::path::PathBuf| match files::read_text(&path, MAX_TEMPLATE_BYTES) {
             Ok(source) => Ok(Some(source)),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
             Err(source) => Err(Error::Io { action: "read", path, source }),
         };
-        let (own, beside) = ("chat_template.jinja", format!("additional_chat_templates/{TOOL_USE}.jinja"));
-        let (default, tool_use) = (read(folder.join(own))?, read(folder.join(&beside))?);
+        let (default_file, tool_use_file) =
+            ("chat_template.jinja", format!("additional_chat_templates/{TOOL_USE}.jinja"));
+        let (default, tool_use) = (read(folder.join(default_file))?, read(folder.join(&tool_use_file))?);
         // Template files take precedence over all templates in the configuration.
-        let configured = if default.is_none() { configured(folder)? } else { ConfiguredTemplates::default() };
+        let configured = if default.is_none() { configured_templates(folder)? } else { ConfiguredTemplates::default() };
         let settings = "tokenizer_config.json";
         let either = |file: Option<String>, name: &str, configured: Option<String>| {
             let file = file.map(|source| (source, name.to_owned()));
@@ -167,18 +168,18 @@ impl Template {
             let name = format!("the chat template of {}", folder.join(file).display());
             Self::named(name.into(), &source, tokenizer.special_tokens(), tokenizer.special_texts())
         };
-        let Some(default) = either(default, own, configured.default) else {
+        let Some(default) = either(default, default_file, configured.default) else {
             return Err(FinetuneError::NoTemplate { folder: folder.into() }.into());
         };
         let mut template = new(default)?;
-        if let Some(other) = either(tool_use, &beside, configured.tool_use) {
-            template.tool_use = Some(Box::new(new(other)?));
+        if let Some(tool_use) = either(tool_use, &tool_use_file, configured.tool_use) {
+            template.tool_use = Some(Box::new(new(tool_use)?));
         }
         Ok(template)
     }
 
     /// Reads the templates in a GGUF file.
-    fn inside(file: &Path, tokenizer: &Tokenizer) -> Result<Self> {
+    fn open_gguf(file: &Path, tokenizer: &Tokenizer) -> Result<Self> {
         let gguf = GgufFile::open(file)?;
         let new = |source: &str| {
             let name = format!("the chat template of {}", file.display());
@@ -188,8 +189,8 @@ impl Template {
             return Err(FinetuneError::NoTemplate { folder: file.into() }.into());
         };
         let mut template = new(default)?;
-        if let Some(other) = gguf.chat_template(&format!(".{TOOL_USE}"))? {
-            template.tool_use = Some(Box::new(new(other)?));
+        if let Some(tool_use) = gguf.chat_template(&format!(".{TOOL_USE}"))? {
+            template.tool_use = Some(Box::new(new(tool_use)?));
         }
         Ok(template)
     }
@@ -203,7 +204,7 @@ impl Template {
         let value = serde_json::from_str::<Value>(json).map_err(wrong)?;
         self.variables.retain(|(other, _)| other != name);
         self.variables.push((name.into(), value));
-        self.look_at_turns(self.turns.special_texts())?;
+        self.detect_turns(self.turns.special_texts())?;
         match &mut self.tool_use {
             Some(other) => other.set(name, json),
             None => Ok(()),
@@ -211,7 +212,7 @@ impl Template {
     }
 
     /// Returns the template for a conversation.
-    fn of(&self, conversation: &Conversation) -> &Self {
+    fn for_conversation(&self, conversation: &Conversation) -> &Self {
         let has_tools = conversation.tools.len().is_some_and(|tools| tools > 0);
         self.tool_use.as_deref().filter(|_| has_tools).unwrap_or(self)
     }
@@ -221,11 +222,11 @@ impl Template {
     /// # Errors
     /// [`FinetuneError::TemplateRefuses`]; [`FinetuneError::TemplateWithoutEnd`].
     pub fn render(&self, conversation: &Conversation, add_generation_prompt: bool) -> Result<String> {
-        let template = self.of(conversation);
+        let template = self.for_conversation(conversation);
         let render = |conversation: &Conversation| {
             template.render_messages(&conversation.messages, conversation, add_generation_prompt, false)
         };
-        Ok(template.adapted(conversation, &render)?)
+        Ok(template.render_adapted(conversation, &render)?)
     }
 
     /// Returns the text of a conversation and the ranges of the assistant's text: everything after the header of an
@@ -240,16 +241,16 @@ impl Template {
 
     /// Does the same as [`render_with_targets`](Self::render_with_targets) and also returns facts about the messages.
     pub(crate) fn trace(&self, conversation: &Conversation) -> Result<TracedConversation, FinetuneError> {
-        let template = self.of(conversation);
-        let own;
+        let template = self.for_conversation(conversation);
+        let own_turns;
         let turns = match conversation.variables.is_empty() {
             true => &template.turns,
             false => {
-                own = TurnMarkers::of(template, template.turns.special_texts(), &conversation.variables);
-                &own
+                own_turns = TurnMarkers::of(template, template.turns.special_texts(), &conversation.variables);
+                &own_turns
             }
         };
-        template.adapted(conversation, &|conversation| match template.has_markers {
+        template.render_adapted(conversation, &|conversation| match template.has_markers {
             true => assistant_mask::of_markers(template, turns, conversation),
             false => assistant_mask::find(template, turns, conversation),
         })
@@ -257,34 +258,34 @@ impl Template {
 
     /// Returns the result of `render` for the conversation with its messages adapted to the template. If a message
     /// calls tools and has no content, but the template needs content, the message gets empty content.
-    fn adapted<T>(
+    fn render_adapted<T>(
         &self,
         conversation: &Conversation,
         render: &dyn Fn(&Conversation) -> Result<T, FinetuneError>,
     ) -> Result<T, FinetuneError> {
         let mut adapted =
             Conversation { messages: self.capabilities.adapt(&conversation.messages), ..conversation.clone() };
-        let refused = match render(&adapted) {
+        let refusal = match render(&adapted) {
             Err(FinetuneError::TemplateRefuses { reason }) => reason,
             other => return other,
         };
-        let lacks = |message: &Value| {
+        let lacks_content = |message: &Value| {
             let content = field(message, "content");
             content.is_undefined() || content.is_none()
         };
-        let calls = |message: &Value| field(message, "tool_calls").is_true();
-        let Some(first) = adapted.messages.iter().position(lacks) else {
-            return Err(FinetuneError::TemplateRefuses { reason: refused });
+        let calls_tools = |message: &Value| field(message, "tool_calls").is_true();
+        let Some(first) = adapted.messages.iter().position(lacks_content) else {
+            return Err(FinetuneError::TemplateRefuses { reason: refusal });
         };
-        let reason = format!("message {} has no content, which the template needs ({refused})", first + 1);
+        let reason = format!("message {} has no content, which the template needs ({refusal})", first + 1);
         let wrong = FinetuneError::TemplateRefuses { reason };
-        if adapted.messages.iter().any(|message| lacks(message) && !calls(message)) {
+        if adapted.messages.iter().any(|message| lacks_content(message) && !calls_tools(message)) {
             return Err(wrong);
         }
-        for message in adapted.messages.iter_mut().filter(|message| lacks(message)) {
+        for message in adapted.messages.iter_mut().filter(|message| lacks_content(message)) {
             let keys = message.try_iter().into_iter().flatten().filter(|key| key.as_str() != Some("content"));
-            let others = keys.map(|key| (key.clone(), message.get_item(&key).unwrap_or_default()));
-            *message = Value::from_pairs(others.chain([("content".into(), "".into())]));
+            let other_fields = keys.map(|key| (key.clone(), message.get_item(&key).unwrap_or_default()));
+            *message = Value::from_pairs(other_fields.chain([("content".into(), "".into())]));
         }
         render(&adapted).map_err(|_| wrong)
     }
@@ -328,21 +329,21 @@ impl ChatRenderer for Template {
             }
             false => FinetuneError::TemplateRefuses { reason: reason(&e) },
         };
-        let given = conversation.variables.iter().map(|(_, value)| bytes_of(value)).sum::<usize>();
-        let bytes = messages.iter().map(bytes_of).sum::<usize>() + bytes_of(&conversation.tools) + given;
-        let is_usual = messages.len() <= SHORT_CONVERSATION.0 && bytes <= SHORT_CONVERSATION.1;
-        let environment = &self.environments[usize::from(!is_usual)];
+        let variable_bytes = conversation.variables.iter().map(|(_, value)| bytes_of(value)).sum::<usize>();
+        let bytes = messages.iter().map(bytes_of).sum::<usize>() + bytes_of(&conversation.tools) + variable_bytes;
+        let is_short = messages.len() <= SHORT_CONVERSATION.0 && bytes <= SHORT_CONVERSATION.1;
+        let environment = &self.environments[usize::from(!is_short)];
         let template = environment.get_template(TEMPLATE_NAME).map_err(refused)?;
-        let given = [
+        let arguments = [
             ("messages", messages.iter().cloned().collect()),
             ("tools", conversation.tools.clone()),
             ("add_generation_prompt", Value::from(add_generation_prompt)),
             (MARK_VARIABLE, Value::from(marked)),
         ];
-        let none = [("documents", Value::from(()))];
+        let defaults = [("documents", Value::from(()))];
         let variables = self.variables.iter().chain(&conversation.variables);
         let variables = variables.map(|(name, value)| (name.as_str(), value.clone()));
-        let values = Value::from_pairs(none.into_iter().chain(variables).chain(given));
+        let values = Value::from_pairs(defaults.into_iter().chain(variables).chain(arguments));
         let rendered = within(&self.subject, bytes, || template.render(values));
         rendered.map_err(|reason| FinetuneError::TemplateRefuses { reason })?.map_err(refused)
     }
@@ -374,7 +375,7 @@ struct ConfiguredTemplates {
     tool_use: Option<String>,
 }
 
-fn configured(folder: &Path) -> Result<ConfiguredTemplates> {
+fn configured_templates(folder: &Path) -> Result<ConfiguredTemplates> {
     let path = folder.join("tokenizer_config.json");
     let config = object(&path)?;
     let Some(found) = config.get("chat_template") else { return Ok(ConfiguredTemplates::default()) };
@@ -429,27 +430,27 @@ fn mark_generation(state: &State<'_, '_>, text: &str) -> String {
 /// Returns the template with generation markers replaced by filter blocks, which Jinja treats in the same way, and
 /// whether it has any markers.
 fn replace_markers(source: &str) -> (String, bool) {
-    let (mut text, mut rest, mut any) = (String::with_capacity(source.len()), source, false);
+    let (mut text, mut rest, mut has_markers) = (String::with_capacity(source.len()), source, false);
     while let Some(at) = rest.find("{%") {
         let Some(end) = rest[at + 2..].find("%}").map(|end| at + 2 + end) else { break };
-        let inside = &rest[at + 2..end];
-        let word = inside.trim_matches(|c: char| c.is_whitespace() || matches!(c, '-' | '+'));
-        let in_its_place = match word {
+        let content = &rest[at + 2..end];
+        let word = content.trim_matches(|c: char| c.is_whitespace() || matches!(c, '-' | '+'));
+        let replacement = match word {
             "generation" => Some("filter __generation__"),
             "endgeneration" => Some("endfilter"),
             _ => None,
         };
         text.push_str(&rest[..at + 2]);
-        match in_its_place {
-            Some(other) => text.push_str(&inside.replace(word, other)),
-            None => text.push_str(inside),
+        match replacement {
+            Some(other) => text.push_str(&content.replace(word, other)),
+            None => text.push_str(content),
         }
         text.push_str("%}");
-        any |= in_its_place.is_some();
+        has_markers |= replacement.is_some();
         rest = &rest[end + 2..];
     }
     text.push_str(rest);
-    (text, any)
+    (text, has_markers)
 }
 
 /// Returns the message of an error in parsing or rendering a template: its kind, its detail and the line, or only the

@@ -34,10 +34,10 @@ impl TemplateCapabilities {
 
     /// Returns the messages in the form that the template reads.
     pub(super) fn adapt(self, messages: &[Value]) -> Vec<Value> {
-        messages.iter().map(|message| self.message(message)).collect()
+        messages.iter().map(|message| self.adapt_message(message)).collect()
     }
 
-    fn message(self, message: &Value) -> Value {
+    fn adapt_message(self, message: &Value) -> Value {
         let content = field(message, "content");
         let joined = (!self.parts && content.kind() == ValueKind::Seq).then(|| join(&content)).flatten();
         let calls = field(message, "tool_calls");
@@ -45,21 +45,21 @@ impl TemplateCapabilities {
         if joined.is_none() && calls.is_none() {
             return message.clone();
         }
-        changed(message, |name, value| match (name, &joined, &calls) {
+        map_fields(message, |name, value| match (name, &joined, &calls) {
             ("content", Some(text), _) => text.as_str().into(),
             ("tool_calls", _, Some(calls)) => {
-                calls.try_iter().into_iter().flatten().map(|call| self.call(&call)).collect()
+                calls.try_iter().into_iter().flatten().map(|call| self.adapt_call(&call)).collect()
             }
             _ => value,
         })
     }
 
-    fn call(self, call: &Value) -> Value {
+    fn adapt_call(self, call: &Value) -> Value {
         let inner = field(call, "function");
         if inner.kind() == ValueKind::Map {
-            return changed(call, |name, value| if name == "function" { self.call(&inner) } else { value });
+            return map_fields(call, |name, value| if name == "function" { self.adapt_call(&inner) } else { value });
         }
-        changed(call, |name, value| match (name, self.arguments, value.as_str()) {
+        map_fields(call, |name, value| match (name, self.arguments, value.as_str()) {
             ("arguments", ToolArgumentsFormat::Object, Some(text)) => {
                 json(text).ok().filter(|object| object.kind() == ValueKind::Map).unwrap_or(value)
             }
@@ -85,7 +85,7 @@ impl TemplateCapabilities {
 }
 
 /// Returns a copy of an object in which `change` has replaced the values.
-fn changed(object: &Value, change: impl Fn(&str, Value) -> Value) -> Value {
+fn map_fields(object: &Value, change: impl Fn(&str, Value) -> Value) -> Value {
     let keys = object.try_iter().into_iter().flatten();
     Value::from_pairs(keys.map(|key| {
         let name = key.as_str().unwrap_or_default().to_string();
@@ -107,9 +107,9 @@ fn reads_parts(template: &impl ChatRenderer) -> bool {
     let part = Value::from_pairs([("type", "text"), ("text", PROBE)]);
     let content: Value = [part].into_iter().collect();
     let message = |role: &str, content: Value| Value::from_pairs([("role", Value::from(role)), ("content", content)]);
-    let text = |changed: &str| {
-        let of = |role: &str| if role == changed { content.clone() } else { Value::from("Z") };
-        let messages = ["user", "assistant"].map(|role| message(role, of(role)));
+    let text = |probed_role: &str| {
+        let content_of = |role: &str| if role == probed_role { content.clone() } else { Value::from("Z") };
+        let messages = ["user", "assistant"].map(|role| message(role, content_of(role)));
         template.render_messages(&messages, &Conversation::empty(), false, false).ok()
     };
     let is_plain = |text: &String| text.find(PROBE).is_some_and(|at| !text[..at].trim_end().ends_with(['\'', '"']));

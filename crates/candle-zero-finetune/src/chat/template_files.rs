@@ -23,19 +23,19 @@ pub(crate) fn named_templates(folder: &Path) -> Result<BTreeMap<String, String>>
         let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
         files::read_text(path, MAX_TEMPLATE_BYTES).map_err(wrong)
     };
-    let (usual, mut named) = (folder.join("chat_template.jinja"), BTreeMap::new());
-    if usual.is_file() {
-        named.insert(DEFAULT.to_owned(), read(&usual)?);
+    let (default_file, mut named) = (folder.join("chat_template.jinja"), BTreeMap::new());
+    if default_file.is_file() {
+        named.insert(DEFAULT.to_owned(), read(&default_file)?);
     } else {
         let config = object(&folder.join("tokenizer_config.json"))?;
         let text = |value: &serde_json::Value| value.as_str().map(str::to_owned);
         match config.get("chat_template") {
-            Some(serde_json::Value::Array(several)) => {
-                let both = |entry: &serde_json::Value| Some((text(entry.get("name")?)?, text(entry.get("template")?)?));
-                named.extend(several.iter().filter_map(both));
+            Some(serde_json::Value::Array(entries)) => {
+                let pair = |entry: &serde_json::Value| Some((text(entry.get("name")?)?, text(entry.get("template")?)?));
+                named.extend(entries.iter().filter_map(pair));
             }
-            Some(serde_json::Value::Object(several)) => {
-                named.extend(several.iter().filter_map(|(name, template)| Some((name.clone(), text(template)?))));
+            Some(serde_json::Value::Object(entries)) => {
+                named.extend(entries.iter().filter_map(|(name, template)| Some((name.clone(), text(template)?))));
             }
             one => named.extend(one.and_then(text).map(|template| (DEFAULT.to_owned(), template))),
         }

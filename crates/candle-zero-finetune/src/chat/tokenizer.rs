@@ -104,12 +104,12 @@ impl Tokenizer {
             }
         }
         let id = |name: &str| tokens.get(name).and_then(|token| inner.token_to_id(token));
-        let asks = |key: &str| config.get(key).and_then(Value::as_bool);
-        around.0 = with_token(around.0, id("bos_token"), asks("add_bos_token"));
-        around.1 = with_token(around.1, id("eos_token"), asks("add_eos_token"));
-        let of_file = twox_hash::XxHash3_64::oneshot(&bytes);
-        let splitter = SafeSplitter::of(&inner, of_file);
-        let fingerprint = twox_hash::XxHash3_64::oneshot(format!("{of_file:x} {tokens:?} {around:?}").as_bytes());
+        let flag = |key: &str| config.get(key).and_then(Value::as_bool);
+        around.0 = with_token(around.0, id("bos_token"), flag("add_bos_token"));
+        around.1 = with_token(around.1, id("eos_token"), flag("add_eos_token"));
+        let file_hash = twox_hash::XxHash3_64::oneshot(&bytes);
+        let splitter = SafeSplitter::of(&inner, file_hash);
+        let fingerprint = twox_hash::XxHash3_64::oneshot(format!("{file_hash:x} {tokens:?} {around:?}").as_bytes());
         Ok(Self { inner, splitter, tokens, around, fingerprint, subject })
     }
 
@@ -125,13 +125,13 @@ impl Tokenizer {
     /// [`FinetuneError::Encode`].
     pub fn encode(&self, text: &str) -> Result<EncodedText> {
         match &self.splitter {
-            Some(splitter) => splitter.encode(text, |piece| self.encode_whole(piece)),
-            None => self.encode_whole(text),
+            Some(splitter) => splitter.encode(text, |piece| self.encode_uncut(piece)),
+            None => self.encode_uncut(text),
         }
     }
 
     /// Encodes the text as one piece.
-    fn encode_whole(&self, text: &str) -> Result<EncodedText> {
+    fn encode_uncut(&self, text: &str) -> Result<EncodedText> {
         let wrong = |reason: String| FinetuneError::Encode { bytes: text.len(), reason };
         if text.len() > MAX_TEXT_BYTES {
             let reason =
@@ -228,16 +228,16 @@ fn problem_of_added_tokens(inner: &tokenizers::Tokenizer) -> tokenizers::Result<
 
 /// Returns the tokens that a tokenizer adds before and after a text.
 fn added_around(inner: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, Vec<u32>)> {
-    let (bare, whole) = (inner.encode("a", false)?, inner.encode("a", true)?);
-    let (bare, whole) = (bare.get_ids(), whole.get_ids());
-    let at = (0..whole.len()).find(|at| !bare.is_empty() && whole[*at..].starts_with(bare));
-    Ok(at.map_or((vec![], vec![]), |at| (whole[..at].to_vec(), whole[at + bare.len()..].to_vec())))
+    let (bare, complete) = (inner.encode("a", false)?, inner.encode("a", true)?);
+    let (bare, complete) = (bare.get_ids(), complete.get_ids());
+    let at = (0..complete.len()).find(|at| !bare.is_empty() && complete[*at..].starts_with(bare));
+    Ok(at.map_or((vec![], vec![]), |at| (complete[..at].to_vec(), complete[at + bare.len()..].to_vec())))
 }
 
 /// Returns only `token` if the configuration requests it and `tokens` lacks it, `tokens` without it if the
 /// configuration excludes it, and otherwise `tokens` unchanged.
-fn with_token(tokens: Vec<u32>, token: Option<u32>, asked: Option<bool>) -> Vec<u32> {
-    match (token, asked) {
+fn with_token(tokens: Vec<u32>, token: Option<u32>, requested: Option<bool>) -> Vec<u32> {
+    match (token, requested) {
         (Some(token), Some(true)) if !tokens.contains(&token) => vec![token],
         (Some(token), Some(false)) => tokens.into_iter().filter(|id| *id != token).collect(),
         _ => tokens,
@@ -335,7 +335,7 @@ mod tests {
         ) {
             let text = parts.concat();
             for tokenizer in &*TOKENIZERS {
-                prop_assert_eq!(tokenizer.encode(&text).unwrap(), tokenizer.encode_whole(&text).unwrap());
+                prop_assert_eq!(tokenizer.encode(&text).unwrap(), tokenizer.encode_uncut(&text).unwrap());
             }
         }
     }

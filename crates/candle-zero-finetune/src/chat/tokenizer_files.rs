@@ -1,6 +1,6 @@
 //! Finds a model's tokenizer in the files of its folder or in its GGUF file.
 //!
-//! | found | tokenizer |
+//! | files | tokenizer |
 //! |---|---|
 //! | `tokenizer.json` | this tokenizer, with `tokenizer_config.json` and `special_tokens_map.json` |
 //! | `vocab.txt` | BERT's WordPiece over its lines |
@@ -89,7 +89,7 @@ impl TokenizerFiles {
         let model = object(&folder.join("config.json"))?;
         let is_gpt2 = model.get("model_type").is_some_and(|kind| kind == "gpt2");
         let (Some(vocab), Some(merges), true) = (read(&path)?, read(&folder.join("merges.txt"))?, is_gpt2) else {
-            return Err(none(folder));
+            return Err(no_tokenizer(folder));
         };
         let wrong = |reason: String| FinetuneError::TokenizerFile { path: path.clone(), reason };
         let vocab: Map<String, Value> = serde_json::from_slice(&vocab).map_err(|e| wrong(e.to_string()))?;
@@ -134,7 +134,7 @@ pub(crate) fn has_tokenizer(folder: &Path) -> bool {
 }
 
 /// Returns the error for a folder without a tokenizer, depending on its files.
-fn none(folder: &Path) -> Error {
+fn no_tokenizer(folder: &Path) -> Error {
     let has = |name: &str| folder.join(name).is_file();
     let found = match () {
         () if !folder.is_dir() => "there is no such folder",
@@ -165,24 +165,24 @@ fn word_piece(lines: &str, config: &Map<String, Value>) -> Value {
     let lines = lines.strip_suffix('\n').unwrap_or(lines);
     let token = |line: &str| line.strip_suffix('\r').unwrap_or(line).to_owned();
     let vocab: Map<String, Value> = lines.split('\n').enumerate().map(|(id, line)| (token(line), id.into())).collect();
-    let flag = |key: &str, unset: bool| config.get(key).and_then(Value::as_bool).unwrap_or(unset);
-    let text = |name: &str, unset: &'static str| {
+    let flag = |key: &str, default: bool| config.get(key).and_then(Value::as_bool).unwrap_or(default);
+    let text = |name: &str, default: &'static str| {
         let value = config.get(name);
-        value.and_then(|value| value.as_str().or_else(|| value.get("content")?.as_str())).unwrap_or(unset).to_owned()
+        value.and_then(|value| value.as_str().or_else(|| value.get("content")?.as_str())).unwrap_or(default).to_owned()
     };
-    let special = WORD_PIECE.map(|(name, unset)| text(name, unset));
-    let mut known: Vec<(u64, &String)> =
+    let special = WORD_PIECE.map(|(name, default)| text(name, default));
+    let mut special_ids: Vec<(u64, &String)> =
         special.iter().filter_map(|token| Some((vocab.get(token)?.as_u64()?, token))).collect();
-    known.sort_unstable();
-    known.dedup();
-    let pair = |name: &str, unset| {
-        let token = text(name, unset);
+    special_ids.sort_unstable();
+    special_ids.dedup();
+    let pair = |name: &str, default| {
+        let token = text(name, default);
         let id = vocab.get(&token).cloned().unwrap_or(0.into());
         json!([token, id])
     };
     json!({
         "version": "1.0",
-        "added_tokens": known.iter().map(|(id, token)| added((*id).into(), token)).collect::<Vec<_>>(),
+        "added_tokens": special_ids.iter().map(|(id, token)| added((*id).into(), token)).collect::<Vec<_>>(),
         "normalizer": {
             "type": "BertNormalizer",
             "clean_text": true,

@@ -21,8 +21,8 @@ impl Random {
         self.below(100) < percent
     }
 
-    fn one<'a, T: ?Sized>(&mut self, of: &[&'a T]) -> &'a T {
-        of[self.below(of.len())]
+    fn one<'a, T: ?Sized>(&mut self, options: &[&'a T]) -> &'a T {
+        options[self.below(options.len())]
     }
 
     /// Returns a text composed of a limited set of parts, so that pieces repeat. The parts include everything that
@@ -117,11 +117,11 @@ impl Random {
     /// Returns a BPE model whose tokens consist of characters in byte-level form, or of the texts' own characters with
     /// `▁` in place of spaces.
     fn bpe(&mut self, texts: &[String], byte_level: bool) -> Value {
-        let written = |text: &str| match byte_level {
+        let symbols_of = |text: &str| match byte_level {
             true => text.bytes().map(byte_char).collect::<Vec<char>>(),
             false => text.chars().map(|c| if c == ' ' { '▁' } else { c }).collect(),
         };
-        let mut symbols: BTreeSet<char> = texts.iter().flat_map(|text| written(text)).collect();
+        let mut symbols: BTreeSet<char> = texts.iter().flat_map(|text| symbols_of(text)).collect();
         if byte_level && self.chance(80) {
             symbols.extend((0..=255).map(byte_char));
         }
@@ -133,9 +133,9 @@ impl Random {
         let mut known: BTreeSet<String> = tokens.iter().cloned().collect();
         let mut merges: Vec<[String; 2]> = vec![];
         // Most merges join adjacent tokens of the texts, in some models also across spaces; a few join random tokens.
-        let across = self.chance(35);
+        let joins_across_spaces = self.chance(35);
         let mut words: Vec<Vec<String>> =
-            texts.iter().map(|text| written(text).into_iter().map(String::from).collect()).collect();
+            texts.iter().map(|text| symbols_of(text).into_iter().map(String::from).collect()).collect();
         for _ in 0..self.below(120) {
             let pair = if self.chance(97) {
                 let word = self.below(words.len());
@@ -149,9 +149,9 @@ impl Random {
                 [0, 1].map(|_| tokens[self.below(tokens.len())].clone())
             };
             let is_blank = |c: Option<char>| c.is_none_or(|c| [' ', '▁', 'Ġ', 'Ċ', '\n'].contains(&c));
-            let joins = !is_blank(pair[0].chars().last()) && is_blank(pair[1].chars().next())
+            let is_across_spaces = !is_blank(pair[0].chars().last()) && is_blank(pair[1].chars().next())
                 || is_blank(pair[0].chars().last()) && pair[0].chars().count() > 1;
-            if joins && !across || !pair.iter().all(|token| known.contains(token)) {
+            if is_across_spaces && !joins_across_spaces || !pair.iter().all(|token| known.contains(token)) {
                 continue;
             }
             let new = pair.concat();
@@ -234,7 +234,7 @@ impl Random {
     }
 
     /// Returns a normalizer and a pre-tokenizer such as those of GPT-2, Llama 3, Qwen, SmolLM2 and Gemma.
-    fn usual_way(&mut self) -> (Value, Value) {
+    fn typical_components(&mut self) -> (Value, Value) {
         let normalizer = if self.chance(40) { json!({"type": "NFC"}) } else { Value::Null };
         let byte_level =
             |regex| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex});
@@ -260,16 +260,16 @@ impl Random {
 
     fn tokenizer(&mut self, texts: &[String]) -> Value {
         // Half of the tokenizers have the structure of the best-known ones, with different content.
-        let is_usual = self.chance(50);
-        let (normalizer, pre_tokenizer) = match is_usual {
-            true => self.usual_way(),
+        let is_typical = self.chance(50);
+        let (normalizer, pre_tokenizer) = match is_typical {
+            true => self.typical_components(),
             false => {
                 let normalizer = if self.chance(40) { Value::Null } else { self.normalizer(0) };
                 (normalizer, if self.chance(15) { Value::Null } else { self.pre_tokenizer(0) })
             }
         };
         let byte_level = pre_tokenizer.to_string().contains("ByteLevel") != self.chance(3);
-        let model = if is_usual { self.bpe(texts, byte_level) } else { self.model(texts, byte_level) };
+        let model = if is_typical { self.bpe(texts, byte_level) } else { self.model(texts, byte_level) };
         let contents = [
             "<|a|>",
             "<b>",
@@ -341,8 +341,8 @@ fn attempt<T>(encode: impl FnOnce() -> Option<T>) -> Option<T> {
 fn random_tokenizers_have_the_tokens_of_their_own_library() {
     let (count, seed) = (number("CANDLE_ZERO_VOCABULARIES", 60), number("CANDLE_ZERO_SEED", 1));
     let folder = tempfile::tempdir().unwrap();
-    let (mut tried, mut cut, mut case) = (0, 0, 0);
-    while tried < count {
+    let (mut tested, mut splitting, mut case) = (0, 0, 0);
+    while tested < count {
         case += 1;
         let mut random = Random(mix(mix(seed) ^ case));
         let texts: Vec<String> = (0..40)
@@ -352,7 +352,7 @@ fn random_tokenizers_have_the_tokens_of_their_own_library() {
             })
             .collect();
         let json = random.tokenizer(&texts);
-        let drops = json["model"]["type"] == "BPE" && json["model"]["unk_token"].is_null();
+        let drops_unknown = json["model"]["type"] == "BPE" && json["model"]["unk_token"].is_null();
         let json = json.to_string();
         // The library does not load every combination.
         let Some(theirs) = attempt(|| tokenizers::Tokenizer::from_bytes(&json).ok()) else { continue };
@@ -362,20 +362,20 @@ fn random_tokenizers_have_the_tokens_of_their_own_library() {
             Err(error)
                 if ["would match endlessly", "which one matches is random"]
                     .iter()
-                    .any(|why| error.to_string().contains(why)) =>
+                    .any(|reason| error.to_string().contains(reason)) =>
             {
                 continue;
             }
             ours => ours.unwrap(),
         };
-        tried += 1;
-        cut += u64::from(ours.is_cut());
+        tested += 1;
+        splitting += u64::from(ours.is_cut());
         for text in &texts {
             let encode = || theirs.encode(text.as_str(), false).ok();
             let Some(expected) = attempt(encode) else { continue };
             let found = ours.encode(text).unwrap();
             // Without a token for unknown characters, the library omits them and shifts the offsets after them.
-            let same = found.ids == expected.get_ids() && (drops || found.offsets == expected.get_offsets());
+            let same = found.ids == expected.get_ids() && (drops_unknown || found.offsets == expected.get_offsets());
             assert!(
                 same,
                 "case {case} of seed {seed}: {text:?} should have the tokens {:?} at {:?}, but has {:?} at {:?}: \
@@ -388,6 +388,6 @@ fn random_tokenizers_have_the_tokens_of_their_own_library() {
         }
     }
     // Checks that texts are cut at all.
-    assert!(cut * 6 > tried, "only {cut} of {tried} tokenizers split texts");
-    eprintln!("{tried} tokenizers, {cut} of which split texts: all tokens match the library's");
+    assert!(splitting * 6 > tested, "only {splitting} of {tested} tokenizers split texts");
+    eprintln!("{tested} tokenizers, {splitting} of which split texts: all tokens match the library's");
 }

@@ -120,17 +120,17 @@ impl Batches {
         dataset: Arc<Dataset>,
         packing: SequencePacking,
         shape: BatchPartition,
-        rows_in: RowOrder,
+        row_order: RowOrder,
         pad: u32,
     ) -> Self {
         let groups = dataset.len() / dataset.group();
         assert!(groups > 0 && groups <= u32::MAX as usize, "{groups} groups of samples");
         assert!(shape.micro > 0 && shape.accumulation > 0 && shape.rank < shape.world, "{shape:?}");
-        let (members, rows) = match packed_rows(&dataset, packing, rows_in) {
+        let (members, rows) = match packed_rows(&dataset, packing, row_order) {
             Some((order, row_of)) => by_row(&order, &row_of),
             None => ((0..groups as u32).collect(), (0..=groups).collect()),
         };
-        Self { dataset, members, rows, shape, order: rows_in, pad }
+        Self { dataset, members, rows, shape, order: row_order, pad }
     }
 
     /// Returns the batches of rank `rank` instead of this rank's.
@@ -195,12 +195,12 @@ impl Batches {
     /// Returns this rank's micro batch `accumulation_index` of optimizer step `step`, both counted from 0.
     pub fn batch(&self, step: u64, accumulation_index: usize) -> RowBatch {
         let rows = (0..self.shape.micro).map(|j| self.row(self.shape.global_sample(step, accumulation_index, j)));
-        // Samples that belong together each get their own row.
-        let apart = self.dataset.group() > 1;
+        // Samples that belong together are placed in separate rows.
+        let are_separate = self.dataset.group() > 1;
         let mut filled: Vec<Vec<crate::SampleRef<'_>>> = vec![];
         for row in rows {
             let samples = row.iter().flat_map(|group| self.samples(*group));
-            match apart {
+            match are_separate {
                 true if !row.is_empty() => filled.extend(samples.map(|sample| vec![sample])),
                 true => filled.extend((0..self.dataset.group()).map(|_| vec![])),
                 false => filled.push(samples.collect()),
@@ -260,11 +260,11 @@ fn packed_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> 
         return None;
     }
     let groups = dataset.len();
-    let place = |i: usize| match order {
+    let sample_at = |i: usize| match order {
         RowOrder::Shuffled(seed) => permute(i as u64, groups as u64, mix(seed)) as u32,
         RowOrder::Sequential | RowOrder::Once => i as u32,
     };
-    let order: Vec<u32> = (0..groups).map(place).collect();
+    let order: Vec<u32> = (0..groups).map(sample_at).collect();
     let row_of = first_fit(order.iter().map(|i| dataset.length(*i as usize)), ctx);
     Some((order, row_of))
 }
@@ -272,7 +272,7 @@ fn packed_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> 
 /// Returns the row of each sample: the first row that has room for it. A sample that is longer than a row takes up a
 /// complete row.
 fn first_fit(lengths: impl Iterator<Item = usize>, ctx: usize) -> Vec<u32> {
-    let mut room = FreeSpaceTree { leaves: 1, most: vec![0; 2], rows: 0 };
+    let mut room = FreeSpaceTree { leaves: 1, max_free: vec![0; 2], rows: 0 };
     // Even the shortest sample takes up room, so a row without any room left accepts no sample.
     lengths.map(|length| room.take(length.clamp(1, ctx.max(1)), ctx.max(1))).collect()
 }
@@ -282,14 +282,14 @@ struct FreeSpaceTree {
     /// The number of leaves, a power of two.
     leaves: usize,
     /// The maximum free space below each node. Node i has the children 2i and 2i + 1. The root is node 1.
-    most: Vec<usize>,
+    max_free: Vec<usize>,
     rows: usize,
 }
 
 impl FreeSpaceTree {
     /// Takes up room in the first row that has enough, or in a new one, and returns the row.
     fn take(&mut self, length: usize, ctx: usize) -> u32 {
-        if self.rows == 0 || self.most[1] < length {
+        if self.rows == 0 || self.max_free[1] < length {
             if self.rows == self.leaves {
                 self.grow();
             }
@@ -298,28 +298,28 @@ impl FreeSpaceTree {
         }
         let mut node = 1;
         while node < self.leaves {
-            node = 2 * node + usize::from(self.most[2 * node] < length);
+            node = 2 * node + usize::from(self.max_free[2 * node] < length);
         }
-        self.set(node - self.leaves, self.most[node] - length)
+        self.set(node - self.leaves, self.max_free[node] - length)
     }
 
     fn set(&mut self, row: usize, room: usize) -> u32 {
         let mut node = row + self.leaves;
-        self.most[node] = room;
+        self.max_free[node] = room;
         while node > 1 {
             node /= 2;
-            self.most[node] = self.most[2 * node].max(self.most[2 * node + 1]);
+            self.max_free[node] = self.max_free[2 * node].max(self.max_free[2 * node + 1]);
         }
         row as u32
     }
 
     fn grow(&mut self) {
-        let rows = self.most[self.leaves..].to_vec();
+        let rows = self.max_free[self.leaves..].to_vec();
         self.leaves *= 2;
-        self.most = vec![0; 2 * self.leaves];
-        self.most[self.leaves..self.leaves + rows.len()].copy_from_slice(&rows);
+        self.max_free = vec![0; 2 * self.leaves];
+        self.max_free[self.leaves..self.leaves + rows.len()].copy_from_slice(&rows);
         for node in (1..self.leaves).rev() {
-            self.most[node] = self.most[2 * node].max(self.most[2 * node + 1]);
+            self.max_free[node] = self.max_free[2 * node].max(self.max_free[2 * node + 1]);
         }
     }
 }
@@ -332,9 +332,9 @@ fn by_row(order: &[u32], row_of: &[u32]) -> (Vec<u32>, Vec<usize>) {
     (0..count).for_each(|row| rows[row + 1] += rows[row]);
     let (mut at, mut members) = (rows.clone(), vec![0; order.len()]);
     for (sample, row) in order.iter().zip(row_of) {
-        let place = &mut at[*row as usize];
-        members[*place] = *sample;
-        *place += 1;
+        let position = &mut at[*row as usize];
+        members[*position] = *sample;
+        *position += 1;
     }
     (members, rows)
 }

@@ -82,12 +82,12 @@ impl ChatMessages {
             (Some(role), _) => role,
             (None, Some(from)) => share_gpt_role(&from)?.to_string(),
             (None, None) => {
-                let found = if field(item, "role").is_undefined() { "from" } else { "role" };
-                let found = if field(item, found).is_undefined() { "role" } else { found };
+                let name = if field(item, "role").is_undefined() { "from" } else { "role" };
+                let name = if field(item, name).is_undefined() { "role" } else { name };
                 let keys: Vec<String> = item.try_iter().into_iter().flatten().map(|key| key.to_string()).collect();
                 return Err(format!(
-                    "its {found} is {} (its keys: {})",
-                    kind(&field(item, found)),
+                    "its {name} is {} (its keys: {})",
+                    kind(&field(item, name)),
                     super::column_mapping::names(&keys)
                 ));
             }
@@ -99,7 +99,7 @@ impl ChatMessages {
             "function" | "observation" => "tool",
             role => role,
         };
-        let learned = learned(item, role == "assistant" || role == "model")?;
+        let learned = training_flag(item, role == "assistant" || role == "model")?;
         let mut fields: Vec<(Value, Value)> = vec![("role".into(), role.into())];
         for key in item.try_iter().into_iter().flatten() {
             let name = key.as_str().unwrap_or_default().to_string();
@@ -116,7 +116,7 @@ impl ChatMessages {
                 }
                 "value" | "content" if name == "value" && has("content").is_some() => {}
                 "content" if has("content").is_none() && has("value").is_some() => {}
-                "value" | "content" => contents(&value, &mut fields)?,
+                "value" | "content" => push_content(&value, &mut fields)?,
                 "function_call" if !is_empty => {
                     if has("tool_calls").is_some_and(|calls| calls.is_true()) {
                         return Err("it has function_call and tool_calls; keep one of them".into());
@@ -129,9 +129,9 @@ impl ChatMessages {
         if is_call {
             let at = fields.iter().position(|(key, _)| key.as_str() == Some("content"));
             let call = at.map(|at| fields.remove(at).1).unwrap_or_default();
-            let called = call.as_str().map(json).transpose().map_err(|reason| format!("its call: {reason}"))?;
+            let parsed_call = call.as_str().map(json).transpose().map_err(|reason| format!("its call: {reason}"))?;
             fields.push(("content".into(), "".into()));
-            push_calls(&called.unwrap_or(call), &mut fields)?;
+            push_calls(&parsed_call.unwrap_or(call), &mut fields)?;
         }
         self.list.push(Value::from_pairs(fields));
         self.learned.push(learned);
@@ -147,7 +147,7 @@ impl ChatMessages {
                 None if value.is_undefined() || value.is_none() => {}
                 Some(text) => {
                     self.list.push(Value::from_pairs([("role", role), ("content", text)]));
-                    self.learned.push(if role == "assistant" { learned(turn, true)? } else { None });
+                    self.learned.push(if role == "assistant" { training_flag(turn, true)? } else { None });
                 }
                 None => return Err(format!("its {name} is {}, not a string", kind(&value))),
             }
@@ -176,19 +176,19 @@ pub(super) fn picture(name: &str) -> RecordProblem {
 }
 
 /// Returns whether the model is trained on a message, if the message itself specifies this.
-fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordProblem> {
+fn training_flag(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordProblem> {
     let mut learned = None;
     for name in WEIGHT_KEYS {
         let value = field(message, name);
-        let Some(said) = weight(name, &value)? else { continue };
+        let Some(enabled) = weight(name, &value)? else { continue };
         // The key `weight` has no effect on a message that is not the assistant's. Any other key that enables training
         // on such a message is an error.
-        if said && !is_assistant && name != "weight" {
+        if enabled && !is_assistant && name != "weight" {
             return Err(format!(
                 "it has {name}, but only the assistant's messages are trained on; remove the key from other messages"
             ));
         }
-        learned = Some(said && learned.unwrap_or(true));
+        learned = Some(enabled && learned.unwrap_or(true));
     }
     Ok(learned)
 }
@@ -232,7 +232,7 @@ fn share_gpt_role(from: &str) -> Result<&str, RecordProblem> {
 }
 
 /// Appends the content of a message: a text, a list of parts, or another value that a template may take.
-fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), RecordProblem> {
+fn push_content(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), RecordProblem> {
     if value.kind() != ValueKind::Seq {
         fields.push(("content".into(), value.clone()));
         return Ok(());
@@ -243,20 +243,20 @@ fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), Recor
             parts.push(text_part(text));
             continue;
         }
-        let (of, inner) = (field(&part, "type"), ["text", "value"].map(|name| field(&part, name)));
+        let (part_type, inner) = (field(&part, "type"), ["text", "value"].map(|name| field(&part, name)));
         let inner = inner.iter().find_map(|inner| inner.as_str());
-        match (of.as_str(), inner) {
+        match (part_type.as_str(), inner) {
             (Some("text" | "input_text" | "output_text") | None, Some(text)) => parts.push(text_part(text)),
             (Some(thinking @ ("reasoning" | "thinking")), inner) => {
                 let thought =
                     inner.map(str::to_string).or_else(|| Some(field(&part, "thinking").as_str()?.to_string()));
-                let thought = thought.ok_or_else(|| without_text(thinking))?;
+                let thought = thought.ok_or_else(|| missing_text(thinking))?;
                 fields.push(("reasoning_content".into(), thought.into()));
             }
             (Some("tool_call"), Some(call)) => push_calls(&json(call)?, fields)?,
             (Some(other), _) if is_picture(other) => return Err(picture(&format!("content of type {other:?}"))),
             (Some(known @ ("text" | "input_text" | "output_text" | "tool_call")), None) => {
-                return Err(without_text(known));
+                return Err(missing_text(known));
             }
             (Some(other), _) => {
                 return Err(format!(
@@ -270,7 +270,7 @@ fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), Recor
     Ok(())
 }
 
-fn without_text(of_type: &str) -> RecordProblem {
+fn missing_text(of_type: &str) -> RecordProblem {
     format!("a part of its content has type {of_type:?} but no text")
 }
 
@@ -279,8 +279,8 @@ fn text_part(text: &str) -> Value {
 }
 
 /// Returns whether parts of this type are pictures, videos, sounds or files.
-fn is_picture(of: &str) -> bool {
-    ["image", "video", "audio", "file"].iter().any(|word| of.contains(word))
+fn is_picture(part_type: &str) -> bool {
+    ["image", "video", "audio", "file"].iter().any(|word| part_type.contains(word))
 }
 
 /// Appends one or several calls as `tool_calls`.

@@ -60,9 +60,12 @@ pub fn labels_of(sources: &[Source], columns: &ColumnMapping) -> Result<Vec<Stri
     let labels: Vec<String> = labels.into_iter().map(|(_, label)| label).collect();
     let mut trimmed: Vec<&str> = labels.iter().map(|label| label.trim()).collect();
     trimmed.sort_unstable();
-    if let Some(two) = trimmed.windows(2).find(|two| two[0] == two[1]) {
-        let alike: Vec<&String> = labels.iter().filter(|label| label.trim() == two[0]).collect();
-        return refused(&path, format!("{alike:?} differ only in surrounding white space; write them identically"));
+    if let Some(pair) = trimmed.windows(2).find(|pair| pair[0] == pair[1]) {
+        let duplicates: Vec<&String> = labels.iter().filter(|label| label.trim() == pair[0]).collect();
+        return refused(
+            &path,
+            format!("{duplicates:?} differ only in surrounding white space; write them identically"),
+        );
     }
     match &labels[..] {
         [only] if !report.broken.is_empty() => refused(
@@ -78,7 +81,7 @@ pub fn labels_of(sources: &[Source], columns: &ColumnMapping) -> Result<Vec<Stri
     }
 }
 
-/// Returns why a record has no label.
+/// Returns the reason why a record has no label.
 pub(super) fn not_labelled(format: RecordFormat) -> String {
     format!("it contains {format}, but text and label are required; map them with --columns text=COLUMN,label=COLUMN")
 }

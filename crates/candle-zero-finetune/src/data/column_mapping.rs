@@ -201,9 +201,9 @@ impl ColumnMapping {
     pub(super) fn hint(keys: &[String]) -> String {
         let has =
             |names: &[&str]| names.iter().find(|name| keys.iter().any(|key| key == *name)).map(ToString::to_string);
-        let asks = has(&["question", "query", "instruction", "prompt", "user", "ask", "problem", "input"]);
-        let says = has(&["answer", "response", "output", "solution", "assistant", "reply", "target"]);
-        let (prompt, completion) = (asks.unwrap_or("COLUMN".into()), says.unwrap_or("COLUMN".into()));
+        let prompt_key = has(&["question", "query", "instruction", "prompt", "user", "ask", "problem", "input"]);
+        let completion_key = has(&["answer", "response", "output", "solution", "assistant", "reply", "target"]);
+        let (prompt, completion) = (prompt_key.unwrap_or("COLUMN".into()), completion_key.unwrap_or("COLUMN".into()));
         format!("map them with --columns prompt={prompt},completion={completion}")
     }
 }

@@ -28,10 +28,10 @@ impl CsvRowReader {
     ///
     /// Columns are separated by the character that a line such as `sep=;` declares. Without such a line, the separator
     /// is the character that yields the most known names or, if there is a tie, the most columns. If there is still a
-    /// tie, `usual` is preferred.
+    /// tie, `default_separator` is preferred.
     pub(super) fn open(
         mut input: BufReader<File>,
-        usual: u8,
+        default_separator: u8,
         columns: &ColumnMapping,
     ) -> std::io::Result<Result<Self, String>> {
         let head = input.fill_buf()?;
@@ -41,7 +41,7 @@ impl CsvRowReader {
             [b's', b'e', b'p', b'=', separator] => Some(separator),
             _ => None,
         };
-        let separator = declared.unwrap_or_else(|| separator(first_line, usual, columns));
+        let separator = declared.unwrap_or_else(|| separator(first_line, default_separator, columns));
         let parser = Box::new(csv_core::ReaderBuilder::new().delimiter(separator).build());
         let mut table = Self { input, parser, quotes: QuoteTracker::of(separator), names: vec![] };
         if declared.is_some()
@@ -61,7 +61,7 @@ impl CsvRowReader {
         }
         let mut seen = BTreeSet::new();
         match table.names.iter().find(|name| !name.is_empty() && !seen.insert(name.as_str())) {
-            Some(twice) => Ok(Err(format!("two columns are named {twice:?}; rename one in the first line"))),
+            Some(duplicate) => Ok(Err(format!("two columns are named {duplicate:?}; rename one in the first line"))),
             None => Ok(Ok(table)),
         }
     }
@@ -100,16 +100,16 @@ impl CsvRowReader {
     /// Returns the fields of the next row.
     fn row(&mut self) -> std::io::Result<CsvRow> {
         let (mut bytes, mut ends) = (vec![0; 1 << 10], vec![0; 16]);
-        let (mut written, mut ended) = (0, 0);
+        let (mut written, mut num_fields) = (0, 0);
         self.quotes.begin_row();
         loop {
             let input = self.input.fill_buf()?;
             let (result, read, wrote, fields) =
-                self.parser.read_record(input, &mut bytes[written..], &mut ends[ended..]);
+                self.parser.read_record(input, &mut bytes[written..], &mut ends[num_fields..]);
             input[..read].iter().for_each(|byte| self.quotes.take(*byte));
             self.input.consume(read);
-            (written, ended) = (written + wrote, ended + fields);
-            check_size(written.saturating_add(ended * size_of::<usize>()), self.quotes.row)?;
+            (written, num_fields) = (written + wrote, num_fields + fields);
+            check_size(written.saturating_add(num_fields * size_of::<usize>()), self.quotes.row)?;
             let at_end = match result {
                 csv_core::ReadRecordResult::InputEmpty => continue,
                 csv_core::ReadRecordResult::OutputFull => {
@@ -130,13 +130,15 @@ impl CsvRowReader {
                 return Ok(Ok(None));
             }
             let starts = [0].into_iter().chain(ends.iter().copied());
-            return Ok(Ok(Some(starts.zip(&ends[..ended]).map(|(start, end)| bytes[start..*end].to_vec()).collect())));
+            return Ok(Ok(Some(
+                starts.zip(&ends[..num_fields]).map(|(start, end)| bytes[start..*end].to_vec()).collect(),
+            )));
         }
     }
 }
 
 /// Returns the separator of the columns of a table with this first line.
-fn separator(first_line: &[u8], usual: u8, columns: &ColumnMapping) -> u8 {
+fn separator(first_line: &[u8], default_separator: u8, columns: &ColumnMapping) -> u8 {
     let score = |separator: u8| {
         let mut quotes = QuoteTracker::of(separator);
         let mut names = vec![vec![]];
@@ -149,9 +151,9 @@ fn separator(first_line: &[u8], usual: u8, columns: &ColumnMapping) -> u8 {
             }
         }
         let is_known = |name: &&Vec<u8>| columns.is_known(String::from_utf8_lossy(name).trim());
-        (names.iter().filter(is_known).count(), names.len(), separator == usual)
+        (names.iter().filter(is_known).count(), names.len(), separator == default_separator)
     };
-    SEPARATORS.into_iter().max_by_key(|separator| score(*separator)).unwrap_or(usual)
+    SEPARATORS.into_iter().max_by_key(|separator| score(*separator)).unwrap_or(default_separator)
 }
 
 /// The positions at which quotes open and close, which the parser does not report.
@@ -210,7 +212,7 @@ impl QuoteTracker {
         self.line += u64::from(byte == b'\n');
     }
 
-    /// Returns why the end of the row is unknown.
+    /// Returns the reason why the end of the row is unknown.
     fn problem(&self) -> Option<String> {
         let (opened, closed) = match (self.state, self.malformed) {
             (QuoteState::Quoted, _) => (self.opened, None),

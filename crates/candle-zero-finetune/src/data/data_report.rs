@@ -1,4 +1,4 @@
-//! Counts what happened to the records of a file, and names their lines.
+//! Counts the outcomes of a file's records, and names their lines.
 
 use super::record_parser::RecordFormat;
 use crate::error::unit;
@@ -154,10 +154,10 @@ impl DataReport {
                  or token for it",
             ),
         ];
-        let remarks = self.remarks.iter().map(|(what, lines)| (lines, what.as_str()));
-        let seen = kinds.into_iter().chain(remarks).filter(|(lines, _)| lines.count > 0);
+        let remarks = self.remarks.iter().map(|(predicate, lines)| (lines, predicate.as_str()));
+        let noteworthy = kinds.into_iter().chain(remarks).filter(|(lines, _)| lines.count > 0);
         let unit = if self.by_row { "row" } else { "line" };
-        let mut notes: Vec<String> = seen.map(|(lines, what)| lines.sentence(unit, what)).collect();
+        let mut notes: Vec<String> = noteworthy.map(|(lines, predicate)| lines.sentence(unit, predicate)).collect();
         if !self.ignored.is_empty() {
             let named = |(key, count): (&String, &u64)| {
                 let key = if key.is_empty() { "(unnamed)" } else { key };
@@ -200,10 +200,10 @@ impl RecordLineNumbers {
         self.count == 0
     }
 
-    /// Returns a sentence about the records. `what` is the rest of the sentence, beginning with the verb in
+    /// Returns a sentence about the records. `predicate` is the rest of the sentence, beginning with the verb in
     /// the plural.
-    fn sentence(&self, unit: &str, what: &str) -> String {
-        let (verb, rest) = what.split_once(' ').unwrap_or((what, ""));
+    fn sentence(&self, unit: &str, predicate: &str) -> String {
+        let (verb, rest) = predicate.split_once(' ').unwrap_or((predicate, ""));
         let verb = match verb {
             "have" if self.count == 1 => "has",
             "are" if self.count == 1 => "is",
@@ -211,15 +211,15 @@ impl RecordLineNumbers {
             "call" if self.count == 1 => "calls",
             verb => verb,
         };
-        format!("{} {verb} {rest}{}", self.named(unit), self.because(unit))
+        format!("{} {verb} {rest}{}", self.count_and_lines(unit), self.reason_text(unit))
     }
 
-    fn because(&self, unit: &str) -> String {
+    fn reason_text(&self, unit: &str) -> String {
         let line = self.first.first().copied().unwrap_or(0);
         self.reason.as_ref().map(|reason| format!(" ({unit} {line}: {reason})")).unwrap_or_default()
     }
 
-    fn named(&self, unit: &str) -> String {
+    fn count_and_lines(&self, unit: &str) -> String {
         let lines = self.first.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let more = if self.count > self.first.len() as u64 { ", ..." } else { "" };
         let plural = if self.count == 1 { "" } else { "s" };
@@ -232,13 +232,13 @@ impl fmt::Display for DataReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let forms: Vec<String> = self.forms.keys().map(ToString::to_string).collect();
         let cached = if self.from_cache { ", from the cache" } else { "" };
-        let (samples, made) = if self.pairs { (self.samples / 2, "pair") } else { (self.samples, "sample") };
+        let (samples, noun) = if self.pairs { (self.samples / 2, "pair") } else { (self.samples, "sample") };
         write!(
             f,
             "{}: {}, {}, {}, {}{cached}",
             forms.join(", "),
             counted(self.records, "record"),
-            counted(samples, made),
+            counted(samples, noun),
             counted(self.tokens, "token"),
             match self.targets {
                 1 => "1 of them a target".to_string(),

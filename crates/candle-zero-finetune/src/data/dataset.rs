@@ -172,14 +172,14 @@ impl Dataset {
     ///
     /// Panics if the sample does not exist, or if its file was changed while it was mapped.
     pub fn sample(&self, i: usize) -> SampleRef<'_> {
-        let (part, of_file) = self.place(i);
-        part.cache.sample(of_file)
+        let (part, index_in_file) = self.locate(i);
+        part.cache.sample(index_in_file)
     }
 
     /// Returns the length of sample `i` in tokens. See [`sample`](Self::sample).
     pub fn length(&self, i: usize) -> usize {
-        let (part, of_file) = self.place(i);
-        part.cache.length(of_file)
+        let (part, index_in_file) = self.locate(i);
+        part.cache.length(index_in_file)
     }
 
     /// Iterates over the indices of the first samples of each file, at most `count` per file.
@@ -194,10 +194,10 @@ impl Dataset {
 
     /// Returns the file that sample `i` comes from.
     pub fn path(&self, i: usize) -> &Path {
-        &self.place(i).0.path
+        &self.locate(i).0.path
     }
 
-    fn place(&self, i: usize) -> (&FileSamples, usize) {
+    fn locate(&self, i: usize) -> (&FileSamples, usize) {
         let (mut group, within) = ((i / self.group) as u64, i % self.group);
         for part in &self.parts {
             if group < part.len() {
@@ -211,17 +211,17 @@ impl Dataset {
     /// Splits off a fraction of each file's samples, which the seed selects, for validation. Returns the remaining
     /// samples and the validation set, in which each sample counts once regardless of weights.
     pub fn split(self, fraction: f64, seed: u64) -> (Self, Self) {
-        let (mut left, mut out) = (self.clone(), self);
-        for (i, (left, out)) in left.parts.iter_mut().zip(&mut out.parts).enumerate() {
-            let groups = left.end - left.first;
-            let held = ((groups as f64 * fraction).round() as u64).min(groups);
+        let (mut remaining, mut validation) = (self.clone(), self);
+        for (i, (remaining, validation)) in remaining.parts.iter_mut().zip(&mut validation.parts).enumerate() {
+            let groups = remaining.end - remaining.first;
+            let held_out = ((groups as f64 * fraction).round() as u64).min(groups);
             let key = Some(mix(seed ^ i as u64));
-            (left.key, out.key) = (key, key);
-            out.end = out.first + held;
-            left.first = out.end;
-            out.weight = 1.0;
+            (remaining.key, validation.key) = (key, key);
+            validation.end = validation.first + held_out;
+            remaining.first = validation.end;
+            validation.weight = 1.0;
         }
-        (left, out)
+        (remaining, validation)
     }
 }
 

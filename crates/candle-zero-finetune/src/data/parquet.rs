@@ -5,7 +5,7 @@
 //! ```
 //!
 //! Row groups are read one after another, and only the columns that define a record are read. Memory holds the footer
-//! and, for each of these columns, a page of the dictionary, a page of values, and the values of [`DECODED_ROWS`] rows
+//! and, for each of these columns, a dictionary page, a page of values, and the values of [`DECODED_ROWS`] rows
 //! with the pages that contain them. Memory is therefore bounded by what a writer puts into a page (usually a megabyte)
 //! and into a row, not by the file or a row group.
 
@@ -56,7 +56,7 @@ pub(super) struct ParquetRows {
     group: Option<ReaderIter>,
     /// The number of rows read, and the number of rows in the file.
     row: u64,
-    of: u64,
+    total_rows: u64,
     /// The size of the file in bytes.
     bytes: u64,
 }
@@ -80,7 +80,8 @@ impl ParquetRows {
             .build();
         let damaged = |reason| wrong(format!("its footer is damaged ({reason}); fetch or write it again"));
         let subject = SandboxSubject::new(path.display().to_string());
-        let reader = caught(&subject, || SerializedFileReader::new_with_options(file, options)).map_err(damaged)?;
+        let reader =
+            run_guarded(&subject, || SerializedFileReader::new_with_options(file, options)).map_err(damaged)?;
         let metadata = reader.metadata();
         let root = metadata.file_metadata().schema_descr().root_schema();
         let names: Vec<String> = root.get_fields().iter().map(|field| field.name().to_owned()).collect();
@@ -101,7 +102,7 @@ impl ParquetRows {
         read.iter().try_for_each(|field| check_type(field, field.name())).map_err(wrong)?;
         let root = Type::group_type_builder(root.name()).with_fields(read).build();
         let columns = Arc::new(SchemaDescriptor::new(Arc::new(root.map_err(|e| damaged(e.to_string()))?)));
-        let of = check_groups(metadata, &columns).map_err(wrong)?;
+        let total_rows = check_groups(metadata, &columns).map_err(wrong)?;
         Ok(Self {
             path: path.into(),
             subject,
@@ -112,7 +113,7 @@ impl ParquetRows {
             groups: 0,
             group: None,
             row: 0,
-            of,
+            total_rows,
             bytes,
         })
     }
@@ -124,14 +125,14 @@ impl ParquetRows {
     /// that is too large.
     pub(super) fn next(&mut self) -> Result<Option<RawRecord>> {
         loop {
-            match caught(&self.subject, || self.group.as_mut().and_then(Iterator::next).transpose()) {
+            match run_guarded(&self.subject, || self.group.as_mut().and_then(Iterator::next).transpose()) {
                 Ok(None) if self.groups == self.reader.num_row_groups() => return Ok(None),
                 Ok(None) => {
                     let open = || {
                         let group = self.reader.get_row_group(self.groups)?;
                         TreeBuilder::new().with_batch_size(DECODED_ROWS).as_iter(self.columns.clone(), &*group)
                     };
-                    self.group = Some(caught(&self.subject, open).map_err(|reason| self.damaged(&reason))?);
+                    self.group = Some(run_guarded(&self.subject, open).map_err(|reason| self.damaged(&reason))?);
                     self.groups += 1;
                 }
                 Ok(Some(row)) => {
@@ -145,7 +146,7 @@ impl ParquetRows {
                     let mut fields = row.get_column_iter().peekable();
                     // Unread columns are null.
                     let value = Value::from_pairs(self.names.iter().map(|name| {
-                        let field = fields.next_if(|(of, _)| *of == name);
+                        let field = fields.next_if(|(column, _)| *column == name);
                         (name.as_str(), field.map_or(().into(), |(_, field)| value(field, &mut bytes)))
                     }));
                     return Ok(Some(RawRecord {
@@ -160,7 +161,7 @@ impl ParquetRows {
 
     /// Returns the approximate position in the file in bytes, as if all rows had the same size.
     pub(super) fn position(&self) -> u64 {
-        (u128::from(self.bytes) * u128::from(self.row) / u128::from(self.of.max(1))) as u64
+        (u128::from(self.bytes) * u128::from(self.row) / u128::from(self.total_rows.max(1))) as u64
     }
 
     fn damaged(&mut self, reason: &str) -> Error {
@@ -173,7 +174,7 @@ impl ParquetRows {
 
 /// Returns the result of `read`, or why it failed. For damaged bytes, the `parquet` crate mostly returns errors, but
 /// slicing and assertions in its decoders can also panic. A reader that panicked is not used again.
-fn caught<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
+fn run_guarded<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     const MAX_SHOWN_CHARS: usize = 200;
     // The usual size of a page in bytes.
     let result = within(subject, 1 << 20, read);
@@ -211,10 +212,10 @@ fn check_ends(file: &mut File, bytes: u64) -> std::io::Result<Result<(), String>
 /// Checks that a column can be read completely.
 fn check_type(field: &Type, path: &str) -> Result<(), String> {
     let info = field.get_basic_info();
-    let refused = |what: &str| {
+    let refused = |description: &str| {
         Err(format!(
-            "column {path} is {what}, but only strings, numbers, Booleans, and lists, structs and maps of these are \
-             supported; write it as one of them, or omit it"
+            "column {path} is {description}, but only strings, numbers, Booleans, and lists, structs and maps of these \
+             are supported; write it as one of them, or omit it"
         ))
     };
     if let Type::PrimitiveType { physical_type, .. } = field {
@@ -237,7 +238,7 @@ fn check_type(field: &Type, path: &str) -> Result<(), String> {
     }
     let fields = field.get_fields();
     // The crate's reader assumes that lists, maps and structs have the form that the format prescribes.
-    let is_whole = match (info.converted_type(), fields) {
+    let is_well_formed = match (info.converted_type(), fields) {
         (ConvertedType::LIST, [items]) => is_repeated(items),
         (ConvertedType::MAP | ConvertedType::MAP_KEY_VALUE, [pairs]) => {
             is_repeated(pairs) && pairs.is_group() && pairs.get_fields().len() <= 2
@@ -245,7 +246,7 @@ fn check_type(field: &Type, path: &str) -> Result<(), String> {
         (ConvertedType::LIST | ConvertedType::MAP | ConvertedType::MAP_KEY_VALUE, _) => false,
         (_, fields) => !fields.is_empty(),
     };
-    if !is_whole {
+    if !is_well_formed {
         return refused("a list, map or struct without items");
     }
     fields.iter().try_for_each(|field| check_type(field, &format!("{path}.{}", field.name())))
@@ -370,7 +371,7 @@ mod tests {
             found.push((value, bytes));
             assert_eq!(record.line, found.len() as u64);
         }
-        assert_eq!(rows.position(), if rows.of == 0 { 0 } else { rows.bytes });
+        assert_eq!(rows.position(), if rows.total_rows == 0 { 0 } else { rows.bytes });
         assert!(rows.next()?.is_none());
         Ok(found)
     }
@@ -407,13 +408,13 @@ mod tests {
         #[test]
         fn a_damaged_file_is_an_error_or_has_other_values(
             name in prop::sample::select(vec!["snappy", "zstd", "gzip", "lz4", "plain"]),
-            place: prop::sample::Index,
+            position: prop::sample::Index,
             count in 1_usize..5,
             xor in 1_u8..,
         ) {
             let mut bytes = std::fs::read(fixture(&format!("chats.{name}.parquet"))).unwrap();
-            let place = place.index(bytes.len());
-            bytes.iter_mut().skip(place).take(count).for_each(|byte| *byte ^= xor);
+            let position = position.index(bytes.len());
+            bytes.iter_mut().skip(position).take(count).for_each(|byte| *byte ^= xor);
             let file = tempfile::NamedTempFile::new().unwrap();
             std::fs::write(file.path(), bytes).unwrap();
             match rows(file.path()) {

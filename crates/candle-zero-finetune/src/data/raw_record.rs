@@ -78,10 +78,10 @@ pub(super) fn utf8(bytes: &[u8]) -> Result<&str, String> {
 pub(crate) fn json(text: &str) -> Result<Value, String> {
     serde_json::from_str(text).map_err(|e| {
         // The report already names the line in the file.
-        let place = e.to_string().replace("at line 1 column", "at column");
+        let message = e.to_string().replace("at line 1 column", "at column");
         match not_json(text) {
-            Some(reason) => format!("it is not JSON: {reason} ({place})"),
-            None => format!("it is not JSON ({place})"),
+            Some(reason) => format!("it is not JSON: {reason} ({message})"),
+            None => format!("it is not JSON ({message})"),
         }
     })
 }
@@ -103,13 +103,13 @@ fn not_json(text: &str) -> Option<String> {
             _ => {}
         }
     }
-    let mut found = outside.split(|c: char| !c.is_alphanumeric());
+    let mut words = outside.split(|c: char| !c.is_alphanumeric());
     let word =
-        found.find(|word| ["NaN", "Infinity", "None", "True", "False", "undefined", "nan", "inf"].contains(word))?;
-    let instead = match word {
+        words.find(|word| ["NaN", "Infinity", "None", "True", "False", "undefined", "nan", "inf"].contains(word))?;
+    let replacement = match word {
         "True" => "true",
         "False" => "false",
         _ => "null",
     };
-    Some(format!("{word} is not valid; write {instead}"))
+    Some(format!("{word} is not valid; write {replacement}"))
 }

@@ -149,18 +149,18 @@ impl RecordParser<'_> {
             return Ok((format, chat(messages, None, fields)?));
         }
         if fields.peek("prompt").is_some()
-            && let Some(said) = fields.any(&["completion", "response"])
+            && let Some(answer_key) = fields.any(&["completion", "response"])
         {
-            let (prompt, completion) = (fields.get("prompt"), fields.get(said));
+            let (prompt, completion) = (fields.get("prompt"), fields.get(answer_key));
             let example = completion_of(fields, &prompt.unwrap_or_default(), &completion.unwrap_or_default())?;
             self.remark_without_template(&example, remarks);
             return Ok((RecordFormat::Completion, example));
         }
         if fields.peek("instruction").is_some()
-            && let Some(said) = fields.any(&["output", "response", "completion"])
+            && let Some(answer_key) = fields.any(&["output", "response", "completion"])
         {
-            let asked = self.parse_instruction(fields, "instruction")?;
-            return Ok((RecordFormat::Alpaca, asked.answered(fields.needed(said)?)?));
+            let prompt = self.parse_instruction(fields, "instruction")?;
+            return Ok((RecordFormat::Alpaca, prompt.with_answer(fields.needed(answer_key)?)?));
         }
         match (fields.peek("text"), fields.peek("label")) {
             (Some(_), Some(label)) => {
@@ -249,10 +249,10 @@ impl RecordParser<'_> {
             let [Ok(chosen), Ok(rejected)] = &messages else {
                 return pair(messages.map(|messages| messages.map(|_| TrainingExample::Text(String::new()))));
             };
-            let same = chosen.list.iter().zip(&rejected.list).take_while(|(a, b)| a == b).count();
+            let common = chosen.list.iter().zip(&rejected.list).take_while(|(a, b)| a == b).count();
             // If one conversation is a prefix of the other, its last message is the answer.
-            let same = same.min(chosen.list.len().min(rejected.list.len()) - 1);
-            return pair(messages.map(|messages| chat(messages?, Some(same), fields)));
+            let common = common.min(chosen.list.len().min(rejected.list.len()) - 1);
+            return pair(messages.map(|messages| chat(messages?, Some(common), fields)));
         }
         if let Some(name) = fields.any(&MESSAGES_KEYS) {
             let prompt = ChatMessages::of(&fields.get(name).unwrap_or_default())?;
@@ -260,14 +260,14 @@ impl RecordParser<'_> {
             return pair(answers.map(|answer| chat(prompt.clone().then(answer_of(&answer)?), Some(from), fields)));
         }
         if let Some(name) = fields.any(&["instruction", "question"]) {
-            let asked = self.parse_instruction(fields, name)?;
+            let prompt = self.parse_instruction(fields, name)?;
             let text = |answer: &Value| {
                 answer
                     .as_str()
                     .map(str::to_string)
                     .ok_or_else(|| format!("an answer is {}, not a string", kind(answer)))
             };
-            return pair(answers.map(|answer| asked.clone().answered(text(&answer)?)));
+            return pair(answers.map(|answer| prompt.clone().with_answer(text(&answer)?)));
         }
         let [Some(chosen), Some(rejected)] = answers.each_ref().map(|answer| answer.as_str()) else {
             return Err(format!(
@@ -295,7 +295,8 @@ const MISPLACED_KEY_REASON: &str = "this format has no place for it; write messa
 
 /// Returns the name of a label: a text, an integer or a boolean.
 fn label_name(label: &Value) -> Result<String, RecordProblem> {
-    let whole = || f64::try_from(label.clone()).ok().filter(|number| number.fract() == 0.0 && number.abs() < 1e15);
+    let whole_number =
+        || f64::try_from(label.clone()).ok().filter(|number| number.fract() == 0.0 && number.abs() < 1e15);
     match label.kind() {
         ValueKind::String if label.as_str().is_some_and(|text| text.trim().is_empty()) => {
             Err("its label is empty; add one, or omit the record".into())
@@ -303,7 +304,7 @@ fn label_name(label: &Value) -> Result<String, RecordProblem> {
         ValueKind::String | ValueKind::Bool => Ok(python_str(label)),
         ValueKind::Number if label.is_integer() => Ok(python_str(label)),
         // In a column with missing values, pandas writes integers as floating-point numbers.
-        ValueKind::Number => match whole() {
+        ValueKind::Number => match whole_number() {
             Some(number) => Ok((number as i64).to_string()),
             None => Err(format!("its label is {label}, but must be a name or a whole number")),
         },
@@ -324,7 +325,7 @@ fn chat(
         None => messages,
     };
     let from = from.unwrap_or(0) + messages.list.len() - count;
-    let learned = messages.learned.iter().enumerate().map(|(i, said)| i >= from && said.unwrap_or(true)).collect();
+    let learned = messages.learned.iter().enumerate().map(|(i, flag)| i >= from && flag.unwrap_or(true)).collect();
     let mut conversation = Conversation::from_value(&messages.list.into_iter().collect()).map_err(|e| match e {
         crate::error::FinetuneError::Conversation { reason } => reason,
         e => e.to_string(),
@@ -392,7 +393,7 @@ fn history(fields: &TrackedRecord<'_>) -> Result<Vec<[String; 2]>, RecordProblem
     let pair = |turn: Value| {
         let texts: Vec<Value> = turn.try_iter().ok()?.collect();
         match &texts[..] {
-            [asked, answer] => Some([asked.as_str()?.to_string(), answer.as_str()?.to_string()]),
+            [question, answer] => Some([question.as_str()?.to_string(), answer.as_str()?.to_string()]),
             _ => None,
         }
     };
@@ -413,11 +414,11 @@ fn common_beginning(chosen: &str, rejected: &str) -> Option<usize> {
         "[/INST]",
     ];
     let pairs = chosen.char_indices().zip(rejected.chars());
-    let same = pairs.take_while(|((_, a), b)| a == b).map(|((at, a), _)| at + a.len_utf8()).last().unwrap_or(0);
-    let begun = &chosen[..same];
-    let behind = |header: &&str| begun.rfind(*header).map(|at| at + header.len());
-    let at = HEADERS.iter().filter_map(behind).max();
-    at.or_else(|| begun.rfind(char::is_whitespace)).filter(|at| *at > 0)
+    let common_len = pairs.take_while(|((_, a), b)| a == b).map(|((at, a), _)| at + a.len_utf8()).last().unwrap_or(0);
+    let common = &chosen[..common_len];
+    let end_of_header = |header: &&str| common.rfind(*header).map(|at| at + header.len());
+    let at = HEADERS.iter().filter_map(end_of_header).max();
+    at.or_else(|| common.rfind(char::is_whitespace)).filter(|at| *at > 0)
 }
 
 /// An instruction with its other fields.
@@ -434,14 +435,15 @@ struct InstructionPrompt {
 
 impl InstructionPrompt {
     /// Adds the answer to the instruction: as messages, or in the wording of Stanford's Alpaca.
-    fn answered(self, output: String) -> Result<TrainingExample, RecordProblem> {
+    fn with_answer(self, output: String) -> Result<TrainingExample, RecordProblem> {
         let Self { instruction, input, system, history, tools, variables, has_template } = self;
         if has_template {
-            let asked = [Some(instruction), input].into_iter().flatten().filter(|text| !text.is_empty());
-            let asked = asked.collect::<Vec<_>>().join("\n\n");
-            let earlier = history.into_iter().flat_map(|[asked, answer]| [("user", asked), ("assistant", answer)]);
+            let question = [Some(instruction), input].into_iter().flatten().filter(|text| !text.is_empty());
+            let question = question.collect::<Vec<_>>().join("\n\n");
+            let earlier =
+                history.into_iter().flat_map(|[question, answer]| [("user", question), ("assistant", answer)]);
             let system = system.map(|text| ("system", text));
-            let turns = system.into_iter().chain(earlier).chain([("user", asked), ("assistant", output)]);
+            let turns = system.into_iter().chain(earlier).chain([("user", question), ("assistant", output)]);
             let mut conversation = Conversation::new(turns);
             (conversation.tools, conversation.variables) = (tools, variables);
             let learned = vec![true; conversation.len()];
@@ -450,7 +452,7 @@ impl InstructionPrompt {
         if !history.is_empty() || !tools.is_none() {
             return Err("its history or tools need a chat template, but the model has none".into());
         }
-        let about = match (&system, &input) {
+        let introduction = match (&system, &input) {
             (Some(system), _) => system.as_str(),
             (None, Some(_)) => {
                 "Below is an instruction that describes a task, paired with an input that provides further context. Write a \
@@ -461,7 +463,7 @@ impl InstructionPrompt {
             }
         };
         let input = input.map(|input| format!("### Input:\n{input}\n\n")).unwrap_or_default();
-        let prompt = format!("{about}\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n");
+        let prompt = format!("{introduction}\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n");
         Ok(TrainingExample::Completion { prompt, completion: output })
     }
 }

@@ -49,10 +49,10 @@ impl RecordReader {
                 let mut lines = LineReader::open(path)?;
                 let head = lines.head().map_err(|source| io(path, source))?.trim_ascii_start();
                 match head.first() {
-                    Some(b'[') if extension == "json" || is_printed(head) => {
+                    Some(b'[') if extension == "json" || is_pretty_printed(head) => {
                         FormatReader::List(JsonListReader::of(lines, ListState::Before))
                     }
-                    Some(b'{') if is_printed(head) => {
+                    Some(b'{') if is_pretty_printed(head) => {
                         FormatReader::List(JsonListReader::of(lines, ListState::Following))
                     }
                     _ => FormatReader::Lines(lines),
@@ -118,7 +118,7 @@ fn unreadable(path: &Path, problem: impl Into<String>) -> Error {
 }
 
 /// Returns the kind of a file with this beginning, and what to do about it, if the file is not UTF-8 text.
-fn foreign(head: &[u8]) -> Option<&'static str> {
+fn foreign_format(head: &[u8]) -> Option<&'static str> {
     const UTF_16: &str = "it is text in UTF-16 or UTF-32; save it as UTF-8, for example with iconv -f UTF-16 -t UTF-8";
     match head {
         [0xFF, 0xFE, ..] | [0xFE, 0xFF, ..] => Some(UTF_16),
@@ -153,7 +153,7 @@ fn is_wide(head: &[u8]) -> bool {
 
 /// Returns whether JSON is spread over several lines: the first line ends within a value, and the second one is not a
 /// complete object. Blank lines are ignored.
-fn is_printed(head: &[u8]) -> bool {
+fn is_pretty_printed(head: &[u8]) -> bool {
     let is_cut = |line: &[u8]| serde_json::from_slice::<serde::de::IgnoredAny>(line).is_err_and(|e| e.is_eof());
     let is_object =
         |line: &[u8]| line.starts_with(b"{") && serde_json::from_slice::<serde::de::IgnoredAny>(line).is_ok();
@@ -177,7 +177,7 @@ impl LineReader {
         let file = files::open(path).map_err(|source| io(path, source))?;
         let mut reader = BufReader::with_capacity(READ_CHUNK, file);
         let head = reader.fill_buf().map_err(|source| io(path, source))?;
-        if let Some(problem) = foreign(head) {
+        if let Some(problem) = foreign_format(head) {
             return Err(unreadable(path, problem));
         }
         if head.starts_with(b"\xEF\xBB\xBF") {
@@ -303,13 +303,13 @@ mod tests {
         let path = folder.path().join(name);
         std::fs::write(&path, text).unwrap();
         let mut records = RecordReader::open(&path, &ColumnMapping::default()).unwrap();
-        let shown = |raw| match raw {
+        let display = |raw| match raw {
             RecordContent::Json(bytes) => String::from_utf8(bytes).unwrap().trim().to_string(),
             RecordContent::Columns { value, .. } => value.to_string(),
             RecordContent::Text(text) => text,
             RecordContent::Broken(reason) => format!("broken: {reason}"),
         };
-        std::iter::from_fn(|| records.next().unwrap()).map(|record| (record.line, shown(record.raw))).collect()
+        std::iter::from_fn(|| records.next().unwrap()).map(|record| (record.line, display(record.raw))).collect()
     }
 
     fn at(line: u64, text: &str) -> (u64, String) {
@@ -433,7 +433,7 @@ mod tests {
         }
         // Zeros after a text, or without one, do not indicate another encoding.
         for bytes in ["[\n\"", "a\n", "a", ""] {
-            assert_eq!(foreign(&[bytes.as_bytes(), &[0; 40]].concat()), None, "{bytes:?}");
+            assert_eq!(foreign_format(&[bytes.as_bytes(), &[0; 40]].concat()), None, "{bytes:?}");
         }
         holds(&refused("x.jsonl", b"\x1F\x8B\x08"), "gunzip");
         holds(&refused("x.csv", b"PK\x03\x04"), "ZIP archive");
@@ -465,15 +465,15 @@ mod tests {
 
     #[test]
     fn what_is_not_json_is_told_by_its_kind() {
-        let said = |text: &str| RecordContent::Json(text.into()).value().unwrap_err();
+        let problem = |text: &str| RecordContent::Json(text.into()).value().unwrap_err();
         holds(
-            &said("{\"instruction\":\"a\",\"input\":NaN}"),
+            &problem("{\"instruction\":\"a\",\"input\":NaN}"),
             "it is not JSON: NaN is not valid; write null (expected value at column 28)",
         );
-        holds(&said("{\"a\": -Infinity}"), "Infinity is not valid; write null");
-        holds(&said("{'role': 'user'}"), "its strings are in single quotes, as Python prints them");
-        holds(&said("{\"a\": True}"), "True is not valid; write true");
-        holds(&said("{\"a\": \"NaN\", \"b\" 1}"), "it is not JSON (expected `:` at column 18)");
+        holds(&problem("{\"a\": -Infinity}"), "Infinity is not valid; write null");
+        holds(&problem("{'role': 'user'}"), "its strings are in single quotes, as Python prints them");
+        holds(&problem("{\"a\": True}"), "True is not valid; write true");
+        holds(&problem("{\"a\": \"NaN\", \"b\" 1}"), "it is not JSON (expected `:` at column 18)");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Samples in a mapped file.
 //!
 //! The file is little-endian, in words of four bytes: a header of 16 words; each sample's ids, then one bit per id, set
-//! if the id is a target, padded to complete words; an index of 8 words per sample (the offset of its ids in words, as
+//! if the id is a target, padded to whole words; an index of 8 words per sample (the offset of its ids in words, as
 //! two words; the number of ids; the label; the line, as two words; a digest of ids and bits, as two words); a report
 //! as JSON. The header contains a fingerprint of what the file was built from, the numbers of samples and tokens, the
 //! positions of the file's parts, and a digest of the header, the index and the report. The header of an incomplete file
@@ -42,10 +42,10 @@ pub fn default_cache() -> Result<PathBuf> {
 /// Creates the folder for samples, readable only by its owner, because data may be private. An existing folder keeps
 /// its permissions, unless it is in candle-zero's own cache. Removes files that killed runs have left in the folder.
 pub(super) fn private_cache(folder: &Path) -> std::io::Result<()> {
-    let own = own_cache().ok().filter(|own| folder.starts_with(own));
-    match &own {
-        Some(own) => {
-            files::private_folder(own)?;
+    let root = own_cache().ok().filter(|root| folder.starts_with(root));
+    match &root {
+        Some(root) => {
+            files::private_folder(root)?;
             files::private_folder(folder)?;
         }
         None if folder.is_dir() => {}
@@ -176,8 +176,8 @@ impl SampleCache {
         if end < map.len() as u64 {
             return Err("it has bytes after its end");
         }
-        let whole = HEADER_BYTES as u64 <= index && index <= report && report <= end;
-        if !whole || samples.checked_mul(INDEX_ENTRY_BYTES as u64) != Some(report - index) {
+        let are_ordered = HEADER_BYTES as u64 <= index && index <= report && report <= end;
+        if !are_ordered || samples.checked_mul(INDEX_ENTRY_BYTES as u64) != Some(report - index) {
             return Err("it is damaged");
         }
         let mut hash = XxHash3_64::new();
@@ -190,20 +190,20 @@ impl SampleCache {
             return Err("it was built from different data, or with a different tokenizer, template or options");
         }
         let cache = Self { map, samples: samples as usize, tokens, index: index as usize, report: report as usize };
-        match (0..cache.samples).into_par_iter().all(|i| cache.is_whole(i)) {
+        match (0..cache.samples).into_par_iter().all(|i| cache.is_intact(i)) {
             true => Ok(cache),
             false => Err("it is damaged"),
         }
     }
 
     /// Returns whether the ids and targets of sample `i` are those that were written.
-    fn is_whole(&self, i: usize) -> bool {
+    fn is_intact(&self, i: usize) -> bool {
         let entry = self.entry(i);
         let start = usize::try_from(long(entry)).ok().and_then(|start| start.checked_mul(4));
         let bytes = word(&entry[8..]) as usize * 4 + (word(&entry[8..]) as usize).div_ceil(32) * 4;
         let end = start.and_then(|start| start.checked_add(bytes)).filter(|end| *end <= self.index);
-        let place = start.zip(end).filter(|(start, _)| *start >= HEADER_BYTES);
-        place.is_some_and(|(start, end)| XxHash3_64::oneshot(&self.map[start..end]) == long(&entry[24..]))
+        let range = start.zip(end).filter(|(start, _)| *start >= HEADER_BYTES);
+        range.is_some_and(|(start, end)| XxHash3_64::oneshot(&self.map[start..end]) == long(&entry[24..]))
     }
 
     /// Returns a hash of the samples' ids, targets, labels and order, regardless of what they were built from.
@@ -410,41 +410,41 @@ mod tests {
         names.iter().for_each(|name| std::fs::write(folder.path().join(name), "").unwrap());
         write(&path, &[]);
         assert_eq!(std::fs::read(folder.path().join(&foreign).join("new")).unwrap(), b"mine");
-        let left = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
-        let mut left: Vec<_> = left.map(|name| name.into_string().unwrap()).collect();
-        left.sort();
-        assert_eq!(left, [foreign.as_str(), ".x.samples-abc", "x.samples", "x.samples-abc", "y.samples"]);
+        let remaining = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut remaining: Vec<_> = remaining.map(|name| name.into_string().unwrap()).collect();
+        remaining.sort();
+        assert_eq!(remaining, [foreign.as_str(), ".x.samples-abc", "x.samples", "x.samples-abc", "y.samples"]);
     }
 
     #[test]
     fn a_truncated_or_foreign_file_is_none_of_ours() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.samples");
-        let why = |fingerprint| SampleCache::open(&path, fingerprint).unwrap().unwrap_err();
-        assert_eq!(why(7), "there is no file");
+        let problem = |fingerprint| SampleCache::open(&path, fingerprint).unwrap().unwrap_err();
+        assert_eq!(problem(7), "there is no file");
         write(&path, &[Sample { ids: vec![1, 2, 3], targets: vec![false, true, true] }]);
-        assert!(why(8).starts_with("it was built from different data"));
-        let whole = std::fs::read(&path).unwrap();
-        for bytes in 0..whole.len() {
-            std::fs::write(&path, &whole[..bytes]).unwrap();
-            assert_eq!(why(7), "it is truncated", "{bytes}");
+        assert!(problem(8).starts_with("it was built from different data"));
+        let complete = std::fs::read(&path).unwrap();
+        for bytes in 0..complete.len() {
+            std::fs::write(&path, &complete[..bytes]).unwrap();
+            assert_eq!(problem(7), "it is truncated", "{bytes}");
         }
         // Changes each byte of the header, of three ids and a word of bits, of the index and of the report.
-        for byte in 0..whole.len() {
-            let mut other = whole.clone();
-            other[byte] ^= 0x10;
-            std::fs::write(&path, other).unwrap();
-            let said = why(7);
+        for byte in 0..complete.len() {
+            let mut damaged = complete.clone();
+            damaged[byte] ^= 0x10;
+            std::fs::write(&path, damaged).unwrap();
+            let message = problem(7);
             assert!(
-                !said.starts_with("it was built from different data") && said != "there is no file",
-                "{byte}: {said}"
+                !message.starts_with("it was built from different data") && message != "there is no file",
+                "{byte}: {message}"
             );
         }
-        let mut longer = whole.clone();
+        let mut longer = complete.clone();
         longer.push(0);
         std::fs::write(&path, longer).unwrap();
-        assert_eq!(why(7), "it has bytes after its end");
+        assert_eq!(problem(7), "it has bytes after its end");
         std::fs::write(&path, [0; 100]).unwrap();
-        assert_eq!(why(7), "it has a different format");
+        assert_eq!(problem(7), "it has a different format");
     }
 }

@@ -27,8 +27,8 @@ use std::path::Path;
 /// The number of bytes at which a batch of records is complete. The records of a batch are processed together.
 const BATCH_BYTES: usize = 2 << 20;
 
-/// The maximum size in bytes of a file that is read completely for its fingerprint. Of a larger file, this many bytes
-/// are read.
+/// The maximum size in bytes of a file that is read completely for its fingerprint. Of a larger file, only this many
+/// bytes are read.
 const MAX_FINGERPRINTED_BYTES: u64 = 64 << 20;
 
 /// The version of the samples, which changes when the same data yields different samples.
@@ -108,7 +108,7 @@ impl SampleCacheBuilder<'_> {
         let pairs = self.options.task == TrainingTask::Prefer;
         let (mut report, mut read) = (DataReport { pairs, ..DataReport::of(&self.source.path) }, 0);
         // The tokens of plain text that do not fill a sample yet, and the line in which they begin.
-        let (mut pending, mut begun) = (vec![], 1);
+        let (mut pending, mut first_line) = (vec![], 1);
         loop {
             let mut batch = vec![];
             let mut bytes = 0;
@@ -141,15 +141,15 @@ impl SampleCacheBuilder<'_> {
                     RecordOutcome::Tokens(tokens) => {
                         *report.forms.entry(RecordFormat::Text).or_default() += 1;
                         if pending.is_empty() {
-                            begun = line;
+                            first_line = line;
                         }
                         pending.extend(tokens);
-                        let whole = pending.len() - pending.len() % self.options.ctx;
-                        for ids in pending[..whole].chunks(self.options.ctx) {
-                            self.push_text(ids, begun, writer, &mut report).map_err(io)?;
-                            begun = line;
+                        let complete_len = pending.len() - pending.len() % self.options.ctx;
+                        for ids in pending[..complete_len].chunks(self.options.ctx) {
+                            self.push_text(ids, first_line, writer, &mut report).map_err(io)?;
+                            first_line = line;
                         }
-                        pending.drain(..whole);
+                        pending.drain(..complete_len);
                     }
                 }
             }
@@ -157,7 +157,7 @@ impl SampleCacheBuilder<'_> {
             progress(records.position().unwrap_or(read));
         }
         if pending.len() > 1 {
-            self.push_text(&pending, begun, writer, &mut report).map_err(io)?;
+            self.push_text(&pending, first_line, writer, &mut report).map_err(io)?;
         }
         report.samples = writer.samples();
         Ok(report)
@@ -176,13 +176,13 @@ impl SampleCacheBuilder<'_> {
     }
 
     fn outcome(&self, record: RawRecord) -> RecordOutcome {
-        let made = match record.raw {
+        let outcome = match record.raw {
             RecordContent::Text(text) if self.options.task == TrainingTask::Generate => {
                 self.tokenizer.encode(&text).map(|encoded| RecordOutcome::Tokens(encoded.ids)).map_err(error_text)
             }
             raw => raw.value().and_then(|(value, unread)| self.samples(&value, &unread)),
         };
-        made.unwrap_or_else(RecordOutcome::Broken)
+        outcome.unwrap_or_else(RecordOutcome::Broken)
     }
 
     /// Returns the samples of a record. The columns `unread` were not read from the file.
@@ -200,18 +200,18 @@ impl SampleCacheBuilder<'_> {
         let ctx = self.options.ctx;
         let samples = match (self.options.task, parsed.example) {
             (TrainingTask::Classify, TrainingExample::Label { text, label }) => {
-                let number = self.options.labels.iter().position(|known| *known == label);
-                let known = || candle_zero::util::list(&self.options.labels);
-                let number = number.ok_or_else(|| match label.as_str() {
+                let index = self.options.labels.iter().position(|known| *known == label);
+                let known_labels = || candle_zero::util::list(&self.options.labels);
+                let index = index.ok_or_else(|| match label.as_str() {
                     NO_LABEL => no_label(),
-                    label => format!("its label {label:?} is not one of the known labels ({})", known()),
+                    label => format!("its label {label:?} is not one of the known labels ({})", known_labels()),
                 })?;
-                self.labelled(&text, &mut notes)?.map(|sample| (sample, number as u32)).into_iter().collect()
+                self.label_sample(&text, &mut notes)?.map(|sample| (sample, index as u32)).into_iter().collect()
             }
             (TrainingTask::Prefer, TrainingExample::Preference(pair)) => {
                 let [chosen, rejected] = &*pair;
                 let fitted =
-                    [chosen, rejected].map(|example| Ok(self.fitted(self.answer(example, &mut notes)?, &mut notes)));
+                    [chosen, rejected].map(|example| Ok(self.fit(self.answer(example, &mut notes)?, &mut notes)));
                 match fitted {
                     [Err(reason), _] | [_, Err(reason)] => return Err(reason),
                     [Ok(Some(chosen)), Ok(Some(rejected))] => {
@@ -229,19 +229,19 @@ impl SampleCacheBuilder<'_> {
                 if text.trim().is_empty() {
                     notes.push(RecordNote::EmptyAnswer);
                 }
-                let sample = self.between_ends(&text, |_| true, &mut notes)?;
+                let sample = self.text_sample(&text, |_| true, &mut notes)?;
                 if sample.ids.len() > ctx && self.options.overlong == Truncation::Truncate {
                     notes.push(RecordNote::Cut);
                     let pieces = sample.ids.chunks(ctx).filter(|ids| ids.len() > 1);
-                    let whole = |ids: &[u32]| Sample { ids: ids.to_vec(), targets: vec![true; ids.len()] };
-                    pieces.map(|ids| (whole(ids), 0)).collect()
+                    let to_sample = |ids: &[u32]| Sample { ids: ids.to_vec(), targets: vec![true; ids.len()] };
+                    pieces.map(|ids| (to_sample(ids), 0)).collect()
                 } else {
-                    self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
+                    self.fit(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
                 }
             }
             (TrainingTask::Generate, example @ (TrainingExample::Chat { .. } | TrainingExample::Completion { .. })) => {
                 let sample = self.answer(&example, &mut notes)?;
-                self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
+                self.fit(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
             }
             (TrainingTask::Classify, _) => return Err(not_labelled(format)),
             (TrainingTask::Prefer, _) => {
@@ -270,7 +270,7 @@ impl SampleCacheBuilder<'_> {
                 if completion.trim().is_empty() {
                     notes.push(RecordNote::EmptyAnswer);
                 }
-                self.between_ends(&format!("{prompt}{completion}"), |end| end > prompt.len(), notes)
+                self.text_sample(&format!("{prompt}{completion}"), |end| end > prompt.len(), notes)
             }
             TrainingExample::Text(_) | TrainingExample::Label { .. } | TrainingExample::Preference(_) => {
                 Err("it has no answer".into())
@@ -308,19 +308,19 @@ impl SampleCacheBuilder<'_> {
             notes.push(RecordNote::Remark("have tools that the template does not render".into()));
         }
         if conversation.messages.iter().any(|message| template.keeps_text(message)) {
-            let why =
+            let remark =
                 "call a tool with arguments that are not a JSON object: the template renders them as a quoted string";
-            notes.push(RecordNote::Remark(why.into()));
+            notes.push(RecordNote::Remark(remark.into()));
         }
         if traced.endless.iter().any(|message| is_learned(*message)) {
             notes.push(RecordNote::Endless);
         }
-        let all = (0..conversation.len()).all(|i| is_learned(i) || !conversation.is_assistant(i));
+        let trains_on_all = (0..conversation.len()).all(|i| is_learned(i) || !conversation.is_assistant(i));
         let mut targets = vec![];
         for (target, owner) in traced.rendered.targets.into_iter().zip(traced.owners) {
             match owner {
                 Some(message) if !is_learned(message) => {}
-                None if !all => {
+                None if !trains_on_all => {
                     return Err(
                         "it is uncertain which message each {% generation %} block of the chat template belongs \
                                 to, and not all answers are trained on; in a copy of the template, write one block \
@@ -337,7 +337,7 @@ impl SampleCacheBuilder<'_> {
     /// Returns the sample of a text: the text's tokens between those that the tokenizer adds, followed by `eos_token`.
     /// Tokens that the text already has at its beginning or end are not added again. Whether a token of the text is a
     /// target depends on the position at which the token ends.
-    fn between_ends(
+    fn text_sample(
         &self,
         text: &str,
         is_target: impl Fn(usize) -> bool,
@@ -371,7 +371,7 @@ impl SampleCacheBuilder<'_> {
 
     /// Returns a sample without targets: the text, cut so that it fits into the context, between the tokens that the
     /// tokenizer adds. Returns `None` if the text is too long and must be left out, or if there are no tokens.
-    fn labelled(&self, text: &str, notes: &mut Vec<RecordNote>) -> Result<Option<Sample>, String> {
+    fn label_sample(&self, text: &str, notes: &mut Vec<RecordNote>) -> Result<Option<Sample>, String> {
         let mut encoded = self.tokenizer.encode(text).map_err(error_text)?.ids;
         let (before, after) = self.tokenizer.around();
         let room = self.options.ctx.saturating_sub(before.len() + after.len());
@@ -390,7 +390,7 @@ impl SampleCacheBuilder<'_> {
     }
 
     /// Returns the sample, cut at the context length if it is longer, or `None` if it must be left out.
-    fn fitted(&self, mut sample: Sample, notes: &mut Vec<RecordNote>) -> Option<Sample> {
+    fn fit(&self, mut sample: Sample, notes: &mut Vec<RecordNote>) -> Option<Sample> {
         let ctx = self.options.ctx;
         let predicts = |targets: &[bool]| targets.iter().skip(1).any(|target| *target);
         if !predicts(&sample.targets) {
@@ -402,14 +402,14 @@ impl SampleCacheBuilder<'_> {
                 notes.push(RecordNote::Dropped);
                 return None;
             }
-            let cut = sample.targets[ctx..].contains(&true);
+            let lost_targets = sample.targets[ctx..].contains(&true);
             sample.ids.truncate(ctx);
             sample.targets.truncate(ctx);
             if !predicts(&sample.targets) {
                 notes.push(RecordNote::TargetBeyond);
                 return None;
             }
-            notes.push(if cut { RecordNote::TruncatedTarget } else { RecordNote::Truncated });
+            notes.push(if lost_targets { RecordNote::TruncatedTarget } else { RecordNote::Truncated });
         }
         Some(sample)
     }
@@ -420,11 +420,11 @@ impl SampleCacheBuilder<'_> {
         let path = &self.source.path;
         let io = |source| Error::Io { action: "read", path: path.clone(), source };
         let mut file = files::open(path).map_err(io)?;
-        let found = file.metadata().map_err(io)?;
-        let bytes = found.len();
+        let metadata = file.metadata().map_err(io)?;
+        let bytes = metadata.len();
         let mut hash = twox_hash::XxHash3_64::with_seed(SAMPLES_VERSION);
         let times = if bytes > MAX_FINGERPRINTED_BYTES {
-            format!("{} {}", found.mtime(), found.mtime_nsec())
+            format!("{} {}", metadata.mtime(), metadata.mtime_nsec())
         } else {
             String::new()
         };
@@ -437,12 +437,12 @@ impl SampleCacheBuilder<'_> {
         let mut piece = vec![0; 1 << 20];
         for start in [0, bytes.saturating_sub(MAX_FINGERPRINTED_BYTES / 2)] {
             file.seek(SeekFrom::Start(start)).map_err(io)?;
-            let mut left =
+            let mut remaining =
                 if bytes > MAX_FINGERPRINTED_BYTES { MAX_FINGERPRINTED_BYTES / 2 } else { MAX_FINGERPRINTED_BYTES };
-            while left > 0 {
+            while remaining > 0 {
                 let read = file.read(&mut piece).map_err(io)?;
                 hash.write(&piece[..read]);
-                left = if read == 0 { 0 } else { left.saturating_sub(read as u64) };
+                remaining = if read == 0 { 0 } else { remaining.saturating_sub(read as u64) };
             }
         }
         Ok((hash.finish(), bytes))

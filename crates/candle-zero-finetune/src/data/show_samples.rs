@@ -25,18 +25,18 @@ pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool
         let label = label.map(|label| format!(", label {}", printable(label))).unwrap_or_default();
         let (tokens, targets) = (counted(sample.len(), "token"), counted(sample.predicted(), "target"));
         _ = writeln!(text, "{}, {} {line}: {tokens}, {targets}{label}", path.display(), unit(path));
-        let (mut stream, mut inside) = (tokenizer.stream(false), false);
+        let (mut stream, mut in_target) = (tokenizer.stream(false), false);
         for (j, id) in sample.ids().enumerate() {
             let piece = stream.push(id)?;
             // The token stream holds back incomplete characters. Such text is shown in the style of its last token.
-            if !piece.is_empty() && sample.is_target(j) != inside {
-                text.push_str(if inside { close } else { open });
-                inside = !inside;
+            if !piece.is_empty() && sample.is_target(j) != in_target {
+                text.push_str(if in_target { close } else { open });
+                in_target = !in_target;
             }
             text.push_str(&printable(&piece));
         }
         text.push_str(&printable(&stream.finish()?));
-        text.push_str(if inside { close } else { "" });
+        text.push_str(if in_target { close } else { "" });
         text.push_str("\n\n");
     }
     Ok(text)
@@ -45,11 +45,11 @@ pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool
 /// Returns a text that is harmless to a terminal: control characters become visible symbols, except for tabs and line
 /// feeds.
 fn printable(text: &str) -> String {
-    let picture = |c: char| match c {
+    let visible = |c: char| match c {
         '\n' | '\t' => c,
         '\0'..='\u{1f}' => char::from_u32(0x2400 + u32::from(c)).unwrap_or(c),
         '\u{7f}'..='\u{9f}' => '\u{2421}',
         c => c,
     };
-    text.chars().map(picture).collect()
+    text.chars().map(visible).collect()
 }

@@ -4,12 +4,13 @@ use crate::error::FinetuneError;
 use crate::error::Result;
 use std::path::PathBuf;
 
-/// A data file, and how often each of its samples counts.
+/// A data file with the weight of its samples.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Source {
     /// The file.
     pub path: PathBuf,
-    /// How often each of its samples occurs in an epoch. The default is 1; 0.5 uses half of the samples once.
+    /// The number of times that each of its samples occurs in an epoch. The default is 1; 0.5 uses half of the samples
+    /// once.
     pub weight: f64,
 }
 
@@ -19,12 +20,14 @@ impl Source {
     /// # Errors
     /// [`FinetuneError::Weight`] for a weight that is not above 0, or is above 1000.
     pub fn parse(text: &str) -> Result<Self> {
-        let whole = Self { path: text.into(), weight: 1.0 };
-        let Some((path, weight)) = text.rsplit_once(':').filter(|_| !whole.path.exists()) else { return Ok(whole) };
+        let unweighted = Self { path: text.into(), weight: 1.0 };
+        let Some((path, weight)) = text.rsplit_once(':').filter(|_| !unweighted.path.exists()) else {
+            return Ok(unweighted);
+        };
         match weight.parse::<f64>() {
             Ok(weight) if weight > 0.0 && weight <= 1000.0 => Ok(Self { path: path.into(), weight }),
             Ok(_) => Err(FinetuneError::Weight { text: text.into() }.into()),
-            Err(_) => Ok(whole),
+            Err(_) => Ok(unweighted),
         }
     }
 }

@@ -112,16 +112,16 @@ impl<'a> TrackedRecord<'a> {
     /// Returns the variables that the record sets for the chat template.
     pub(super) fn variables(&self) -> Result<Vec<(String, Value)>, String> {
         let mut variables = vec![];
-        if let Some(given) = self.get(VARIABLE_KEYS[0]) {
-            let given = match given.as_str() {
+        if let Some(kwargs) = self.get(VARIABLE_KEYS[0]) {
+            let kwargs = match kwargs.as_str() {
                 Some(text) => json(text).map_err(|reason| format!("its {}: {reason}", VARIABLE_KEYS[0]))?,
-                None => given,
+                None => kwargs,
             };
-            if given.kind() != ValueKind::Map {
-                return Err(format!("its {} is {}, not an object", VARIABLE_KEYS[0], kind(&given)));
+            if kwargs.kind() != ValueKind::Map {
+                return Err(format!("its {} is {}, not an object", VARIABLE_KEYS[0], kind(&kwargs)));
             }
-            for key in given.try_iter().into_iter().flatten() {
-                variables.push((key.to_string(), given.get_item(&key).unwrap_or_default()));
+            for key in kwargs.try_iter().into_iter().flatten() {
+                variables.push((key.to_string(), kwargs.get_item(&key).unwrap_or_default()));
             }
         }
         if let Some(documents) = self.get(VARIABLE_KEYS[1]).filter(|value| value.kind() == ValueKind::Seq) {
@@ -152,9 +152,9 @@ impl<'a> TrackedRecord<'a> {
     }
 
     /// Refuses values under these names if they were not read: such values change what the model is trained on.
-    pub(super) fn refuse(&self, names: &[&str], why: &str) -> Result<(), String> {
+    pub(super) fn refuse(&self, names: &[&str], reason: &str) -> Result<(), String> {
         match self.left().into_iter().find(|key| names.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
-            Some(key) => Err(format!("it has {key}: {why}; skip it with --columns ignore={key}")),
+            Some(key) => Err(format!("it has {key}: {reason}; skip it with --columns ignore={key}")),
             None => Ok(()),
         }
     }
@@ -176,12 +176,12 @@ impl<'a> TrackedRecord<'a> {
     pub(super) fn left(&self) -> Vec<String> {
         let read = self.read.borrow();
         let keys = self.record.try_iter().into_iter().flatten().map(|key| key.to_string());
-        let is_there = |key: &String| {
+        let is_unread = |key: &String| {
             let value = field(self.record, key);
             let is_empty = value.is_undefined() || value.is_none() || value.len() == Some(0);
             !is_empty && !read.contains(key)
         };
-        keys.filter(is_there).chain(self.unread.iter().cloned()).collect()
+        keys.filter(is_unread).chain(self.unread.iter().cloned()).collect()
     }
 
     /// Returns all keys.

@@ -1,4 +1,4 @@
-//! The architectures of llama.cpp: which models of transformers they compute, and what they assume about these models.
+//! The architectures of llama.cpp: the transformers models that they compute, and their assumptions about these models.
 //!
 //! A file describes a model by an architecture and a few keys. For properties without a key, llama.cpp assumes values.
 //! A model for which llama.cpp would therefore compute different results is refused ([`GgufArchitecture::problem`], in
@@ -71,16 +71,16 @@ pub(super) struct RopeFactorSupport {
 pub(super) enum MultiplierRule {
     /// There are no keys.
     None,
-    /// A factor of attention scores, of embeddings, of residual additions and of logits.
+    /// Factors for attention scores, embeddings, residual additions and logits.
     Granite,
-    /// A factor of logits.
+    /// A factor for logits.
     Logits,
-    /// The factor of attention scores follows from the width of a head. In models with `largest` blocks, it follows
+    /// The factor for attention scores follows from the width of a head. In models with `largest` blocks, it follows
     /// from hidden_size / num_attention_heads instead. Gemma 2 has caps, and Gemma 3 has none.
     Gemma { largest: usize, has_caps: bool },
 }
 
-/// Whether the output projection is the token embedding.
+/// Whether the output projection shares the weight of the token embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tying {
     Always,
@@ -370,10 +370,10 @@ mod tests {
         let error = DecoderConfig::from_hugging_face(&serde_json::json!({"model_type": "?"})).unwrap_err().to_string();
         let known = error.split_once("the supported types are ").map(|(_, known)| known);
         let mut known: Vec<&str> = known.unwrap_or_else(|| panic!("{error}")).split(", ").map(str::trim).collect();
-        let mut written: Vec<&str> = ARCHITECTURES.iter().flat_map(|known| known.model_types).copied().collect();
+        let mut exported: Vec<&str> = ARCHITECTURES.iter().flat_map(|known| known.model_types).copied().collect();
         known.sort_unstable();
-        written.sort_unstable();
-        assert_eq!(written, known, "{error}");
+        exported.sort_unstable();
+        assert_eq!(exported, known, "{error}");
     }
 
     #[test]

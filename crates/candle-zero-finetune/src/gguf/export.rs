@@ -63,37 +63,37 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
     }
     let experts = config.mixture.as_ref().map_or(0, |mixture| mixture.experts);
     // The indices in `entries` of the tensors that contain a projection of all experts, by name.
-    let mut shared: HashMap<String, usize> = HashMap::new();
+    let mut expert_tensors: HashMap<String, usize> = HashMap::new();
     for (name, shape) in merged.shapes() {
         let unknown = || wrong(format!("llama.cpp has no name for tensor {name} of a {kind} model"));
-        let place = place_of(name, config, architecture.pairs).ok_or_else(unknown)?;
-        let expert = if let TensorForm::OfExpert(expert) = place.form { Some(expert) } else { None };
-        let new_shape = place.shape_in_file(shape, experts);
-        let is_f32 = new_shape.len() < 2 || place.is_always_f32();
+        let mapping = place_of(name, config, architecture.pairs).ok_or_else(unknown)?;
+        let expert = if let TensorForm::OfExpert(expert) = mapping.form { Some(expert) } else { None };
+        let new_shape = mapping.shape_in_file(shape, experts);
+        let is_f32 = new_shape.len() < 2 || mapping.is_always_f32();
         let row = new_shape.last().copied().unwrap_or(1);
         let format = match format {
             _ if is_f32 => GgmlFormat::F32,
             GgufFormat::Q8_0 if row.is_multiple_of(BLOCK) => GgmlFormat::Q8_0,
             _ => GgmlFormat::F16,
         };
-        let tensors = place.names.len();
-        for (which, tensor) in place.names.into_iter().enumerate() {
+        let tensors = mapping.names.len();
+        for (first, tensor) in mapping.names.into_iter().enumerate() {
             if let Some(expert) = expert {
-                let known = shared.get(&tensor).and_then(|at| sources.get_mut(*at));
+                let known = expert_tensors.get(&tensor).and_then(|at| sources.get_mut(*at));
                 if let Some(TensorOrigin::Experts(parts, _)) = known {
                     parts.push((expert, name.as_str()));
                     continue;
                 }
-                shared.insert(tensor.clone(), entries.len());
+                expert_tensors.insert(tensor.clone(), entries.len());
             }
             sources.push(match expert {
                 Some(expert) => TensorOrigin::Experts(vec![(expert, name)], shape),
                 None => TensorOrigin::Parameter(ParameterOrigin {
                     name,
                     shape,
-                    form: place.form,
-                    outputs: OutputStride { which, tensors },
-                    plus_one: place.plus_one,
+                    form: mapping.form,
+                    outputs: OutputStride { first, tensors },
+                    plus_one: mapping.plus_one,
                 }),
             });
             entries.push(GgufTensor { name: tensor, shape: new_shape.clone(), format });
@@ -117,13 +117,13 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
         }
         TensorOrigin::Experts(parts, shape) => parts.iter().try_for_each(|(_, name)| {
             let parameter = ParameterOrigin::unchanged(name, shape);
-            parameter.give(&merged.tensor(name, shape)?, entries[at].format, &mut |bytes| {
+            parameter.emit(&merged.tensor(name, shape)?, entries[at].format, &mut |bytes| {
                 count(bytes.len());
                 take(bytes)
             })
         }),
         TensorOrigin::Parameter(parameter) => {
-            parameter.give(&merged.tensor(parameter.name, parameter.shape)?, entries[at].format, &mut |bytes| {
+            parameter.emit(&merged.tensor(parameter.name, parameter.shape)?, entries[at].format, &mut |bytes| {
                 count(bytes.len());
                 take(bytes)
             })
@@ -171,21 +171,21 @@ struct ParameterOrigin<'a> {
     plus_one: bool,
 }
 
-/// The outputs of a parameter that a tensor contains: every `tensors`-th output, beginning with output `which`.
+/// The outputs of a parameter that a tensor contains: every `tensors`-th output, beginning with output `first`.
 #[derive(Debug, Clone, Copy)]
 struct OutputStride {
-    which: usize,
+    first: usize,
     tensors: usize,
 }
 
 impl<'a> ParameterOrigin<'a> {
     /// Returns the source of a tensor that contains a parameter unchanged.
     fn unchanged(name: &'a str, shape: &'a [usize]) -> Self {
-        Self { name, shape, form: TensorForm::Same, outputs: OutputStride { which: 0, tensors: 1 }, plus_one: false }
+        Self { name, shape, form: TensorForm::Same, outputs: OutputStride { first: 0, tensors: 1 }, plus_one: false }
     }
 
     /// Passes the bytes of the tensor to `take`, given the parameter.
-    fn give(
+    fn emit(
         &self,
         parameter: &MergedTensor<'_>,
         format: GgmlFormat,
@@ -206,10 +206,10 @@ impl<'a> ParameterOrigin<'a> {
                 Ok(())
             }
             // All rows are needed: each row of the result contains one element from each row of the parameter.
-            TensorForm::Transposed => self.transposed(&parameter.values(0..lines)?, [lines, width], &mut put),
+            TensorForm::Transposed => self.emit_transposed(&parameter.values(0..lines)?, [lines, width], &mut put),
             TensorForm::OfAllExperts { inputs } => {
                 for expert in 0..lines {
-                    self.transposed(&parameter.values(expert..expert + 1)?, [inputs, width / inputs], &mut put)?;
+                    self.emit_transposed(&parameter.values(expert..expert + 1)?, [inputs, width / inputs], &mut put)?;
                 }
                 Ok(())
             }
@@ -218,13 +218,13 @@ impl<'a> ParameterOrigin<'a> {
                 let (lines_of_head, width) = if lines == 1 { (1, 1) } else { (head, width) };
                 for piece in parameter.pieces(lines_of_head) {
                     let values = parameter.values(piece)?;
-                    let mut changed = Vec::with_capacity(values.len());
+                    let mut output = Vec::with_capacity(values.len());
                     for values in values.chunks(head * width) {
                         let line = |i: usize| &values[i * width..(i + 1) * width];
                         (0..head / 2)
-                            .for_each(|i| [i, i + head / 2].iter().for_each(|i| changed.extend_from_slice(line(*i))));
+                            .for_each(|i| [i, i + head / 2].iter().for_each(|i| output.extend_from_slice(line(*i))));
                     }
-                    put(&changed)?;
+                    put(&output)?;
                 }
                 Ok(())
             }
@@ -232,19 +232,19 @@ impl<'a> ParameterOrigin<'a> {
     }
 
     /// Passes the outputs of a matrix `[inputs, outputs]` to `put`, one after another.
-    fn transposed(
+    fn emit_transposed(
         &self,
         matrix: &[f32],
         [inputs, outputs]: [usize; 2],
         put: &mut dyn FnMut(&[f32]) -> Result<()>,
     ) -> Result<()> {
-        let OutputStride { which, tensors } = self.outputs;
-        let of_tensor = (which..outputs).step_by(tensors);
+        let OutputStride { first, tensors } = self.outputs;
+        let tensor_outputs = (first..outputs).step_by(tensors);
         if inputs == 1 {
-            return put(&of_tensor.map(|output| matrix[output]).collect::<Vec<f32>>());
+            return put(&tensor_outputs.map(|output| matrix[output]).collect::<Vec<f32>>());
         }
         let mut line = vec![0f32; inputs];
-        for output in of_tensor {
+        for output in tensor_outputs {
             line.iter_mut().enumerate().for_each(|(i, x)| *x = matrix[i * outputs + output]);
             put(&line)?;
         }

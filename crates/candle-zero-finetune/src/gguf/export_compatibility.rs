@@ -1,4 +1,4 @@
-//! Compares a model with what llama.cpp assumes about its architecture.
+//! Compares a model with llama.cpp's assumptions about its architecture.
 
 use super::architectures::{GPT_OSS, GgufArchitecture, MultiplierRule, PositionRule, Presence, Tying, WindowRule};
 use candle_zero::models::{DecoderConfig, RotaryConfig, RotaryScaling};
@@ -6,7 +6,7 @@ use candle_zero::nn::{Activation, ExpertActivation, RouterOrder};
 use candle_zero::util::counted;
 
 impl GgufArchitecture {
-    /// Returns why llama.cpp would compute different results with a model, or `None` if it would not.
+    /// Returns the reason why llama.cpp would compute different results with a model, or `None` if it would not.
     pub fn problem(&self, config: &DecoderConfig) -> Option<String> {
         self.mixture_problem(config)
             .or_else(|| self.layout_problem(config))
@@ -69,18 +69,18 @@ impl GgufArchitecture {
             Tying::Never if tied => return Some(self.assumes("tie_word_embeddings", tied, false)),
             _ => (),
         }
-        let of_model = [config.qkv_bias, config.output_bias, config.mlp_bias];
-        let what = ["queries, keys and values", "attention's output", "the MLP"];
-        for ((rule, has_bias), what) in self.biases.iter().zip(of_model).zip(what) {
+        let model_biases = [config.qkv_bias, config.output_bias, config.mlp_bias];
+        let target = ["queries, keys and values", "attention's output", "the MLP"];
+        for ((rule, has_bias), target) in self.biases.iter().zip(model_biases).zip(target) {
             let problem = match (rule, has_bias) {
-                (Presence::Never, true) => format!("has biases for {what}"),
-                (Presence::Always, false) => format!("has no biases for {what}"),
+                (Presence::Never, true) => format!("has biases for {target}"),
+                (Presence::Always, false) => format!("has no biases for {target}"),
                 _ => continue,
             };
             let assumed = if has_bias { "has none" } else { "requires them" };
             return Some(format!(
                 "it {problem} ({}), but architecture {} of llama.cpp {assumed}",
-                bias_key(self.model_types[0], what),
+                bias_key(self.model_types[0], target),
                 self.name
             ));
         }
@@ -88,10 +88,10 @@ impl GgufArchitecture {
             let [found, assumed] = [config.activation, self.activation].map(activation_name);
             return Some(self.assumes("activation", found, assumed));
         }
-        let (head, usual) = (config.head_dim, config.hidden_size / config.num_attention_heads);
-        let is_usual = head * config.num_attention_heads == config.hidden_size;
-        if !self.has_free_head && !is_usual {
-            return Some(self.assumes("head_dim", head, format!("hidden_size / num_attention_heads ({usual})")));
+        let (head, default_head) = (config.head_dim, config.hidden_size / config.num_attention_heads);
+        let is_default = head * config.num_attention_heads == config.hidden_size;
+        if !self.has_free_head && !is_default {
+            return Some(self.assumes("head_dim", head, format!("hidden_size / num_attention_heads ({default_head})")));
         }
         None
     }
@@ -118,14 +118,14 @@ impl GgufArchitecture {
                 without_key.extend(scales);
             }
             MultiplierRule::Gemma { largest, has_caps } => {
-                let usual = config.hidden_size as f64 / config.num_attention_heads as f64;
+                let quotient = config.hidden_size as f64 / config.num_attention_heads as f64;
                 let is_largest = config.blocks.len() == largest;
-                let assumed = if is_largest { usual.floor() } else { config.head_dim as f64 };
+                let assumed = if is_largest { quotient.floor() } else { config.head_dim as f64 };
                 let scalar = config.query_scale.map_or(config.head_dim as f64, |scale| scale.powi(-2));
                 if (scalar / assumed - 1.0).abs() > 1e-6 {
                     let scalar = (scalar * 1e6).round() / 1e6;
-                    let why = format!("{assumed} for a model with {}", counted(config.blocks.len(), "block"));
-                    return Some(self.assumes("query_pre_attn_scalar", scalar, why));
+                    let assumption = format!("{assumed} for a model with {}", counted(config.blocks.len(), "block"));
+                    return Some(self.assumes("query_pre_attn_scalar", scalar, assumption));
                 }
                 match has_caps {
                     true => {
@@ -233,8 +233,8 @@ impl GgufArchitecture {
 }
 
 /// Returns the key that decides whether a model has biases.
-fn bias_key(model_type: &str, what: &str) -> &'static str {
-    match (model_type, what) {
+fn bias_key(model_type: &str, target: &str) -> &'static str {
+    match (model_type, target) {
         ("starcoder2", _) => "use_bias",
         ("stablelm", "queries, keys and values") => "use_qkv_bias",
         ("qwen2_moe", "queries, keys and values") => "qkv_bias",

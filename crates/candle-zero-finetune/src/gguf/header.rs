@@ -1,4 +1,4 @@
-//! Reads the header of a GGUF file: its metadata, and the names, shapes, formats and places of its tensors.
+//! Reads the header of a GGUF file: its metadata, and the names, shapes, formats and positions of its tensors.
 //!
 //! Every count and every length is compared with the number of remaining bytes. Only then is memory allocated for it.
 
@@ -115,19 +115,19 @@ struct HeaderBytes<'a> {
 }
 
 impl<'a> HeaderBytes<'a> {
-    fn left(&self) -> usize {
+    fn remaining(&self) -> usize {
         self.file.len() - self.at
     }
 
-    /// Returns the next `len` bytes, which contain `what`.
-    fn take(&mut self, len: usize, what: &str) -> Result<&'a [u8], String> {
-        let (left, total) = (self.left(), self.file.len());
-        if len > left {
+    /// Returns the next `len` bytes, which contain `field`.
+    fn take(&mut self, len: usize, field: &str) -> Result<&'a [u8], String> {
+        let (remaining, total) = (self.remaining(), self.file.len());
+        if len > remaining {
             return Err(format!(
-                "{what} takes {}, but only {left} of the file's {} {} left: the file is truncated or damaged",
+                "{field} takes {}, but only {remaining} of the file's {} {} left: the file is truncated or damaged",
                 counted(len, "byte"),
                 counted(total, "byte"),
-                is_or_are(left)
+                is_or_are(remaining)
             ));
         }
         let bytes = &self.file[self.at..self.at + len];
@@ -135,50 +135,50 @@ impl<'a> HeaderBytes<'a> {
         Ok(bytes)
     }
 
-    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], String> {
+    fn array<const N: usize>(&mut self, field: &str) -> Result<[u8; N], String> {
         let mut array = [0; N];
-        array.copy_from_slice(self.take(N, what)?);
+        array.copy_from_slice(self.take(N, field)?);
         Ok(array)
     }
 
-    fn u32(&mut self, what: &str) -> Result<u32, String> {
-        self.array(what).map(u32::from_le_bytes)
+    fn u32(&mut self, field: &str) -> Result<u32, String> {
+        self.array(field).map(u32::from_le_bytes)
     }
 
-    fn u64(&mut self, what: &str) -> Result<u64, String> {
-        self.array(what).map(u64::from_le_bytes)
+    fn u64(&mut self, field: &str) -> Result<u64, String> {
+        self.array(field).map(u64::from_le_bytes)
     }
 
-    /// Reads the number of items in `place`. Each item takes at least `least` bytes.
-    fn count(&mut self, item: &str, place: &str, least: usize) -> Result<usize, String> {
-        let count = self.u64(&format!("the number of {item}s{place}"))?;
-        let most = self.left() / least;
-        match usize::try_from(count).ok().filter(|count| *count <= most) {
+    /// Reads the number of items in `location`. Each item takes at least `min_bytes` bytes.
+    fn count(&mut self, item: &str, location: &str, min_bytes: usize) -> Result<usize, String> {
+        let count = self.u64(&format!("the number of {item}s{location}"))?;
+        let max_count = self.remaining() / min_bytes;
+        match usize::try_from(count).ok().filter(|count| *count <= max_count) {
             Some(count) => Ok(count),
             None => Err(format!(
-                "it has {}{place}, but the {} that {} at most {most}: the file is truncated or damaged",
+                "it has {}{location}, but the {} that {} at most {max_count}: the file is truncated or damaged",
                 counted(count, item),
-                counted(self.left(), "byte"),
-                if self.left() == 1 { "is left holds" } else { "are left hold" }
+                counted(self.remaining(), "byte"),
+                if self.remaining() == 1 { "is left holds" } else { "are left hold" }
             )),
         }
     }
 
-    fn text(&mut self, what: &str) -> Result<String, String> {
-        let len = self.count("byte", &format!(" in {what}"), 1)?;
-        let bytes = self.take(len, what)?;
+    fn text(&mut self, field: &str) -> Result<String, String> {
+        let len = self.count("byte", &format!(" in {field}"), 1)?;
+        let bytes = self.take(len, field)?;
         // Some tokens are not valid UTF-8, and some writers end strings with zeros.
         Ok(String::from_utf8_lossy(bytes).trim_end_matches('\0').to_owned())
     }
 
     /// Reads a key or a name, which messages show.
-    fn name(&mut self, what: &str) -> Result<String, String> {
-        let name = self.text(what)?;
+    fn name(&mut self, field: &str) -> Result<String, String> {
+        let name = self.text(field)?;
         if name.len() > MAX_NAME_BYTES {
-            return Err(format!("{what} has {} bytes, but must have at most {MAX_NAME_BYTES}", name.len()));
+            return Err(format!("{field} has {} bytes, but must have at most {MAX_NAME_BYTES}", name.len()));
         }
         match name.chars().any(char::is_control) {
-            true => Err(format!("{what} contains control characters: {name:?}")),
+            true => Err(format!("{field} contains control characters: {name:?}")),
             false => Ok(name),
         }
     }
@@ -210,10 +210,10 @@ impl<'a> HeaderBytes<'a> {
     /// Reads the values of an array.
     fn values(&mut self, key: &str, depth: usize) -> Result<Vec<Value>, String> {
         if depth == MAX_ARRAY_DEPTH {
-            return Err(format!("{key} has arrays of arrays that are nested more than {MAX_ARRAY_DEPTH} deep"));
+            return Err(format!("{key} has arrays that are nested more than {MAX_ARRAY_DEPTH} levels deep"));
         }
         let kind = self.u32(key)?;
-        let least = match kind {
+        let min_bytes = match kind {
             0 | 1 | 7 => 1,
             2 | 3 => 2,
             4..=6 => 4,
@@ -221,7 +221,7 @@ impl<'a> HeaderBytes<'a> {
             9 => 12,
             other => return Err(format!("{key} has values of type {other}, but must have a type from 0 to 12")),
         };
-        let len = self.count("value", &format!(" in {key}"), least)?;
+        let len = self.count("value", &format!(" in {key}"), min_bytes)?;
         self.array_elements = self.array_elements.saturating_add(len);
         if self.array_elements > MAX_ARRAY_ELEMENTS {
             return Err(format!(
@@ -234,14 +234,14 @@ impl<'a> HeaderBytes<'a> {
 
     /// Reads the description of a tensor.
     fn tensor(&mut self, name: &str) -> Result<TensorInfo, String> {
-        let what = format!("the description of tensor {name}");
-        let rank = self.u32(&what)? as usize;
+        let field = format!("the description of tensor {name}");
+        let rank = self.u32(&field)? as usize;
         if rank > MAX_DIMENSIONS {
             return Err(format!("tensor {name} has {rank} dimensions, but must have at most {MAX_DIMENSIONS}"));
         }
         let mut shape = Vec::with_capacity(rank);
         for _ in 0..rank {
-            shape.push(self.u64(&what)?);
+            shape.push(self.u64(&field)?);
         }
         // The fastest dimension comes first.
         shape.reverse();
@@ -252,8 +252,8 @@ impl<'a> HeaderBytes<'a> {
                 "tensor {name} has shape {shape:?}, which has more elements than memory has addresses"
             ));
         };
-        let format = TensorFormat::of_id(self.u32(&what)?);
-        Ok(TensorInfo { shape: sizes, format, offset: self.u64(&what)? })
+        let format = TensorFormat::of_id(self.u32(&field)?);
+        Ok(TensorInfo { shape: sizes, format, offset: self.u64(&field)? })
     }
 }
 

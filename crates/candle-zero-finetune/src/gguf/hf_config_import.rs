@@ -171,10 +171,10 @@ impl ArchitectureMetadataReader<'_> {
         use candle_zero::models::{RotaryConfig, RotaryScaling};
         use candle_zero::nn::frequencies::Llama3RopeScaling;
         const NAME: &str = "rope_freqs.weight";
-        let Some(given) = self.gguf.dequantized(NAME)? else { return Ok(Json::Null) };
+        let Some(factors) = self.gguf.dequantized(NAME)? else { return Ok(Json::Null) };
         let theta = self.number("rope.freq_base")?.unwrap_or(1e4);
         let plain = RotaryConfig { theta, ..RotaryConfig::default() }.frequencies(head, 1)?;
-        let factor = given.iter().fold(1f32, |most, factor| most.max(*factor));
+        let factor = factors.iter().fold(1f32, |max, factor| max.max(*factor));
         let scaling = Llama3RopeScaling {
             factor: f64::from(factor),
             low_freq_factor: 1.0,
@@ -183,12 +183,12 @@ impl ArchitectureMetadataReader<'_> {
         };
         let scaled = RotaryConfig { theta, scaling: RotaryScaling::Llama3(scaling), ..RotaryConfig::default() }
             .frequencies(head, 1)?;
-        let is_it = given.len() == plain.len()
-            && given
+        let is_llama3 = factors.len() == plain.len()
+            && factors
                 .iter()
                 .zip(plain.iter().zip(&scaled))
-                .all(|(given, (plain, scaled))| (plain / scaled / f64::from(*given) - 1.0).abs() < 1e-4);
-        match is_it {
+                .all(|(factor, (plain, scaled))| (plain / scaled / f64::from(*factor) - 1.0).abs() < 1e-4);
+        match is_llama3 {
             true => Ok(json!({
                 "rope_type": "llama3",
                 "factor": scaling.factor,

@@ -9,7 +9,7 @@ use serde_json::{Map, Value as Json};
 
 /// The mixtures that are read: their architecture, and their type and class in transformers. llama.cpp has no separate
 /// architecture for Mixtral, the last entry.
-const READ: [(&str, &str, &str); 5] = [
+const SUPPORTED_MIXTURES: [(&str, &str, &str); 5] = [
     ("qwen2moe", "qwen2_moe", "Qwen2MoeForCausalLM"),
     ("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM"),
     ("olmoe", "olmoe", "OlmoeForCausalLM"),
@@ -18,10 +18,10 @@ const READ: [(&str, &str, &str); 5] = [
 ];
 
 /// Returns the transformers type and class of the mixture in a file of architecture `name`, or `None` if the file
-/// contains no mixture or the architecture is not one of [`READ`].
+/// contains no mixture or the architecture is not one of [`SUPPORTED_MIXTURES`].
 pub(super) fn mixture_in_file(name: &str, experts: Option<usize>) -> Option<(&'static str, &'static str)> {
     let has_mixture = name != "llama" || experts.is_some();
-    let known = READ.into_iter().find(|(known, ..)| *known == name && has_mixture);
+    let known = SUPPORTED_MIXTURES.into_iter().find(|(known, ..)| *known == name && has_mixture);
     known.map(|(_, model_type, class)| (model_type, class))
 }
 

@@ -130,7 +130,7 @@ impl GgufArchitecture {
     /// Returns the names and values of the tensors that hold the divisors of the rotary frequencies.
     pub fn rotary_factors(&self, config: &DecoderConfig) -> Vec<(&'static str, Vec<f32>)> {
         let Some(rotary) = self.rotary(config) else { return Vec::new() };
-        let narrow = |factors: &[f64]| factors.iter().map(|factor| *factor as f32).collect();
+        let to_f32 = |factors: &[f64]| factors.iter().map(|factor| *factor as f32).collect();
         match &rotary.scaling {
             RotaryScaling::Llama3(_) => {
                 let head = config.head_dim;
@@ -142,8 +142,8 @@ impl GgufArchitecture {
                 vec![("rope_freqs.weight", factors.collect())]
             }
             RotaryScaling::LongRope(scaling) => vec![
-                ("rope_factors_long.weight", narrow(&scaling.long)),
-                ("rope_factors_short.weight", narrow(&scaling.short)),
+                ("rope_factors_long.weight", to_f32(&scaling.long)),
+                ("rope_factors_short.weight", to_f32(&scaling.short)),
             ],
             _ => Vec::new(),
         }

@@ -22,7 +22,7 @@ pub(super) fn is_sentence_piece(model: &Json) -> bool {
 
 /// Returns whether texts begin with an additional space, or why llama.cpp cannot prepare texts as this tokenizer does.
 pub(super) fn adds_space(tokenizer: &Json) -> Result<bool, String> {
-    let (normalizer, before) = (&tokenizer["normalizer"], &tokenizer["pre_tokenizer"]);
+    let (normalizer, pre_tokenizer) = (&tokenizer["normalizer"], &tokenizer["pre_tokenizer"]);
     let steps: Vec<&Json> = match normalizer["type"].as_str() {
         None => Vec::new(),
         Some("Sequence") => normalizer["normalizers"].as_array().into_iter().flatten().collect(),
@@ -33,22 +33,25 @@ pub(super) fn adds_space(tokenizer: &Json) -> Result<bool, String> {
         step["type"] == "Replace" && step["pattern"] == json!({"String": " "}) && step["content"] == SPACE
     };
     // After the replacement, there are no spaces to split at.
-    let is_without_effect =
-        before.is_null() || (before["type"] == "Split" && before["pattern"] == json!({"String": " "}));
+    let is_without_effect = pre_tokenizer.is_null()
+        || (pre_tokenizer["type"] == "Split" && pre_tokenizer["pattern"] == json!({"String": " "}));
     match &steps[..] {
-        [] if before["type"] == "Metaspace" && before["replacement"] == SPACE && before["split"] == false => {
-            match before["prepend_scheme"].as_str() {
+        [] if pre_tokenizer["type"] == "Metaspace"
+            && pre_tokenizer["replacement"] == SPACE
+            && pre_tokenizer["split"] == false =>
+        {
+            match pre_tokenizer["prepend_scheme"].as_str() {
                 Some("always" | "first") => Ok(true),
                 Some("never") => Ok(false),
-                _ => Ok(before["add_prefix_space"] != false),
+                _ => Ok(pre_tokenizer["add_prefix_space"] != false),
             }
         }
         [only] if is_replacement(only) && is_without_effect => Ok(false),
         [first, second] if is_prefix(first) && is_replacement(second) && is_without_effect => Ok(true),
         _ => Err(format!(
-            "it prepares text with normalizer {normalizer} and pre-tokenizer {before}; llama.cpp's SentencePiece only \
-             replaces spaces with {SPACE:?}, with or without one more at the beginning; write a Hugging Face folder and \
-             convert it with llama.cpp"
+            "it prepares text with normalizer {normalizer} and pre-tokenizer {pre_tokenizer}; llama.cpp's \
+             SentencePiece only replaces spaces with {SPACE:?}, with or without one more at the beginning; write a Hugging Face \
+             folder and convert it with llama.cpp"
         )),
     }
 }
@@ -89,8 +92,8 @@ fn byte_of(text: &str) -> Option<u8> {
 /// Merges that yield no token, or that llama.cpp would not apply in the same order; pairs that only llama.cpp would
 /// merge; too many merges.
 pub(super) fn scores(tokens: &Tokens<'_>, merges: &[(&str, &str)], rows: usize) -> Result<Vec<f32>, String> {
-    const WHY: &str = "llama.cpp's SentencePiece derives merges from one score per token; write a Hugging Face folder \
-                       and convert it with llama.cpp";
+    const REASON: &str = "llama.cpp's SentencePiece derives merges from one score per token; write a Hugging Face \
+                          folder and convert it with llama.cpp";
     if merges.len() > MAX_MERGES {
         return Err(format!("it has {} merges, but must have at most {MAX_MERGES}", merges.len()));
     }
@@ -98,7 +101,7 @@ pub(super) fn scores(tokens: &Tokens<'_>, merges: &[(&str, &str)], rows: usize) 
     let pieces = tokens.iter().filter(|(_, (_, kind))| is_piece(*kind));
     let ids: HashMap<&str, (usize, i32)> = pieces.map(|(id, (text, kind))| (*text, (*id, *kind))).collect();
     let mut ranks: HashMap<usize, usize> = HashMap::new();
-    let mut given: HashSet<(&str, &str)> = HashSet::new();
+    let mut merged_pairs: HashSet<(&str, &str)> = HashSet::new();
     let mut last = None;
     for (rank, (a, b)) in merges.iter().enumerate() {
         let text = format!("{a}{b}");
@@ -108,9 +111,9 @@ pub(super) fn scores(tokens: &Tokens<'_>, merges: &[(&str, &str)], rows: usize) 
         // Tokens that match their text wherever it occurs are never merged.
         if kind == NORMAL {
             if ranks.contains_key(&id) && last != Some(id) {
-                return Err(format!("its merges into {text:?} do not follow one another, but {WHY}"));
+                return Err(format!("its merges into {text:?} do not follow one another, but {REASON}"));
             }
-            given.insert((a, b));
+            merged_pairs.insert((a, b));
             last = Some(id);
         }
         ranks.entry(id).or_insert(rank);
@@ -118,8 +121,8 @@ pub(super) fn scores(tokens: &Tokens<'_>, merges: &[(&str, &str)], rows: usize) 
     for (text, (_, kind)) in &ids {
         let parts = text.char_indices().skip(1).map(|(at, _)| text.split_at(at));
         let mut parts = parts.filter(|(a, b)| *kind == NORMAL && ids.contains_key(a) && ids.contains_key(b));
-        if let Some((a, b)) = parts.find(|pair| !given.contains(pair)) {
-            return Err(format!("it does not merge {a:?} and {b:?} into {text:?}, but {WHY}"));
+        if let Some((a, b)) = parts.find(|pair| !merged_pairs.contains(pair)) {
+            return Err(format!("it does not merge {a:?} and {b:?} into {text:?}, but {REASON}"));
         }
     }
     let score = |id: usize| match (tokens.get(&id), ranks.get(&id)) {
@@ -166,8 +169,8 @@ mod tests {
         let split = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"});
         let metaspace =
             |scheme: &str| json!({"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": false});
-        let found = |normalizer: &Json, before: &Json| {
-            adds_space(&json!({"normalizer": normalizer, "pre_tokenizer": before})).ok()
+        let found = |normalizer: &Json, pre_tokenizer: &Json| {
+            adds_space(&json!({"normalizer": normalizer, "pre_tokenizer": pre_tokenizer})).ok()
         };
         let both = sequence(json!([prepend, replace]));
         assert_eq!(found(&both, &Json::Null), Some(true));

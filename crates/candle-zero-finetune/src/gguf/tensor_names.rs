@@ -54,7 +54,7 @@ impl GgufTensorMapping {
         }
     }
 
-    /// Returns whether llama.cpp needs the tensors in f32, whatever their shape is.
+    /// Returns whether llama.cpp needs the tensors in f32, regardless of their shape.
     pub fn is_always_f32(&self) -> bool {
         let is_f32 = |name: &String| {
             name.starts_with("position_embd") || name.contains(".ffn_gate_inp.") || name.ends_with(".bias")
@@ -70,26 +70,26 @@ pub(super) fn place_of(parameter: &str, config: &DecoderConfig, pairs: RotaryPai
     let has_plus_one = matches!(config.norm, NormKind::RmsPlusOne | NormKind::LayerPlusOne);
     let plus_one = has_plus_one && bare.ends_with("norm.weight");
     let (module, ending) = bare.rsplit_once('.')?;
-    let around = match module {
+    let outer_name = match module {
         "embed_tokens" | "wte" => Some("token_embd"),
         "wpe" => Some("position_embd"),
         "norm" | "ln_f" => Some("output_norm"),
         "lm_head" => Some("output"),
         _ => None,
     };
-    if let Some(name) = around {
+    if let Some(name) = outer_name {
         return Some(GgufTensorMapping { names: vec![format!("{name}.{ending}")], form: TensorForm::Same, plus_one });
     }
     let (block, module) = bare.strip_prefix("layers.").or_else(|| bare.strip_prefix("h."))?.split_once('.')?;
-    let (names, form) = in_block(module, config, pairs)?;
+    let (names, form) = block_tensors(module, config, pairs)?;
     let names = names.into_iter().map(|name| format!("blk.{block}.{name}")).collect();
     Some(GgufTensorMapping { names, form, plus_one })
 }
 
 /// Returns the names and the form of the tensors that contain the parameter `module` of a block, such as
 /// `self_attn.q_proj.weight`. The names are those within the block.
-fn in_block(module: &str, config: &DecoderConfig, pairs: RotaryPairs) -> Option<(Vec<String>, TensorForm)> {
-    if let Some(found) = of_all_experts(module, config) {
+fn block_tensors(module: &str, config: &DecoderConfig, pairs: RotaryPairs) -> Option<(Vec<String>, TensorForm)> {
+    if let Some(found) = all_experts_tensors(module, config) {
         return Some(found);
     }
     if module == "self_attn.sinks" {
@@ -103,7 +103,7 @@ fn in_block(module: &str, config: &DecoderConfig, pairs: RotaryPairs) -> Option<
     let name = match module {
         "input_layernorm" | "ln_1" => "attn_norm",
         "post_self_attn_layernorm" => "post_attention_norm",
-        "post_attention_layernorm" => after_attention(config),
+        "post_attention_layernorm" => post_attention_norm(config),
         "pre_feedforward_layernorm" | "ln_2" => "ffn_norm",
         "post_feedforward_layernorm" | "post_mlp_layernorm" => "post_ffw_norm",
         "self_attn.v_proj" => "attn_v",
@@ -121,7 +121,7 @@ fn in_block(module: &str, config: &DecoderConfig, pairs: RotaryPairs) -> Option<
         "mlp.c_fc" => return Some((vec![format!("ffn_up.{ending}")], conv1d)),
         "mlp.c_proj" => return Some((vec![format!("ffn_down.{ending}")], conv1d)),
         _ => {
-            let (name, form) = in_mixture(module)?;
+            let (name, form) = mixture_tensor(module)?;
             return Some((vec![format!("{name}.{ending}")], form));
         }
     };
@@ -129,7 +129,7 @@ fn in_block(module: &str, config: &DecoderConfig, pairs: RotaryPairs) -> Option<
 }
 
 /// Returns the name of the norm that transformers calls `post_attention_layernorm`.
-fn after_attention(config: &DecoderConfig) -> &'static str {
+fn post_attention_norm(config: &DecoderConfig) -> &'static str {
     match config.norm_placement {
         NormPlacement::After => "post_attention_norm",
         NormPlacement::BeforeAndAfter if config.naming != ParameterNaming::Glm => "post_attention_norm",
@@ -140,7 +140,7 @@ fn after_attention(config: &DecoderConfig) -> &'static str {
 }
 
 /// Returns the tensors of a parameter that belongs to all experts.
-fn of_all_experts(module: &str, config: &DecoderConfig) -> Option<(Vec<String>, TensorForm)> {
+fn all_experts_tensors(module: &str, config: &DecoderConfig) -> Option<(Vec<String>, TensorForm)> {
     let experts = module.strip_prefix("mlp.experts.")?;
     let width = config.mixture.as_ref()?.expert_width;
     let (projections, ending, inputs): (&[&str], _, _) = match experts {
@@ -155,18 +155,18 @@ fn of_all_experts(module: &str, config: &DecoderConfig) -> Option<(Vec<String>, 
 }
 
 /// Returns the tensor of a module of a mixture.
-fn in_mixture(module: &str) -> Option<(&'static str, TensorForm)> {
-    let in_mixture = module.strip_prefix("mlp.").or_else(|| module.strip_prefix("block_sparse_moe."))?;
-    if let Some((expert, projection)) = in_mixture.strip_prefix("experts.").and_then(|rest| rest.split_once('.')) {
-        let name = match projection {
+fn mixture_tensor(module: &str) -> Option<(&'static str, TensorForm)> {
+    let name = module.strip_prefix("mlp.").or_else(|| module.strip_prefix("block_sparse_moe."))?;
+    if let Some((expert, projection)) = name.strip_prefix("experts.").and_then(|rest| rest.split_once('.')) {
+        let tensor = match projection {
             "gate_proj" | "w1" => "ffn_gate_exps",
             "up_proj" | "w3" => "ffn_up_exps",
             "down_proj" | "w2" => "ffn_down_exps",
             _ => return None,
         };
-        return Some((name, TensorForm::OfExpert(expert.parse().ok()?)));
+        return Some((tensor, TensorForm::OfExpert(expert.parse().ok()?)));
     }
-    Some(match in_mixture {
+    Some(match name {
         "gate" | "router" => ("ffn_gate_inp", TensorForm::Same),
         // The gate has one output.
         "shared_expert_gate" => ("ffn_gate_inp_shexp", TensorForm::Vector),
@@ -179,8 +179,8 @@ fn in_mixture(module: &str) -> Option<(&'static str, TensorForm)> {
 
 /// Returns the row of a tensor in [`TensorForm::Interleaved`] that contains row `row` of the parameter.
 pub(super) fn interleaved_row(row: usize, head: usize) -> usize {
-    let (start, inside, half) = (row / head * head, row % head, head / 2);
-    start + inside % half * 2 + inside / half
+    let (start, within_head, half) = (row / head * head, row % head, head / 2);
+    start + within_head % half * 2 + within_head / half
 }
 
 #[cfg(test)]
@@ -206,10 +206,10 @@ mod tests {
             let config = config(model_type);
             let mut seen = std::collections::HashSet::new();
             for (parameter, _) in config.parameters().unwrap() {
-                let place =
+                let mapping =
                     place_of(&parameter, &config, RotaryPairs::Adjacent).unwrap_or_else(|| panic!("{parameter}"));
-                let expert = if let TensorForm::OfExpert(expert) = place.form { expert } else { 0 };
-                for name in place.names {
+                let expert = if let TensorForm::OfExpert(expert) = mapping.form { expert } else { 0 };
+                for name in mapping.names {
                     assert!(seen.insert((name.clone(), expert)), "{model_type}: {parameter} in {name}");
                 }
             }
@@ -218,10 +218,10 @@ mod tests {
 
     #[test]
     fn experts_share_a_tensor_and_alternating_outputs_have_one_each() {
-        let place = |model_type: &str, parameter: &str, shape: &[usize]| {
-            let place = place_of(&format!("model.layers.1.{parameter}"), &config(model_type), RotaryPairs::Halves)?;
-            let stored = place.shape_in_file(shape, 6);
-            Some((place.names.join(" "), place.form, stored))
+        let mapping = |model_type: &str, parameter: &str, shape: &[usize]| {
+            let mapping = place_of(&format!("model.layers.1.{parameter}"), &config(model_type), RotaryPairs::Halves)?;
+            let stored = mapping.shape_in_file(shape, 6);
+            Some((mapping.names.join(" "), mapping.form, stored))
         };
         let of = |names: &str, form, shape: &[usize]| Some((names.to_owned(), form, shape.to_vec()));
         let all = TensorForm::OfAllExperts { inputs: 64 };
@@ -260,7 +260,7 @@ mod tests {
             ("qwen2_moe", "mlp.experts.1.w4.weight", &[3, 4], None),
             ("llama", "self_attn.other.weight", &[3, 4], None),
         ] {
-            assert_eq!(place(model_type, parameter, shape), expected, "{parameter}");
+            assert_eq!(mapping(model_type, parameter, shape), expected, "{parameter}");
         }
     }
 }

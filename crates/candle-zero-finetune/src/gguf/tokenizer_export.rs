@@ -91,11 +91,11 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
         }
     }
     // Whether BOS and EOS are added is written explicitly, so that readers need not guess it from the tokenizer type.
-    let opened = Tokenizer::open(folder)?;
-    let (before, after) = opened.around();
-    for (kind, around) in [("bos", before), ("eos", after)] {
-        if let Some(id) = opened.special_id(&format!("{kind}_token")) {
-            keys.push((format!("tokenizer.ggml.add_{kind}_token"), GgufValue::Bool(around.contains(&id))));
+    let loaded = Tokenizer::open(folder)?;
+    let (before, after) = loaded.around();
+    for (kind, added) in [("bos", before), ("eos", after)] {
+        if let Some(id) = loaded.special_id(&format!("{kind}_token")) {
+            keys.push((format!("tokenizer.ggml.add_{kind}_token"), GgufValue::Bool(added.contains(&id))));
         }
     }
     keys.extend(template_keys(named_templates(folder)?).map_err(wrong)?);
@@ -158,7 +158,7 @@ fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str,
         Some("Sequence") => pre_tokenizer["pretokenizers"].as_array().into_iter().flatten().collect(),
         _ => vec![pre_tokenizer],
     };
-    let Some((bytes, before)) = steps.split_last().filter(|(last, _)| last["type"] == "ByteLevel") else {
+    let Some((bytes, preceding)) = steps.split_last().filter(|(last, _)| last["type"] == "ByteLevel") else {
         return Err("it neither is byte-level nor has byte_fallback; only byte-level BPE and SentencePiece's BPE can \
                     be written as GGUF"
             .into());
@@ -177,7 +177,7 @@ fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str,
              llama-bpe, dbrx, qwen2, gpt-4o, tekken; write a Hugging Face folder and convert it with llama.cpp"
         )
     };
-    match before {
+    match preceding {
         [] if splits => Ok("gpt-2"),
         [digits] if splits && digits["type"] == "Digits" && digits["individual_digits"] == true => Ok("smollm"),
         // Both forms keep the matches of the pattern as words.
@@ -198,12 +198,12 @@ fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str,
 /// Returns the id of a special token, from its text or from the model's configuration. If the configuration lists
 /// several, the first one counts.
 fn special(kind: &str, settings: &Json, config: &Json, ids: &BTreeMap<usize, (&str, i32)>) -> Option<usize> {
-    let named = &settings[format!("{kind}_token")];
-    let named = named.as_str().or_else(|| named["content"].as_str());
-    let by_name = named.and_then(|name| ids.iter().find(|(_, (token, _))| *token == name)).map(|(id, _)| *id);
-    let given = &config[format!("{kind}_token_id")];
-    let given = given.as_u64().or_else(|| given.get(0).and_then(Json::as_u64));
-    by_name.or_else(|| given.and_then(|id| usize::try_from(id).ok()))
+    let text = &settings[format!("{kind}_token")];
+    let text = text.as_str().or_else(|| text["content"].as_str());
+    let by_text = text.and_then(|name| ids.iter().find(|(_, (token, _))| *token == name)).map(|(id, _)| *id);
+    let configured = &config[format!("{kind}_token_id")];
+    let configured = configured.as_u64().or_else(|| configured.get(0).and_then(Json::as_u64));
+    by_text.or_else(|| configured.and_then(|id| usize::try_from(id).ok()))
 }
 
 fn read_text(path: &Path) -> Result<String> {
@@ -260,11 +260,11 @@ mod tests {
             change(&mut tokenizer);
             byte_level_name(&tokenizer)
         };
-        let same = |_: &mut Json| ();
-        assert_eq!(named(LLAMA3, true, same).as_deref(), Ok("llama-bpe"));
-        assert_eq!(named(LLAMA3, false, same).as_deref(), Ok("dbrx"));
-        assert_eq!(named(TEKKEN, true, same).as_deref(), Ok("tekken"));
-        assert_eq!(named(QWEN2, false, same).as_deref(), Ok("deepseek-r1-qwen"));
+        let unchanged = |_: &mut Json| ();
+        assert_eq!(named(LLAMA3, true, unchanged).as_deref(), Ok("llama-bpe"));
+        assert_eq!(named(LLAMA3, false, unchanged).as_deref(), Ok("dbrx"));
+        assert_eq!(named(TEKKEN, true, unchanged).as_deref(), Ok("tekken"));
+        assert_eq!(named(QWEN2, false, unchanged).as_deref(), Ok("deepseek-r1-qwen"));
         assert_eq!(named(QWEN2, false, |all| all["normalizer"] = json!({"type": "NFC"})).as_deref(), Ok("qwen2"));
         let inverted = |all: &mut Json| {
             let split = &mut all["pre_tokenizer"]["pretokenizers"][0];
@@ -275,8 +275,8 @@ mod tests {
             let text = name.unwrap_err();
             assert!(text.contains(part), "{text}");
         };
-        refused(named(TEKKEN, false, same), "its ignore_merges is false");
-        refused(named(QWEN2, true, same), "its ignore_merges is true");
+        refused(named(TEKKEN, false, unchanged), "its ignore_merges is false");
+        refused(named(QWEN2, true, unchanged), "its ignore_merges is true");
         refused(named(LLAMA3, true, |all| all["normalizer"] = json!({"type": "Lowercase"})), "Lowercase");
         let spaced = |all: &mut Json| all["pre_tokenizer"]["pretokenizers"][1]["add_prefix_space"] = true.into();
         refused(named(LLAMA3, true, spaced), "add_prefix_space");

@@ -116,7 +116,7 @@ impl GgufFile {
             }
         };
         let mut config = Map::new();
-        let unset = |role: &str| match (kind, role) {
+        let default_id = |role: &str| match (kind, role) {
             // llama.cpp's defaults for files that do not specify these ids.
             ("llama", "unknown") => Some(0),
             ("llama", "bos") => Some(1),
@@ -125,7 +125,7 @@ impl GgufFile {
         };
         for (name, role) in [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")] {
             let key = format!("tokenizer.ggml.{role}_token_id");
-            let id = self.number(&key)?.or_else(|| unset(role));
+            let id = self.number(&key)?.or_else(|| default_id(role));
             let text = id.and_then(|id| vocabulary.tokens.get(usize::try_from(id).ok()?));
             if let Some((text, _)) = text.filter(|(_, kind)| *kind != UNUSED) {
                 config.insert(format!("{name}_token"), Json::from(*text));
@@ -149,8 +149,8 @@ impl GgufFile {
 
     /// Returns the tokenizer keys unchanged, for writing them to another file.
     pub(super) fn tokenizer_keys(&self) -> Vec<(String, GgufValue)> {
-        let own = self.header.metadata.iter().filter(|(key, _)| key.starts_with("tokenizer."));
-        let mut keys: Vec<_> = own.filter_map(|(key, value)| Some((key.clone(), written(value)?))).collect();
+        let entries = self.header.metadata.iter().filter(|(key, _)| key.starts_with("tokenizer."));
+        let mut keys: Vec<_> = entries.filter_map(|(key, value)| Some((key.clone(), to_gguf_value(value)?))).collect();
         keys.sort_by(|(a, _), (b, _)| a.cmp(b));
         keys
     }
@@ -193,7 +193,7 @@ impl GgufFile {
 
 /// Returns a value in the form in which it is written, or `None` for an empty list, a number that is too large, or a
 /// type that no tokenizer key has.
-fn written(value: &Value) -> Option<GgufValue> {
+fn to_gguf_value(value: &Value) -> Option<GgufValue> {
     Some(match value {
         Value::Bool(flag) => GgufValue::Bool(*flag),
         Value::String(text) => GgufValue::String(text.clone()),
@@ -296,7 +296,8 @@ impl<'a> GgufVocabulary<'a> {
             )
         };
         let name = self.gguf.text(PRE)?.ok_or_else(|| self.gguf.refuse(PRE, "absent", allowed()))?;
-        let cut = PreTokenizerPattern::of(name).ok_or_else(|| self.gguf.refuse(PRE, format!("{name:?}"), allowed()))?;
+        let pattern =
+            PreTokenizerPattern::of(name).ok_or_else(|| self.gguf.refuse(PRE, format!("{name:?}"), allowed()))?;
         const MERGES: &str = "tokenizer.ggml.merges";
         let merges = self.gguf.array(MERGES)?.ok_or_else(|| self.gguf.refuse(MERGES, "absent", "a list of pairs"))?;
         let vocab = self.vocab();
@@ -319,7 +320,7 @@ impl<'a> GgufVocabulary<'a> {
             "added_tokens": self.added(),
             // Qwen's own files contain this normalizer. llama.cpp omits it.
             "normalizer": if name == "qwen2" { json!({"type": "NFC"}) } else { Json::Null },
-            "pre_tokenizer": cut.json(),
+            "pre_tokenizer": pattern.json(),
             "post_processor": byte_level(true),
             "decoder": byte_level(true),
             "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": ignores_merges},

@@ -24,7 +24,7 @@ pub(crate) struct GgufFile {
     map: Mmap,
     pub(super) header: GgufHeader,
     /// The source of each parameter, by the parameter's name.
-    places: BTreeMap<String, TensorSource>,
+    sources: BTreeMap<String, TensorSource>,
 }
 
 /// The tensors in the file from which a parameter is read.
@@ -49,7 +49,7 @@ impl GgufFile {
         // this out would be too expensive.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let header = GgufHeader::read(&map).map_err(|reason| bad(path, reason))?;
-        Ok(Self { path: path.to_owned(), map, header, places: BTreeMap::new() })
+        Ok(Self { path: path.to_owned(), map, header, sources: BTreeMap::new() })
     }
 
     /// Returns the file after checking that it contains exactly the weights of the model that `config` describes.
@@ -64,9 +64,9 @@ impl GgufFile {
                 let (path, name, has) = (self.path.clone(), parameter.clone(), self.some_names());
                 Error::from(ParamError::MissingTensor { path, name, shape: shape.clone(), has })
             };
-            let place = place_of(parameter, config, pairs).ok_or_else(missing)?;
-            let stored = place.shape_in_file(shape, experts);
-            for name in &place.names {
+            let mapping = place_of(parameter, config, pairs).ok_or_else(missing)?;
+            let stored = mapping.shape_in_file(shape, experts);
+            for name in &mapping.names {
                 let (name, info) = self.header.tensors.get_key_value(name).ok_or_else(missing)?;
                 if info.shape != stored {
                     let paths = [self.path.as_path(), &self.path];
@@ -76,9 +76,13 @@ impl GgufFile {
                     self.check(name, info)?;
                 }
             }
-            let source =
-                TensorSource { names: place.names, shape: shape.clone(), form: place.form, plus_one: place.plus_one };
-            self.places.insert(parameter.clone(), source);
+            let source = TensorSource {
+                names: mapping.names,
+                shape: shape.clone(),
+                form: mapping.form,
+                plus_one: mapping.plus_one,
+            };
+            self.sources.insert(parameter.clone(), source);
         }
         let mut extra: Vec<&str> = self.header.tensors.keys().map(String::as_str).collect();
         extra.retain(|name| !used.contains(name));
@@ -168,7 +172,7 @@ impl GgufFile {
             let end = range.end.min(blocks.end * block);
             let first = values.len();
             info.format.decode(&self.map[self.bytes(info, at..end)], values)?;
-            // Of the first and the last block, only a part may be wanted.
+            // Of the first and the last block, only a part may be needed.
             let start = blocks.start * block;
             values.truncate(first + end - start);
             values.drain(first..first + at - start);
@@ -181,7 +185,7 @@ impl GgufFile {
     /// [`TensorForm::OfAllExperts`], or of a parameter `[inputs, outputs]` that is stored as
     /// [`TensorForm::Transposed`]. The outputs alternate between the tensors, which contain matrices
     /// `[outputs, inputs]`.
-    fn transposed(
+    fn read_transposed(
         &self,
         infos: &[&TensorInfo],
         [inputs, outputs]: [usize; 2],
@@ -190,7 +194,7 @@ impl GgufFile {
         /// The number of elements that are read at a time from complete matrices.
         const PIECE: usize = 1 << 18;
         let mut values = vec![0f32; range.len()];
-        let (tensors, of_tensor) = (infos.len(), outputs / infos.len());
+        let (tensors, tensor_outputs) = (infos.len(), outputs / infos.len());
         let (mut row, end) = (range.start / outputs, range.end.div_ceil(outputs));
         let mut piece = Vec::new();
         while row < end && !range.is_empty() {
@@ -199,9 +203,9 @@ impl GgufFile {
             // Complete lines of a tensor follow one another.
             let lines = if rows == inputs { (PIECE / inputs).max(1) } else { 1 };
             for (tensor, info) in infos.iter().enumerate() {
-                for first in (0..of_tensor).step_by(lines) {
-                    let lines = lines.min(of_tensor - first);
-                    let start = (expert * of_tensor + first) * inputs + input;
+                for first in (0..tensor_outputs).step_by(lines) {
+                    let lines = lines.min(tensor_outputs - first);
+                    let start = (expert * tensor_outputs + first) * inputs + input;
                     piece.clear();
                     self.read(info, start..start + (lines - 1) * inputs + rows, &mut piece)?;
                     for (at, value) in piece.iter().enumerate() {
@@ -220,7 +224,7 @@ impl GgufFile {
 
     /// Returns elements `range` of a parameter that is read from these tensors, and the range of elements that
     /// were needed from each tensor.
-    fn of_source(
+    fn read_source(
         &self,
         source: &TensorSource,
         infos: &[&TensorInfo],
@@ -252,11 +256,11 @@ impl GgufFile {
                     TensorForm::OfAllExperts { inputs } => inputs,
                     _ => elements / outputs,
                 };
-                let values = self.transposed(infos, [inputs, outputs], range.clone())?;
+                let values = self.read_transposed(infos, [inputs, outputs], range.clone())?;
                 let matrix = inputs * outputs;
                 let matrices = range.start / matrix..range.end.div_ceil(matrix);
-                let of_tensor = matrix / infos.len();
-                return Ok((values, matrices.start * of_tensor..matrices.end * of_tensor));
+                let tensor_outputs = matrix / infos.len();
+                return Ok((values, matrices.start * tensor_outputs..matrices.end * tensor_outputs));
             }
         };
         let mut values = Vec::with_capacity(needed.len());
@@ -267,11 +271,11 @@ impl GgufFile {
 
 impl InitialValues for GgufFile {
     fn has(&self, name: &str) -> bool {
-        self.places.contains_key(name)
+        self.sources.contains_key(name)
     }
 
     fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
-        let source = self.places.get(name);
+        let source = self.sources.get(name);
         let infos = source.and_then(|source| {
             let infos: Option<Vec<&TensorInfo>> =
                 source.names.iter().map(|name| self.header.tensors.get(name)).collect();
@@ -284,7 +288,7 @@ impl InitialValues for GgufFile {
         if source.shape != shape {
             return Err(FinetuneError::not_as_described(name, [&self.path, &self.path], &source.shape, shape).into());
         }
-        let (mut values, needed) = self.of_source(source, &infos, range.clone())?;
+        let (mut values, needed) = self.read_source(source, &infos, range.clone())?;
         // The pages of a parameter that was read are seldom needed again.
         infos.iter().for_each(|info| files::release_pages(&self.map, self.bytes(info, needed.clone())));
         if source.plus_one {

@@ -87,10 +87,10 @@ impl GgmlFormat {
             Self::Q8_0 => {
                 let mut bytes = Vec::with_capacity(values.len() / BLOCK * (BLOCK + 2));
                 for block in values.chunks(BLOCK) {
-                    let most = block.iter().fold(0f32, |most, x| most.max(x.abs()));
-                    let scale = most / 127.0;
+                    let largest = block.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+                    let scale = largest / 127.0;
                     let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
-                    bytes.extend(half(scale).map_err(|_| most)?);
+                    bytes.extend(half(scale).map_err(|_| largest)?);
                     bytes.extend(block.iter().map(|x| ((x * inverse).round() as i8).cast_unsigned()));
                 }
                 Ok(bytes)
@@ -115,20 +115,20 @@ impl GgufTensor {
     }
 }
 
-/// Writes a file to `out`. `give` passes on the bytes of the tensor with a given index, piece by piece.
+/// Writes a file to `out`. `emit` passes on the bytes of the tensor with a given index, piece by piece.
 ///
 /// # Errors
-/// Errors of `out` and `give`.
+/// Errors of `out` and `emit`.
 pub(crate) fn write(
     metadata: &[(String, GgufValue)],
     entries: &[GgufTensor],
     out: &mut dyn FnMut(&[u8]) -> Result<()>,
-    mut give: impl FnMut(usize, &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()>,
+    mut emit: impl FnMut(usize, &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()>,
 ) -> Result<()> {
     let header = header(metadata, entries);
     out(&header)?;
     for (at, entry) in entries.iter().enumerate() {
-        give(at, out)?;
+        emit(at, out)?;
         out(&vec![0; padding(entry.bytes())])?;
     }
     Ok(())
@@ -147,15 +147,15 @@ fn header(metadata: &[(String, GgufValue)], entries: &[GgufTensor]) -> Vec<u8> {
         put_string(&mut header, key);
         put_value(&mut header, value);
     }
-    let mut place = 0u64;
+    let mut offset = 0u64;
     for entry in entries {
         put_string(&mut header, &entry.name);
         header.extend((entry.shape.len() as u32).to_le_bytes());
         // The fastest dimension comes first.
         entry.shape.iter().rev().for_each(|dim| header.extend((*dim as u64).to_le_bytes()));
         header.extend(entry.format.id().to_le_bytes());
-        header.extend(place.to_le_bytes());
-        place += entry.bytes().next_multiple_of(ALIGNMENT as u64);
+        header.extend(offset.to_le_bytes());
+        offset += entry.bytes().next_multiple_of(ALIGNMENT as u64);
     }
     header.resize(header.len().next_multiple_of(ALIGNMENT), 0);
     header
@@ -262,8 +262,8 @@ mod tests {
             let tensor = tensor.dequantize(&Device::Cpu).unwrap();
             assert_eq!(tensor.dims(), entry.shape);
             let found = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-            let most = [0.0, 0.003, 0.025][i];
-            assert!(found.iter().zip(values).all(|(a, b)| (a - b).abs() <= most), "{i}: {found:?}");
+            let tolerance = [0.0, 0.003, 0.025][i];
+            assert!(found.iter().zip(values).all(|(a, b)| (a - b).abs() <= tolerance), "{i}: {found:?}");
         }
     }
 

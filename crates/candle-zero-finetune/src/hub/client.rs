@@ -25,7 +25,7 @@ pub(super) struct HubClient<'a> {
     /// The agent that downloads files. It follows redirects, and sends the token only to the original host.
     agent: Agent,
     /// The agent that locates files. It does not follow redirects.
-    staying: Agent,
+    no_redirect_agent: Agent,
     tls: TlsConfig,
 }
 
@@ -62,8 +62,8 @@ impl<E: Into<Error>> From<E> for RequestFailure {
 
 /// The maximum time for which the server may be silent.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
-/// The maximum number of consecutive failed attempts. A failed attempt that received bytes of a file counts as the first
-/// again.
+/// The maximum number of consecutive failed attempts. If a failed attempt received bytes of a file, it counts as the
+/// first one again.
 pub(super) const MAX_ATTEMPTS: u32 = 4;
 /// The pause after the first attempt. It doubles after each further attempt.
 const INITIAL_BACKOFF: Duration = Duration::from_millis(500);
@@ -96,8 +96,8 @@ impl<'a> HubClient<'a> {
                 .timeout_recv_response(Some(IDLE_TIMEOUT))
                 .timeout_per_read(Some(IDLE_TIMEOUT))
         };
-        let staying = config().max_redirects(0).max_redirects_will_error(false).build().into();
-        Ok(Self { repository, settings, api, agent: config().build().into(), staying, tls })
+        let no_redirect_agent = config().max_redirects(0).max_redirects_will_error(false).build().into();
+        Ok(Self { repository, settings, api, agent: config().build().into(), no_redirect_agent, tls })
     }
 
     /// Returns the commit of the revision and the names of its files.
@@ -152,7 +152,7 @@ impl<'a> HubClient<'a> {
     fn look_up(&self, commit: &str, file: &str) -> Result<RemoteFile, RequestFailure> {
         let mut address = self.address(commit, file);
         for _ in 0..MAX_REDIRECTS {
-            let request = self.staying.head(&address).header(ACCEPT_ENCODING, "identity");
+            let request = self.no_redirect_agent.head(&address).header(ACCEPT_ENCODING, "identity");
             let answer = match self.authorization() {
                 Some(token) => request.header(AUTHORIZATION, token),
                 None => request,
@@ -161,18 +161,18 @@ impl<'a> HubClient<'a> {
             let (status, headers) = (answer.status(), answer.headers());
             if !status.is_redirection() {
                 self.check_status(file, status.as_u16(), headers)?;
-                return self.described(file, headers, CONTENT_LENGTH.as_str());
+                return self.parse_remote_file(file, headers, CONTENT_LENGTH.as_str());
             }
             // A redirect within this host leads to the file's properties. Another host only serves the file's bytes.
             match text_of(headers, LOCATION.as_str()).filter(|to| to.starts_with('/') && !to.starts_with("//")) {
                 Some(to) => address = format!("{}{to}", self.origin()),
-                None => return self.described(file, headers, "x-linked-size"),
+                None => return self.parse_remote_file(file, headers, "x-linked-size"),
             }
         }
         Err(self.unexpected_answer(file, format!("it redirected {MAX_REDIRECTS} times in a row")).into())
     }
 
-    fn described(&self, file: &str, headers: &HeaderMap, size: &str) -> Result<RemoteFile, RequestFailure> {
+    fn parse_remote_file(&self, file: &str, headers: &HeaderMap, size: &str) -> Result<RemoteFile, RequestFailure> {
         let linked = text_of(headers, "x-linked-etag");
         let etag = linked.or_else(|| text_of(headers, ETAG.as_str())).unwrap_or_default();
         let etag = etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"');
@@ -198,11 +198,11 @@ impl<'a> HubClient<'a> {
         let answer: http::Response<Body> = request.call().map_err(|e| RequestFailure::Passing(e.to_string(), None))?;
         let status = answer.status().as_u16();
         self.check_status(file, status, answer.headers())?;
-        let begun = match status {
+        let start = match status {
             206 => {
                 let range = text_of(answer.headers(), CONTENT_RANGE.as_str()).unwrap_or_default();
-                let begun = range.strip_prefix("bytes ").and_then(|range| range.split('-').next()?.parse().ok());
-                if begun != Some(from) {
+                let first = range.strip_prefix("bytes ").and_then(|range| range.split('-').next()?.parse().ok());
+                if first != Some(from) {
                     return Err(self
                         .unexpected_answer(
                             file,
@@ -214,7 +214,7 @@ impl<'a> HubClient<'a> {
             }
             _ => 0,
         };
-        Ok(FileStream { from: begun, reader: Box::new(answer.into_body().into_reader()) })
+        Ok(FileStream { from: start, reader: Box::new(answer.into_body().into_reader()) })
     }
 
     fn repo(&self, revision: &str) -> Repo {

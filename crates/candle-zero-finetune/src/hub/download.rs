@@ -1,5 +1,5 @@
 //! Downloads one file. Its bytes are written to a file next to the final path, and an interrupted download resumes
-//! at their end.
+//! at the end of that file.
 
 use super::client::{FileStream, HubClient, MAX_ATTEMPTS, RemoteFile, RequestFailure, pause};
 use super::error::HubError;
@@ -48,19 +48,19 @@ impl FileDownload<'_> {
     fn fill(&mut self, remote: &RemoteFile, part: &Path) -> Result<()> {
         let wrong = |source| self.not_written(part, remote, source);
         fs::create_dir_all(folder_of(part)).map_err(wrong)?;
-        let mut into = OpenOptions::new().write(true).create(true).truncate(false).open(part).map_err(wrong)?;
+        let mut output = OpenOptions::new().write(true).create(true).truncate(false).open(part).map_err(wrong)?;
         let mut tries = 0;
         loop {
-            let before = into.metadata().map_err(|source| self.not_written(part, remote, source))?.len();
+            let before = output.metadata().map_err(|source| self.not_written(part, remote, source))?.len();
             if before == remote.size {
-                return into.sync_all().map_err(|source| self.not_written(part, remote, source));
+                return output.sync_all().map_err(|source| self.not_written(part, remote, source));
             }
-            let reason = match self.add(&mut into, part, before, remote) {
+            let reason = match self.add(&mut output, part, before, remote) {
                 Ok(()) => continue,
                 Err(RequestFailure::Final(error)) => return Err(error),
                 Err(RequestFailure::Passing(reason, _)) => reason,
             };
-            let done = into.metadata().map_err(|source| self.not_written(part, remote, source))?.len();
+            let done = output.metadata().map_err(|source| self.not_written(part, remote, source))?.len();
             tries = if done > before { 1 } else { tries + 1 };
             if tries == MAX_ATTEMPTS {
                 let (repository, file) = (self.repository.to_string(), self.file.to_owned());
@@ -72,14 +72,20 @@ impl FileDownload<'_> {
         }
     }
 
-    /// Downloads the bytes after the first `there` bytes and appends them.
-    fn add(&mut self, into: &mut File, part: &Path, there: u64, remote: &RemoteFile) -> Result<(), RequestFailure> {
+    /// Downloads the bytes after the first `existing` bytes and appends them.
+    fn add(
+        &mut self,
+        output: &mut File,
+        part: &Path,
+        existing: u64,
+        remote: &RemoteFile,
+    ) -> Result<(), RequestFailure> {
         let (repository, file) = (self.repository, self.file);
         let wrong = |source| not_written(repository, file, part, remote, source);
         // A file that is too large is not the beginning of this content.
-        let there = if there > remote.size { 0 } else { there };
-        let FileStream { from, mut reader } = self.client.bytes(self.commit, self.file, there)?;
-        into.set_len(from).and_then(|()| into.seek(SeekFrom::Start(from))).map_err(wrong)?;
+        let existing = if existing > remote.size { 0 } else { existing };
+        let FileStream { from, mut reader } = self.client.bytes(self.commit, self.file, existing)?;
+        output.set_len(from).and_then(|()| output.seek(SeekFrom::Start(from))).map_err(wrong)?;
         let (mut done, mut buffer) = (from, vec![0; READ_CHUNK]);
         (self.tell)(done);
         loop {
@@ -95,13 +101,13 @@ impl FileDownload<'_> {
                 let problem = format!("it should have {}, but more were sent", counted(remote.size, "byte"));
                 return Err(self.client.unexpected_answer(self.file, problem).into());
             }
-            into.write_all(&buffer[..read]).map_err(wrong)?;
+            output.write_all(&buffer[..read]).map_err(wrong)?;
             (self.tell)(done);
         }
     }
 
-    fn report_problem(&self, what: &str) {
-        notice::emit(&format!("{} of {}: {what}", self.file, self.repository));
+    fn report_problem(&self, problem: &str) {
+        notice::emit(&format!("{} of {}: {problem}", self.file, self.repository));
     }
 
     fn not_written(&self, path: &Path, remote: &RemoteFile, source: std::io::Error) -> Error {
@@ -121,8 +127,9 @@ fn not_written(repository: &Repository, file: &str, path: &Path, remote: &Remote
     match source.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
             let folder = folder_of(path).to_owned();
-            let there = path.metadata().map_or(0, |found| found.len());
-            let (needed, free) = (binary(remote.size.saturating_sub(there)).into(), binary(free_space(&folder)).into());
+            let existing = path.metadata().map_or(0, |found| found.len());
+            let needed = binary(remote.size.saturating_sub(existing)).into();
+            let free = binary(free_space(&folder)).into();
             HubError::NoSpace { repository: repository.to_string(), file: file.into(), folder, needed, free }.into()
         }
         _ => Error::Io { action: "write", path: path.to_owned(), source },

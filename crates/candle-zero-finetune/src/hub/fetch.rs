@@ -61,17 +61,17 @@ impl Repository {
         fetch.check(&names, parts)?;
         let mut files: Vec<&str> = beside().filter(|name| names.contains(name)).collect();
         files.extend(named_templates(&names));
-        fetch.complete(files)?;
+        fetch.fetch_missing(files)?;
         if parts == FileSelection::All {
             if names.contains(FILE_OF_FOLDER) {
-                fetch.complete(vec![FILE_OF_FOLDER])?;
+                fetch.fetch_missing(vec![FILE_OF_FOLDER])?;
             } else {
-                fetch.complete(vec![INDEX_OF_FOLDER])?;
+                fetch.fetch_missing(vec![INDEX_OF_FOLDER])?;
                 let shards = snapshot.shards()?;
                 for shard in &shards {
                     // The name becomes part of an address.
                     if !is_part(shard) || !names.contains(shard.as_str()) {
-                        return Err(fetch.lacks(
+                        return Err(fetch.no_file(
                             shard,
                             format!(
                                 "the repository is incomplete ({INDEX_OF_FOLDER} lists this file); use another revision"
@@ -79,7 +79,7 @@ impl Repository {
                         ));
                     }
                 }
-                fetch.complete(shards.iter().map(String::as_str).collect())?;
+                fetch.fetch_missing(shards.iter().map(String::as_str).collect())?;
             }
         }
         snapshot.remember(self, &listing.sha)?;
@@ -111,7 +111,7 @@ impl SnapshotFetch<'_, '_> {
         if !names.contains(CONFIG) {
             let has: Vec<&str> = names.iter().copied().collect();
             let has = if has.is_empty() { "no files".into() } else { list(&has) };
-            return Err(self.lacks(CONFIG, format!("it has {has}; use the repository of a model for transformers")));
+            return Err(self.no_file(CONFIG, format!("it has {has}; use the repository of a model for transformers")));
         }
         if parts == FileSelection::All && !names.contains(FILE_OF_FOLDER) && !names.contains(INDEX_OF_FOLDER) {
             let is_weights = |name: &&&str| {
@@ -119,7 +119,7 @@ impl SnapshotFetch<'_, '_> {
             };
             let has: Vec<&str> = names.iter().filter(is_weights).copied().collect();
             let has = if has.is_empty() { "no weights".into() } else { list(&has) };
-            return Err(self.lacks(
+            return Err(self.no_file(
                 &format!("{FILE_OF_FOLDER} or {INDEX_OF_FOLDER}"),
                 format!(
                     "it has {has}; use a repository with safetensors files, or convert this one, for example with \
@@ -131,7 +131,7 @@ impl SnapshotFetch<'_, '_> {
     }
 
     /// Fetches the files that are missing.
-    fn complete(&mut self, files: Vec<&str>) -> Result<()> {
+    fn fetch_missing(&mut self, files: Vec<&str>) -> Result<()> {
         let snapshot = self.snapshot;
         let files: Vec<&str> = files.into_iter().filter(|file| !snapshot.has(file)).collect();
         if files.is_empty() {
@@ -144,11 +144,11 @@ impl SnapshotFetch<'_, '_> {
         for file in files.into_iter().filter(|file| !snapshot.has(file)) {
             let remote = self.client.remote(self.commit, file)?;
             let content = self.snapshot.content(&remote.etag);
-            let is_there = |path: &PathBuf| path.metadata().map_or(0, |found| found.len());
+            let file_size = |path: &PathBuf| path.metadata().map_or(0, |found| found.len());
             // Another revision may have the same content.
-            let has_content = content.is_file() && is_there(&content) == remote.size;
+            let has_content = content.is_file() && file_size(&content) == remote.size;
             if !has_content {
-                needed = needed.saturating_add(remote.size.saturating_sub(is_there(&part_of(&content))));
+                needed = needed.saturating_add(remote.size.saturating_sub(file_size(&part_of(&content))));
                 count += 1;
             }
             remotes.push((file, remote, content, has_content));
@@ -192,21 +192,21 @@ impl SnapshotFetch<'_, '_> {
         let folder = &self.snapshot.repository;
         let wrong = |action| move |source| Error::Io { action, path: folder.clone(), source };
         fs::create_dir_all(folder).map_err(wrong("create"))?;
-        let mut is_said = false;
+        let mut is_reported = false;
         loop {
             match FolderLock::ask(folder, Duration::from_secs(1)).map_err(wrong("lock"))? {
                 FolderLockOutcome::Held(lock) => return Ok(lock),
-                FolderLockOutcome::Busy(owner) if !is_said => {
-                    is_said = true;
-                    let who = owner.map_or("another process".into(), |owner| format!("process {owner}"));
-                    notice::emit(&format!("{who} is fetching {}; waiting for it to finish", self.repository));
+                FolderLockOutcome::Busy(owner) if !is_reported => {
+                    is_reported = true;
+                    let owner = owner.map_or("another process".into(), |owner| format!("process {owner}"));
+                    notice::emit(&format!("{owner} is fetching {}; waiting for it to finish", self.repository));
                 }
                 FolderLockOutcome::Busy(_) => {}
             }
         }
     }
 
-    fn lacks(&self, file: &str, reason: String) -> Error {
+    fn no_file(&self, file: &str, reason: String) -> Error {
         HubError::NoFile { repository: self.repository.to_string(), file: file.into(), reason }.into()
     }
 }

@@ -39,15 +39,16 @@ impl HubSettings {
             let token = candle_zero::files::read_text(&path, MAX_TOKEN_BYTES).ok()?;
             Some((format!("the token in {}", path.display()), token))
         };
-        let given = get("HF_TOKEN").map(|token| ("HF_TOKEN".into(), token.to_string_lossy().into_owned()));
-        let given = given.or_else(|| in_file(token_file?)).map(|(name, token)| (name, token.trim().to_owned()));
-        let token = match given.filter(|(_, token)| !token.is_empty()) {
+        let named_token = get("HF_TOKEN").map(|token| ("HF_TOKEN".into(), token.to_string_lossy().into_owned()));
+        let named_token =
+            named_token.or_else(|| in_file(token_file?)).map(|(name, token)| (name, token.trim().to_owned()));
+        let token = match named_token.filter(|(_, token)| !token.is_empty()) {
             Some((name, token)) if !token.bytes().all(|byte| byte.is_ascii_graphic()) => {
                 let found = "a string with spaces or other special characters".into();
                 let allowed = "a token, such as hf_ followed by letters";
                 return Err(HubError::Setting { name, found, allowed }.into());
             }
-            given => given.map(|(_, token)| token),
+            named_token => named_token.map(|(_, token)| token),
         };
         let endpoint = get("HF_ENDPOINT").map_or("https://huggingface.co".into(), |e| e.to_string_lossy().into_owned());
         let endpoint = endpoint.trim_end_matches('/').to_owned();

@@ -72,11 +72,11 @@ impl Snapshot {
 
     /// Records the commit that the revision points to.
     pub fn remember(&self, repository: &Repository, commit: &str) -> Result<()> {
-        let known = self.repository.join("refs").join(repository.revision());
-        if commit == repository.revision() || fs::read_to_string(&known).is_ok_and(|before| before.trim() == commit) {
+        let path = self.repository.join("refs").join(repository.revision());
+        if commit == repository.revision() || fs::read_to_string(&path).is_ok_and(|before| before.trim() == commit) {
             return Ok(());
         }
-        self.cached.create_ref(commit).map_err(|source| Error::Io { action: "write", path: known, source })
+        self.cached.create_ref(commit).map_err(|source| Error::Io { action: "write", path, source })
     }
 
     /// Returns the first required file that is missing.

@@ -75,25 +75,25 @@ impl BaseModel {
     /// the folder; tensors that are missing, superfluous, or of a different shape or type.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let none = |reason: String| FinetuneError::NoModel { path: path.to_owned(), reason }.into();
+        let no_model = |reason: String| FinetuneError::NoModel { path: path.to_owned(), reason }.into();
         if path.is_file() {
             return match path.extension() {
                 Some(extension) if extension == "gguf" => Self::of_gguf(path),
-                _ => Err(none("it is a file whose name does not end in .gguf".into())),
+                _ => Err(no_model("it is a file whose name does not end in .gguf".into())),
             };
         }
         if !path.is_dir() {
-            return Err(none("there is no such file or folder".into()));
+            return Err(no_model("there is no such file or folder".into()));
         }
         if path.join(CONFIG).is_file() {
             return Self::of_folder(path);
         }
         match &gguf_files(path)?[..] {
-            [] => Err(none("it has neither config.json nor a GGUF file".into())),
+            [] => Err(no_model("it has neither config.json nor a GGUF file".into())),
             [file] => Self::of_gguf(file),
             several => {
                 let names: Vec<String> = several.iter().map(|file| file.display().to_string()).collect();
-                Err(none(format!("it has several GGUF files; give one of {}", list(&names))))
+                Err(no_model(format!("it has several GGUF files; give one of {}", list(&names))))
             }
         }
     }
@@ -115,7 +115,7 @@ impl BaseModel {
         }
         let used = parameters.iter().map(|(name, _)| name.as_str()).chain([LM_HEAD]);
         let used: BTreeSet<&str> = used.chain(packed.iter().map(String::as_str)).collect();
-        let extra: Vec<&str> = files.unused(&used).into_iter().filter(|name| !is_of_images(&json, name)).collect();
+        let extra: Vec<&str> = files.unused(&used).into_iter().filter(|name| !is_vision_tensor(&json, name)).collect();
         if !extra.is_empty() {
             let (path, names) = (files.path().to_owned(), list(&extra));
             return Err(ParamError::ExtraTensors { path, names }.into());
@@ -222,7 +222,7 @@ pub(super) fn check_rows(rows: usize, ids: usize) -> Result<()> {
 pub(super) const LM_HEAD: &str = "lm_head.weight";
 
 /// Returns whether a tensor belongs to the vision part of a model that contains a language model.
-fn is_of_images(json: &Value, name: &str) -> bool {
+fn is_vision_tensor(json: &Value, name: &str) -> bool {
     const VISION_PREFIXES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
     let name = name.strip_prefix("model.").unwrap_or(name);
     json.get("text_config").is_some() && VISION_PREFIXES.iter().any(|part| name.starts_with(part))

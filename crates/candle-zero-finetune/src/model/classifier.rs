@@ -17,8 +17,8 @@ use std::path::Path;
 ///
 /// ```no_run
 /// let classifier = candle_zero_finetune::Classifier::open("model")?;
-/// let told = classifier.classify("a fine film")?;
-/// println!("{} with probability {:.3}", told.labels[0].0, told.labels[0].1);
+/// let output = classifier.classify("a fine film")?;
+/// println!("{} with probability {:.3}", output.labels[0].0, output.labels[0].1);
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
 #[derive(Debug)]

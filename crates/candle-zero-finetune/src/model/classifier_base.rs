@@ -94,9 +94,9 @@ impl ClassifierBase {
         let mut notes = vec![];
         let (data_labels, names) = match known_labels(&files, &config, &labels) {
             Ok(data_labels) => (data_labels, config.labels().to_vec()),
-            Err(why) => {
+            Err(reason) => {
                 let std = config.initializer_range();
-                notes.push(format!("the classifier is initialized randomly (standard deviation {std}): {why}"));
+                notes.push(format!("the classifier is initialized randomly (standard deviation {std}): {reason}"));
                 (labels.clone(), labels)
             }
         };
@@ -122,7 +122,7 @@ impl ClassifierBase {
         for (name, shape) in &read {
             check_weight(&files, name, shape, &description)?;
         }
-        notes.extend(left_out(&files, &config, read.iter().map(|(name, _)| name.as_str()).collect())?);
+        notes.extend(ignored_tensors(&files, &config, read.iter().map(|(name, _)| name.as_str()).collect())?);
         let random = random.into_iter().map(|(name, _)| name).collect();
         let values = Arc::new(ClassifierWeights { files, random });
         Ok(Self { folder: folder.to_owned(), json, config, data_labels, values, notes })
@@ -320,13 +320,13 @@ fn describe(json: &mut Value, labels: &[String], architecture: Option<String>) {
 
 /// Returns a note on tensors that are not among the parameters `used`. Tensors of other heads are ignored; other
 /// tensors of the model are an error.
-fn left_out(files: &WeightFiles, config: &ClassifierConfig, used: BTreeSet<&str>) -> Result<Option<String>> {
+fn ignored_tensors(files: &WeightFiles, config: &ClassifierConfig, used: BTreeSet<&str>) -> Result<Option<String>> {
     let mut extra = files.unused(&used);
     extra.retain(|name| {
         let is_buffer = name.ends_with("embeddings.position_ids") || name.ends_with("embeddings.token_type_ids");
         !is_buffer && !is_in_module(name, config.classifier())
     });
-    let of_model = |name: &&str| match config {
+    let belongs_to_model = |name: &&str| match config {
         ClassifierConfig::Decoder(_) => *name != LM_HEAD,
         ClassifierConfig::Encoder(encoder) => {
             let (naming, roots) =
@@ -340,7 +340,7 @@ fn left_out(files: &WeightFiles, config: &ClassifierConfig, used: BTreeSet<&str>
             }
         }
     };
-    let unknown: Vec<&str> = extra.iter().copied().filter(of_model).collect();
+    let unknown: Vec<&str> = extra.iter().copied().filter(belongs_to_model).collect();
     if !unknown.is_empty() {
         return Err(ParamError::ExtraTensors { path: files.path().to_owned(), names: list(&unknown) }.into());
     }

@@ -108,10 +108,10 @@ impl<'a> Generator<'a> {
     pub fn new(base: &'a BaseModel, tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Result<Self> {
         base.check_tokens(tokenizer.vocab_size())?;
         let settings = object(&base.folder().join("generation_config.json"))?;
-        let mut ends = named_ends(&settings);
+        let mut ends = end_token_ids(&settings);
         let config = base.config_json().as_object();
         let text = config.and_then(|config| config.get("text_config")?.as_object());
-        config.into_iter().chain(text).for_each(|config| ends.extend(named_ends(config)));
+        config.into_iter().chain(text).for_each(|config| ends.extend(end_token_ids(config)));
         ends.extend(tokenizer.special_id("eos_token"));
         ends.extend(template.and_then(|template| end_of_turn(tokenizer, template)));
         ends.sort_unstable();
@@ -134,8 +134,8 @@ impl<'a> Generator<'a> {
     /// # Errors
     /// [`FinetuneError::NoTemplate`]; errors of [`Template::render`] and [`Tokenizer::encode`].
     pub fn of_conversation(&self, conversation: &Conversation) -> Result<Vec<u32>> {
-        let none = || FinetuneError::NoTemplate { folder: self.base.folder().to_owned() };
-        let text = self.template.ok_or_else(none)?.render(conversation, true)?;
+        let no_template = || FinetuneError::NoTemplate { folder: self.base.folder().to_owned() };
+        let text = self.template.ok_or_else(no_template)?.render(conversation, true)?;
         Ok(self.tokenizer.encode(&text)?.ids)
     }
 
@@ -149,7 +149,7 @@ impl<'a> Generator<'a> {
     }
 
     /// Generates the answer to `prompt`. `extend` adds ids to a session and returns the logits `[vocab]` of the next
-    /// token ([`LanguageModel::extend`](candle_zero::models::LanguageModel::extend)). `give` receives each piece of
+    /// token ([`LanguageModel::extend`](candle_zero::models::LanguageModel::extend)). `on_text` receives each piece of
     /// text and can end the answer.
     ///
     /// With an engine at stage 3, each call of `extend` is collective: all ranks must answer the same prompt with the
@@ -181,7 +181,7 @@ impl<'a> Generator<'a> {
         prompt: &[u32],
         sampling: &Sampling,
         mut extend: impl FnMut(&mut Session, &[u32]) -> Result<Vec<f32>>,
-        mut give: impl FnMut(&str) -> ControlFlow<()>,
+        mut on_text: impl FnMut(&str) -> ControlFlow<()>,
     ) -> Result<GeneratedText> {
         sampling.check()?;
         if prompt.is_empty() {
@@ -206,7 +206,7 @@ impl<'a> Generator<'a> {
             answer.ids.push(id);
             let piece = stream.push(id)?;
             answer.text.push_str(&piece);
-            if !piece.is_empty() && give(&piece).is_break() {
+            if !piece.is_empty() && on_text(&piece).is_break() {
                 return Ok(answer);
             }
         }
@@ -214,14 +214,14 @@ impl<'a> Generator<'a> {
         answer.text.push_str(&rest);
         if !rest.is_empty() {
             // The answer ends regardless of the return value.
-            let _ = give(&rest);
+            let _ = on_text(&rest);
         }
         Ok(answer)
     }
 }
 
 /// Reads `eos_token_id`, which is one id or several.
-fn named_ends(config: &Map<String, Value>) -> Vec<u32> {
+fn end_token_ids(config: &Map<String, Value>) -> Vec<u32> {
     let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
     match config.get("eos_token_id") {
         Some(Value::Array(several)) => several.iter().filter_map(id).collect(),

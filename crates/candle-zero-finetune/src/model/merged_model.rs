@@ -72,14 +72,14 @@ impl<'a> MergedModel<'a> {
     pub fn counts(&self) -> (usize, usize) {
         let is_changed = |name: &str| {
             let module = name.strip_suffix(".weight");
-            module.is_some_and(|module| self.part(module, "lora_A.weight").is_some())
+            module.is_some_and(|module| self.adapter_tensor(module, "lora_A.weight").is_some())
                 || self.expert_part(name).is_some()
         };
         (self.parameters.len(), self.parameters.iter().filter(|(name, _)| is_changed(name)).count())
     }
 
     /// Returns a tensor of the adapter for a module.
-    fn part(&self, module: &str, end: &str) -> Option<&'a AdapterTensor> {
+    fn adapter_tensor(&self, module: &str, end: &str) -> Option<&'a AdapterTensor> {
         self.adapter?.tensor(&format!("{module}.{end}"))
     }
 
@@ -88,7 +88,7 @@ impl<'a> MergedModel<'a> {
     fn expert_part(&self, name: &str) -> Option<(ExpertPart, [&'a AdapterTensor; 2])> {
         let part = self.base.config().expert_part(name, &self.adapter?.config)?;
         let module = part.adapter.as_deref()?;
-        let matrices = [self.part(module, "lora_A.weight")?, self.part(module, "lora_B.weight")?];
+        let matrices = [self.adapter_tensor(module, "lora_A.weight")?, self.adapter_tensor(module, "lora_B.weight")?];
         Some((part, matrices))
     }
 
@@ -124,27 +124,27 @@ impl<'a> MergedModel<'a> {
             adapter: self.adapter.map_or(Path::new(""), Adapter::path),
             name: name.to_owned(),
             shape: shape.to_vec(),
-            low: None,
-            of_experts: None,
+            low_rank: None,
+            expert_updates: None,
             factors: None,
         };
         if let (Some((part, [a, b])), Some(adapter)) = (self.expert_part(name), self.adapter) {
-            tensor.of_experts = Some(ExpertUpdates::new(part, [a, b], adapter.config.scale() as f32));
+            tensor.expert_updates = Some(ExpertUpdates::new(part, [a, b], adapter.config.scale() as f32));
             return Ok(tensor);
         }
-        let part = |end: &str| self.part(name.strip_suffix(".weight")?, end);
+        let adapter_tensor = |end: &str| self.adapter_tensor(name.strip_suffix(".weight")?, end);
         let (Some(adapter), Some(a), Some(b), &[rows, cols]) =
-            (self.adapter, part("lora_A.weight"), part("lora_B.weight"), shape)
+            (self.adapter, adapter_tensor("lora_A.weight"), adapter_tensor("lora_B.weight"), shape)
         else {
             return Ok(tensor);
         };
         let layout = layout_of(name);
         let (inputs, outputs) = if layout == WeightLayout::OutIn { (cols, rows) } else { (rows, cols) };
         let scale = adapter.config.scale() as f32;
-        let low = LowRankUpdate { layout, inputs, outputs, a: &a.values, b: &b.values, scale };
-        tensor.low = Some(low);
-        if let Some(magnitude) = part("lora_magnitude_vector") {
-            let norms = low.norms(|lines, piece| tensor.read(lines, piece))?;
+        let low_rank = LowRankUpdate { layout, inputs, outputs, a: &a.values, b: &b.values, scale };
+        tensor.low_rank = Some(low_rank);
+        if let Some(magnitude) = adapter_tensor("lora_magnitude_vector") {
+            let norms = low_rank.norms(|lines, piece| tensor.read(lines, piece))?;
             tensor.factors = Some(magnitude.values.iter().zip(norms).map(|(m, norm)| m / norm).collect());
         }
         Ok(tensor)
@@ -186,8 +186,8 @@ pub(crate) struct MergedTensor<'a> {
     adapter: &'a Path,
     name: String,
     shape: Vec<usize>,
-    low: Option<LowRankUpdate<'a>>,
-    of_experts: Option<ExpertUpdates<'a>>,
+    low_rank: Option<LowRankUpdate<'a>>,
+    expert_updates: Option<ExpertUpdates<'a>>,
     /// The factor of each output, with DoRA.
     factors: Option<Vec<f32>>,
 }
@@ -219,15 +219,15 @@ impl MergedTensor<'_> {
     pub fn values(&self, lines: Range<usize>) -> Result<Vec<f32>> {
         let mut values = vec![0f32; lines.len() * self.lines().1];
         self.read(lines.clone(), &mut values)?;
-        if let Some(low) = &self.low {
-            low.add_to(lines.clone(), &mut values);
+        if let Some(low_rank) = &self.low_rank {
+            low_rank.add_to(lines.clone(), &mut values);
             if let Some(factors) = &self.factors {
-                low.scale(lines.clone(), &mut values, factors);
+                low_rank.scale(lines.clone(), &mut values, factors);
             }
             self.check(&values)?;
         }
-        if let Some(of_experts) = &self.of_experts {
-            of_experts.add_to(lines, &mut values);
+        if let Some(expert_updates) = &self.expert_updates {
+            expert_updates.add_to(lines, &mut values);
             self.check(&values)?;
         }
         Ok(values)
@@ -287,8 +287,8 @@ impl<'a> ExpertUpdates<'a> {
         match layout {
             WeightLayout::OutIn => update(&self.matrices[0], lines, values),
             WeightLayout::InOut => {
-                let of_expert = values.chunks_exact_mut((inputs * outputs.len()).max(1));
-                for (matrices, values) in self.matrices[lines].iter().zip(of_expert) {
+                let expert_values = values.chunks_exact_mut((inputs * outputs.len()).max(1));
+                for (matrices, values) in self.matrices[lines].iter().zip(expert_values) {
                     update(matrices, 0..inputs, values);
                 }
             }
@@ -330,11 +330,11 @@ impl MergedModel<'_> {
             })
             .collect();
         // The tensors of other parts keep their precision.
-        let others: Vec<(&str, FileTensor<'_>)> = match self.base.other_parts() {
+        let other_tensors: Vec<(&str, FileTensor<'_>)> = match self.base.other_parts() {
             Some(parts) => parts.tensors().collect(),
             None => Vec::new(),
         };
-        entries.extend(others.iter().map(|(name, tensor)| {
+        entries.extend(other_tensors.iter().map(|(name, tensor)| {
             let (dtype, bytes) = tensor.raw();
             let (name, shape) = ((*name).to_owned(), tensor.shape().to_vec());
             TensorEntry { name, dtype, shape, bytes: bytes.len() as u64 }
@@ -344,12 +344,12 @@ impl MergedModel<'_> {
         let mut count = self.counter(bytes);
         write_model_files(folder, &entries, MAX_SHARD_BYTES, |at, take| {
             let Some((name, shape)) = shapes.get(at) else {
-                let other = &others[at - shapes.len()].1;
+                let other = &other_tensors[at - shapes.len()].1;
                 let (_, bytes) = other.raw();
                 count(bytes.len());
-                let taken = take(bytes);
+                let result = take(bytes);
                 other.release();
-                return taken;
+                return result;
             };
             let tensor = self.tensor(name, shape)?;
             for lines in tensor.pieces(1) {

@@ -56,10 +56,10 @@ pub(super) fn is_packed(files: &WeightFiles, name: &str) -> bool {
 /// A tensor that is missing, or whose shape or dtype does not match; a number of inputs that is not a multiple of the
 /// block size.
 pub(super) fn check_packed(files: &WeightFiles, name: &str, shape: &[usize]) -> Result<()> {
-    packed(files, name, shape).map(drop)
+    find_packed(files, name, shape).map(drop)
 }
 
-fn packed<'a>(files: &'a WeightFiles, name: &str, shape: &[usize]) -> Result<PackedTensors<'a>> {
+fn find_packed<'a>(files: &'a WeightFiles, name: &str, shape: &[usize]) -> Result<PackedTensors<'a>> {
     let [blocks, scales] = packed_names(name);
     let &[experts, inputs, outputs] = shape else {
         let problem = format!("belongs to a parameter of shape {shape:?}; MXFP4 needs the shape [experts, in, out]");
@@ -86,10 +86,10 @@ fn packed<'a>(files: &'a WeightFiles, name: &str, shape: &[usize]) -> Result<Pac
         }
         Ok(tensor)
     };
-    let each = inputs / BLOCK;
+    let blocks_per_row = inputs / BLOCK;
     Ok(PackedTensors {
-        blocks: find(&blocks, &scales, &[experts, outputs, each, BLOCK / 2])?,
-        scales: find(&scales, &blocks, &[experts, outputs, each])?,
+        blocks: find(&blocks, &scales, &[experts, outputs, blocks_per_row, BLOCK / 2])?,
+        scales: find(&scales, &blocks, &[experts, outputs, blocks_per_row])?,
     })
 }
 
@@ -112,7 +112,7 @@ impl InitialValues for Mxfp4WeightReader {
         if !is_packed(&self.files, name) {
             return self.files.values(name, shape, range);
         }
-        let PackedTensors { blocks, scales } = packed(&self.files, name, shape)?;
+        let PackedTensors { blocks, scales } = find_packed(&self.files, name, shape)?;
         let mut values = vec![0f32; range.len()];
         unpack(blocks.raw().1, scales.raw().1, [shape[1], shape[2]], range.clone(), &mut values);
         // Scales are much smaller, and are needed again for the next range.
@@ -128,20 +128,20 @@ impl InitialValues for Mxfp4WeightReader {
 
 /// Unpacks elements `range` of the matrices `[inputs, outputs]` of all experts, expert by expert, into `values`.
 fn unpack(blocks: &[u8], scales: &[u8], [inputs, outputs]: [usize; 2], range: Range<usize>, values: &mut [f32]) {
-    let each = inputs / BLOCK;
+    let blocks_per_row = inputs / BLOCK;
     // Rows of the same expert whose inputs are in the same blocks are written together.
     let mut row = range.start / outputs;
     while row * outputs < range.end {
         let (expert, input) = (row / inputs, row % inputs);
         let next = (row - input % BLOCK + BLOCK).min(range.end.div_ceil(outputs));
         for output in 0..outputs {
-            let block = (expert * outputs + output) * each + input / BLOCK;
+            let block = (expert * outputs + output) * blocks_per_row + input / BLOCK;
             let factor = factor(scales[block]);
             let codes = &blocks[block * BLOCK / 2..][..BLOCK / 2];
             for row in row..next {
-                let (at, place) = (row * outputs + output, row % inputs % BLOCK);
+                let (at, position) = (row * outputs + output, row % inputs % BLOCK);
                 if range.contains(&at) {
-                    let code = codes[place / 2] >> (4 * (place % 2)) & 15;
+                    let code = codes[position / 2] >> (4 * (position % 2)) & 15;
                     values[at - range.start] = CODES[usize::from(code)] * factor;
                 }
             }
@@ -159,7 +159,7 @@ mod tests {
         let (experts, inputs, outputs) = (3, 64, 5);
         let blocks: Vec<u8> = (0..experts * outputs * inputs / 2).map(|i| (i * 89 + i / 7) as u8).collect();
         let scales: Vec<u8> = (0..experts * outputs * inputs / BLOCK).map(|i| (120 + i % 13) as u8).collect();
-        let mut want = Vec::new();
+        let mut expected = Vec::new();
         for expert in 0..experts {
             for input in 0..inputs {
                 for output in 0..outputs {
@@ -168,14 +168,14 @@ mod tests {
                     let code = if element % 2 == 0 { byte & 15 } else { byte >> 4 };
                     let sign = if code < 8 { 1.0 } else { -1.0 };
                     let size = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code % 8)];
-                    want.push(sign * size * 2f32.powi(i32::from(scales[element / BLOCK]) - 127));
+                    expected.push(sign * size * 2f32.powi(i32::from(scales[element / BLOCK]) - 127));
                 }
             }
         }
-        for range in [0..want.len(), 0..1, 7..8, 3..333, 319..322, 320..640, 100..959] {
+        for range in [0..expected.len(), 0..1, 7..8, 3..333, 319..322, 320..640, 100..959] {
             let mut values = vec![9.0; range.len()];
             unpack(&blocks, &scales, [inputs, outputs], range.clone(), &mut values);
-            assert_eq!(values, want[range]);
+            assert_eq!(values, expected[range]);
         }
     }
 }

@@ -20,7 +20,7 @@ const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
 /// The prefix of a language model inside a model for images and text, in transformers.
-const OF_IMAGES_MODEL: &str = "model.language_model.";
+const IMAGE_TEXT_PREFIX: &str = "model.language_model.";
 /// The maximum size of an adapter's configuration in bytes.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The maximum size of an adapter's tensor file in bytes.
@@ -57,7 +57,7 @@ impl Adapter {
         base: Option<String>,
         parameters: impl IntoIterator<Item = (String, AdapterTensor)>,
     ) -> Self {
-        let tensors = parameters.into_iter().map(|(name, tensor)| (bare(&name).to_owned(), tensor)).collect();
+        let tensors = parameters.into_iter().map(|(name, tensor)| (without_prefix(&name).to_owned(), tensor)).collect();
         Self { config, base, saved: None, path: PathBuf::new(), tensors }
     }
 
@@ -122,18 +122,18 @@ impl Adapter {
         base: Option<String>,
         saved: Vec<String>,
     ) -> Result<Self> {
-        let is_part = |name: &str| is_adapter(name) || is_saved(name, &saved);
-        Ok(Self::of_parameters(engine, config, base, is_part)?.of_classifier(saved))
+        let is_included = |name: &str| is_adapter(name) || is_saved(name, &saved);
+        Ok(Self::of_parameters(engine, config, base, is_included)?.of_classifier(saved))
     }
 
-    /// Returns an adapter with the trained parameters for which `is_part` returns true. Collective.
+    /// Returns an adapter with the trained parameters for which `is_included` returns true. Collective.
     fn of_parameters<M>(
         engine: &mut Engine<M>,
         config: LoraConfig,
         base: Option<String>,
-        is_part: impl Fn(&str) -> bool,
+        is_included: impl Fn(&str) -> bool,
     ) -> Result<Self> {
-        let names: Vec<String> = engine.trainable_parameters().into_iter().filter(|name| is_part(name)).collect();
+        let names: Vec<String> = engine.trainable_parameters().into_iter().filter(|name| is_included(name)).collect();
         let mut parameters = Vec::with_capacity(names.len());
         for name in names {
             let tensor = engine.safe_get_full_fp32_param(&name)?;
@@ -173,8 +173,9 @@ impl Adapter {
         let file = SafeTensors::deserialize(&bytes).map_err(|e| unusable(&path, e.to_string()))?;
         let mut tensors = BTreeMap::new();
         for (key, view) in file.iter() {
-            let is_part = |name: &&str| is_adapter(name) || config.saved.as_ref().is_some_and(|of| is_saved(name, of));
-            let name = key.strip_prefix(PREFIX).filter(is_part).ok_or_else(|| {
+            let is_included =
+                |name: &&str| is_adapter(name) || config.saved.as_ref().is_some_and(|saved| is_saved(name, saved));
+            let name = key.strip_prefix(PREFIX).filter(is_included).ok_or_else(|| {
                 unusable(
                     &path,
                     format!("{key} is not a tensor of a LoRA adapter, whose keys are {PREFIX}NAME.lora_A.weight"),
@@ -184,7 +185,7 @@ impl Adapter {
                 unusable(&path, format!("{key} has dtype {:?}; f32, bf16 and f16 are supported", view.dtype()))
             })?;
             check_finite(&path, key, 0, &values)?;
-            tensors.insert(bare(name).to_owned(), AdapterTensor { shape: view.shape().to_vec(), values });
+            tensors.insert(without_prefix(name).to_owned(), AdapterTensor { shape: view.shape().to_vec(), values });
         }
         if config.is_pattern {
             let modules = tensors.keys().filter_map(|name: &String| adapted_module(name));
@@ -206,7 +207,7 @@ impl Adapter {
 
     /// Returns the adapter's tensor for a parameter, given the parameter's name in the model.
     pub fn tensor(&self, parameter: &str) -> Option<&AdapterTensor> {
-        self.tensors.get(bare(parameter))
+        self.tensors.get(without_prefix(parameter))
     }
 
     /// Checks that this is an adapter for a model with these parameters and shapes, including those of its adapters.
@@ -220,7 +221,7 @@ impl Adapter {
             Err(FinetuneError::AdapterDoesNotFit { path, base, tensor: tensor.into(), problem }.into())
         };
         let shapes: HashMap<&str, &[usize]> =
-            parameters.iter().map(|(name, shape)| (bare(name), shape.as_slice())).collect();
+            parameters.iter().map(|(name, shape)| (without_prefix(name), shape.as_slice())).collect();
         for (name, tensor) in &self.tensors {
             match shapes.get(name.as_str()) {
                 None if self.saved.is_some() && !parameters.iter().any(|(name, _)| is_head(name)) => {
@@ -235,8 +236,9 @@ impl Adapter {
             }
         }
         let has = |name: &str| self.tensor(name).is_some();
-        let is_part = |name: &str| is_adapter(name) || self.saved.as_ref().is_some_and(|of| is_saved(name, of));
-        let lacks = |name: &&str| is_part(name) && !has(name);
+        let is_included =
+            |name: &str| is_adapter(name) || self.saved.as_ref().is_some_and(|saved| is_saved(name, saved));
+        let lacks = |name: &&str| is_included(name) && !has(name);
         let missing: Vec<&str> = parameters.iter().map(|(name, _)| name.as_str()).filter(lacks).collect();
         if missing.is_empty() {
             return Ok(());
@@ -273,8 +275,8 @@ impl Adapter {
         for name in parameters {
             if name.ends_with(".attn.c_attn.weight") {
                 prefix = "transformer.";
-            } else if name.starts_with(OF_IMAGES_MODEL) {
-                prefix = OF_IMAGES_MODEL;
+            } else if name.starts_with(IMAGE_TEXT_PREFIX) {
+                prefix = IMAGE_TEXT_PREFIX;
             }
         }
         let is_conv1d = prefix == "transformer.";
@@ -320,7 +322,7 @@ fn is_head(parameter: &str) -> bool {
 }
 
 /// Returns a parameter's name without the prefix of the blocks.
-fn bare(name: &str) -> &str {
+fn without_prefix(name: &str) -> &str {
     // A language model inside a model for images and text has two prefixes, whose order depends on the version of
     // transformers.
     ["model.language_model.", "language_model.model.", "model.", "transformer."]
@@ -384,8 +386,8 @@ mod tests {
         let file = SafeTensors::deserialize(&file).unwrap();
         let mut names = file.names();
         names.sort_unstable();
-        let want = ["A", "B"].map(|m| format!("base_model.model.model.layers.0.self_attn.q_proj.lora_{m}.weight"));
-        assert_eq!(names, want);
+        let expected = ["A", "B"].map(|m| format!("base_model.model.model.layers.0.self_attn.q_proj.lora_{m}.weight"));
+        assert_eq!(names, expected);
         // A folder with files is never overwritten.
         adapter.write(&out, []).unwrap_err();
     }
@@ -404,22 +406,22 @@ mod tests {
         let mut names = file.names();
         names.sort_unstable();
         let block = "base_model.model.model.layers.0.self_attn.q_proj";
-        let want = [
+        let expected = [
             format!("{block}.lora_A.weight"),
             format!("{block}.lora_B.weight"),
             "base_model.model.score.weight".to_owned(),
         ];
-        assert_eq!(names, want);
+        assert_eq!(names, expected);
         assert_eq!(adapter.labels().unwrap(), 2);
-        let mut of_model = parameters();
-        insta::assert_snapshot!(adapter.check_fits(&of_model).unwrap_err());
-        of_model.push(("score.weight".into(), vec![3, 6]));
-        insta::assert_snapshot!(adapter.check_fits(&of_model).unwrap_err());
-        of_model.pop();
-        of_model.push(("score.weight".into(), vec![2, 6]));
-        adapter.check_fits(&of_model).unwrap();
+        let mut model_parameters = parameters();
+        insta::assert_snapshot!(adapter.check_fits(&model_parameters).unwrap_err());
+        model_parameters.push(("score.weight".into(), vec![3, 6]));
+        insta::assert_snapshot!(adapter.check_fits(&model_parameters).unwrap_err());
+        model_parameters.pop();
+        model_parameters.push(("score.weight".into(), vec![2, 6]));
+        adapter.check_fits(&model_parameters).unwrap();
         adapter.tensors.remove("score.weight");
-        insta::assert_snapshot!(adapter.check_fits(&of_model).unwrap_err());
+        insta::assert_snapshot!(adapter.check_fits(&model_parameters).unwrap_err());
         insta::assert_snapshot!(adapter.labels().unwrap_err());
         insta::assert_snapshot!(Adapter { saved: None, ..adapter }.labels().unwrap_err());
     }

@@ -20,8 +20,8 @@ use std::sync::Arc;
 
 /// The initial values of a model with adapters, for
 /// [`EngineBuilder::initial_values`](candle_zero::EngineBuilder::initial_values): the base's weights, and those of an
-/// adapter, if there is one. Without an adapter, the layers initialize A randomly and B with 0, and a magnitude of DoRA
-/// is initialized with the norms of its weight's rows (of the columns, in Conv1D's layout).
+/// adapter, if there is one. Without an adapter, the layers initialize A randomly and B with 0, and DoRA's magnitudes
+/// are initialized with the norms of the rows of their weights (of the columns, in Conv1D's layout).
 #[derive(Debug)]
 pub struct AdapterInitialValues {
     base: Arc<dyn InitialValues>,
@@ -62,7 +62,7 @@ impl AdapterInitialValues {
             lora.check_targets(config.projections()?.iter().map(String::as_str))?;
             lora.check_target_parameters(config.expert_parameters().iter().map(String::as_str))?;
         }
-        Self::over(base.values(), parameters, adapter)
+        Self::with_parameters(base.values(), parameters, adapter)
     }
 
     /// Returns the values for a classifier of `config`, which is the configuration of `base` with adapters
@@ -77,10 +77,10 @@ impl AdapterInitialValues {
             lora.check_target_parameters(config.expert_parameters().iter().map(String::as_str))?;
         }
         adapter.as_ref().map_or(Ok(()), Adapter::check_classifies)?;
-        Self::over(base.values(), config.parameters()?, adapter)
+        Self::with_parameters(base.values(), config.parameters()?, adapter)
     }
 
-    fn over(
+    fn with_parameters(
         base: Arc<dyn InitialValues>,
         parameters: Vec<(String, Vec<usize>)>,
         adapter: Option<Adapter>,
@@ -127,20 +127,20 @@ impl AdapterInitialValues {
         };
         // Elements that are packed together are read together.
         let (unit, numel) = (packing.unit(), shape.iter().product());
-        let whole = range.start / unit * unit..range.end.next_multiple_of(unit).min(numel);
-        let mut values = self.base.values(name, shape, whole.clone())?;
+        let aligned = range.start / unit * unit..range.end.next_multiple_of(unit).min(numel);
+        let mut values = self.base.values(name, shape, aligned.clone())?;
         let mut bytes = vec![0; packing.packed_len(values.len())];
         packing.pack(FlatRef::F32(&values), &mut bytes);
         let mut rounded = Flat::zeros(*dtype, values.len());
         packing.unpack(&bytes, rounded.as_mut());
-        let part = rounded.slice(range.start - whole.start..range.end - whole.start);
+        let part = rounded.slice(range.start - aligned.start..range.end - aligned.start);
         values.truncate(range.len());
         FlatMut::F32(&mut values).copy_cast(part);
         Ok(values)
     }
 
     /// Returns the norms of a weight's rows for these outputs, or of its columns in Conv1D's layout.
-    fn lengths(&self, name: &str, shape: &[usize], outputs: Range<usize>) -> Result<Vec<f32>> {
+    fn norms(&self, name: &str, shape: &[usize], outputs: Range<usize>) -> Result<Vec<f32>> {
         const CHUNK_ELEMENTS: usize = 1 << 20;
         let [lines, width] = *shape else { return Ok(Vec::new()) };
         let read = |lines: Range<usize>| self.weights(name, shape, lines.start * width..lines.end * width);
@@ -181,7 +181,7 @@ impl InitialValues for AdapterInitialValues {
             return Ok(tensor.values[range].to_vec());
         }
         match self.weight_of(name) {
-            Some((weight, shape)) => self.lengths(&weight, shape, range),
+            Some((weight, shape)) => self.norms(&weight, shape, range),
             None => self.base.values(name, shape, range),
         }
     }

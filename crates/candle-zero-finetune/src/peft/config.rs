@@ -113,7 +113,7 @@ impl PeftConfig {
             }
         }
         let saved = saved_modules(get("task_type"), get("modules_to_save").filter(|value| !is_off(value)))?;
-        check_start(get("init_lora_weights"))?;
+        check_initialization(get("init_lora_weights"))?;
         if let Some(bias) = get("bias").filter(|bias| *bias != "none") {
             return Err(format!("bias is {bias}; only \"none\" is supported"));
         }
@@ -212,9 +212,9 @@ pub(super) fn is_of_experts(module: &str) -> bool {
 fn target_name(module: &str) -> Option<&str> {
     const NAMES_IN_HEADS: [&str; 1] = ["dense"];
     let last = module.rsplit('.').next()?;
-    let mut in_block = module.match_indices('.').map(|(at, _)| &module[at + 1..]);
+    let mut suffixes = module.match_indices('.').map(|(at, _)| &module[at + 1..]);
     let is_number = |part: Option<&str>| part.is_some_and(|part| part.parse::<usize>().is_ok());
-    let after_number = in_block.find(|rest| is_number(module[..module.len() - rest.len() - 1].rsplit('.').next()));
+    let after_number = suffixes.find(|rest| is_number(module[..module.len() - rest.len() - 1].rsplit('.').next()));
     Some(if NAMES_IN_HEADS.contains(&last) { after_number.unwrap_or(last) } else { last })
 }
 
@@ -237,7 +237,7 @@ fn saved_modules(task: Option<&Value>, found: Option<&Value>) -> Result<Option<V
 }
 
 /// Refuses an adapter whose initialization changed the base's weights.
-fn check_start(found: Option<&Value>) -> Result<(), String> {
+fn check_initialization(found: Option<&Value>) -> Result<(), String> {
     let is_plain = match found {
         None | Some(Value::Bool(_)) => true,
         Some(Value::String(name)) => UNCHANGED_BASE_INITS.contains(&name.to_lowercase().as_str()),
@@ -298,8 +298,8 @@ mod tests {
         assert_eq!((&value["lora_alpha"], &value["lora_dropout"]), (&json!(9), &json!(0.05)));
         assert_eq!(value["fan_in_fan_out"], true);
         let names = LoraTargets::Names(vec!["c_attn".into(), "c_proj".into()]);
-        let want = LoraConfig { targets: names, ..config.lora.clone() };
-        assert_eq!(PeftConfig::read(&text).unwrap(), PeftConfig { lora: want, ..config });
+        let expected = LoraConfig { targets: names, ..config.lora.clone() };
+        assert_eq!(PeftConfig::read(&text).unwrap(), PeftConfig { lora: expected, ..config });
     }
 
     #[test]

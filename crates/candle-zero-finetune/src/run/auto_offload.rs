@@ -46,9 +46,9 @@ impl RunTopology {
 
 /// Returns the number of bytes that every rank may use, which is the minimum over all ranks. Collective.
 pub(super) fn memory_of_all(comm: &dyn Communicator) -> Result<u64> {
-    let own = memory_of_rank(comm.ranks_here().len()).unwrap_or(u64::MAX) as f64;
-    let of_ranks = comm.gather_f64(vec![own]).wait()?;
-    Ok(of_ranks.into_iter().flatten().fold(own, f64::min) as u64)
+    let own_memory = memory_of_rank(comm.ranks_here().len()).unwrap_or(u64::MAX) as f64;
+    let memory_of_ranks = comm.gather_f64(vec![own_memory]).wait()?;
+    Ok(memory_of_ranks.into_iter().flatten().fold(own_memory, f64::min) as u64)
 }
 
 /// The configuration of a run, with everything that was chosen.
@@ -72,15 +72,15 @@ pub(super) fn placed(
     (ranks, stages): (RunTopology, Option<usize>),
 ) -> Result<ChosenConfig> {
     let options = &prepared.options;
-    let nothing = |config| Ok(ChosenConfig { config, pipeline: None, chosen: None });
+    let unchanged = |config| Ok(ChosenConfig { config, pipeline: None, chosen: None });
     let sizes = match &prepared.start {
         StartModel::Decoder { config, .. } => config.clone(),
-        StartModel::Classifier { .. } if options.ds_config.is_some() => return nothing(config),
+        StartModel::Classifier { .. } if options.ds_config.is_some() => return unchanged(config),
         // A classifier's labels take the place of the vocabulary.
         StartModel::Classifier { config: ClassifierConfig::Decoder(sizes), .. } => {
             DecoderConfig { vocab: sizes.labels.len(), ..sizes.decoder.clone() }
         }
-        StartModel::Classifier { .. } => return nothing(config),
+        StartModel::Classifier { .. } => return unchanged(config),
     };
     let sizes = &sizes;
     let is_trained = prepared.start.trained(&options.method);
@@ -112,8 +112,8 @@ pub(super) fn placed(
             return Ok(ChosenConfig { config, pipeline: Some(shape), chosen: None });
         }
         (None, Some(_)) => return Ok(ChosenConfig { config, pipeline: None, chosen: None }),
-        (Some(given), None) => {
-            let fit = pipeline.choose(&[given])?.map_err(|least| least.refused(memory))?;
+        (Some(stages), None) => {
+            let fit = pipeline.choose(&[stages])?.map_err(|smallest| smallest.refused(memory))?;
             let mut chosen = fit.explained(memory);
             if network.hosts > 1 {
                 chosen += &network.of_pipeline(pipeline.bytes_between_hosts(network.hosts));
@@ -154,7 +154,7 @@ pub(super) fn placed(
         memory,
         folder: &folder,
     };
-    chosen(&demand, &pipeline, &divisions)
+    choose(&demand, &pipeline, &divisions)
 }
 
 /// Returns the number of islands that the ranks of this job form. If the islands meet at a server, the job is one
@@ -179,7 +179,7 @@ fn divisions(blocks: usize, world: usize, hosts: usize) -> Vec<usize> {
 
 /// Chooses a pipeline if the ranks of a host cannot hold the model, but those of all hosts can with one of these
 /// numbers of ranks along the pipeline. Otherwise, chooses as [`MemoryFitInput::choose`] does.
-fn chosen(demand: &MemoryFitInput<'_>, pipeline: &PipelineFitInput<'_>, divisions: &[usize]) -> Result<ChosenConfig> {
+fn choose(demand: &MemoryFitInput<'_>, pipeline: &PipelineFitInput<'_>, divisions: &[usize]) -> Result<ChosenConfig> {
     if !divisions.is_empty()
         && let Some(on_host) = demand.too_large_for_a_host()?
         // If the model cannot be divided, the other choices remain.
@@ -247,9 +247,9 @@ mod tests {
             memory,
             folder: Path::new("/scratch"),
         };
-        let placed = chosen(&demand, &pipeline, &divisions(sizes.blocks.len(), world, 2)).unwrap();
-        assert_eq!(placed.config.get("pipeline").is_some(), placed.pipeline.is_some());
-        (placed.pipeline, placed.chosen.unwrap())
+        let choice = choose(&demand, &pipeline, &divisions(sizes.blocks.len(), world, 2)).unwrap();
+        assert_eq!(choice.config.get("pipeline").is_some(), choice.pipeline.is_some());
+        (choice.pipeline, choice.chosen.unwrap())
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Chooses how many rows a step has and how full they are, unless the options or the DeepSpeed configuration specify
-//! the number of rows. If the data has enough samples, an epoch then has at least 30 steps.
+//! Chooses the number of rows in a step and how full they are, unless the options or the DeepSpeed configuration
+//! specify the number of rows. If the data has enough samples, an epoch then has at least 30 steps.
 //!
 //! ```text
 //!   many rows       8 rows a step
@@ -45,9 +45,9 @@ impl BatchSizing {
         // The largest power of two that is not greater than `rows`.
         let rows = (1usize << rows.ilog2()).next_multiple_of(unit);
         let rows = remembered.filter(|rows| rows.is_multiple_of(unit)).unwrap_or(rows);
-        let wanted = groups.min(rows.saturating_mul(MIN_STEPS_PER_EPOCH));
+        let min_rows = groups.min(rows.saturating_mul(MIN_STEPS_PER_EPOCH));
         let SequencePacking::Packed { ctx } = packing else { return Self { rows, packing } };
-        if full >= wanted {
+        if full >= min_rows {
             return Self { rows, packing };
         }
         // Finds the fullest rows that are still numerous enough. If a row has no room for two samples, there are as
@@ -55,7 +55,7 @@ impl BatchSizing {
         let (mut enough, mut too_few) = (0, ctx);
         while too_few - enough > 1 {
             let middle = enough + (too_few - enough) / 2;
-            match Batches::count_rows(data, SequencePacking::Packed { ctx: middle }, order) >= wanted {
+            match Batches::count_rows(data, SequencePacking::Packed { ctx: middle }, order) >= min_rows {
                 true => enough = middle,
                 false => too_few = middle,
             }

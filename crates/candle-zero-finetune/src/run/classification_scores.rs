@@ -28,14 +28,14 @@ impl ClassificationScores {
         Self { counts: vec![[0; 3]; classes] }
     }
 
-    /// Counts a text of class `label` that was predicted as class `found`.
+    /// Counts a text of class `label` that was predicted as class `predicted`.
     ///
     /// # Panics
     ///
     /// Panics if one of the classes does not exist.
-    pub fn count(&mut self, found: usize, label: usize) {
-        self.counts[label][0] += u64::from(found == label);
-        self.counts[found][1] += 1;
+    pub fn count(&mut self, predicted: usize, label: usize) {
+        self.counts[label][0] += u64::from(predicted == label);
+        self.counts[predicted][1] += 1;
         self.counts[label][2] += 1;
     }
 
@@ -52,36 +52,38 @@ impl ClassificationScores {
 
     /// Returns the number of counted texts.
     pub fn texts(&self) -> u64 {
-        self.counts.iter().map(|[_, _, there]| there).sum()
+        self.counts.iter().map(|[_, _, actual]| actual).sum()
     }
 
     /// Returns the share of texts whose class was predicted correctly, or 0 without texts.
     pub fn accuracy(&self) -> f64 {
-        share(self.counts.iter().map(|[right, ..]| right).sum(), self.texts())
+        share(self.counts.iter().map(|[correct, ..]| correct).sum(), self.texts())
     }
 
     /// Returns the mean F1 over the classes that occur in the labels or the predictions: scikit-learn's `f1_score` with
     /// `average="macro"`.
     pub fn macro_f1(&self) -> f64 {
-        let seen: Vec<f64> = self.counts.iter().filter(|[_, found, there]| found + there > 0).map(f1).collect();
+        let seen: Vec<f64> =
+            self.counts.iter().filter(|[_, predicted, actual]| predicted + actual > 0).map(f1).collect();
         if seen.is_empty() { 0.0 } else { seen.iter().sum::<f64>() / seen.len() as f64 }
     }
 
     /// Returns the metrics of each class.
     pub fn classes(&self) -> impl Iterator<Item = ClassMetrics> {
         self.counts.iter().map(|counts| {
-            let [right, found, there] = *counts;
-            ClassMetrics { precision: share(right, found), recall: share(right, there), f1: f1(counts), texts: there }
+            let [correct, predicted, actual] = *counts;
+            let (precision, recall) = (share(correct, predicted), share(correct, actual));
+            ClassMetrics { precision, recall, f1: f1(counts), texts: actual }
         })
     }
 }
 
-fn share(part: u64, of: u64) -> f64 {
-    if of == 0 { 0.0 } else { part as f64 / of as f64 }
+fn share(part: u64, total: u64) -> f64 {
+    if total == 0 { 0.0 } else { part as f64 / total as f64 }
 }
 
-fn f1([right, found, there]: &[u64; 3]) -> f64 {
-    share(2 * right, found + there)
+fn f1([correct, predicted, actual]: &[u64; 3]) -> f64 {
+    share(2 * correct, predicted + actual)
 }
 
 /// Writes accuracy and F1 on one line.
@@ -113,13 +115,13 @@ mod tests {
         let found: Vec<ClassMetrics> = scores.classes().collect();
         let third = 1.0 / 3.0;
         // Class 3 never occurs and does not count in the mean.
-        let wanted = [
+        let expected = [
             class(1.0, 2.0 / 3.0, 0.8, 3),
             class(third, 0.5, 0.4, 2),
             class(0.0, 0.0, 0.0, 1),
             class(0.0, 0.0, 0.0, 0),
         ];
-        assert_eq!(found, wanted);
+        assert_eq!(found, expected);
         assert!((scores.macro_f1() - 0.4).abs() < 1e-12);
         assert_eq!(scores.to_string(), "accuracy 50.00 %, macro F1 0.4000");
         assert_eq!(of(2, &[]).to_string(), "accuracy 0.00 %, macro F1 0.0000");

@@ -17,14 +17,14 @@ pub(super) fn read(options: &Options) -> Result<Value> {
 }
 
 /// Completes the section `local_steps`. A section of the wrong type is reported when the configuration is resolved.
-fn set_local_steps(config: &mut Value, given: &LocalStepsOptions) -> Result<()> {
+fn set_local_steps(config: &mut Value, options: &LocalStepsOptions) -> Result<()> {
     let section = config.get("local_steps").unwrap_or(&Value::Null);
-    if *given == LocalStepsOptions::default() || !config.is_object() || !(section.is_null() || section.is_object()) {
+    if *options == LocalStepsOptions::default() || !config.is_object() || !(section.is_null() || section.is_object()) {
         return Ok(());
     }
     let numbers = [
-        ("--local_steps", "steps", given.steps),
-        ("--islands", "islands", given.islands.map(|islands| islands as u64)),
+        ("--local_steps", "steps", options.steps),
+        ("--islands", "islands", options.islands.map(|islands| islands as u64)),
     ];
     for (flag, key, number) in numbers {
         if let (Some(number), Some(found)) = (number, explicit_value(section.get(key)))
@@ -41,7 +41,7 @@ fn set_local_steps(config: &mut Value, given: &LocalStepsOptions) -> Result<()> 
             config["local_steps"][key] = json!(number);
         }
     }
-    if let Some(server) = &given.server {
+    if let Some(server) = &options.server {
         config["local_steps"]["server"] = json!(server);
     }
     Ok(())
@@ -71,8 +71,8 @@ pub(super) fn filled_in(
     hidden_size: usize,
 ) -> Result<(Value, bool)> {
     let Some(map) = config.as_object_mut() else { return Ok((config, false)) };
-    let takes_rows = batch(map, options, parts, rows)?;
-    rate(map, options, hidden_size)?;
+    let takes_rows = set_batch(map, options, parts, rows)?;
+    set_learning_rate(map, options, hidden_size)?;
     let mut set = |key: &str, value: Value| _ = map.entry(key).or_insert(value);
     set("gradient_clipping", json!(1.0));
     set("seed", json!(options.seed));
@@ -94,7 +94,7 @@ fn explicit_value(value: Option<&Value>) -> Option<&Value> {
 const BATCH_KEYS: [&str; 3] = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
 /// Sets the batch. Returns whether a step has `rows` rows because nothing else sets its size.
-fn batch(map: &mut Map<String, Value>, options: &Options, parts: DataParallelDegree, rows: usize) -> Result<bool> {
+fn set_batch(map: &mut Map<String, Value>, options: &Options, parts: DataParallelDegree, rows: usize) -> Result<bool> {
     if BATCH_KEYS.iter().any(|key| explicit_value(map.get(*key)).is_some()) {
         if let (Some(batch), Some(found)) = (options.batch, explicit_value(map.get(BATCH_KEYS[0])))
             && found.as_u64() != Some(batch as u64)
@@ -103,22 +103,22 @@ fn batch(map: &mut Map<String, Value>, options: &Options, parts: DataParallelDeg
         }
         return Ok(false);
     }
-    let at_once = options.micro_batch.max(1).saturating_mul(parts.count.max(1));
-    if let Some(batch) = options.batch.filter(|batch| batch % at_once != 0) {
-        let below = batch / at_once * at_once;
-        let near = [below, below.saturating_add(at_once)];
-        let near: Vec<String> = near.iter().filter(|rows| **rows > 0).map(usize::to_string).collect();
-        let why = format!(
-            "is {batch}, which is not a multiple of the {at_once} rows that are computed at the same time \
+    let rows_at_once = options.micro_batch.max(1).saturating_mul(parts.count.max(1));
+    if let Some(batch) = options.batch.filter(|batch| batch % rows_at_once != 0) {
+        let below = batch / rows_at_once * rows_at_once;
+        let multiples = [below, below.saturating_add(rows_at_once)];
+        let multiples: Vec<String> = multiples.iter().filter(|rows| **rows > 0).map(usize::to_string).collect();
+        let problem = format!(
+            "is {batch}, which is not a multiple of the {rows_at_once} rows that are computed at the same time \
              (--micro_batch {} {}); give --batch {}, or another --micro_batch",
             options.micro_batch,
             match parts.are_pipelines {
                 true => format!("in {}", counted(parts.count, "pipeline")),
                 false => format!("on {}", counted(parts.count, "rank")),
             },
-            near.join(" or "),
+            multiples.join(" or "),
         );
-        return Err(misused("--batch", why));
+        return Err(misused("--batch", problem));
     }
     // These keys may be "auto".
     BATCH_KEYS.iter().for_each(|key| _ = map.remove(*key));
@@ -127,7 +127,7 @@ fn batch(map: &mut Map<String, Value>, options: &Options, parts: DataParallelDeg
     Ok(options.batch.is_none())
 }
 
-fn rate(map: &mut Map<String, Value>, options: &Options, hidden_size: usize) -> Result<()> {
+fn set_learning_rate(map: &mut Map<String, Value>, options: &Options, hidden_size: usize) -> Result<()> {
     let Some(optimizer) = map.get("optimizer") else {
         let params =
             json!({ "lr": options.peak_lr(hidden_size), "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0 });

@@ -61,17 +61,17 @@ impl DeadExpertDetector {
     /// time.
     pub fn observe(&mut self, loads: &[ExpertLoad]) -> Vec<String> {
         if self.blocks.is_empty() {
-            let watched = |load: &ExpertLoad| TokensSinceRouted {
+            let new_block = |load: &ExpertLoad| TokensSinceRouted {
                 block: load.block,
                 missed: vec![Some(0.0); load.choices.len()],
             };
-            self.blocks = loads.iter().map(watched).collect();
+            self.blocks = loads.iter().map(new_block).collect();
         }
         let mut messages = Vec::new();
-        for (watched, load) in self.blocks.iter_mut().zip(loads) {
+        for (block, load) in self.blocks.iter_mut().zip(loads) {
             let even = load.choices.iter().sum::<u64>() as f64 / load.choices.len().max(1) as f64;
             let mut dead = Vec::new();
-            for (expert, (missed, choices)) in watched.missed.iter_mut().zip(&load.choices).enumerate() {
+            for (expert, (missed, choices)) in block.missed.iter_mut().zip(&load.choices).enumerate() {
                 *missed = missed.map(|missed| if *choices == 0 { missed + even } else { 0.0 });
                 if missed.is_some_and(|missed| missed >= DEAD_AFTER) {
                     *missed = None;
@@ -79,12 +79,12 @@ impl DeadExpertDetector {
                 }
             }
             if !dead.is_empty() {
-                let (experts, of) = (if dead.len() == 1 { "expert" } else { "experts" }, load.choices.len());
+                let (experts, total) = (if dead.len() == 1 { "expert" } else { "experts" }, load.choices.len());
                 messages.push(format!(
-                    "warning: in recent steps, no token chose {experts} {} (of {of}) in layer {}; a load-balancing \
+                    "warning: in recent steps, no token chose {experts} {} (of {total}) in layer {}; a load-balancing \
                      loss (--router_aux_loss_coef 0.01) makes the choices more even",
                     dead.join(", "),
-                    watched.block
+                    block.block
                 ));
             }
         }
@@ -111,19 +111,19 @@ mod tests {
 
     #[test]
     fn an_expert_is_reported_once_after_it_has_missed_many_tokens() {
-        let mut watch = DeadExpertDetector::default();
+        let mut detector = DeadExpertDetector::default();
         // A balanced router would choose each expert 30 times in each step.
         for step in 0..10 {
-            let messages = watch.observe(&[load(1, &[50, 40, 0]), load(3, &[30, 30 + step % 3, 30])]);
+            let messages = detector.observe(&[load(1, &[50, 40, 0]), load(3, &[30, 30 + step % 3, 30])]);
             assert_eq!(messages.len(), usize::from(step == 3), "step {step}");
             if let [message] = &messages[..] {
                 insta::assert_snapshot!(message, @"warning: in recent steps, no token chose expert 2 (of 3) in layer 1; a load-balancing loss (--router_aux_loss_coef 0.01) makes the choices more even");
             }
         }
         // An expert that is chosen from time to time is not dead.
-        let mut watch = DeadExpertDetector::default();
+        let mut detector = DeadExpertDetector::default();
         for step in 0..50 {
-            assert!(watch.observe(&[load(0, &[60, u64::from(step % 3 == 0)])]).is_empty());
+            assert!(detector.observe(&[load(0, &[60, u64::from(step % 3 == 0)])]).is_empty());
         }
     }
 }

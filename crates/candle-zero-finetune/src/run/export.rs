@@ -29,8 +29,8 @@ pub(super) fn write(
     let place = |written: &OutputDigests| prepared.options.place(part, to, written);
     let wrong = |source| Error::Io { action: "write", path: to.to_owned(), source };
     let begin = || AtomicFolder::beside(&place(written)?.0).map_err(wrong);
-    let begun = (engine.rank() == 0).then(begin).transpose();
-    let folder = match agree(engine, to, begun)? {
+    let scratch = (engine.rank() == 0).then(begin).transpose();
+    let folder = match agree(engine, to, scratch)? {
         Ok(folder) => folder,
         Err(error) => return Ok(Some(error)),
     };
@@ -56,14 +56,14 @@ pub(super) fn write(
 }
 
 /// Returns this rank's value, or an error on all ranks if any rank failed. Collective.
-fn agree<T>(engine: &TrainingEngine, to: &Path, own: Result<T>) -> Result<Result<T>> {
-    let failed = engine.gather_f64(&[f64::from(u8::from(own.is_err()))])?;
-    let others = std::io::Error::other("rank 0 could not write, and reports why");
-    Ok(match own {
+fn agree<T>(engine: &TrainingEngine, to: &Path, result: Result<T>) -> Result<Result<T>> {
+    let failed = engine.gather_f64(&[f64::from(u8::from(result.is_err()))])?;
+    let remote_error = std::io::Error::other("rank 0 could not write, and reports why");
+    Ok(match result {
         Ok(_) if failed.iter().any(|rank| rank[0] != 0.0) => {
-            Err(Error::Io { action: "write", path: to.to_owned(), source: others })
+            Err(Error::Io { action: "write", path: to.to_owned(), source: remote_error })
         }
-        own => own,
+        result => result,
     })
 }
 
@@ -107,16 +107,16 @@ fn fill(engine: &mut TrainingEngine, prepared: &PreparedRun, into: &Path) -> Res
     }
     // This file, next to `into` in the scratch folder, holds all weights in f32. The files in `into` are written from
     // it.
-    let whole = into.with_file_name("weights.safetensors");
-    let exported = export(engine, &whole)?;
+    let weights_file = into.with_file_name("weights.safetensors");
+    let exported = export(engine, &weights_file)?;
     if !is_first {
         return Ok(exported);
     }
     let merged = exported.and_then(|()| {
-        let values = WeightFiles::open(&whole)?;
+        let values = WeightFiles::open(&weights_file)?;
         MergedModel::new(base, None)?.with_values(Arc::new(values)).write_into(into, None).map_err(diverged)
     });
-    _ = std::fs::remove_file(&whole);
+    _ = std::fs::remove_file(&weights_file);
     Ok(merged)
 }
 
@@ -189,10 +189,10 @@ pub(super) fn finish(
 /// temporary folder. The number of names is the same on every rank.
 fn fallback_folders(to: &Path) -> [PathBuf; 4] {
     let name = to.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let beside = folder_of(to).to_owned();
+    let parent = folder_of(to).to_owned();
     let cache = own_cache().unwrap_or_else(|_| std::env::temp_dir());
-    let here = std::env::current_dir().unwrap_or_else(|_| std::env::temp_dir());
-    [beside, here, cache, std::env::temp_dir()].map(|folder| {
+    let current = std::env::current_dir().unwrap_or_else(|_| std::env::temp_dir());
+    [parent, current, cache, std::env::temp_dir()].map(|folder| {
         let free = (1u32..).map(|n| folder.join(format!("{name}-saved-{n}")));
         let is_free = |path: &PathBuf| path.symlink_metadata().is_err();
         free.take(1000).find(is_free).unwrap_or_else(|| folder.join(format!("{name}-saved")))

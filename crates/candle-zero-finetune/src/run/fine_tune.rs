@@ -53,7 +53,7 @@ struct EarlyStopState {
     loss: Option<f64>,
 }
 
-/// How a run began.
+/// The starting point of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum FineTuneStart {
     /// With the base model.
@@ -135,8 +135,9 @@ impl FineTune {
                 .to_string()
                 .as_bytes(),
         );
-        let how = TrainingEngineOptions { config, rates, in_pipeline: pipeline.is_some(), record, settings: content };
-        let mut engine = TrainingEngine::build(&prepared, how, comm.clone())?;
+        let options =
+            TrainingEngineOptions { config, rates, in_pipeline: pipeline.is_some(), record, settings: content };
+        let mut engine = TrainingEngine::build(&prepared, options, comm.clone())?;
         let ((part, _), parameters) = (engine.data_position(), engine.parameter_counts()?);
         let training = training.of_rank(part);
         let validation = validation.map(|batches| batches.of_rank(part % validation_parts));
@@ -225,9 +226,9 @@ impl FineTune {
     /// Checks, on rank 0, that this run may continue from a checkpoint.
     fn check_saved(&self, saved: Option<&SavedRun>) -> Result<()> {
         let (Some(saved), Some(identity)) = (saved, &self.identity) else { return Ok(()) };
-        let said = saved.check(identity, self.total, self.prepared.options.resume_anyway);
-        if let Some(said) = said.inspect_err(|error| self.abort(error))? {
-            notice::emit(&said);
+        let note = saved.check(identity, self.total, self.prepared.options.resume_anyway);
+        if let Some(note) = note.inspect_err(|error| self.abort(error))? {
+            notice::emit(&note);
         }
         Ok(())
     }
@@ -347,8 +348,8 @@ impl FineTune {
     /// # Errors
     /// See [`step`](Self::step).
     pub fn step_telling(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
-        let stepped = self.next_step(tell);
-        stepped.inspect_err(|error| self.engine.end_run(RunEnding::Failed, Some(&error.to_string())))
+        let report = self.next_step(tell);
+        report.inspect_err(|error| self.engine.end_run(RunEnding::Failed, Some(&error.to_string())))
     }
 
     fn next_step(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
@@ -363,9 +364,9 @@ impl FineTune {
         let mut report = self.train(tell)?;
         self.state.loss = Some(report.loss);
         self.engine.record_metrics(&[("tokens", report.tokens as f64), ("tokens_per_s", report.tokens_per_s)]);
-        let of_routers = report.of_routers();
-        if !of_routers.is_empty() {
-            self.engine.record_metrics(&of_routers);
+        let router_metrics = report.of_routers();
+        if !router_metrics.is_empty() {
+            self.engine.record_metrics(&router_metrics);
         }
         let steps = self.engine.global_steps();
         if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
@@ -437,11 +438,11 @@ impl FineTune {
 
     /// Runs the forward pass, the backward pass and the update.
     fn train(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<StepReport> {
-        let (begun, step) = (Instant::now(), self.engine.global_steps());
+        let (start, step) = (Instant::now(), self.engine.global_steps());
         let files_before = self.engine.offload_report();
         let (lr, loss_scale) = (self.engine.lr()[0], self.engine.loss_scale());
         let objective = self.prepared.options.objective;
-        let StepOutcome { loss, tokens, rewards, balance, loads, rss_peak_bytes: most, failed_save } =
+        let StepOutcome { loss, tokens, rewards, balance, loads, rss_peak_bytes, failed_save } =
             self.engine.train_step(step, &self.training, objective, tell)?;
         self.report_failed_save(failed_save.map_or(Ok(()), Err))?;
         for message in self.experts.observe(&loads) {
@@ -460,7 +461,7 @@ impl FineTune {
             loss_scale,
             skipped: !self.engine.was_step_applied(),
             tokens: tokens as u64,
-            tokens_per_s: tokens / begun.elapsed().as_secs_f64(),
+            tokens_per_s: tokens / start.elapsed().as_secs_f64(),
             forward_ms: timings.forward_ms,
             backward_ms: timings.backward_ms,
             step_ms: timings.step_ms,
@@ -469,7 +470,7 @@ impl FineTune {
             disk_read_bytes: files.bytes_read,
             disk_written_bytes: files.bytes_written,
             disk_bytes_per_s: files.bytes_per_s(),
-            rss_peak_bytes: (most > 0.0).then_some(most as u64),
+            rss_peak_bytes: (rss_peak_bytes > 0.0).then_some(rss_peak_bytes as u64),
             val_loss: None,
             val_accuracy: None,
             val_f1: None,

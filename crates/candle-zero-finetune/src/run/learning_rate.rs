@@ -39,11 +39,11 @@ impl LrSchedule for LearningRates {
         if applied < self.warmup {
             return self.peak * (applied + 1) as f64 / self.warmup as f64;
         }
-        let rest = self.total.saturating_sub(self.warmup).max(1);
-        let done = ((applied - self.warmup) as f64 / rest as f64).min(1.0);
+        let decay_steps = self.total.saturating_sub(self.warmup).max(1);
+        let progress = ((applied - self.warmup) as f64 / decay_steps as f64).min(1.0);
         match self.shape {
-            LrDecay::Cosine => self.peak * 0.5 * (1.0 + (PI * done).cos()),
-            LrDecay::Linear => self.peak * (1.0 - done),
+            LrDecay::Cosine => self.peak * 0.5 * (1.0 + (PI * progress).cos()),
+            LrDecay::Linear => self.peak * (1.0 - progress),
             LrDecay::Constant => self.peak,
         }
     }

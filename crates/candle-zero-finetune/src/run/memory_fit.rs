@@ -83,31 +83,31 @@ impl MemoryFitInput<'_> {
     /// # Errors
     /// Nothing fits, in which case the message contains the minimum memory; a configuration that cannot be used.
     pub fn choose(&self) -> Result<MemoryFit> {
-        let most = (self.memory as f64 * USABLE_MEMORY) as u64;
+        let max_bytes = (self.memory as f64 * USABLE_MEMORY) as u64;
         let sizes = self.micro_batches()?;
-        let (mut first, mut least): (Option<MemoryFit>, Option<MemoryFit>) = (None, None);
+        let (mut first, mut smallest): (Option<MemoryFit>, Option<MemoryFit>) = (None, None);
         let candidates = self.candidates();
         // Gathers between hosts take the longest, so all candidates that keep the shards within each host, even those
         // with states in files, are tried before any that shards over all hosts.
         let over_all = |candidate: &PlacementCandidate| PlacementCandidate { shards: ShardRanks::All, ..*candidate };
         let over_all: Vec<_> = match self.ranks_per_host < self.island_ranks() {
-            true => candidates.iter().filter(|candidate| candidate.place.stage() == 3).map(over_all).collect(),
+            true => candidates.iter().filter(|candidate| candidate.placement.stage() == 3).map(over_all).collect(),
             false => Vec::new(),
         };
         for candidate in candidates.into_iter().chain(over_all) {
             for size in &sizes {
                 let choice = self.needs(&candidate, *size)?;
-                if choice.bytes <= most {
-                    return self.explained(choice, first);
+                if choice.bytes <= max_bytes {
+                    return self.with_reason(choice, first);
                 }
-                if least.as_ref().is_none_or(|least| choice.bytes < least.bytes) {
-                    least = Some(choice.clone());
+                if smallest.as_ref().is_none_or(|smallest| choice.bytes < smallest.bytes) {
+                    smallest = Some(choice.clone());
                 }
                 first.get_or_insert(choice);
             }
         }
-        let least = least.map_or(0, |least| least.bytes);
-        let (needed, had) = (binary((least as f64 / USABLE_MEMORY).ceil() as u64), binary(self.memory));
+        let smallest = smallest.map_or(0, |smallest| smallest.bytes);
+        let (needed, had) = (binary((smallest as f64 / USABLE_MEMORY).ceil() as u64), binary(self.memory));
         Err(FinetuneError::NothingFits { ranks: self.ranks, needed, had }.into())
     }
 
@@ -117,9 +117,9 @@ impl MemoryFitInput<'_> {
         let batch = config.batch;
         let rows = batch.train_batch_size / config.world_size;
         let is_given = self.config.get(MICRO_BATCH).is_some();
-        let is_one = |size: &usize| if is_given { *size == batch.train_micro_batch_size_per_gpu } else { true };
+        let is_allowed = |size: &usize| if is_given { *size == batch.train_micro_batch_size_per_gpu } else { true };
         let small = (1..=rows.isqrt()).filter(|size| rows.is_multiple_of(*size));
-        let mut sizes: Vec<usize> = small.flat_map(|size| [size, rows / size]).filter(is_one).collect();
+        let mut sizes: Vec<usize> = small.flat_map(|size| [size, rows / size]).filter(is_allowed).collect();
         sizes.sort_unstable_by(|a, b| b.cmp(a));
         sizes.dedup();
         Ok(sizes)
@@ -131,27 +131,29 @@ impl MemoryFitInput<'_> {
             StatePlacement::Memory(1),
             StatePlacement::Memory(2),
             StatePlacement::Memory(3),
-            StatePlacement::Sparing,
+            StatePlacement::MinimalGathers,
         ];
-        let is_of_use = |place: &StatePlacement| match place {
+        let is_useful = |placement: &StatePlacement| match placement {
             // Packed weights stay packed only at stage 3.
-            _ if self.shapes.is_quantized() => place.stage() == 3,
+            _ if self.shapes.is_quantized() => placement.stage() == 3,
             // A single rank has no other ranks to shard with.
             StatePlacement::Memory(stage) => *stage == 0 || self.island_ranks() > 1,
             // Gathering less at a time saves nothing on a single rank, whose shards are as large as the parameters.
-            StatePlacement::Sparing => self.island_ranks() > 1,
+            StatePlacement::MinimalGathers => self.island_ranks() > 1,
             StatePlacement::OptimizerInFiles | StatePlacement::AllInFiles => true,
         };
-        let in_memory: Vec<StatePlacement> = in_memory.into_iter().filter(is_of_use).collect();
+        let in_memory: Vec<StatePlacement> = in_memory.into_iter().filter(is_useful).collect();
         let on_disk = [StatePlacement::OptimizerInFiles, StatePlacement::AllInFiles];
         let shards = match self.ranks_per_host < self.island_ranks() {
             true => ShardRanks::OfHost(self.ranks_per_host),
             false => ShardRanks::All,
         };
-        let with = |recompute| move |place: &StatePlacement| PlacementCandidate { place: *place, recompute, shards };
+        let with = |recompute| {
+            move |placement: &StatePlacement| PlacementCandidate { placement: *placement, recompute, shards }
+        };
         let mut all: Vec<PlacementCandidate> = in_memory.iter().map(with(false)).collect();
         all.extend(in_memory.iter().map(with(true)));
-        all.extend(on_disk.iter().flat_map(|place| [with(false)(place), with(true)(place)]));
+        all.extend(on_disk.iter().flat_map(|placement| [with(false)(placement), with(true)(placement)]));
         all.retain(|candidate| self.recompute.is_none_or(|recompute| candidate.recompute == recompute));
         all
     }
@@ -181,9 +183,9 @@ impl MemoryFitInput<'_> {
 
     /// Returns the memory needs of a candidate.
     fn needs(&self, candidate: &PlacementCandidate, micro_batch: usize) -> Result<MemoryFit> {
-        let PlacementCandidate { place, recompute, shards } = *candidate;
-        let mut zero = place.section(self.folder);
-        if let (ShardRanks::OfHost(ranks), 3) = (shards, place.stage()) {
+        let PlacementCandidate { placement, recompute, shards } = *candidate;
+        let mut zero = placement.section(self.folder);
+        if let (ShardRanks::OfHost(ranks), 3) = (shards, placement.stage()) {
             zero["mics_shard_size"] = json!(ranks);
         }
         let config = self.load(&zero, Some(micro_batch), recompute)?;
@@ -192,9 +194,9 @@ impl MemoryFitInput<'_> {
         let state = Estimate::with(self.shapes, &config, options)?.host_bytes();
         Ok(MemoryFit {
             config: self.config(&zero, Some(micro_batch), recompute),
-            stage: place.stage(),
-            optimizer_in_files: matches!(place, StatePlacement::OptimizerInFiles | StatePlacement::AllInFiles),
-            parameters_in_files: place == StatePlacement::AllInFiles,
+            stage: placement.stage(),
+            optimizer_in_files: matches!(placement, StatePlacement::OptimizerInFiles | StatePlacement::AllInFiles),
+            parameters_in_files: placement == StatePlacement::AllInFiles,
             recompute,
             within_hosts: zero.get("mics_shard_size").is_some(),
             micro_batch,
@@ -203,12 +205,12 @@ impl MemoryFitInput<'_> {
         })
     }
 
-    /// Adds the reason to the choice. `first` is the fastest candidate if that one did not fit.
-    fn explained(&self, mut choice: MemoryFit, first: Option<MemoryFit>) -> Result<MemoryFit> {
+    /// Adds the reason to the choice. `first` is the fastest candidate, if it did not fit.
+    fn with_reason(&self, mut choice: MemoryFit, first: Option<MemoryFit>) -> Result<MemoryFit> {
         let (bytes, memory) = (binary(choice.bytes), binary(self.memory));
-        choice.why = format!("{}: at most {bytes} of {memory} per rank", choice.words(Some(self.folder)));
+        choice.why = format!("{}: at most {bytes} of {memory} per rank", choice.description(Some(self.folder)));
         if let Some(first) = first {
-            choice.why += &format!("; {} would need {}", first.words(None), binary(first.bytes));
+            choice.why += &format!("; {} would need {}", first.description(None), binary(first.bytes));
         }
         if self.shapes.is_quantized() {
             choice.why += ". Packed weights stay packed only at stage 3";
@@ -229,28 +231,28 @@ impl MemoryFitInput<'_> {
     /// # Errors
     /// A configuration that cannot be used.
     pub(super) fn too_large_for_a_host(&self) -> Result<Option<String>> {
-        let most = (self.memory as f64 * USABLE_MEMORY) as u64;
-        let mut least: Option<MemoryFit> = None;
+        let max_bytes = (self.memory as f64 * USABLE_MEMORY) as u64;
+        let mut smallest: Option<MemoryFit> = None;
         let in_memory = |candidate: &PlacementCandidate| {
-            matches!(candidate.place, StatePlacement::Memory(_) | StatePlacement::Sparing)
+            matches!(candidate.placement, StatePlacement::Memory(_) | StatePlacement::MinimalGathers)
         };
         let sizes = self.micro_batches()?;
         for candidate in self.candidates().into_iter().filter(in_memory) {
             for size in &sizes {
                 let choice = self.needs(&candidate, *size)?;
-                if choice.bytes <= most {
+                if choice.bytes <= max_bytes {
                     return Ok(None);
                 }
-                if least.as_ref().is_none_or(|least| choice.bytes < least.bytes) {
-                    least = Some(choice);
+                if smallest.as_ref().is_none_or(|smallest| choice.bytes < smallest.bytes) {
+                    smallest = Some(choice);
                 }
             }
         }
-        Ok(least.map(|least| {
+        Ok(smallest.map(|smallest| {
             format!(
                 "a host that holds the complete model would need {} per rank ({})",
-                binary(least.bytes),
-                least.words(None)
+                binary(smallest.bytes),
+                smallest.description(None)
             )
         }))
     }
@@ -258,23 +260,23 @@ impl MemoryFitInput<'_> {
 
 impl MemoryFit {
     /// Returns a readable description of the choice.
-    fn words(&self, folder: Option<&Path>) -> String {
-        let what = match (self.optimizer_in_files, self.parameters_in_files) {
+    fn description(&self, folder: Option<&Path>) -> String {
+        let offload = match (self.optimizer_in_files, self.parameters_in_files) {
             (_, true) => " with parameters and optimizer states in files",
             (true, false) => " with optimizer states in files",
             (false, false) => "",
         };
-        let place = folder.filter(|_| !what.is_empty()).map(|folder| format!(" under {}", folder.display()));
+        let location = folder.filter(|_| !offload.is_empty()).map(|folder| format!(" under {}", folder.display()));
         let rows = if self.micro_batch == 1 { "1 row".into() } else { format!("{} rows", self.micro_batch) };
-        let again = if self.recompute { ", blocks recomputed in the backward pass" } else { "" };
-        format!("stage {}{what}{}, micro batches of {rows}{again}", self.stage, place.unwrap_or_default())
+        let recompute = if self.recompute { ", blocks recomputed in the backward pass" } else { "" };
+        format!("stage {}{offload}{}, micro batches of {rows}{recompute}", self.stage, location.unwrap_or_default())
     }
 }
 
 /// One combination of the choices, except for the micro batch.
 #[derive(Debug, Clone, Copy)]
 struct PlacementCandidate {
-    place: StatePlacement,
+    placement: StatePlacement,
     recompute: bool,
     /// The ranks among which stage 3 shards.
     shards: ShardRanks,
@@ -295,7 +297,7 @@ enum StatePlacement {
     /// In memory, at a stage.
     Memory(u8),
     /// At stage 3, gathering no more than is about to be used.
-    Sparing,
+    MinimalGathers,
     OptimizerInFiles,
     AllInFiles,
 }
@@ -469,7 +471,7 @@ mod tests {
                     .filter_map(|power| choose("llama-3.2-1b", method, ranks, f64::from(1 << power)).ok())
                     .collect();
                 assert!(choices.len() >= 4, "{method:?}");
-                assert!(choices.windows(2).all(|two| rank(&two[0]) >= rank(&two[1])), "{method:?}: {choices:#?}");
+                assert!(choices.windows(2).all(|pair| rank(&pair[0]) >= rank(&pair[1])), "{method:?}: {choices:#?}");
                 assert!(choices.iter().all(|choice| method != Tuning::Qlora || choice.stage == 3));
             }
         }

@@ -7,7 +7,7 @@
 //! | `plan.rs`, `engine_config.rs`, `batch_size.rs`, `learning_rate.rs` | engine configuration, batches and steps |
 //! | `memory_fit.rs`, `auto_offload.rs` | the ZeRO stage and the offload that fit into memory |
 //! | `traffic_estimate.rs` | how many bytes move between hosts, or between islands, with that choice |
-//! | `pipeline_fit.rs` | a run in a pipeline: what it excludes, and the division of the model that fits into memory |
+//! | `pipeline_fit.rs` | settings that a pipeline excludes, and the division of the model that fits into memory |
 //! | `fine_tune.rs`, `step_report.rs` | the steps, validations and checkpoints; the report of a step |
 //! | `training_engine.rs` | the engine: of the complete model, or of a pipeline |
 //! | `expert_loads.rs` | how evenly the routers of a mixture choose, and the experts that they no longer choose |

@@ -70,7 +70,7 @@ fn base_name(prepared: &PreparedRun) -> String {
 
 fn method(prepared: &PreparedRun) -> String {
     let options = &prepared.options;
-    let what = match &options.method {
+    let summary = match &options.method {
         TuningMethod::Full => "All weights were trained".to_owned(),
         TuningMethod::Lora(lora) => {
             format!("Low-rank adapters (LoRA, r {}, alpha {}) were trained", lora.r, lora.alpha)
@@ -81,9 +81,9 @@ fn method(prepared: &PreparedRun) -> String {
         ),
     };
     match options.objective {
-        Objective::Generate => what,
-        Objective::Prefer { beta } => format!("{what} on preferences (DPO, beta {beta})"),
-        Objective::Classify => format!("{what} to classify texts"),
+        Objective::Generate => summary,
+        Objective::Prefer { beta } => format!("{summary} on preferences (DPO, beta {beta})"),
+        Objective::Classify => format!("{summary} to classify texts"),
     }
 }
 

@@ -38,11 +38,11 @@ pub(super) struct BatchLoss {
 /// Returns the sums of log probabilities of the chosen answers and of the rejected ones. The rows alternate between the
 /// two.
 fn sums_of_pairs(batch: &DecoderBatch, model: &Decoder) -> Result<[Tensor; 2]> {
-    paired(&model.log_probabilities(&batch.ids, &batch.targets, batch.sequences.as_ref())?)
+    pair_sums(&model.log_probabilities(&batch.ids, &batch.targets, batch.sequences.as_ref())?)
 }
 
 /// Returns the sums of the rows of chosen answers and of rejected ones.
-fn paired(log_probabilities: &Tensor) -> Result<[Tensor; 2]> {
+fn pair_sums(log_probabilities: &Tensor) -> Result<[Tensor; 2]> {
     let sums = log_probabilities.sum(1)?;
     let pairs = sums.reshape(((), 2))?;
     Ok([pairs.narrow(1, 0, 1)?.flatten_all()?, pairs.narrow(1, 1, 1)?.flatten_all()?])
@@ -93,9 +93,9 @@ impl Objective {
         match (self, reference) {
             (Self::Prefer { beta }, Some(reference)) => {
                 let (all, routers) = model.routed_log_probabilities(ids, targets, sequences, Some(&mask))?;
-                let [chosen, rejected] = paired(&all)?;
-                let of_reference = [reference.get(0)?, reference.get(1)?];
-                let dpo = dpo_loss([&chosen, &rejected], [&of_reference[0], &of_reference[1]], beta)?;
+                let [chosen, rejected] = pair_sums(&all)?;
+                let reference_sums = [reference.get(0)?, reference.get(1)?];
+                let dpo = dpo_loss([&chosen, &rejected], [&reference_sums[0], &reference_sums[1]], beta)?;
                 Ok(BatchLoss { loss: routers.add_to(&dpo.loss)?, rewards: Some(dpo.rewards), routers })
             }
             (Self::Prefer { .. }, None) => candle_core::bail!("preferences need log probabilities of the reference"),
@@ -106,8 +106,8 @@ impl Objective {
         }
     }
 
-    /// Returns what a batch contributes to a validation: the loss, its divisor, and then the rewards of the pairs (for
-    /// preferences) or the numbers of [`ClassificationScores`] (for labels). Rows that only pad a batch contribute
+    /// Returns the contribution of a batch to a validation: the loss, its divisor, and then the rewards of the pairs
+    /// (for preferences) or the numbers of [`ClassificationScores`] (for labels). Rows that only pad a batch contribute
     /// nothing.
     pub(super) fn sums(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
         let sums = match self {
@@ -131,21 +131,22 @@ impl Objective {
                 let batch = Self::decoder_batch(rows, None, device)?;
                 let [chosen, rejected] = sums_of_pairs(&batch, model.decoder()?)?;
                 let mut sums = vec![0.0; 6];
-                let real = rows.targets.chunks(rows.time).map(|row| row.iter().any(|target| *target != NO_TARGET));
-                let real: Vec<bool> = real.step_by(2).collect();
+                let is_real = rows.targets.chunks(rows.time).map(|row| row.iter().any(|target| *target != NO_TARGET));
+                let is_real: Vec<bool> = is_real.step_by(2).collect();
                 let values = |sums: &Tensor| sums.to_dtype(DType::F32)?.to_vec1::<f32>();
                 let [chosen, rejected] = [values(&chosen)?, values(&rejected)?];
                 let reference = reference.to_dtype(DType::F32)?.to_vec2::<f32>()?;
-                for pair in (0..real.len()).filter(|pair| real[*pair]) {
+                for pair in (0..is_real.len()).filter(|pair| is_real[*pair]) {
                     let rewards = [chosen[pair] - reference[0][pair], rejected[pair] - reference[1][pair]];
-                    let rewards = rewards.map(|ahead| beta * f64::from(ahead));
-                    let ahead = f64::from(chosen[pair] - rejected[pair]);
-                    let margin = beta * (ahead - f64::from(reference[0][pair] - reference[1][pair]));
-                    let right = f64::from(u8::from(margin > 0.0));
+                    let rewards = rewards.map(|difference| beta * f64::from(difference));
+                    let difference = f64::from(chosen[pair] - rejected[pair]);
+                    let margin = beta * (difference - f64::from(reference[0][pair] - reference[1][pair]));
+                    let is_correct = f64::from(u8::from(margin > 0.0));
                     // -log sigmoid(margin)
                     sums[0] += (-margin).max(0.0) + (-margin.abs()).exp().ln_1p();
                     sums[1] += 1.0;
-                    sums[2..].iter_mut().zip([rewards[0], rewards[1], margin, right]).for_each(|(sum, x)| *sum += x);
+                    let values = [rewards[0], rewards[1], margin, is_correct];
+                    sums[2..].iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
                 }
                 sums
             }
@@ -156,16 +157,16 @@ impl Objective {
     /// Returns the result of a validation, given the sums over all batches and ranks.
     pub(super) fn validation(self, sums: &[f64]) -> ValidationResult {
         let mean = |i: usize| sums.get(i).copied().unwrap_or(0.0) / sums.get(1).copied().unwrap_or(0.0).max(1.0);
-        let none = ValidationResult { loss: mean(0), accuracy: None, f1: None, rewards: None };
+        let loss_only = ValidationResult { loss: mean(0), accuracy: None, f1: None, rewards: None };
         match self {
-            Self::Generate => none,
+            Self::Generate => loss_only,
             Self::Prefer { .. } => {
                 let rewards = Rewards::of_numbers([2, 3, 4, 5].map(mean));
-                ValidationResult { accuracy: Some(rewards.accuracy), rewards: Some(rewards), ..none }
+                ValidationResult { accuracy: Some(rewards.accuracy), rewards: Some(rewards), ..loss_only }
             }
             Self::Classify => {
                 let scores = ClassificationScores::of_numbers(sums.get(2..).unwrap_or_default());
-                ValidationResult { accuracy: Some(scores.accuracy()), f1: Some(scores.macro_f1()), ..none }
+                ValidationResult { accuracy: Some(scores.accuracy()), f1: Some(scores.macro_f1()), ..loss_only }
             }
         }
     }

@@ -317,9 +317,9 @@ impl Options {
         // A step of an Adam-like optimizer changes each element of an adapter by the same amount, which changes the
         // output of a wider model more.
         let by_width = 2e-4 * 4096.0 / hidden_size.max(1) as f64;
-        let usual = if self.method == TuningMethod::Full { 2e-5 } else { by_width.min(1e-3) };
-        let part = if matches!(self.objective, Objective::Prefer { .. }) { 0.1 } else { 1.0 };
-        self.lr.unwrap_or(usual * part)
+        let base_lr = if self.method == TuningMethod::Full { 2e-5 } else { by_width.min(1e-3) };
+        let factor = if matches!(self.objective, Objective::Prefer { .. }) { 0.1 } else { 1.0 };
+        self.lr.unwrap_or(base_lr * factor)
     }
 
     /// Returns the reason why a run with this objective cannot use a pipeline, or `None` if it can.
@@ -389,10 +389,10 @@ impl Options {
         {
             return Err(refused("--val", format!("{}%", part * 100.0), "a file, or more than 0% and less than 100%"));
         }
-        if let (Some(PipelineStages::Auto | PipelineStages::Number(2..)), Some(why)) =
+        if let (Some(PipelineStages::Auto | PipelineStages::Number(2..)), Some(problem)) =
             (self.pipeline, self.indivisible())
         {
-            return Err(misused("--pipeline", why));
+            return Err(misused("--pipeline", problem));
         }
         if !self.keep_layers.is_empty() && !matches!(self.method, TuningMethod::Qlora(_)) {
             return Err(misused("--keep_layers", "requires --qlora, because only QLoRA holds weights in 4 bits"));
@@ -405,8 +405,8 @@ impl Options {
                 return Err(refused("--dpo", format!("beta={beta}"), "beta above 0, such as beta=0.1"));
             }
             if self.method == TuningMethod::Full {
-                let why = "requires adapters, because the model without them is the reference; leave out --full";
-                return Err(misused("--dpo", why));
+                let problem = "requires adapters, because the model without them is the reference; leave out --full";
+                return Err(misused("--dpo", problem));
             }
         }
         Ok(())
@@ -479,8 +479,9 @@ impl ValidationData {
             return Ok(Self::Part(part));
         }
         if let Some(part) = arguments.iter().find(|argument| percentage(argument.as_ref()).is_some()) {
-            let why = format!("has {} besides files; give either a part of the training data or files", part.as_ref());
-            return Err(misused("--val", why));
+            let problem =
+                format!("has {} besides files; give either a part of the training data or files", part.as_ref());
+            return Err(misused("--val", problem));
         }
         let fraction_of = |text: &str| fraction(text).filter(|_| !Path::new(text).exists());
         if let Some((text, percent)) = arguments.iter().find_map(|text| Some((text, fraction_of(text.as_ref())?))) {

@@ -1,4 +1,4 @@
-//! A run in a pipeline: what it excludes, and the division among ranks that fits into memory.
+//! A run in a pipeline: settings that it excludes, and the division among ranks that fits into memory.
 
 use super::memory_fit::USABLE_MEMORY;
 use super::options::{Options, PipelineStages, misused};
@@ -19,19 +19,19 @@ use serde_json::{Value, json};
 /// that cannot be combined with a pipeline.
 pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usize) -> Result<Option<usize>> {
     let in_file = config.pointer("/pipeline/stages").filter(|stages| stages.is_number());
-    if let (Some(PipelineStages::Number(given)), Some(found)) = (options.pipeline, in_file)
-        && found.as_u64() != Some(given as u64)
+    if let (Some(PipelineStages::Number(requested)), Some(found)) = (options.pipeline, in_file)
+        && found.as_u64() != Some(requested as u64)
     {
-        let why = format!(
-            "is {given}, but the DeepSpeed configuration has pipeline.stages: {found}; give only one of them, or \
+        let problem = format!(
+            "is {requested}, but the DeepSpeed configuration has pipeline.stages: {found}; give only one of them, or \
              \"auto\" there"
         );
-        return Err(misused("--pipeline", why));
+        return Err(misused("--pipeline", problem));
     }
     let section = config.get("pipeline").unwrap_or(&Value::Null);
     if config.is_object() && (section.is_null() || section.is_object()) {
         match options.pipeline {
-            Some(PipelineStages::Number(given)) => set_stages(config, given),
+            Some(PipelineStages::Number(requested)) => set_stages(config, requested),
             Some(PipelineStages::Auto) if in_file.is_none() => set_stages(config, world),
             _ => {}
         }
@@ -50,13 +50,13 @@ pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usi
             Ok(None)
         }
         Some(stages) if !world.is_multiple_of(stages) => {
-            let why = format!(
+            let problem = format!(
                 "{stages}, which does not divide {}; give a number that does, or a different number of ranks",
                 counted(world, "rank")
             );
             Err(match options.pipeline {
-                Some(_) => misused("--pipeline", format!("is {why}")),
-                None => misused("--ds_config", format!("has pipeline.stages: {why}")),
+                Some(_) => misused("--pipeline", format!("is {problem}")),
+                None => misused("--ds_config", format!("has pipeline.stages: {problem}")),
             })
         }
         Some(stages) => {
@@ -74,14 +74,14 @@ fn set_stages(config: &mut Value, stages: usize) {
 
 /// Returns an error for settings that cannot be combined with a pipeline.
 fn check_combination(options: &Options, config: &Value) -> Result<()> {
-    let refuse = |why: String| {
+    let refuse = |problem: String| {
         Err(match options.pipeline {
-            Some(_) => misused("--pipeline", why),
-            None => misused("--ds_config", format!("has a section pipeline, which {why}")),
+            Some(_) => misused("--pipeline", problem),
+            None => misused("--ds_config", format!("has a section pipeline, which {problem}")),
         })
     };
-    if let Some(why) = options.indivisible() {
-        return refuse(why.into());
+    if let Some(problem) = options.indivisible() {
+        return refuse(problem.into());
     }
     let is_set = |path: &str| config.pointer(path).is_some_and(|value| !value.is_null());
     if is_set("/local_steps") {
@@ -155,23 +155,24 @@ impl PipelineFitInput<'_> {
     /// Returns the fastest division that fits, with one of these numbers of ranks along the pipeline, which are tried
     /// in this order. The inner `Err` contains the division that needs the least memory.
     pub fn choose(&self, stages: &[usize]) -> Result<std::result::Result<PipelineFit, PipelineFit>> {
-        let most = (self.memory as f64 * USABLE_MEMORY) as u64;
-        let mut least: Option<PipelineFit> = None;
-        for recompute in [false, true].into_iter().filter(|again| self.recompute.is_none_or(|only| only == *again)) {
+        let max_bytes = (self.memory as f64 * USABLE_MEMORY) as u64;
+        let mut smallest: Option<PipelineFit> = None;
+        let is_allowed = |recompute: &bool| self.recompute.is_none_or(|requested| requested == *recompute);
+        for recompute in [false, true].into_iter().filter(is_allowed) {
             for stages in stages {
                 let zero: &[u8] = if self.world > *stages { &[0, 1] } else { &[0] };
                 for stage in zero {
                     let fit = self.needs(*stages, *stage, recompute)?;
-                    if fit.bytes <= most {
+                    if fit.bytes <= max_bytes {
                         return Ok(Ok(fit));
                     }
-                    if least.as_ref().is_none_or(|least| fit.bytes < least.bytes) {
-                        least = Some(fit);
+                    if smallest.as_ref().is_none_or(|smallest| fit.bytes < smallest.bytes) {
+                        smallest = Some(fit);
                     }
                 }
             }
         }
-        Ok(Err(least.expect("at least one division has been tried")))
+        Ok(Err(smallest.expect("at least one division has been tried")))
     }
 
     /// Returns a division with its memory.
@@ -221,12 +222,12 @@ impl PipelineFitInput<'_> {
             sizes.activation_bytes(ActivationBytesOptions { tokens, element, recompute, trains_base: self.trains_base })
         };
         let blocks = rank.layers.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
-        let (passing, all) = (of_blocks(0, recompute), of_blocks(blocks, recompute));
+        let (transient, all) = (of_blocks(0, recompute), of_blocks(blocks, recompute));
         let boundary = tokens.saturating_mul(self.sizes.hidden_size).saturating_mul(element);
         // The first block after a frozen embedding is not recomputed.
         let first = if recompute && !self.trains_base { of_blocks(1, false) - of_blocks(0, false) } else { 0 };
-        let kept = (all - passing).saturating_add(first).saturating_add(boundary.saturating_mul(2));
-        kept.saturating_mul(rank.held_activations).saturating_add(passing)
+        let held = (all - transient).saturating_add(first).saturating_add(boundary.saturating_mul(2));
+        held.saturating_mul(rank.held_activations).saturating_add(transient)
     }
 
     /// Returns the bytes that the busiest host receives in a step if the ranks are on `hosts` hosts.
@@ -237,8 +238,8 @@ impl PipelineFitInput<'_> {
         // A host in the middle receives activations from one side and gradients from the other.
         let directions = if hosts > 2 { 2 } else { 1 };
         // The last stage also receives the gradients of the rows of a tied embedding.
-        let looked_up = u64::from(self.trains_base && self.sizes.tie_word_embeddings && hosts == 2);
-        rows.saturating_mul(row).saturating_mul(directions + looked_up)
+        let embedding_gradients = u64::from(self.trains_base && self.sizes.tie_word_embeddings && hosts == 2);
+        rows.saturating_mul(row).saturating_mul(directions + embedding_gradients)
     }
 }
 
@@ -246,10 +247,10 @@ impl PipelineFit {
     /// Returns a readable description of the division.
     pub fn words(&self) -> String {
         let Self { shape, stage, micro_batches, micro_batch, .. } = *self;
-        let again = if self.recompute { ", blocks recomputed in the backward pass" } else { "" };
+        let recompute = if self.recompute { ", blocks recomputed in the backward pass" } else { "" };
         let batches = if micro_batches == 1 { "micro batch" } else { "micro batches" };
         format!(
-            "a pipeline of {}, stage {stage}, {micro_batches} {batches} of {}{again}",
+            "a pipeline of {}, stage {stage}, {micro_batches} {batches} of {}{recompute}",
             counted(shape.ranks, "rank"),
             counted(micro_batch, "row"),
         )

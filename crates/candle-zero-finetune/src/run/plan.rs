@@ -59,17 +59,18 @@ impl RunPlan {
         let all_ranks = engine_config::ranks_of_all_islands(&config, ranks.world);
         let parts = DataParallelDegree { count: all_ranks / stages.unwrap_or(1), are_pipelines: stages.is_some() };
         let unit = parts.count.max(1).saturating_mul(options.micro_batch.max(1));
-        let usual = prepared.packing();
-        let pace = BatchSizing::new(&prepared.training, usual, order, unit, remembered);
-        let (config, takes_pace) = engine_config::filled_in(config, options, parts, pace.rows, prepared.hidden_size())?;
+        let default_packing = prepared.packing();
+        let sizing = BatchSizing::new(&prepared.training, default_packing, order, unit, remembered);
+        let (config, uses_sizing) =
+            engine_config::filled_in(config, options, parts, sizing.rows, prepared.hidden_size())?;
         let ChosenConfig { config, pipeline, chosen } = placed(prepared, config, memory, (ranks, stages))?;
-        let along = pipeline.map_or(1, |pipeline| pipeline.ranks);
-        let own_parts = ranks.world / along;
+        let pipeline_ranks = pipeline.map_or(1, |pipeline| pipeline.ranks);
+        let own_parts = ranks.world / pipeline_ranks;
         // The configuration itself counts the ranks of other islands.
         let resolve =
             |warmup, steps| engine_config::resolve(&config, options, own_parts, prepared.hidden_size(), warmup, steps);
-        let shape = BatchPartition::new(&resolve(1, 2)?.batch, all_ranks / along, 0);
-        let (packing, pad) = (if takes_pace { pace.packing } else { usual }, prepared.pad());
+        let shape = BatchPartition::new(&resolve(1, 2)?.batch, all_ranks / pipeline_ranks, 0);
+        let (packing, pad) = (if uses_sizing { sizing.packing } else { default_packing }, prepared.pad());
         let data = prepared.training.clone();
         let training = match options.shuffle {
             true => Batches::training(data, packing, shape, options.seed, pad),
@@ -86,9 +87,9 @@ impl RunPlan {
         // A validation does not accumulate gradients. An island that is a separate job validates on all of the data.
         let shape = BatchPartition { accumulation: 1, world: own_parts, ..shape };
         let validation = prepared.validation.clone();
-        let validation = validation.map(|data| Batches::validation(data, usual, shape, pad));
+        let validation = validation.map(|data| Batches::validation(data, default_packing, shape, pad));
         let shorter = match packing {
-            SequencePacking::Packed { .. } if packing != usual => Some(training.longest_row()),
+            SequencePacking::Packed { .. } if packing != default_packing => Some(training.longest_row()),
             _ => None,
         };
         Ok(Self {
@@ -151,10 +152,10 @@ impl RunPlan {
             set("dora", json!(dora));
         }
         if !options.keep_layers.is_empty() {
-            let mut kept = options.keep_layers.clone();
-            kept.sort_unstable();
-            kept.dedup();
-            set("keep_layers", json!(kept));
+            let mut blocks = options.keep_layers.clone();
+            blocks.sort_unstable();
+            blocks.dedup();
+            set("keep_layers", json!(blocks));
         }
         if let StartModel::Decoder { config, .. } = &prepared.start
             && let Some(factor) = config.mixture.as_ref().and_then(|mixture| mixture.balance_coefficient)
@@ -181,7 +182,7 @@ impl RunPlan {
         set("packing", json!(options.packing));
         set("order", json!(if options.shuffle { "shuffled" } else { "sequential" }));
         set("seed", json!(options.seed));
-        settings.extend(of_config(self));
+        settings.extend(config_settings(self));
         if self.config.local_steps.is_some() && self.validation.is_some() {
             // Islands exchange everything before a validation.
             settings.insert("local_steps.eval_every".into(), json!(eval_every(options, self.total)));
@@ -191,7 +192,7 @@ impl RunPlan {
 }
 
 /// Returns the settings of the engine's configuration and the learning rate.
-fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
+fn config_settings(plan: &RunPlan) -> BTreeMap<String, Value> {
     const SECTIONS: [&str; 13] = [
         "optimizer",
         "scheduler",
@@ -262,9 +263,9 @@ pub(super) fn eval_every(options: &Options, total: u64) -> u64 {
 /// Returns the number of rows per step, as recorded in the newest checkpoint on rank 0, if the run continues from one.
 /// Collective.
 pub(super) fn remembered_batch(prepared: &PreparedRun, comm: &dyn Communicator) -> Result<Option<usize>> {
-    let own = if comm.rank() == 0 { prepared.saved().and_then(|saved| saved.batch()).unwrap_or(0) } else { 0 };
-    let of_ranks = comm.gather_f64(vec![own as f64]).wait()?;
-    let first = of_ranks.first().and_then(|values| values.first()).copied().unwrap_or(0.0);
+    let recorded = if comm.rank() == 0 { prepared.saved().and_then(|saved| saved.batch()).unwrap_or(0) } else { 0 };
+    let recorded = comm.gather_f64(vec![recorded as f64]).wait()?;
+    let first = recorded.first().and_then(|values| values.first()).copied().unwrap_or(0.0);
     Ok(Some(first as usize).filter(|rows| *rows > 0))
 }
 

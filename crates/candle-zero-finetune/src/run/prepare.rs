@@ -65,17 +65,17 @@ impl StartModel {
             let config = base.config().clone().with_lora(options.method.lora().cloned());
             let (config, saved) = (config.recomputing(checkpoint_activations), base.saved_modules());
             if options.router_aux_loss_coef.is_some() {
-                let why = "is for text generation: a classifier is trained without a load-balancing loss";
-                return Err(misused("--router_aux_loss_coef", why));
+                let problem = "is for text generation: a classifier is trained without a load-balancing loss";
+                return Err(misused("--router_aux_loss_coef", problem));
             }
-            check_kept(options, config.blocks())?;
+            check_keep_layers(options, config.blocks())?;
             return Ok(Self::Classifier { base, config, saved });
         }
         let base = Box::new(BaseModel::open(&options.model)?);
         let lora = options.method.lora().cloned();
         let mut config = DecoderConfig { lora, checkpoint_activations, ..base.config().clone() };
         set_balance(&mut config, options)?;
-        check_kept(options, config.blocks.len())?;
+        check_keep_layers(options, config.blocks.len())?;
         Ok(Self::Decoder { base, config })
     }
 
@@ -98,8 +98,8 @@ impl StartModel {
     fn pad_with(&mut self, id: Option<u32>) {
         if let Self::Classifier { base, config, .. } = self {
             base.pad_with(id);
-            if let (ClassifierConfig::Decoder(own), ClassifierConfig::Decoder(of_base)) = (config, base.config()) {
-                own.pad_token_id = of_base.pad_token_id;
+            if let (ClassifierConfig::Decoder(config), ClassifierConfig::Decoder(source)) = (config, base.config()) {
+                config.pad_token_id = source.pad_token_id;
             }
         }
     }
@@ -138,18 +138,18 @@ impl StartModel {
                     return Ok(base.values());
                 }
                 let mut adapter = adapter;
-                if let Some(begun) = adapter.take() {
-                    begun.check_classifies()?;
+                if let Some(initial) = adapter.take() {
+                    initial.check_classifies()?;
                     // PEFT also lists modules that the model does not have.
                     let parameters = config.parameters()?;
                     let exists = |module: &String| {
                         parameters.iter().any(|(name, _)| is_saved(name, std::slice::from_ref(module)))
                     };
-                    let further = begun.saved_modules().unwrap_or_default().iter();
-                    let further: Vec<String> =
-                        further.filter(|module| exists(module) && !saved.contains(module)).cloned().collect();
-                    saved.extend(further);
-                    adapter = Some(begun.of_classifier(saved.clone()));
+                    let additional = initial.saved_modules().unwrap_or_default().iter();
+                    let additional: Vec<String> =
+                        additional.filter(|module| exists(module) && !saved.contains(module)).cloned().collect();
+                    saved.extend(additional);
+                    adapter = Some(initial.of_classifier(saved.clone()));
                 }
                 let values = AdapterInitialValues::of_classifier(base, config, adapter)?;
                 Ok(Arc::new(match options.method {
@@ -163,7 +163,7 @@ impl StartModel {
     }
 
     /// Returns the maximum number of tokens in a row: the context length of the model.
-    fn longest(&self) -> usize {
+    fn max_ctx(&self) -> usize {
         match self {
             Self::Decoder { base, .. } => base.config().ctx,
             Self::Classifier { base, .. } => base.config().ctx(),
@@ -195,7 +195,7 @@ fn set_balance(config: &mut DecoderConfig, options: &Options) -> Result<()> {
 }
 
 /// Checks that the model has the blocks whose weights QLoRA does not pack.
-fn check_kept(options: &Options, blocks: usize) -> Result<()> {
+fn check_keep_layers(options: &Options, blocks: usize) -> Result<()> {
     match options.keep_layers.iter().find(|block| **block >= blocks) {
         Some(block) => Err(misused(
             "--keep_layers",
@@ -229,12 +229,12 @@ impl PreparedRun {
             Err(error) if matches!(error.downcast_ref(), Some(FinetuneError::NoTemplate { .. })) => None,
             found => Some(found?),
         };
-        let longest = start.longest();
-        let ctx = options.ctx.unwrap_or(DataOptions::USUAL_CTX.min(longest));
-        if ctx > longest {
-            return Err(refused("--ctx", ctx, format!("2 to {longest}, the model's context")));
+        let max_ctx = start.max_ctx();
+        let ctx = options.ctx.unwrap_or(DataOptions::USUAL_CTX.min(max_ctx));
+        if ctx > max_ctx {
+            return Err(refused("--ctx", ctx, format!("2 to {max_ctx}, the model's context")));
         }
-        let begun_with = adapter.as_ref().map(Adapter::fingerprint);
+        let adapter_fingerprint = adapter.as_ref().map(Adapter::fingerprint);
         let values = start.values(ctx, adapter, &options)?;
         let labels = match &start {
             StartModel::Decoder { .. } => vec![],
@@ -267,18 +267,18 @@ impl PreparedRun {
                 let (samples, percent) = (training.len(), part * 100.0);
                 let (training, validation) = training.split(*part, options.seed);
                 if training.is_empty() || validation.is_empty() {
-                    let nothing = if training.is_empty() { "train on" } else { "validate with" };
-                    let why = format!(
-                        "takes {percent}% of {}, which leaves none to {nothing}; give a different percentage, or files",
+                    let purpose = if training.is_empty() { "train on" } else { "validate with" };
+                    let problem = format!(
+                        "takes {percent}% of {}, which leaves none to {purpose}; give a different percentage, or files",
                         counted(samples, "sample")
                     );
-                    return Err(misused("--val", why));
+                    return Err(misused("--val", problem));
                 }
                 (training, Some(validation))
             }
         };
         let validation = validation.map(Arc::new);
-        let (adapter, training) = (begun_with, Arc::new(training));
+        let (adapter, training) = (adapter_fingerprint, Arc::new(training));
         let is_claimed = false;
         Ok(Self { options, start, values, adapter, ctx, tokenizer, template, training, validation, is_claimed })
     }

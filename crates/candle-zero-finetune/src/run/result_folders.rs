@@ -75,11 +75,11 @@ impl Options {
     /// Returns the paths that the run reads and writes according to the options.
     pub(crate) fn outputs(&self) -> InputOutputPaths {
         let mut outputs = InputOutputPaths::default().reads("MODEL", &self.model, InputKind::Model);
-        let held = match &self.validation {
+        let validation_files = match &self.validation {
             Some(ValidationData::Files(files)) => files.as_slice(),
             _ => &[],
         };
-        for (flag, sources) in [("--data", self.data.as_slice()), ("--val", held)] {
+        for (flag, sources) in [("--data", self.data.as_slice()), ("--val", validation_files)] {
             outputs =
                 sources.iter().fold(outputs, |outputs, source| outputs.reads(flag, &source.path, InputKind::File));
         }
@@ -119,8 +119,8 @@ impl Options {
         outputs
     }
 
-    /// Returns what a run may replace: what it has written before, if it resumes from an existing checkpoint or if
-    /// `zerorun` has restarted it.
+    /// Returns the files that a run may replace: those that it has written before, if it resumes from an existing
+    /// checkpoint or if `zerorun` has restarted it.
     pub(super) fn written(&self) -> OutputDigests {
         match &self.saving {
             Some(saving) if saving.resume && (checkpoint::has_checkpoints(&saving.dir) || self.is_restarted()) => {
@@ -153,7 +153,7 @@ impl Options {
             Err(problem) if !folder.is_dir() => refuse(problem.into()),
             Err(problem) => match written.may_replace(part.name(), folder) {
                 Ok(()) => Ok((folder.canonicalize().map_err(wrong)?, true)),
-                Err(why) if self.is_resumed() => refuse(why),
+                Err(reason) if self.is_resumed() => refuse(reason),
                 Err(_) => refuse(problem.into()),
             },
         }
@@ -165,9 +165,9 @@ impl Options {
     /// Outputs that conflict with inputs or with each other; outputs that are not writable; another job that writes
     /// there.
     #[doc(hidden)]
-    pub fn claim(&self, more: impl FnOnce(InputOutputPaths) -> InputOutputPaths) -> Result<OutputLocks> {
+    pub fn claim(&self, add_paths: impl FnOnce(InputOutputPaths) -> InputOutputPaths) -> Result<OutputLocks> {
         // The paths are checked before the contents of folders, because a wrong path is the more important error.
-        let outputs = more(self.outputs());
+        let outputs = add_paths(self.outputs());
         outputs.check()?;
         self.check_places()?;
         let claims = outputs.claim()?;
@@ -196,13 +196,14 @@ impl PreparedRun {
     pub(super) fn check_room(&self) -> Result<()> {
         /// Room for descriptions and headers, and for the file system's entries.
         const OVERHEAD_BYTES: u64 = 1 << 16;
-        let (last, while_written) = self.bytes()?;
+        let (final_bytes, while_written) = self.bytes()?;
         let folders = self.options.parts().count() as u64;
-        let needed = last.saturating_add(OVERHEAD_BYTES).saturating_mul(folders).saturating_add(while_written);
+        let needed = final_bytes.saturating_add(OVERHEAD_BYTES).saturating_mul(folders).saturating_add(while_written);
         let out = &self.options.out;
-        let at = std::path::absolute(out).map_err(|source| Error::Io { action: "find", path: out.clone(), source })?;
-        let is_inside = at.is_dir() && must_stay(&at);
-        let folder = at.ancestors().skip(usize::from(!is_inside)).find(|folder| folder.is_dir());
+        let path =
+            std::path::absolute(out).map_err(|source| Error::Io { action: "find", path: out.clone(), source })?;
+        let is_inside = path.is_dir() && must_stay(&path);
+        let folder = path.ancestors().skip(usize::from(!is_inside)).find(|folder| folder.is_dir());
         check_free_space(folder.unwrap_or(Path::new("/")), needed)
     }
 
@@ -210,7 +211,7 @@ impl PreparedRun {
     fn bytes(&self) -> Result<(u64, u64)> {
         let count = |shape: &[usize]| shape.iter().fold(1u64, |product, n| product.saturating_mul(*n as u64));
         let sum = |numbers: &mut dyn Iterator<Item = u64>| numbers.fold(0u64, u64::saturating_add);
-        let (folder, weights, meanwhile) = match &self.start {
+        let (folder, weights, temporary) = match &self.start {
             StartModel::Classifier { base, config, .. } => {
                 let (all, is_written) = (config.parameters()?, self.start.trained(&self.options.method));
                 let written = all.iter().filter(|(name, _)| is_written(name));
@@ -228,7 +229,7 @@ impl PreparedRun {
                 }
             }
         };
-        let beside = COMPANION_FILES.iter().filter_map(|name| folder.join(name).metadata().ok());
-        Ok((sum(&mut beside.map(|file| file.len()).chain([weights])), meanwhile))
+        let companions = COMPANION_FILES.iter().filter_map(|name| folder.join(name).metadata().ok());
+        Ok((sum(&mut companions.map(|file| file.len()).chain([weights])), temporary))
     }
 }

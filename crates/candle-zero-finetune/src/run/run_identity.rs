@@ -106,7 +106,7 @@ impl RunIdentity {
         let mut names: Vec<&String> = self.0.keys().chain(now.0.keys()).collect();
         names.sort_unstable();
         names.dedup();
-        let value = |of: &Self, name: &String| of.0.get(name).cloned().unwrap_or(Value::Null);
+        let value = |identity: &Self, name: &String| identity.0.get(name).cloned().unwrap_or(Value::Null);
         let differ = names.into_iter().map(|name| (name, value(self, name), value(now, name)));
         let text = |value: &Value| match value {
             Value::Null => "none".to_owned(),
@@ -129,15 +129,15 @@ pub(crate) fn fingerprint(values: &dyn InitialValues, parameters: &[(String, Vec
             (0..numel).step_by(CHUNK_ELEMENTS).map(move |first| (name.as_str(), shape.as_slice(), first))
         })
         .collect();
-    let of_piece = |(name, shape, first): &(&str, &[usize], usize)| -> Result<u64> {
+    let hash_piece = |(name, shape, first): &(&str, &[usize], usize)| -> Result<u64> {
         let end = shape.iter().product::<usize>().min(first + CHUNK_ELEMENTS);
         let mut hash = XxHash3_64::new();
         hash.write(format!("{name} {shape:?} {first} ").as_bytes());
         hash.write(bytemuck::cast_slice(&values.values(name, shape, *first..end)?));
         Ok(hash.finish())
     };
-    let of_pieces: Vec<u64> = pieces.par_iter().map(of_piece).collect::<Result<_>>()?;
-    Ok(XxHash3_64::oneshot(bytemuck::cast_slice(&of_pieces)))
+    let hashes: Vec<u64> = pieces.par_iter().map(hash_piece).collect::<Result<_>>()?;
+    Ok(XxHash3_64::oneshot(bytemuck::cast_slice(&hashes)))
 }
 
 #[cfg(test)]
@@ -205,10 +205,10 @@ mod tests {
         };
         let zeros = of(vec![0.0; count]);
         assert_eq!(of(vec![0.0; count]), zeros);
-        for place in [0, 12_345, 1 << 20, count - 1] {
+        for position in [0, 12_345, 1 << 20, count - 1] {
             let mut values = vec![0.0; count];
-            values[place] = 1e-30;
-            assert_ne!(of(values), zeros, "{place}");
+            values[position] = 1e-30;
+            assert_ne!(of(values), zeros, "{position}");
         }
         assert_ne!(of(vec![0.0; count - 1]), zeros);
     }

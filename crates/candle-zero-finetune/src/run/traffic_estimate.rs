@@ -19,7 +19,7 @@ pub(super) struct HostNetwork {
 
 impl HostNetwork {
     /// Returns a number of bytes, with the time that they take if the rate is known.
-    fn moved(self, bytes: u64) -> String {
+    fn with_time(self, bytes: u64) -> String {
         match self.rate {
             Some(rate) => {
                 let seconds = bytes as f64 / rate;
@@ -35,7 +35,7 @@ impl HostNetwork {
         format!(
             ". In each step, each of the {} hosts receives only activations and their gradients, at most {}",
             self.hosts,
-            self.moved(bytes)
+            self.with_time(bytes)
         )
     }
 }
@@ -45,33 +45,33 @@ impl MemoryFitInput<'_> {
     /// island server, of how much a host would receive without local steps.
     pub(super) fn between_islands(&self, local_steps: &LocalStepsConfig, choice: &MemoryFit) -> Result<String> {
         let (network, steps) = (self.host_network(), local_steps.steps);
-        let once = local_steps.change_bytes(self.shapes.num_trained() as u64).unwrap_or(u64::MAX) as f64;
-        let every = if steps == 1 { "step".to_owned() } else { format!("{steps} steps") };
+        let exchange_bytes = local_steps.change_bytes(self.shapes.num_trained() as u64).unwrap_or(u64::MAX) as f64;
+        let interval = if steps == 1 { "step".to_owned() } else { format!("{steps} steps") };
         if local_steps.server.is_some() {
             // The server adds the changes, and returns their mean.
-            let bytes = (once / steps as f64) as u64;
+            let bytes = (exchange_bytes / steps as f64) as u64;
             return Ok(format!(
-                ". This island trains independently, and every {every} it exchanges the changes in its weights with the others \
-                 through the server; in a step, it receives {} on average",
+                ". This island trains independently, and every {interval} it exchanges the changes in its weights with \
+                 the others through the server; in a step, it receives {} on average",
                 binary(bytes)
             ));
         }
         // The islands divide the sum of the changes among themselves, and then gather it.
-        let others = 1.0 - 1.0 / self.islands as f64;
-        let bytes = (2.0 * others * once / steps as f64) as u64;
+        let remote_share = 1.0 - 1.0 / self.islands as f64;
+        let bytes = (2.0 * remote_share * exchange_bytes / steps as f64) as u64;
         let mut text = format!(
-            ". The {} of {} train independently, and every {every} they exchange the changes in their weights; in a step, an \
-             island receives {} on average",
+            ". The {} of {} train independently, and every {interval} they exchange the changes in their weights; in a \
+             step, an island receives {} on average",
             counted(self.islands, "island"),
             counted(self.island_ranks(), "rank"),
-            network.moved(bytes)
+            network.with_time(bytes)
         );
         if network.hosts > 1 {
             let mut config = self.config.clone();
             config.as_object_mut().map(|config| config.remove("local_steps"));
             let plain = MemoryFitInput { config: &config, islands: 1, ..*self };
             let [gathers, sums] = plain.bytes_into_host(0, choice.micro_batch, choice.recompute)?;
-            text += &format!("; without local steps, a host would receive {}", network.moved(gathers + sums));
+            text += &format!("; without local steps, a host would receive {}", network.with_time(gathers + sums));
         }
         Ok(text)
     }
@@ -94,33 +94,33 @@ impl MemoryFitInput<'_> {
     /// Returns a description of how much a step moves between hosts with this choice, and with the alternatives.
     pub(super) fn between_hosts(&self, choice: &MemoryFit) -> Result<String> {
         let network = self.host_network();
-        let (hosts, moved) = (network.hosts, |bytes: u64| network.moved(bytes));
+        let (hosts, with_time) = (network.hosts, |bytes: u64| network.with_time(bytes));
         let over_all = |stage: u8| self.bytes_into_host(stage, choice.micro_batch, choice.recompute);
         let [gathers, sums] = over_all(choice.stage)?;
         let mut text = match (choice.stage, choice.within_hosts) {
             (3, true) => format!(
                 ". Each of the {hosts} hosts holds all shards (mics_shard_size), so in each step, a host receives only \
                  gradients, {}; with shards spread over all hosts, it would receive {}",
-                moved(sums),
-                moved(gathers + sums)
+                with_time(sums),
+                with_time(gathers + sums)
             ),
             (3, false) => format!(
                 ". Shards are divided among all {hosts} hosts, because a host cannot hold all of them; in each step, a host \
                  receives {}",
-                moved(gathers + sums)
+                with_time(gathers + sums)
             ),
             _ => {
                 let [shard_gathers, shard_sums] = over_all(3)?;
                 format!(
                     ". Every rank holds all parameters, so in each step, each of the {hosts} hosts receives only gradients and \
                      updated weights, {}; with shards spread over all hosts (stage 3), it would receive {}",
-                    moved(gathers + sums),
-                    moved(shard_gathers + shard_sums)
+                    with_time(gathers + sums),
+                    with_time(shard_gathers + shard_sums)
                 )
             }
         };
         if let Some(bytes) = self.pipeline {
-            text += &format!("; in a pipeline (--pipeline), {}", moved(bytes));
+            text += &format!("; in a pipeline (--pipeline), {}", with_time(bytes));
         }
         Ok(text)
     }
@@ -140,8 +140,8 @@ impl MemoryFitInput<'_> {
         Ok(format!(
             "; with shards spread over all hosts (stage 3), it would receive {}, and if each host held all shards \
              (mics_shard_size), {}",
-            network.moved(gathers + sums),
-            network.moved(sums)
+            network.with_time(gathers + sums),
+            network.with_time(sums)
         ))
     }
 }

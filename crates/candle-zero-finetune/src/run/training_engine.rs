@@ -81,10 +81,10 @@ impl TrainingEngine {
     /// Builds the engine with the model's weights. Collective.
     pub(super) fn build(
         prepared: &PreparedRun,
-        how: TrainingEngineOptions,
+        engine_options: TrainingEngineOptions,
         comm: Arc<dyn Communicator>,
     ) -> Result<Self> {
-        let TrainingEngineOptions { config, rates, in_pipeline, record, settings } = how;
+        let TrainingEngineOptions { config, rates, in_pipeline, record, settings } = engine_options;
         let Options { method, seed, .. } = &prepared.options;
         let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
         builder = builder.initial_values(prepared.values.clone());
@@ -115,10 +115,10 @@ impl TrainingEngine {
         if let TuningMethod::Qlora(_) = method {
             builder = builder.quantized(PACKING, quantized_except(&prepared.options.keep_layers));
         }
-        let whole = |engine: Engine<TrainableModel>| Self::Whole(Box::new(engine));
+        let complete_model = |engine: Engine<TrainableModel>| Self::Whole(Box::new(engine));
         let sizes = match &prepared.start {
             StartModel::Classifier { config: sizes, .. } => {
-                return builder.initialize(|vb| sizes.build(vb), config).map(whole);
+                return builder.initialize(|vb| sizes.build(vb), config).map(complete_model);
             }
             StartModel::Decoder { config, .. } => config,
         };
@@ -126,7 +126,7 @@ impl TrainingEngine {
             let engine = builder.initialize_pipeline(decoder_pipeline(sizes)?, config)?;
             return Ok(Self::Pipeline(Box::new(engine)));
         }
-        builder.initialize(|vb| Decoder::new(sizes, vb).map(TrainableModel::Decoder), config).map(whole)
+        builder.initialize(|vb| Decoder::new(sizes, vb).map(TrainableModel::Decoder), config).map(complete_model)
     }
 
     /// Returns this process's rank in the job.
@@ -381,13 +381,13 @@ impl TrainingEngine {
         let divisor = training.targets_of_step(step).max(1) as f64 / (parts * micro_steps) as f64;
         let (mut tokens, mut rewards_sum, mut failed_save) = (0, [0.0; 4], None);
         let (mut balance_sum, mut loads) = (None, Vec::<ExpertLoad>::new());
-        let mut saved = |ended: Result<()>| match ended {
+        let mut keep_failed_save = |result: Result<()>| match result {
             // The checkpoint could not be saved, but the optimizer step has been completed.
             Err(error @ Error::Checkpoint(_)) => {
                 failed_save = Some(error);
                 Ok(())
             }
-            ended => ended,
+            result => result,
         };
         let loss = match self {
             Self::Whole(engine) => {
@@ -400,18 +400,18 @@ impl TrainingEngine {
                     };
                     let (mut rewards, mut routers) = (None, RouterReport::default());
                     let loss = engine.forward(|model| {
-                        let of_batch = objective.loss(model, &rows, reference.as_ref(), divisor, &device)?;
+                        let batch_loss = objective.loss(model, &rows, reference.as_ref(), divisor, &device)?;
                         // If the closure runs again to check the gradient, the last run is the one with unchanged
                         // weights.
-                        (rewards, routers) = (of_batch.rewards, of_batch.routers);
-                        Ok(of_batch.loss)
+                        (rewards, routers) = (batch_loss.rewards, batch_loss.routers);
+                        Ok(batch_loss.loss)
                     })?;
                     if let Some(balance) = &routers.balance {
                         *balance_sum.get_or_insert(0.0) += f64::from(balance.to_scalar::<f32>()?);
                     }
                     add_loads(&mut loads, routers.loads);
                     engine.backward(&loss)?;
-                    saved(engine.step())?;
+                    keep_failed_save(engine.step())?;
                     let rewards = rewards.map(Rewards::to_numbers).unwrap_or_default();
                     rewards_sum.iter_mut().zip(rewards).for_each(|(sum, reward)| *sum += reward);
                     loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
@@ -426,15 +426,15 @@ impl TrainingEngine {
                     tokens += rows.tokens;
                     Ok(Objective::decoder_batch(&rows, Some(divisor), &device)?)
                 };
-                saved(engine.train_batch_telling(next, &mut |passed| tell(passed, micro_steps)).map(drop))?;
+                keep_failed_save(engine.train_batch_telling(next, &mut |passed| tell(passed, micro_steps)).map(drop))?;
                 engine.last_loss()
             }
         };
-        let mut own = vec![loss, tokens as f64, rss_peak_bytes().unwrap_or(0) as f64];
-        own.extend(rewards_sum.map(|sum| sum / micro_steps as f64));
-        own.push(balance_sum.unwrap_or(0.0) / micro_steps as f64);
-        own.extend(loads.iter().flat_map(|load| &load.choices).map(|choices| *choices as f64));
-        let ranks = self.gather_f64(&own)?;
+        let mut local = vec![loss, tokens as f64, rss_peak_bytes().unwrap_or(0) as f64];
+        local.extend(rewards_sum.map(|sum| sum / micro_steps as f64));
+        local.push(balance_sum.unwrap_or(0.0) / micro_steps as f64);
+        local.extend(loads.iter().flat_map(|load| &load.choices).map(|choices| *choices as f64));
+        let ranks = self.gather_f64(&local)?;
         let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
         let mean = |i: usize| sum(i) / ranks.len() as f64;
         let all_choices = loads.iter_mut().flat_map(|load| &mut load.choices);
@@ -447,7 +447,7 @@ impl TrainingEngine {
             rewards: [3, 4, 5, 6].map(mean),
             balance: balance_sum.map(|_| mean(7)),
             loads,
-            rss_peak_bytes: ranks.iter().fold(0.0, |most: f64, rank| most.max(rank[2])),
+            rss_peak_bytes: ranks.iter().fold(0.0, |peak: f64, rank| peak.max(rank[2])),
             failed_save,
         })
     }
@@ -460,9 +460,9 @@ impl TrainingEngine {
                 let mut sums = vec![];
                 for step in 0..count {
                     let rows = batches.batch(step, 0);
-                    let of_batch = engine.eval(|model| objective.sums(model, &rows, &device))?.to_vec1::<f64>()?;
-                    sums.resize(of_batch.len(), 0.0);
-                    sums.iter_mut().zip(of_batch).for_each(|(sum, value)| *sum += value);
+                    let batch_sums = engine.eval(|model| objective.sums(model, &rows, &device))?.to_vec1::<f64>()?;
+                    sums.resize(batch_sums.len(), 0.0);
+                    sums.iter_mut().zip(batch_sums).for_each(|(sum, value)| *sum += value);
                 }
                 engine.gather_f64(&sums)?
             }
@@ -497,12 +497,12 @@ impl TrainingEngine {
 }
 
 /// Adds the loads of a micro batch to those of earlier ones.
-fn add_loads(all: &mut Vec<ExpertLoad>, more: Vec<ExpertLoad>) {
-    if all.is_empty() {
-        *all = more;
+fn add_loads(sums: &mut Vec<ExpertLoad>, loads: Vec<ExpertLoad>) {
+    if sums.is_empty() {
+        *sums = loads;
         return;
     }
-    for (sum, load) in all.iter_mut().zip(more) {
+    for (sum, load) in sums.iter_mut().zip(loads) {
         sum.choices.iter_mut().zip(load.choices).for_each(|(sum, choices)| *sum += choices);
     }
 }

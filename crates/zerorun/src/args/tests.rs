@@ -8,29 +8,29 @@ use crate::launch::mpirun::{MpirunFlavor, MpirunOptions};
 use crate::launch::nodes::DEFAULT_PORT;
 use serde_json::json;
 
-fn typed(words: &str) -> std::result::Result<LaunchOptions, CommandLineError> {
-    beside("", words)
+fn parse(words: &str) -> std::result::Result<LaunchOptions, CommandLineError> {
+    parse_with("", words)
 }
 
 /// Parses a command line with environment variables given as `A=1 B=2`.
-fn beside(variables: &str, words: &str) -> std::result::Result<LaunchOptions, CommandLineError> {
+fn parse_with(variables: &str, words: &str) -> std::result::Result<LaunchOptions, CommandLineError> {
     let all: Vec<(&str, &str)> = variables.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
     let lookup = |name: &str| all.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_string());
     let words = std::iter::once("zerorun").chain(words.split_whitespace()).map(OsString::from);
-    read_beside(words, &LauncherVariables(&lookup))
+    read_with_variables(words, &LauncherVariables(&lookup))
 }
 
 fn refusal(words: &str) -> String {
-    typed(words).unwrap_err().message()
+    parse(words).unwrap_err().message()
 }
 
 #[test]
 fn everything_after_the_script_belongs_to_the_script() {
-    let options = typed("--num_ranks 3 train.rs --num_ranks 7 --help -- -n x").unwrap();
+    let options = parse("--num_ranks 3 train.rs --num_ranks 7 --help -- -n x").unwrap();
     assert_eq!(options.ranks, 3);
     assert_eq!(options.script, PathBuf::from("train.rs"));
     assert_eq!(options.script_args, ["--num_ranks", "7", "--help", "--", "-n", "x"]);
-    let options = typed("-- train.rs --timeout 1").unwrap();
+    let options = parse("-- train.rs --timeout 1").unwrap();
     assert_eq!((options.ranks, options.timeout), (1, None));
     assert_eq!(options.script_args, ["--timeout", "1"]);
 }
@@ -38,28 +38,28 @@ fn everything_after_the_script_belongs_to_the_script() {
 #[test]
 fn the_number_of_ranks_has_deepspeed_names_in_both_spellings() {
     for name in ["--num_ranks", "--num-ranks", "--num_gpus", "--num-gpus", "--num_accelerators", "--num-accelerators"] {
-        assert_eq!(typed(&format!("{name} 5 x.rs")).unwrap().ranks, 5, "{name}");
-        assert_eq!(typed(&format!("{name}=5 x.rs")).unwrap().ranks, 5, "{name}=");
+        assert_eq!(parse(&format!("{name} 5 x.rs")).unwrap().ranks, 5, "{name}");
+        assert_eq!(parse(&format!("{name}=5 x.rs")).unwrap().ranks, 5, "{name}=");
     }
-    assert_eq!(typed("-n 2 x.rs").unwrap().ranks, 2);
-    assert_eq!(typed("x.rs").unwrap().ranks, 1);
+    assert_eq!(parse("-n 2 x.rs").unwrap().ranks, 2);
+    assert_eq!(parse("x.rs").unwrap().ranks, 1);
 }
 
 #[test]
 fn restarts_are_asked_for_in_both_spellings() {
     for (restarts, ranks) in [("--max_restarts", "--min_ranks"), ("--max-restarts", "--min-ranks")] {
-        let options = typed(&format!("-n 4 {restarts} 3 {ranks}=2 x.rs")).unwrap();
+        let options = parse(&format!("-n 4 {restarts} 3 {ranks}=2 x.rs")).unwrap();
         assert_eq!((options.max_restarts, options.min_ranks), (3, 2));
     }
-    let options = typed("-n 4 --max_restarts 1 x.rs --min_ranks 9").unwrap();
+    let options = parse("-n 4 --max_restarts 1 x.rs --min_ranks 9").unwrap();
     assert_eq!((options.max_restarts, options.min_ranks), (1, 4));
-    assert_eq!(typed("x.rs").unwrap().max_restarts, 0);
+    assert_eq!(parse("x.rs").unwrap().max_restarts, 0);
 }
 
 #[test]
 fn a_script_with_the_name_of_a_tool_has_a_folder_in_front() {
-    assert_eq!(typed("-n 2 ./bench disk").unwrap().script, PathBuf::from("./bench"));
-    assert_eq!(typed("train.rs bench").unwrap().script_args, ["bench"]);
+    assert_eq!(parse("-n 2 ./bench disk").unwrap().script, PathBuf::from("./bench"));
+    assert_eq!(parse("train.rs bench").unwrap().script_args, ["bench"]);
 }
 
 #[test]
@@ -100,23 +100,23 @@ fn wrong_hosts_are_named() {
 
 #[test]
 fn hosts_are_read_with_the_fewest_of_them() {
-    let LaunchMode::Nodes(node) = typed("--nnodes 2:4 --node_rank 3 --master_addr first x.rs").unwrap().job_hosts
+    let LaunchMode::Nodes(node) = parse("--nnodes 2:4 --node_rank 3 --master_addr first x.rs").unwrap().job_hosts
     else {
         panic!("several hosts")
     };
     assert_eq!((node.nodes, node.min_nodes, node.node, node.master_addr.as_str()), (4, 2, 3, "first"));
-    assert!(matches!(typed("--nnodes 1 x.rs").unwrap().job_hosts, LaunchMode::Alone));
-    let LaunchMode::Hosts(hosts) = typed("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().job_hosts else {
+    assert!(matches!(parse("--nnodes 1 x.rs").unwrap().job_hosts, LaunchMode::Alone));
+    let LaunchMode::Hosts(hosts) = parse("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().job_hosts else {
         panic!("the hosts in a hostfile")
     };
     assert_eq!((hosts.selection.exclude.as_str(), hosts.selection.num_gpus), ("a:1", Some(2)));
-    let LaunchMode::Hosts(hosts) = typed("-H hosts x.rs").unwrap().job_hosts else { panic!("the hosts in a hostfile") };
+    let LaunchMode::Hosts(hosts) = parse("-H hosts x.rs").unwrap().job_hosts else { panic!("the hosts in a hostfile") };
     assert_eq!(hosts.selection, HostSelection::default());
 }
 
 #[test]
 fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_zerorun() {
-    let node = |variables: &str, words: &str| match beside(variables, words).unwrap() {
+    let node = |variables: &str, words: &str| match parse_with(variables, words).unwrap() {
         LaunchOptions { job_hosts: LaunchMode::Nodes(node), master_port, .. } => {
             (node.node, node.nodes, node.master_addr, master_port)
         }
@@ -125,9 +125,9 @@ fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_ze
     let torchrun =
         "PET_NNODES=2:4 PET_NODE_RANK=3 PET_RDZV_ENDPOINT=first:4711 PET_NPROC_PER_NODE=2 PET_MAX_RESTARTS=5";
     assert_eq!(node(torchrun, "x.rs"), (3, 4, "first".into(), Some(4711)));
-    let options = beside(torchrun, "x.rs").unwrap();
+    let options = parse_with(torchrun, "x.rs").unwrap();
     assert_eq!((options.ranks, options.max_restarts), (2, 5));
-    let options = beside(torchrun, "-n 8 --max_restarts 1 x.rs").unwrap();
+    let options = parse_with(torchrun, "-n 8 --max_restarts 1 x.rs").unwrap();
     assert_eq!((options.ranks, options.max_restarts), (8, 1));
     let words = "--nnodes 2 --node_rank 1 --master_addr a --master_port 1 x.rs";
     assert_eq!(node(torchrun, words), (1, 2, "a".into(), Some(1)));
@@ -136,16 +136,16 @@ fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_ze
         let words = format!("--nnodes {nodes} --master_addr a x.rs");
         assert_eq!(node(mpirun, &words), (1, 2, "a".into(), Some(DEFAULT_PORT)));
     }
-    assert!(matches!(beside(mpirun, "x.rs").unwrap().job_hosts, LaunchMode::Alone));
-    assert!(matches!(beside("PMI_RANK=0 PMI_SIZE=1", "--nnodes auto x.rs").unwrap().job_hosts, LaunchMode::Alone));
+    assert!(matches!(parse_with(mpirun, "x.rs").unwrap().job_hosts, LaunchMode::Alone));
+    assert!(matches!(parse_with("PMI_RANK=0 PMI_SIZE=1", "--nnodes auto x.rs").unwrap().job_hosts, LaunchMode::Alone));
     let cores = std::thread::available_parallelism().unwrap().get();
-    assert_eq!(beside("PET_NPROC_PER_NODE=cpu", "x.rs").unwrap().ranks, cores);
+    assert_eq!(parse_with("PET_NPROC_PER_NODE=cpu", "x.rs").unwrap().ranks, cores);
 }
 
 #[test]
 fn a_hostfile_says_more_than_the_variables() {
     let options =
-        beside("PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=b PET_MAX_RESTARTS=2", "-H hosts x.rs").unwrap();
+        parse_with("PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=b PET_MAX_RESTARTS=2", "-H hosts x.rs").unwrap();
     let LaunchMode::Hosts(hosts) = options.job_hosts else { panic!("the hosts in a hostfile") };
     assert_eq!((hosts.selection, hosts.master_addr, options.max_restarts), (HostSelection::default(), None, 0));
 }
@@ -153,7 +153,7 @@ fn a_hostfile_says_more_than_the_variables() {
 #[test]
 fn a_variable_that_is_wrong_is_named() {
     let wrong = |variables: &str| {
-        beside(variables, "x.rs").unwrap_err().message().split("\n\n").next().unwrap_or_default().to_string()
+        parse_with(variables, "x.rs").unwrap_err().message().split("\n\n").next().unwrap_or_default().to_string()
     };
     insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=many"), @"zerorun: PET_NPROC_PER_NODE is `many`; give a number from 1 to 1024, or `auto`, `cpu` or `gpu`");
     insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=0"), @"zerorun: PET_NPROC_PER_NODE is `0`; 0 is not in 1..=1024");
@@ -164,8 +164,8 @@ fn a_variable_that_is_wrong_is_named() {
 
 #[test]
 fn the_backend_is_chosen_on_one_host_alone() {
-    assert_eq!(typed("x.rs").unwrap().backend, CommBackend::Shm);
-    assert_eq!(typed("--backend mpi x.rs").unwrap().backend, CommBackend::Mpi);
+    assert_eq!(parse("x.rs").unwrap().backend, CommBackend::Shm);
+    assert_eq!(parse("--backend mpi x.rs").unwrap().backend, CommBackend::Mpi);
     insta::assert_snapshot!(wrong("--backend shm --nnodes 2 x.rs"), @"zerorun: --backend shm is for ranks on one host, because hosts do not share memory; leave --backend out, so that the ranks use MPI");
     insta::assert_snapshot!(wrong("--backend nccl x.rs"), @r"
         zerorun: invalid value 'nccl' for '--backend <BACKEND>'
@@ -175,7 +175,7 @@ fn the_backend_is_chosen_on_one_host_alone() {
 
 #[test]
 fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
-    let hosts = |words: &str| match typed(words).unwrap().job_hosts {
+    let hosts = |words: &str| match parse(words).unwrap().job_hosts {
         LaunchMode::Hosts(hosts) => hosts.mpirun.map(|MpirunOptions { kind, args }| (kind, args)),
         other => panic!("{other:?}"),
     };
@@ -198,7 +198,7 @@ fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
 
 #[test]
 fn ranks_are_bound_to_all_cores_or_to_a_list() {
-    let binding = |words: &str| typed(words).unwrap().binding;
+    let binding = |words: &str| parse(words).unwrap().binding;
     assert_eq!(binding("x.rs"), None);
     assert_eq!(binding("--bind_cores_to_rank x.rs"), Some(CoreBinding { list: None }));
     let list = Some(CoreList::of(vec![0, 2, 3, 4, 6]));
@@ -216,21 +216,21 @@ fn ranks_are_bound_to_all_cores_or_to_a_list() {
 fn recorded_defaults_with_a_counterpart_hold() {
     let case = recorded_cases::case("cli-defaults");
     let argv: Vec<String> = serde_json::from_value(case["input"]["argv"].clone()).unwrap();
-    let typed = ZerorunArguments::try_parse_from(std::iter::once("zerorun".to_string()).chain(argv)).unwrap();
+    let arguments = ZerorunArguments::try_parse_from(std::iter::once("zerorun".to_string()).chain(argv)).unwrap();
     // Python prints -1 if no value is given.
     let number = |number: Option<usize>| number.map_or(-1, |number| number as i64);
-    let words: Vec<&str> = typed.command.iter().map(|word| word.to_str().unwrap()).collect();
+    let words: Vec<&str> = arguments.command.iter().map(|word| word.to_str().unwrap()).collect();
     let found = json!({
-        "include": typed.hosts.include,
-        "exclude": typed.hosts.exclude,
-        "num_nodes": number(typed.hosts.num_nodes),
-        "master_port": typed.master_port.unwrap_or(DEFAULT_PORT),
-        "master_addr": typed.hosts.master_addr.unwrap_or_default(),
-        "node_rank": number(typed.hosts.node_rank),
-        "force_multi": typed.hosts.force_multi,
-        "bind_cores_to_rank": typed.bind_cores_to_rank,
-        "bind_core_list": typed.bind_core_list.map(|list| list.cores().to_vec()),
-        "ssh_port": typed.hosts.ssh_port,
+        "include": arguments.hosts.include,
+        "exclude": arguments.hosts.exclude,
+        "num_nodes": number(arguments.hosts.num_nodes),
+        "master_port": arguments.master_port.unwrap_or(DEFAULT_PORT),
+        "master_addr": arguments.hosts.master_addr.unwrap_or_default(),
+        "node_rank": number(arguments.hosts.node_rank),
+        "force_multi": arguments.hosts.force_multi,
+        "bind_cores_to_rank": arguments.bind_cores_to_rank,
+        "bind_core_list": arguments.bind_core_list.map(|list| list.cores().to_vec()),
+        "ssh_port": arguments.hosts.ssh_port,
         "user_script": words[0],
         "user_args": words[1..],
     });
@@ -242,7 +242,7 @@ fn recorded_defaults_with_a_counterpart_hold() {
 #[test]
 fn durations_take_a_unit_or_are_seconds() {
     for (text, milliseconds) in [("500ms", 500), ("90s", 90_000), ("90", 90_000), ("10m", 600_000), ("2h", 7_200_000)] {
-        let options = typed(&format!("--timeout {text} x.rs")).unwrap();
+        let options = parse(&format!("--timeout {text} x.rs")).unwrap();
         assert_eq!(options.timeout, Some(Duration::from_millis(milliseconds)), "{text}");
     }
     for text in ["", "s", "0", "0ms", "1.5h", "-3", "3 s", "1d", "99999999999999999999h", "1001h"] {

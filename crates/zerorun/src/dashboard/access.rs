@@ -64,7 +64,7 @@ impl AccessRules {
     pub(super) fn check(&self, request: &HttpRequest) -> Result<(), HttpRefusal> {
         let forbidden = |text: &str| Err(HttpRefusal::new(403, text));
         match request.header("host") {
-            Some(host) if self.is_own(host) => {}
+            Some(host) if self.is_own_host(host) => {}
             _ => {
                 return forbidden("the host name in this address is unknown; use the address that zerorun has printed");
             }
@@ -87,7 +87,7 @@ impl AccessRules {
 
     /// Returns whether a `Host` header is one that no other site can own: an IP address, localhost, or the name of this
     /// host if others can reach the server. The port may differ, because the request may come through a tunnel.
-    fn is_own(&self, host: &str) -> bool {
+    fn is_own_host(&self, host: &str) -> bool {
         if let Some((address, rest)) = host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
             let is_port = rest.is_empty() || rest.strip_prefix(':').is_some_and(is_port);
             return address.parse::<Ipv6Addr>().is_ok() && is_port;
@@ -104,7 +104,7 @@ impl AccessRules {
     }
 
     fn is_own_origin(&self, origin: &str) -> bool {
-        origin.strip_prefix("http://").is_some_and(|host| self.is_own(host))
+        origin.strip_prefix("http://").is_some_and(|host| self.is_own_host(host))
     }
 }
 
@@ -132,7 +132,7 @@ mod tests {
         let rules = AccessRules::new(Ipv4Addr::LOCALHOST.into()).unwrap();
         let open = AccessRules { name: Some("node-1".into()), ..rules.clone() };
         for host in ["127.0.0.1:80", "127.0.0.1", "localhost:1", "LOCALHOST", "10.1.2.3:8321", "[::1]:8321", "[::1]"] {
-            assert!(rules.is_own(host), "{host}");
+            assert!(rules.is_own_host(host), "{host}");
         }
         let others = [
             "",
@@ -150,30 +150,30 @@ mod tests {
             "localhost:80:80",
         ];
         for host in others {
-            assert!(!rules.is_own(host), "{host}");
+            assert!(!rules.is_own_host(host), "{host}");
         }
-        assert!(open.is_own("Node-1:80") && !open.is_own("node-2:80"));
+        assert!(open.is_own_host("Node-1:80") && !open.is_own_host("node-2:80"));
     }
 
     #[test]
     fn requests_that_act_need_the_token_and_the_own_origin() {
         let rules = AccessRules::new(Ipv4Addr::LOCALHOST.into()).unwrap();
         let token = format!("Bearer {}", rules.token.text());
-        let checks = |method: &str, headers: &[(&str, &str)]| rules.check(&request(method, headers)).is_ok();
+        let is_allowed = |method: &str, headers: &[(&str, &str)]| rules.check(&request(method, headers)).is_ok();
         let host = ("host", "localhost:1");
-        assert!(checks("GET", &[host]) && !checks("GET", &[]) && !checks("POST", &[host]));
-        assert!(checks("POST", &[host, ("authorization", &token)]));
+        assert!(is_allowed("GET", &[host]) && !is_allowed("GET", &[]) && !is_allowed("POST", &[host]));
+        assert!(is_allowed("POST", &[host, ("authorization", &token)]));
         for wrong in ["Bearer ", "Bearer x", &token[..token.len() - 1], &format!("{token}0"), &token["Bearer ".len()..]]
         {
-            assert!(!checks("POST", &[host, ("authorization", wrong)]), "{wrong}");
+            assert!(!is_allowed("POST", &[host, ("authorization", wrong)]), "{wrong}");
         }
         let authorization = ("authorization", token.as_str());
-        assert!(checks("POST", &[host, authorization, ("origin", "http://localhost:1")]));
+        assert!(is_allowed("POST", &[host, authorization, ("origin", "http://localhost:1")]));
         for origin in ["http://evil.example", "null", "https://localhost:1"] {
-            assert!(!checks("POST", &[host, authorization, ("origin", origin)]), "{origin}");
+            assert!(!is_allowed("POST", &[host, authorization, ("origin", origin)]), "{origin}");
         }
-        assert!(!checks("GET", &[host, ("sec-fetch-site", "cross-site")]));
-        assert!(checks("GET", &[host, ("sec-fetch-site", "same-origin")]));
+        assert!(!is_allowed("GET", &[host, ("sec-fetch-site", "cross-site")]));
+        assert!(is_allowed("GET", &[host, ("sec-fetch-site", "same-origin")]));
         assert_ne!(ActionToken::draw().unwrap().text(), rules.token.text());
         assert!(!format!("{rules:?}").contains(rules.token.text()));
     }

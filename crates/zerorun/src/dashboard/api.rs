@@ -30,26 +30,26 @@ const LIST_AGE_FACTOR: u32 = 10;
 pub(super) fn runs(state: &SharedServerState) -> Result<Value, HttpRefusal> {
     let mut list = lock(&state.list);
     let folder = state.folder.runs();
-    if let Some((until, known)) = &list.answer
+    if let Some((until, cached)) = &list.answer
         && Instant::now() < *until
-        && known["folder"] == json!(folder.path())
+        && cached["folder"] == json!(folder.path())
     {
-        return Ok(known.clone());
+        return Ok(cached.clone());
     }
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut runs = runs_in(&folder, "", &mut list.running).map_err(|error| failed(&error))?;
     let (sweeps, mut problems) = (state.sweep_places(), Vec::new());
     for place in &sweeps {
-        let Some(own) = place.runs.clone() else { continue };
-        match runs_in(&RunsFolder::find(Some(own)), &place.prefix, &mut list.running) {
-            Ok(more) => runs.extend(more),
+        let Some(sweep_runs) = place.runs.clone() else { continue };
+        match runs_in(&RunsFolder::find(Some(sweep_runs)), &place.prefix, &mut list.running) {
+            Ok(of_sweep) => runs.extend(of_sweep),
             // The other runs are still shown.
             Err(error) => problems.push(error.to_string()),
         }
     }
     let names: Vec<&String> = sweeps.iter().map(|place| &place.name).collect();
     let answer = json!({"folder": folder.path(), "runs": runs, "sweeps": names, "problems": problems});
-    list.answer = Some((Instant::now() + LIST_AGE.max(begun.elapsed() * LIST_AGE_FACTOR), answer.clone()));
+    list.answer = Some((Instant::now() + LIST_AGE.max(start.elapsed() * LIST_AGE_FACTOR), answer.clone()));
     Ok(answer)
 }
 
@@ -64,21 +64,21 @@ fn runs_in(
         Err(Error::Run(RunError::NoFolder { .. })) => Vec::new(),
         runs => runs?,
     };
-    let of_run = |listed: &ListedRun| {
+    let entry = |listed: &ListedRun| {
         let id = format!("{prefix}{}", listed.id);
         match &listed.run {
             Ok(run) => shown(run, &id),
             Err(error) => json!({"id": id, "state": "damaged", "damaged": error.to_string()}),
         }
     };
-    Ok(runs.iter().map(of_run).collect())
+    Ok(runs.iter().map(entry).collect())
 }
 
-/// Returns what the list shows about a run, with the id by which the page requests it.
+/// Returns the entry of a run in the list, with the id by which the page requests it.
 pub(super) fn shown(run: &RecordedRun, id: &str) -> Value {
-    let mut shown = run.to_json();
-    shown["id"] = id.into();
-    shown
+    let mut entry = run.to_json();
+    entry["id"] = id.into();
+    entry
 }
 
 /// Returns the newest loads of the experts of a run, or why they cannot be read; null if the run has recorded none.
@@ -110,7 +110,7 @@ pub(super) fn sweep(request: &HttpRequest, state: &SharedServerState) -> Result<
 
 /// Returns everything about a run except its metrics.
 pub(super) fn run(request: &HttpRequest, state: &SharedServerState) -> Result<Value, HttpRefusal> {
-    let (id, run) = named(request, state)?;
+    let (id, run) = requested_run(request, state)?;
     let mut tail = RunTail::without_metrics(run.folder()).map_err(|error| failed(&error))?;
     let news = tail.look().map_err(|error| failed(&error))?;
     let mut info = json!(run.info());
@@ -119,11 +119,11 @@ pub(super) fn run(request: &HttpRequest, state: &SharedServerState) -> Result<Va
         info.remove("settings");
         info.remove("configuration");
     }
-    let setting = |(name, value): (String, Value)| json!([name, value]);
+    let pair = |(name, value): (String, Value)| json!([name, value]);
     Ok(json!({
         "run": shown(&run, id),
         "info": info,
-        "config": run.settings().into_iter().map(setting).collect::<Vec<_>>(),
+        "config": run.settings().into_iter().map(pair).collect::<Vec<_>>(),
         "ranks": run.ranks().map_err(|error| failed(&error))?,
         "experts": expert_loads(&run),
         "events": newest(&news.events, MAX_EVENTS),
@@ -137,16 +137,16 @@ pub(super) fn run(request: &HttpRequest, state: &SharedServerState) -> Result<Va
 /// Returns the metrics of a run, with at most the requested number of rows, which is kept between [`MIN_ROWS`] and
 /// [`MAX_ROWS`].
 pub(super) fn metrics(request: &HttpRequest, state: &SharedServerState) -> Result<Value, HttpRefusal> {
-    let most = match request.value("rows").map(str::parse::<usize>) {
+    let max_rows = match request.value("rows").map(str::parse::<usize>) {
         None => DEFAULT_ROWS,
         Some(Ok(rows)) => rows.clamp(MIN_ROWS, MAX_ROWS),
-        Some(Err(_)) => return Err(HttpRefusal::new(400, "rows is not a whole number")),
+        Some(Err(_)) => return Err(HttpRefusal::new(400, "`rows` is not a whole number")),
     };
-    let (id, run) = named(request, state)?;
+    let (id, run) = requested_run(request, state)?;
     let metrics = run.metrics().map_err(|error| failed(&error))?;
     Ok(json!({
         "id": id,
-        "rows": MetricsColumns::of(&metrics.rows, most).to_json(),
+        "rows": MetricsColumns::of(&metrics.rows, max_rows).to_json(),
         "position": metrics.bytes,
         "problem": metrics.problem,
     }))
@@ -155,17 +155,17 @@ pub(super) fn metrics(request: &HttpRequest, state: &SharedServerState) -> Resul
 /// Passes a request on to a running program.
 pub(super) fn request(request: &HttpRequest, state: &SharedServerState) -> Result<Value, HttpRefusal> {
     let what = request.value("what").unwrap_or_default();
-    let Some(asked) = RunRequest::ALL.into_iter().find(|request| request.name() == what) else {
-        return Err(HttpRefusal::new(400, "what must be save or stop"));
+    let Some(action) = RunRequest::ALL.into_iter().find(|request| request.name() == what) else {
+        return Err(HttpRefusal::new(400, "`what` must be `save` or `stop`"));
     };
-    let (id, run) = named(request, state)?;
+    let (id, run) = requested_run(request, state)?;
     if run.state() != RecordedState::Running {
         let text = format!("run {id} is not running; its state is {}", run.state().name());
         return Err(HttpRefusal::new(409, text));
     }
     let ranks = run.ranks().map_err(|error| failed(&error))?.unwrap_or_default();
     if !ranks["answers"].as_array().is_some_and(|answers| answers.iter().any(|answer| answer == what)) {
-        let text = match asked {
+        let text = match action {
             RunRequest::Stop => "the program has not yet checked for requests to stop (Engine::stop_requested)",
             _ => {
                 "the program has not yet checked for requests to save (Engine::save_requested), or saves no checkpoints"
@@ -173,12 +173,15 @@ pub(super) fn request(request: &HttpRequest, state: &SharedServerState) -> Resul
         };
         return Err(HttpRefusal::new(409, text));
     }
-    run.request(asked).map_err(|error| failed(&error))?;
+    run.request(action).map_err(|error| failed(&error))?;
     Ok(json!({"asked": what, "id": id}))
 }
 
 /// Returns the id that a request names, and opens the run with this id.
-fn named<'a>(request: &'a HttpRequest, state: &SharedServerState) -> Result<(&'a str, RecordedRun), HttpRefusal> {
+fn requested_run<'a>(
+    request: &'a HttpRequest,
+    state: &SharedServerState,
+) -> Result<(&'a str, RecordedRun), HttpRefusal> {
     let id = request.value("id").unwrap_or_default();
     Ok((id, opened(id, state)?))
 }
@@ -191,8 +194,8 @@ pub(super) fn opened(id: &str, state: &SharedServerState) -> Result<RecordedRun,
     RecordedRun::open(folder).map_err(|error| failed(&error))
 }
 
-fn newest<T: serde::Serialize>(all: &[T], most: usize) -> Value {
-    json!(all[all.len().saturating_sub(most)..])
+fn newest<T: serde::Serialize>(all: &[T], max: usize) -> Value {
+    json!(all[all.len().saturating_sub(max)..])
 }
 
 fn failed(error: &Error) -> HttpRefusal {

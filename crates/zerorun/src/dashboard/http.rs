@@ -70,28 +70,28 @@ impl ContentKind {
 impl HttpRequest {
     /// Returns the value of a header whose name is given in lower case.
     pub(super) fn header(&self, name: &str) -> Option<&str> {
-        self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
+        self.headers.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
     }
 
     /// Returns the first value of a name in the query.
     pub(super) fn value(&self, name: &str) -> Option<&str> {
-        self.query.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
+        self.query.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
     }
 
     /// Reads a request, or returns the response to one that is malformed or too large.
     ///
     /// # Errors
-    /// Fails if the client has left or was too slow.
+    /// Fails if the client has disconnected or is too slow.
     pub(super) fn read(client: &mut TcpStream) -> io::Result<Result<Self, HttpRefusal>> {
-        let until = Instant::now() + REQUEST_TIMEOUT;
+        let deadline = Instant::now() + REQUEST_TIMEOUT;
         client.set_write_timeout(Some(WRITE_TIMEOUT))?;
-        let (mut bytes, mut part) = (Vec::new(), [0; 4096]);
-        let mut more = |bytes: &mut Vec<u8>| -> io::Result<bool> {
-            let left = until.saturating_duration_since(Instant::now());
-            client.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-            let read = client.read(&mut part)?;
-            bytes.extend_from_slice(&part[..read]);
-            Ok(read > 0 && !left.is_zero())
+        let (mut bytes, mut buffer) = (Vec::new(), [0; 4096]);
+        let mut read_more = |bytes: &mut Vec<u8>| -> io::Result<bool> {
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            client.set_read_timeout(Some(remaining.max(Duration::from_millis(1))))?;
+            let read = client.read(&mut buffer)?;
+            bytes.extend_from_slice(&buffer[..read]);
+            Ok(read > 0 && !remaining.is_zero())
         };
         let end = loop {
             let end = bytes.windows(4).position(|end| end == b"\r\n\r\n");
@@ -102,7 +102,7 @@ impl HttpRequest {
                 let text = format!("the request has more than {MAX_HEAD} bytes of headers");
                 return Ok(Err(HttpRefusal::new(431, text)));
             }
-            if !more(&mut bytes)? {
+            if !read_more(&mut bytes)? {
                 return Err(io::ErrorKind::TimedOut.into());
             }
         };
@@ -111,7 +111,7 @@ impl HttpRequest {
             Err(refusal) => return Ok(Err(refusal)),
         };
         while bytes.len() < end + 4 + body {
-            if !more(&mut bytes)? {
+            if !read_more(&mut bytes)? {
                 return Err(io::ErrorKind::TimedOut.into());
             }
         }
@@ -147,11 +147,11 @@ impl HttpRequest {
         if headers.len() > MAX_HEADERS {
             return Err(HttpRefusal::new(431, format!("the request has more than {MAX_HEADERS} headers")));
         }
-        let of = |name: &'static str| headers.iter().filter(move |(known, _)| known == name).map(|(_, value)| value);
-        if of("host").count() > 1 || of("content-length").count() > 1 || of("transfer-encoding").count() > 0 {
-            return Err(bad("the request has two hosts, two lengths, or a transfer encoding"));
+        let all = |name: &'static str| headers.iter().filter(move |(key, _)| key == name).map(|(_, value)| value);
+        if all("host").count() > 1 || all("content-length").count() > 1 || all("transfer-encoding").count() > 0 {
+            return Err(bad("the request has several hosts, several lengths, or a transfer encoding"));
         }
-        let body = match of("content-length").next().map(|length| (length.len() <= 9).then(|| length.parse::<u32>())) {
+        let body = match all("content-length").next().map(|length| (length.len() <= 9).then(|| length.parse::<u32>())) {
             None => 0,
             Some(Some(Ok(length))) if length as usize <= MAX_BODY => length as usize,
             Some(Some(Ok(_)) | None) => {

@@ -40,22 +40,22 @@ pub(super) struct WatchedRun {
 /// Returns the runs that a request names, as `run=ID@POSITIONS`. After an interruption, the browser sends the id of the
 /// last event, which has newer positions.
 pub(super) fn tails(request: &HttpRequest, state: &SharedServerState) -> Result<Vec<WatchedRun>, HttpRefusal> {
-    let last = request.header("last-event-id").and_then(parse_query);
-    let named = last.as_ref().filter(|query| !query.is_empty()).unwrap_or(&request.query);
-    let runs: Vec<&String> = named.iter().filter(|(name, _)| name == "run").map(|(_, value)| value).collect();
+    let last_event = request.header("last-event-id").and_then(parse_query);
+    let query = last_event.as_ref().filter(|query| !query.is_empty()).unwrap_or(&request.query);
+    let runs: Vec<&String> = query.iter().filter(|(name, _)| name == "run").map(|(_, value)| value).collect();
     if runs.len() > MAX_RUNS {
         return Err(HttpRefusal::new(400, format!("a page watches at most {MAX_RUNS} runs")));
     }
-    let watched = |text: &&String| {
-        let wrong = || HttpRefusal::new(400, "give a run as ID@POSITIONS, with five positions separated by dots");
-        let (id, positions) = text.rsplit_once('@').ok_or_else(wrong)?;
+    let watch = |text: &&String| {
+        let malformed = || HttpRefusal::new(400, "give a run as ID@POSITIONS, with five positions separated by dots");
+        let (id, positions) = text.rsplit_once('@').ok_or_else(malformed)?;
         let positions: Option<Vec<u64>> = positions.split('.').map(|number| number.parse().ok()).collect();
-        let positions: [u64; 5] = positions.and_then(|all| all.try_into().ok()).ok_or_else(wrong)?;
+        let positions: [u64; 5] = positions.and_then(|all| all.try_into().ok()).ok_or_else(malformed)?;
         let run = opened(id, state)?;
         let tail = RunTail::new(run.folder(), positions);
         Ok(WatchedRun { id: id.to_owned(), run, tail, state: Value::Null, ranks: Value::Null, experts: Value::Null })
     };
-    runs.iter().map(watched).collect()
+    runs.iter().map(watch).collect()
 }
 
 /// Sends events until the client leaves or the server ends.
@@ -66,23 +66,23 @@ pub(super) fn stream(
 ) -> std::io::Result<()> {
     write_head(client, 200, ContentKind::EventStream, None)?;
     client.write_all(b"retry: 1000\n\n")?;
-    let (mut sent, mut looked) = (Instant::now(), None::<Instant>);
+    let (mut last_sent, mut last_state_read) = (Instant::now(), None::<Instant>);
     while !state.is_ending() {
-        let looks = looked.is_none_or(|at| at.elapsed() >= STATE_INTERVAL);
-        if looks {
-            looked = Some(Instant::now());
+        let reads_state = last_state_read.is_none_or(|at| at.elapsed() >= STATE_INTERVAL);
+        if reads_state {
+            last_state_read = Some(Instant::now());
         }
-        let news: Vec<Value> = runs.iter_mut().filter_map(|run| run.news(looks)).collect();
+        let news: Vec<Value> = runs.iter_mut().filter_map(|run| run.news(reads_state)).collect();
         if !news.is_empty() {
             let data = json_bytes(&json!({"runs": news}));
-            let id: Vec<String> = runs.iter().map(WatchedRun::place).collect();
+            let id: Vec<String> = runs.iter().map(WatchedRun::query_part).collect();
             client.write_all(format!("id: {}\ndata: ", id.join("&")).as_bytes())?;
             client.write_all(&data)?;
             client.write_all(b"\n\n")?;
-            sent = Instant::now();
-        } else if sent.elapsed() >= QUIET {
+            last_sent = Instant::now();
+        } else if last_sent.elapsed() >= QUIET {
             client.write_all(b": quiet\n\n")?;
-            sent = Instant::now();
+            last_sent = Instant::now();
         }
         std::thread::sleep(INTERVAL);
     }
@@ -91,22 +91,22 @@ pub(super) fn stream(
 
 impl WatchedRun {
     /// Returns the run's id and the positions up to which its files have been read, as a part of a query.
-    fn place(&self) -> String {
+    fn query_part(&self) -> String {
         let positions = self.tail.positions().map(|position| position.to_string()).join(".");
         format!("run={}", encode(&format!("{}@{positions}", self.id)))
     }
 
-    /// Returns the run's news, if there are any. If `looks` is true, also reads the state, the ranks and the loads of
-    /// experts.
-    fn news(&mut self, looks: bool) -> Option<Value> {
+    /// Returns the run's news, if there are any. If `reads_state` is true, also reads the state, the ranks and the
+    /// loads of experts.
+    fn news(&mut self, reads_state: bool) -> Option<Value> {
         // A file that cannot be read now may be readable later; a removed run is noticed below.
         let news = self.tail.look().unwrap_or_default();
-        let mut all = json!({"id": self.id});
+        let mut message = json!({"id": self.id});
         let mut is_new = !news.is_empty();
         if is_new {
-            add(&mut all, news);
+            add(&mut message, news);
         }
-        if looks {
+        if reads_state {
             let (state, ranks, experts) = match self.run.refresh() {
                 Ok(()) => {
                     let run = &self.run;
@@ -127,26 +127,26 @@ impl WatchedRun {
                 ("ranks", &mut self.ranks, ranks),
                 ("experts", &mut self.experts, experts),
             ];
-            for (name, known, found) in parts {
-                if *known != found {
-                    all[name] = found.clone();
-                    *known = found;
+            for (name, last_sent, current) in parts {
+                if *last_sent != current {
+                    message[name] = current.clone();
+                    *last_sent = current;
                     is_new = true;
                 }
             }
         }
-        is_new.then_some(all)
+        is_new.then_some(message)
     }
 }
 
-/// Adds news to the message of a run.
-fn add(all: &mut Value, news: RunNews) {
+/// Adds news to the message about a run.
+fn add(message: &mut Value, news: RunNews) {
     if news.has_gap {
-        all["reload"] = true.into();
+        message["reload"] = true.into();
     } else if !news.metrics.is_empty() {
         let (after, rows) = rows(news.metrics);
-        all["after"] = json!(after);
-        all["rows"] = MetricsColumns::of(&rows, MAX_ROWS).to_json();
+        message["after"] = json!(after);
+        message["rows"] = MetricsColumns::of(&rows, MAX_ROWS).to_json();
     }
     let lists = [
         ("events", json!(news.events)),
@@ -156,7 +156,7 @@ fn add(all: &mut Value, news: RunNews) {
     ];
     for (name, list) in lists {
         if list.as_array().is_some_and(|list| !list.is_empty()) {
-            all[name] = list;
+            message[name] = list;
         }
     }
 }

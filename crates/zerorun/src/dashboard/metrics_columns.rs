@@ -44,17 +44,17 @@ impl ValueRange {
 fn add(column: &mut Vec<Option<ValueRange>>, index: usize, value: f64) {
     column.resize(column.len().max(index), None);
     match column.get_mut(index) {
-        Some(Some(known)) => known.add(value),
+        Some(Some(range)) => range.add(value),
         _ => column.push(Some(ValueRange::of(value))),
     }
 }
 
 impl MetricsColumns {
-    /// Converts `rows`, which must be sorted by step, to columns with at most `most` rows.
-    pub(super) fn of(rows: &[MetricsRow], most: usize) -> Self {
-        let in_one = rows.len().div_ceil(most.max(1)).max(1);
-        let mut columns = Self { is_reduced: in_one > 1, ..Self::default() };
-        for (index, group) in rows.chunks(in_one).enumerate() {
+    /// Converts `rows`, which must be sorted by step, to columns with at most `max_rows` rows.
+    pub(super) fn of(rows: &[MetricsRow], max_rows: usize) -> Self {
+        let rows_per_group = rows.len().div_ceil(max_rows.max(1)).max(1);
+        let mut columns = Self { is_reduced: rows_per_group > 1, ..Self::default() };
+        for (index, group) in rows.chunks(rows_per_group).enumerate() {
             let Some(last) = group.last() else { continue };
             columns.steps.push(last.step);
             columns.times.push(last.time);
@@ -73,9 +73,9 @@ impl MetricsColumns {
 
     /// Returns the columns as JSON. A missing value is null; numbers that are not finite are text.
     pub(super) fn to_json(&self) -> Value {
-        let column = |part: fn(&ValueRange) -> f64| -> Map<String, Value> {
+        let column = |statistic: fn(&ValueRange) -> f64| -> Map<String, Value> {
             let number =
-                |range: &Option<ValueRange>| range.as_ref().map_or(Value::Null, |range| json_number(part(range)));
+                |range: &Option<ValueRange>| range.as_ref().map_or(Value::Null, |range| json_number(statistic(range)));
             self.values.iter().map(|(name, ranges)| (name.clone(), ranges.iter().map(number).collect())).collect()
         };
         let mut all = json!({"steps": self.steps, "times": self.times, "values": column(ValueRange::mean)});

@@ -4,7 +4,7 @@
 //!   browser  GET /, /page.js ...          assets.rs        the page, compiled into the program
 //!            GET /api/runs, /api/run ...  api.rs           the records of runs as JSON (metrics_columns.rs: metrics)
 //!            GET /api/sweep               api.rs           a sweep and its trials as JSON (sweeps.rs: their reader)
-//!            GET /api/live                live.rs          what is appended to the records, as server-sent events
+//!            GET /api/live                live.rs          additions to the records, as server-sent events
 //!            POST /api/request            api.rs           requests to a running program, only with the token
 //! ```
 //!

@@ -64,7 +64,7 @@ impl Dashboard {
                     return;
                 }
                 match client {
-                    Ok(client) => answer_apart(client, &shared),
+                    Ok(client) => answer_on_thread(client, &shared),
                     Err(_) => std::thread::sleep(ACCEPT_PAUSE),
                 }
             }
@@ -109,10 +109,10 @@ impl Drop for Dashboard {
 }
 
 /// Lowers the priority of this thread and of those that it starts, so that ranks on this host do not wait for them.
-/// Elsewhere than on Linux, this would lower the priority of the process.
+/// On systems other than Linux, this would lower the priority of the whole process.
 fn yield_to_training() {
     if cfg!(target_os = "linux") {
-        // With its old priority, the thread works too.
+        // The thread also works with its old priority.
         _ = rustix::process::nice(NICENESS);
     }
 }
@@ -121,10 +121,10 @@ fn yield_to_training() {
 struct ConnectionPermit<'a>(&'a AtomicUsize);
 
 impl<'a> ConnectionPermit<'a> {
-    fn take(count: &'a AtomicUsize, most: usize) -> Option<Self> {
-        let place = Self(count);
+    fn take(count: &'a AtomicUsize, max: usize) -> Option<Self> {
+        let permit = Self(count);
         // If there are too many, the permit is given back immediately.
-        (count.fetch_add(1, Ordering::SeqCst) < most).then_some(place)
+        (count.fetch_add(1, Ordering::SeqCst) < max).then_some(permit)
     }
 }
 
@@ -135,18 +135,18 @@ impl Drop for ConnectionPermit<'_> {
 }
 
 /// Answers a client on its own thread. If there are too many clients, the request is refused.
-fn answer_apart(client: TcpStream, state: &Arc<SharedServerState>) {
+fn answer_on_thread(client: TcpStream, state: &Arc<SharedServerState>) {
     let shared = Arc::clone(state);
     // If no thread can be started, the connection is closed.
     _ = std::thread::Builder::new().name("dashboard client".into()).spawn(move || {
-        let place = ConnectionPermit::take(&shared.connections, MAX_CONNECTIONS);
-        // A client that has left needs no answer.
-        _ = answer(client, place.is_some(), &shared);
+        let permit = ConnectionPermit::take(&shared.connections, MAX_CONNECTIONS);
+        // A client that has disconnected needs no answer.
+        _ = answer(client, permit.is_some(), &shared);
     });
 }
 
-fn answer(mut client: TcpStream, has_place: bool, state: &SharedServerState) -> std::io::Result<()> {
-    if !has_place {
+fn answer(mut client: TcpStream, has_permit: bool, state: &SharedServerState) -> std::io::Result<()> {
+    if !has_permit {
         let refusal = HttpRefusal::new(503, format!("there are {MAX_CONNECTIONS} connections; close some pages"));
         client.set_write_timeout(Some(LINGER))?;
         return refuse(client, &refusal);
@@ -177,7 +177,7 @@ fn route(
         ("GET" | "HEAD", "/api/metrics") => api::metrics(request, state).map(|value| json(&value)),
         ("POST", "/api/request") => api::request(request, state).map(|value| json(&value)),
         ("GET", "/api/live") => {
-            let Some(_place) = ConnectionPermit::take(&state.live, MAX_LIVE) else {
+            let Some(_permit) = ConnectionPermit::take(&state.live, MAX_LIVE) else {
                 return Err(HttpRefusal::new(503, format!("there are {MAX_LIVE} pages with live updates; close some")));
             };
             let tails = live::tails(request, state)?;
@@ -198,9 +198,9 @@ fn refuse(mut client: TcpStream, refusal: &HttpRefusal) -> std::io::Result<()> {
     client.shutdown(Shutdown::Write)?;
     // A client that is still sending would lose the response if the connection were closed now.
     client.set_read_timeout(Some(LINGER))?;
-    let until = std::time::Instant::now() + LINGER;
-    let mut part = [0; 4096];
-    while std::time::Instant::now() < until && std::io::Read::read(&mut client, &mut part)? > 0 {}
+    let deadline = std::time::Instant::now() + LINGER;
+    let mut buffer = [0; 4096];
+    while std::time::Instant::now() < deadline && std::io::Read::read(&mut client, &mut buffer)? > 0 {}
     Ok(())
 }
 
@@ -315,13 +315,16 @@ mod tests {
         let dashboard = serve(dir.path());
         // An answer comes from a thread that the server's thread has started.
         assert_eq!(get(&dashboard, "/api/runs").0, 200);
-        let own = niceness(Path::new("/proc/thread-self")).unwrap();
+        let test_niceness = niceness(Path::new("/proc/thread-self")).unwrap();
         let threads = std::fs::read_dir("/proc/self/task").unwrap().map(|thread| thread.unwrap().path());
-        let of_servers: Vec<i32> = threads
+        let server_niceness: Vec<i32> = threads
             .filter(|folder| std::fs::read_to_string(folder.join("comm")).is_ok_and(|name| name == "dashboard\n"))
             .filter_map(|folder| niceness(&folder))
             .collect();
-        assert!(of_servers.contains(&(own + NICENESS).min(19)), "{of_servers:?}, the test has {own}");
+        assert!(
+            server_niceness.contains(&(test_niceness + NICENESS).min(19)),
+            "{server_niceness:?}, the test has {test_niceness}"
+        );
     }
 
     #[test]
@@ -421,9 +424,9 @@ mod tests {
     #[test]
     fn more_connections_than_allowed_are_refused_and_places_are_given_back() {
         let count = AtomicUsize::new(0);
-        let places: Vec<_> = (0..3).map(|_| ConnectionPermit::take(&count, 2)).collect();
-        assert_eq!(places.iter().map(Option::is_some).collect::<Vec<_>>(), [true, true, false]);
-        drop(places);
+        let permits: Vec<_> = (0..3).map(|_| ConnectionPermit::take(&count, 2)).collect();
+        assert_eq!(permits.iter().map(Option::is_some).collect::<Vec<_>>(), [true, true, false]);
+        drop(permits);
         assert!(ConnectionPermit::take(&count, 1).is_some() && count.load(Ordering::SeqCst) == 0);
 
         let dir = tempfile::tempdir().unwrap();

@@ -103,9 +103,9 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
         if let Some(diagnostic) = message.message {
             errors += usize::from(diagnostic.level.starts_with("error"));
             if let Some(rendered) = diagnostic.rendered {
-                let shown = build.printed_path.as_ref().map(|path| with_own_path(&rendered, path));
+                let relabelled = build.printed_path.as_ref().map(|path| with_typed_path(&rendered, path));
                 // A closed stderr must not stop the build.
-                let _ = std::io::stderr().write_all(shown.as_deref().unwrap_or(&rendered).as_bytes());
+                let _ = std::io::stderr().write_all(relabelled.as_deref().unwrap_or(&rendered).as_bytes());
             }
         }
         let is_ours =
@@ -179,10 +179,10 @@ fn message_format() -> &'static str {
 }
 
 /// Replaces the path in the `--> path:line:column` lines of a message with the path that the user typed.
-fn with_own_path(rendered: &str, path: &DiagnosticPath) -> String {
+fn with_typed_path(rendered: &str, path: &DiagnosticPath) -> String {
     let mut text = String::with_capacity(rendered.len() + path.own.len());
     for line in rendered.split_inclusive('\n') {
-        match place_of(line, &path.by_rustc) {
+        match path_position(line, &path.by_rustc) {
             Some(at) => {
                 text.push_str(&line[..at]);
                 text.push_str(&path.own);
@@ -195,7 +195,7 @@ fn with_own_path(rendered: &str, path: &DiagnosticPath) -> String {
 }
 
 /// Returns the position of `path` in a line that names a source location, such as ` --> path:1:2` or ` ::: path:1:2`.
-fn place_of(line: &str, path: &str) -> Option<usize> {
+fn path_position(line: &str, path: &str) -> Option<usize> {
     let arrow = skip_blank_and_colour(line, 0);
     let rest = line[arrow..].strip_prefix("-->").or_else(|| line[arrow..].strip_prefix(":::"))?;
     let at = skip_blank_and_colour(line, line.len() - rest.len());
@@ -222,16 +222,17 @@ fn skip_blank_and_colour(line: &str, from: usize) -> usize {
 mod tests {
     use super::*;
 
-    fn shown(rendered: &str) -> String {
-        with_own_path(rendered, &DiagnosticPath { by_rustc: "train.rs".to_string(), own: "../my/train.rs".to_string() })
+    fn relabelled(rendered: &str) -> String {
+        let path = DiagnosticPath { by_rustc: "train.rs".to_string(), own: "../my/train.rs".to_string() };
+        with_typed_path(rendered, &path)
     }
 
     #[test]
     fn places_get_the_users_path() {
-        assert_eq!(shown("error\n  --> train.rs:3:5\n"), "error\n  --> ../my/train.rs:3:5\n");
-        assert_eq!(shown(" ::: train.rs:3:5\n"), " ::: ../my/train.rs:3:5\n");
+        assert_eq!(relabelled("error\n  --> train.rs:3:5\n"), "error\n  --> ../my/train.rs:3:5\n");
+        assert_eq!(relabelled(" ::: train.rs:3:5\n"), " ::: ../my/train.rs:3:5\n");
         assert_eq!(
-            shown(" \x1b[1m\x1b[94m--> \x1b[0mtrain.rs:2:18\n"),
+            relabelled(" \x1b[1m\x1b[94m--> \x1b[0mtrain.rs:2:18\n"),
             " \x1b[1m\x1b[94m--> \x1b[0m../my/train.rs:2:18\n"
         );
     }
@@ -250,7 +251,7 @@ mod tests {
     fn a_checkout_that_is_gone_is_named_where_cargo_fails_without_it() {
         // A folder without a manifest: cargo fails immediately.
         let package = tempfile::tempdir().unwrap();
-        let failed = |gone: Option<&str>| {
+        let error_of = |gone: Option<&str>| {
             let of_script = CargoBuild {
                 script: "train.rs".into(),
                 package_dir: package.path().into(),
@@ -263,10 +264,10 @@ mod tests {
             };
             build(&of_script).unwrap_err().to_string()
         };
-        let told =
+        let expected =
             "because /was/here, which zerorun was built from, no longer exists; install zerorun from the sources'";
-        assert!(failed(Some("/was/here")).contains(told), "{}", failed(Some("/was/here")));
-        assert!(!failed(None).contains("no longer exists"));
+        assert!(error_of(Some("/was/here")).contains(expected), "{}", error_of(Some("/was/here")));
+        assert!(!error_of(None).contains("no longer exists"));
     }
 
     #[test]
@@ -274,7 +275,7 @@ mod tests {
         for text in
             ["--> train.rs2:1:1\n", " --> /x/train.rs:1:1\n", "3 | // --> train.rs:1:1\n", " -->\n", "\x1b[", ""]
         {
-            assert_eq!(shown(text), text);
+            assert_eq!(relabelled(text), text);
         }
     }
 }

@@ -31,9 +31,9 @@ impl CoreBinding {
         if std::env::var_os(KMP_AFFINITY).is_some() {
             return Err(HostsError::KmpAffinity.into());
         }
-        let allowed = allowed()?;
+        let allowed = allowed_cores()?;
         let cores = match &self.list {
-            None => CoreList::of(physical(&allowed, siblings)).by_node(&numa_nodes()),
+            None => CoreList::of(physical_cores(&allowed, siblings)).by_node(&numa_nodes()),
             Some(list) => match list.cores().iter().find(|core| !allowed.contains(core)) {
                 None => list.clone(),
                 Some(core) => {
@@ -54,7 +54,7 @@ impl CoreBinding {
 }
 
 /// Returns the hardware threads on which this process may run, in ascending order.
-fn allowed() -> Result<Vec<usize>> {
+fn allowed_cores() -> Result<Vec<usize>> {
     let set = sched_getaffinity(None)
         .map_err(|error| LaunchError::Setup { what: "finding the cores of this process", source: error.into() })?;
     Ok((0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)).collect())
@@ -62,7 +62,7 @@ fn allowed() -> Result<Vec<usize>> {
 
 /// Returns one hardware thread of each physical core: the first of its threads in `allowed`. `siblings` returns the
 /// threads that share a core with a given one.
-fn physical(allowed: &[usize], siblings: impl Fn(usize) -> Option<CoreList>) -> Vec<usize> {
+fn physical_cores(allowed: &[usize], siblings: impl Fn(usize) -> Option<CoreList>) -> Vec<usize> {
     let first = |core: usize| {
         let shared = siblings(core)?;
         shared.cores().iter().copied().find(|other| allowed.contains(other))
@@ -107,9 +107,9 @@ mod tests {
     #[test]
     fn of_threads_that_share_a_core_the_first_one_that_is_allowed_counts() {
         let pairs = |core: usize| Some(CoreList::of(vec![core % 4, core % 4 + 4]));
-        assert_eq!(physical(&[0, 1, 2, 3, 4, 5, 6, 7], pairs), [0, 1, 2, 3]);
-        assert_eq!(physical(&[1, 4, 5, 6], pairs), [1, 4, 6]);
-        assert_eq!(physical(&[2, 6], |_| None), [2, 6], "if the kernel lists no siblings");
+        assert_eq!(physical_cores(&[0, 1, 2, 3, 4, 5, 6, 7], pairs), [0, 1, 2, 3]);
+        assert_eq!(physical_cores(&[1, 4, 5, 6], pairs), [1, 4, 6]);
+        assert_eq!(physical_cores(&[2, 6], |_| None), [2, 6], "if the kernel lists no siblings");
     }
 
     #[test]
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn cores_of_this_process_are_taken_and_others_refused() {
-        let allowed = allowed().unwrap();
+        let allowed = allowed_cores().unwrap();
         let one = CoreBinding { list: Some(CoreList::of(vec![allowed[0]])) };
         assert_eq!(one.cores(1, "a").unwrap().cores(), [allowed[0]]);
         insta::assert_snapshot!(one.cores(2, "a").unwrap_err(), @"2 ranks on a host need at least 2 cores to be bound to, but only 1 can be used; give a longer core list, or start fewer ranks");

@@ -101,9 +101,14 @@ pub(super) fn headline(first: &CulpritRank, after: Duration, ranks: usize) -> St
     format!("zerorun: rank {} {which}: {} after {after:.1} s", first.end.rank, first.describe_end())
 }
 
-/// Returns the message about a run that `first` ended, beginning with the headline. `words` is the rank's own error
-/// output. `ended_ranks` contains all ranks.
-pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String], ended_ranks: &[EndedRank]) -> String {
+/// Returns the message about a run that `first` ended, beginning with the headline. `error_lines` is the rank's own
+/// error output. `ended_ranks` contains all ranks.
+pub(super) fn of_failure(
+    first: &CulpritRank,
+    after: Duration,
+    error_lines: &[String],
+    ended_ranks: &[EndedRank],
+) -> String {
     let mut text = headline(first, after, ended_ranks.len());
     let first = first.end;
     if first.ended == RankExitStatus::Signal(9) && first.request == StopRequest::Nothing {
@@ -111,11 +116,11 @@ pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String],
             "\nzerorun:   zerorun did not send this signal: perhaps the system ran out of memory (see `dmesg`)",
         );
     }
-    words.iter().for_each(|line| text.push_str(&format!("\nzerorun:   | {line}")));
+    error_lines.iter().for_each(|line| text.push_str(&format!("\nzerorun:   | {line}")));
     // Ranks that ended in the same way share a line: with 64 ranks, no one would read 63 lines.
     let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
     for end in ended_ranks.iter().filter(|end| end.rank != first.rank) {
-        let what = match (end.request, end.ended) {
+        let outcome = match (end.request, end.ended) {
             (_, RankExitStatus::Code(0)) if end.before_failure => "had already finished".to_string(),
             (StopRequest::Nothing, RankExitStatus::Code(code)) => format!("exit code {code}, not stopped by zerorun"),
             (StopRequest::Nothing, RankExitStatus::Signal(number)) => {
@@ -124,13 +129,13 @@ pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String],
             (StopRequest::Terminate, _) => "stopped by zerorun with SIGTERM".to_string(),
             (StopRequest::Kill, _) => "killed by zerorun with SIGKILL (SIGTERM did not help)".to_string(),
         };
-        match groups.iter_mut().find(|(other, _)| *other == what) {
+        match groups.iter_mut().find(|(other, _)| *other == outcome) {
             Some((_, ranks)) => ranks.push(end.rank),
-            None => groups.push((what, vec![end.rank])),
+            None => groups.push((outcome, vec![end.rank])),
         }
     }
-    for (what, ranks) in groups {
-        text.push_str(&format!("\nzerorun:   {} {what}", ranks_in_words(&ranks)));
+    for (outcome, ranks) in groups {
+        text.push_str(&format!("\nzerorun:   {} {outcome}", ranks_in_words(&ranks)));
     }
     text
 }
@@ -169,9 +174,9 @@ mod tests {
             end(5, RankExitStatus::Signal(15), StopRequest::Terminate),
             EndedRank { before_failure: true, ..end(6, RankExitStatus::Code(0), StopRequest::Nothing) },
         ];
-        let words = ["Error: no more".to_string(), "    disk".to_string()];
+        let error_lines = ["Error: no more".to_string(), "    disk".to_string()];
         let culprit = CulpritRank { end: first, fault: RankFault::GaveUp };
-        insta::assert_snapshot!(of_failure(&culprit, Duration::from_millis(12_340), &words, &ended_ranks), @r#"
+        insta::assert_snapshot!(of_failure(&culprit, Duration::from_millis(12_340), &error_lines, &ended_ranks), @r#"
         zerorun: rank 1 failed first: it ended with exit code 3 after 12.3 s
         zerorun:   | Error: no more
         zerorun:   |     disk
@@ -192,14 +197,14 @@ mod tests {
     #[test]
     fn a_culprit_that_did_not_end_by_itself_is_told_what_it_did() {
         let after = Duration::from_secs(4);
-        let told = |fault, ended, request| {
+        let message = |fault, ended, request| {
             let end = end(2, ended, request);
             of_failure(&CulpritRank { end, fault }, after, &[], &[end])
         };
-        insta::assert_snapshot!(told(RankFault::Left, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it left the job while other ranks needed it, and ended with exit code 0 after 4.0 s");
-        insta::assert_snapshot!(told(RankFault::Silent, RankExitStatus::Signal(9), StopRequest::Kill), @"zerorun: rank 2 failed: it was unresponsive for too long, and was killed by zerorun with SIGKILL after 4.0 s");
-        insta::assert_snapshot!(told(RankFault::Late, RankExitStatus::Signal(15), StopRequest::Terminate), @"zerorun: rank 2 failed: other ranks waited for it longer than --timeout, and it was stopped by zerorun with SIGTERM after 4.0 s");
-        insta::assert_snapshot!(told(RankFault::GaveUp, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it gave up after an error, and ended with exit code 0 after 4.0 s");
+        insta::assert_snapshot!(message(RankFault::Left, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it left the job while other ranks needed it, and ended with exit code 0 after 4.0 s");
+        insta::assert_snapshot!(message(RankFault::Silent, RankExitStatus::Signal(9), StopRequest::Kill), @"zerorun: rank 2 failed: it was unresponsive for too long, and was killed by zerorun with SIGKILL after 4.0 s");
+        insta::assert_snapshot!(message(RankFault::Late, RankExitStatus::Signal(15), StopRequest::Terminate), @"zerorun: rank 2 failed: other ranks waited for it longer than --timeout, and it was stopped by zerorun with SIGTERM after 4.0 s");
+        insta::assert_snapshot!(message(RankFault::GaveUp, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it gave up after an error, and ended with exit code 0 after 4.0 s");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The launcher's part of the records of runs: the output of the ranks, and how they have ended.
+//! The launcher's part of the records of runs: the output of the ranks, and how they ended.
 //!
 //! ```text
 //!   launcher   creates a file in memory, and names it in CANDLE_ZERO_RUN_FOLDERS
@@ -28,16 +28,16 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// The maximum number of bytes of lines that are collected before a run begins. Older lines are dropped.
 const MAX_WAITING: usize = 256 << 10;
 /// The minimum time between two searches for new folders.
-const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+const SEARCH_INTERVAL: Duration = Duration::from_millis(100);
 /// The maximum number of runs of a job, and of bytes of the paths of their folders.
 const MAX_RUNS: usize = 64;
-const MAX_ANNOUNCED: usize = 256 << 10;
+const MAX_FOLDERS_BYTES: usize = 256 << 10;
 
 /// The writer of the launcher's part of the records of a job's runs.
 #[derive(Debug)]
 pub(super) struct JobRecordWriter {
     /// The file to which rank 0 appends the folders; `None` if nothing is recorded, or if rank 0 is on another host.
-    announced: Option<File>,
+    folders_file: Option<File>,
     state: Mutex<JobRecordState>,
     served: Option<ServedFolder>,
 }
@@ -49,8 +49,8 @@ struct JobRecordState {
     events: Vec<Map<String, Value>>,
     lines: VecDeque<WaitingLine>,
     waiting_bytes: usize,
-    looked: Option<Instant>,
-    is_given_up: bool,
+    last_search: Option<Instant>,
+    has_given_up: bool,
 }
 
 /// A line that a rank wrote before its run began.
@@ -70,28 +70,28 @@ impl WaitingLine {
 
 impl JobRecordWriter {
     /// Begins the record of a start of the job, which has been restarted `restart` times. `first` is the number of the
-    /// first of the `here` ranks on this host, and `ranks` is the total number of ranks.
-    pub(super) fn begin(run: &RunRecordFlags, restart: u32, first: usize, [here, ranks]: [usize; 2]) -> Self {
+    /// first of the `local_ranks` ranks on this host, and `ranks` is the total number of ranks.
+    pub(super) fn begin(run: &RunRecordFlags, restart: u32, first: usize, [local_ranks, ranks]: [usize; 2]) -> Self {
         // The file is in memory, so nothing is left if this launcher is killed. If it cannot be created, there is no
         // log.
         let file = || memfd_create("candle-zero-runs", MemfdFlags::CLOEXEC).ok().map(File::from);
-        let announced = (!run.is_off() && first == 0).then(file).flatten();
-        let record = Self { announced, state: Mutex::default(), served: run.served.clone() };
-        record.event(json!({"event": "start", "restart": restart, "ranks": ranks, "here": here}));
+        let folders_file = (!run.is_off() && first == 0).then(file).flatten();
+        let record = Self { folders_file, state: Mutex::default(), served: run.served.clone() };
+        record.event(json!({"event": "start", "restart": restart, "ranks": ranks, "here": local_ranks}));
         record
     }
 
     /// Returns the path by which the ranks open the file.
     pub(super) fn path(&self) -> Option<PathBuf> {
-        let file = self.announced.as_ref()?;
+        let file = self.folders_file.as_ref()?;
         Some(format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()).into())
     }
 
     /// Adds a line of a rank's output.
     pub(super) fn line(&self, prefix: &str, text: &[u8]) {
-        let Some(file) = &self.announced else { return };
+        let Some(file) = &self.folders_file else { return };
         let mut state = lock(&self.state);
-        self.look(&mut state, file, false);
+        self.find_folders(&mut state, file, false);
         let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         if state.writers.is_empty() {
             state.wait(WaitingLine { time, prefix: prefix.to_owned(), text: text.to_owned() });
@@ -102,7 +102,7 @@ impl JobRecordWriter {
 
     /// Adds the end of a rank. `rank` is its number among all ranks of the job.
     pub(super) fn ended(&self, rank: usize, end: &EndedRank) {
-        let how = match end.request {
+        let description = match end.request {
             StopRequest::Nothing => end.ended.to_string(),
             StopRequest::Terminate => "was stopped by zerorun after another rank or host had failed".to_owned(),
             StopRequest::Kill => "was killed by zerorun because it did not end".to_owned(),
@@ -113,7 +113,7 @@ impl JobRecordWriter {
             // The rank ended because of another rank, or because of a signal to the launcher.
             _ => "stopped",
         };
-        self.event(json!({"event": "rank", "rank": rank, "host": host_name(), "outcome": outcome, "how": how}));
+        self.event(json!({"event": "rank", "rank": rank, "host": host_name(), "outcome": outcome, "how": description}));
     }
 
     /// Adds the failure of a rank on another host.
@@ -128,32 +128,32 @@ impl JobRecordWriter {
 
     /// Looks for folders for the last time, and writes the lines that are still waiting.
     pub(super) fn finish(&self) {
-        if let Some(file) = &self.announced {
-            self.look(&mut lock(&self.state), file, true);
+        if let Some(file) = &self.folders_file {
+            self.find_folders(&mut lock(&self.state), file, true);
         }
     }
 
     fn event(&self, event: Value) {
-        let (Some(file), Value::Object(event)) = (&self.announced, event) else { return };
+        let (Some(file), Value::Object(event)) = (&self.folders_file, event) else { return };
         let mut state = lock(&self.state);
-        self.look(&mut state, file, true);
+        self.find_folders(&mut state, file, true);
         state.write(|writer| writer.event(event.clone()));
         state.events.push(event);
     }
 
     /// Looks for folders that rank 0 has announced.
-    fn look(&self, state: &mut JobRecordState, file: &File, at_once: bool) {
-        if !at_once && state.looked.is_some_and(|at| at.elapsed() < LOOK_INTERVAL) {
+    fn find_folders(&self, state: &mut JobRecordState, file: &File, at_once: bool) {
+        if !at_once && state.last_search.is_some_and(|at| at.elapsed() < SEARCH_INTERVAL) {
             return;
         }
-        state.looked = Some(Instant::now());
-        let length = file.metadata().map_or(0, |found| found.len());
-        let mut bytes = vec![0; MAX_ANNOUNCED.min(usize::try_from(length).unwrap_or(usize::MAX))];
+        state.last_search = Some(Instant::now());
+        let length = file.metadata().map_or(0, |metadata| metadata.len());
+        let mut bytes = vec![0; MAX_FOLDERS_BYTES.min(usize::try_from(length).unwrap_or(usize::MAX))];
         let text =
             file.read_exact_at(&mut bytes, 0).ok().and_then(|()| String::from_utf8(bytes).ok()).unwrap_or_default();
         let complete = text.rsplit_once('\n').map_or("", |(complete, _)| complete);
         for folder in complete.lines().map(PathBuf::from).take(MAX_RUNS) {
-            if !state.is_given_up && !state.writers.iter().any(|writer| writer.folder() == folder) {
+            if !state.has_given_up && !state.writers.iter().any(|writer| writer.folder() == folder) {
                 if let (Some(served), Some(runs)) = (&self.served, folder.parent()) {
                     served.change(runs);
                 }
@@ -166,7 +166,7 @@ impl JobRecordWriter {
 impl JobRecordState {
     /// Begins to write into the folder of a run.
     fn open(&mut self, folder: PathBuf) {
-        let written = LaunchWriter::open(folder).and_then(|mut writer| {
+        let opened = LaunchWriter::open(folder).and_then(|mut writer| {
             self.events.iter().try_for_each(|event| writer.event(event.clone()))?;
             for WaitingLine { time, prefix, text } in self.lines.drain(..) {
                 writer.line(time, &prefix, &text)?;
@@ -174,7 +174,7 @@ impl JobRecordState {
             Ok(writer)
         });
         self.waiting_bytes = 0;
-        match written {
+        match opened {
             Ok(writer) => self.writers.push(writer),
             Err(error) => self.give_up(&error),
         }
@@ -197,7 +197,7 @@ impl JobRecordState {
     }
 
     fn give_up(&mut self, error: &candle_zero::Error) {
-        self.is_given_up = true;
+        self.has_given_up = true;
         self.writers.clear();
         eprint(&format!("zerorun: the output of the ranks is no longer recorded: {error}"));
     }
@@ -211,7 +211,11 @@ mod tests {
 
     fn record() -> JobRecordWriter {
         let file = memfd_create("test", MemfdFlags::CLOEXEC).map(File::from).unwrap();
-        JobRecordWriter { announced: Some(file), state: Mutex::default(), served: Some(ServedFolder::new("elsewhere")) }
+        JobRecordWriter {
+            folders_file: Some(file),
+            state: Mutex::default(),
+            served: Some(ServedFolder::new("elsewhere")),
+        }
     }
 
     fn announce(record: &JobRecordWriter, folder: &std::path::Path) {

@@ -103,14 +103,14 @@ impl MultiHostContext {
     pub(crate) fn mpi_on_one_host(ranks: usize, start: u32) -> Self {
         let now =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_nanos());
-        let space = format!("candle_zero_{:x}_{now:x}_{start}", std::process::id());
+        let name = format!("candle_zero_{:x}_{now:x}_{start}", std::process::id());
         Self {
             first: 0,
             place: 0,
             hosts: 1,
             host: None,
             master_addr: Ipv4Addr::LOCALHOST.to_string(),
-            pmi: pmi::PmiServer::for_one_host(space, ranks),
+            pmi: pmi::PmiServer::for_one_host(name, ranks),
             remote_failure: Arc::default(),
             tell: Arc::new(|_| {}),
         }
@@ -127,7 +127,7 @@ impl std::fmt::Debug for MultiHostContext {
 
 /// Returns the variables that are the same for all ranks.
 pub(super) fn common_environment(job: &LocalJobSpec) -> Result<Vec<(&'static str, String)>> {
-    let local = job.world.to_string();
+    let local_size = job.world.to_string();
     let port = match job.master_port {
         Some(port) => port,
         None => free_port()?,
@@ -135,8 +135,8 @@ pub(super) fn common_environment(job: &LocalJobSpec) -> Result<Vec<(&'static str
     let context = job.multi_host.as_ref();
     let mut variables = vec![
         ("WORLD_SIZE", context.map_or(job.world, |context| context.pmi.world()).to_string()),
-        ("LOCAL_WORLD_SIZE", local.clone()),
-        ("LOCAL_SIZE", local),
+        ("LOCAL_WORLD_SIZE", local_size.clone()),
+        ("LOCAL_SIZE", local_size),
         ("MASTER_ADDR", context.map_or_else(|| Ipv4Addr::LOCALHOST.to_string(), |context| context.master_addr.clone())),
         ("MASTER_PORT", port.to_string()),
         (RESTART, job.restart.to_string()),
@@ -156,7 +156,7 @@ pub(super) fn common_environment(job: &LocalJobSpec) -> Result<Vec<(&'static str
     variables.push((island_server::LAUNCHER, launcher_number().to_string()));
     variables.extend(job.devices.clone().map(|devices| (DEVICES, devices)));
     let cores = match &job.cores {
-        Some(bound) => bound.cores().len(),
+        Some(list) => list.cores().len(),
         None => std::thread::available_parallelism().map_or(1, usize::from),
     };
     if job.world > cores && job.restart == 0 {
@@ -170,8 +170,8 @@ pub(super) fn common_environment(job: &LocalJobSpec) -> Result<Vec<(&'static str
     // that divide the cores among themselves.
     let threads = (cores / job.world).max(1).to_string();
     // DeepSpeed sets the number of OpenMP threads only if it binds ranks.
-    let of_openmp = job.cores.as_ref().map(|_| "OMP_NUM_THREADS");
-    for name in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"].into_iter().chain(of_openmp) {
+    let openmp_variable = job.cores.as_ref().map(|_| "OMP_NUM_THREADS");
+    for name in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"].into_iter().chain(openmp_variable) {
         if !is_set(name) {
             variables.push((name, threads.clone()));
         }

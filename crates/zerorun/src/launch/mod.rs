@@ -110,11 +110,11 @@ pub(crate) struct LaunchOptions {
     pub(crate) script_args: Vec<OsString>,
 }
 
-/// Builds a program, unless it is an executable already, and returns its path. `typed` is the path as typed.
-pub(crate) fn build(target: ScriptTarget, typed: &Path, features: Option<&str>) -> Result<PathBuf> {
+/// Builds a program, unless it is an executable already, and returns its path. `script` is the path as typed.
+pub(crate) fn build(target: ScriptTarget, script: &Path, features: Option<&str>) -> Result<PathBuf> {
     match target {
         ScriptTarget::Program { path } => Ok(path),
-        ScriptTarget::InPackage(in_package) => cargo_build::build(&in_package.into_build(typed, features)),
+        ScriptTarget::InPackage(in_package) => cargo_build::build(&in_package.into_build(script, features)),
         ScriptTarget::Single(single) => cargo_build::build(&single.generate(features)?),
     }
 }
@@ -128,12 +128,12 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
     // Problems with the hosts are reported before anything is built.
     let world = options.job_hosts.world()?;
     // With several hosts in a hostfile, each host's launcher checks its own cores.
-    let here = match (&options.job_hosts, &world) {
+    let local_ranks = match (&options.job_hosts, &world) {
         (LaunchMode::Hosts(hosts), Some(world)) if hosts.mpirun.is_none() => hosts.only_here(world),
         (_, Some(_)) => None,
         _ => Some(options.ranks),
     };
-    let cores = match (&options.binding, here) {
+    let cores = match (&options.binding, local_ranks) {
         (Some(binding), Some(ranks)) => Some(binding.cores(ranks, &candle_zero::util::host_name())?),
         _ => None,
     };
@@ -159,16 +159,16 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
             cargo_build::build(&package)?
         }
     };
-    let recorded = options.timeline.clone().or_else(|| {
+    let timeline_file = options.timeline.clone().or_else(|| {
         let file = std::env::var_os(timeline::FILE).filter(|file| !file.is_empty());
         file.map(Into::into)
     });
-    let several = !matches!(options.job_hosts, LaunchMode::Alone);
-    if several && recorded.is_some() {
+    let has_several_hosts = !matches!(options.job_hosts, LaunchMode::Alone);
+    if has_several_hosts && timeline_file.is_some() {
         eprint("zerorun: no timeline is recorded: timelines are available only on a single host");
     }
-    let recorded = recorded.filter(|_| !several);
-    let recorded = recorded.as_deref().map(timeline::JobTimeline::begin).transpose()?;
+    let timeline_file = timeline_file.filter(|_| !has_several_hosts);
+    let job_timeline = timeline_file.as_deref().map(timeline::JobTimeline::begin).transpose()?;
     let job = LocalJobSpec {
         program,
         args: options.script_args.clone(),
@@ -182,7 +182,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         run: options.run.clone(),
         island: options.island.clone(),
         restart: 0,
-        timeline: recorded.as_ref().map(|job| job.folder().to_owned()),
+        timeline: job_timeline.as_ref().map(|job| job.folder().to_owned()),
         multi_host: None,
         cores,
         devices: None,
@@ -193,14 +193,14 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         min_ranks: Some(options.min_ranks),
         binding: options.binding.as_ref(),
     };
-    let ended = run_on(job, &options.job_hosts, world.as_ref(), &run);
-    match recorded.map(timeline::JobTimeline::finish) {
+    let result = run_on(job, &options.job_hosts, world.as_ref(), &run);
+    match job_timeline.map(timeline::JobTimeline::finish) {
         Some(Ok(summary)) => eprint(&format!("zerorun: {summary}; open it at https://ui.perfetto.dev")),
         // The result of the job takes precedence.
         Some(Err(error)) => eprint(&format!("zerorun: {error}")),
         None => {}
     }
-    ended
+    result
 }
 
 /// The options for running the ranks of a job.
@@ -225,21 +225,21 @@ pub(crate) fn run_on(
 ) -> Result<u8> {
     let _dashboard = serve_dashboard(&mut job, job_hosts)?;
     let max_restarts = options.max_restarts;
-    let rule = restarts::RestartPolicy { max_restarts, min_ranks: options.min_ranks.unwrap_or(job.world) };
+    let policy = restarts::RestartPolicy { max_restarts, min_ranks: options.min_ranks.unwrap_or(job.world) };
     match (job_hosts, world) {
         (LaunchMode::Nodes(node), _) => nodes::run(job, node, max_restarts),
         (LaunchMode::Hosts(hosts), Some(world)) => match (hosts.only_here(world), &hosts.mpirun) {
             (_, Some(mpirun)) => mpirun::become_mpirun(&job, mpirun, world, hosts.master_addr.as_deref()),
             (Some(ranks), None) => {
                 let job = LocalJobSpec { world: ranks, devices: Some(world.devices(0)), ..job };
-                restarts::run(options.backend, job, &restarts::RestartPolicy { min_ranks: ranks, ..rule })
+                restarts::run(options.backend, job, &restarts::RestartPolicy { min_ranks: ranks, ..policy })
             }
             (None, None) => {
-                let whole = JobWideOptions { max_restarts, binding: options.binding };
-                nodes::ssh::run(&job, hosts, world, &whole)
+                let job_wide = JobWideOptions { max_restarts, binding: options.binding };
+                nodes::ssh::run(&job, hosts, world, &job_wide)
             }
         },
-        _ => restarts::run(options.backend, job, &rule),
+        _ => restarts::run(options.backend, job, &policy),
     }
 }
 

@@ -46,7 +46,7 @@ impl MpirunFlavor {
     }
 
     /// Returns whether a version text is that of this kind of `mpirun`.
-    fn says(self, version: &str) -> bool {
+    fn recognizes(self, version: &str) -> bool {
         match self {
             Self::OpenMpi => version.contains("Open MPI") || version.contains("OpenRTE"),
             // This includes Intel MPI.
@@ -59,10 +59,10 @@ impl MpirunFlavor {
         let launcher = self.name();
         let refused = |why: String| Error::from(HostsError::NoMpirun { launcher, why });
         let output = Command::new(MPIRUN).arg("--version").output().map_err(|source| refused(source.to_string()))?;
-        let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-        let first = said.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("nothing");
-        let other = || refused(format!("the one on the PATH identifies itself as: {first}"));
-        if self.says(&said) { Ok(()) } else { Err(other()) }
+        let version = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        let first_line = version.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("nothing");
+        let mismatch = || refused(format!("the one on the PATH identifies itself as: {first_line}"));
+        if self.recognizes(&version) { Ok(()) } else { Err(mismatch()) }
     }
 }
 
@@ -111,7 +111,7 @@ fn mpirun_args(
     let hosts = world.hosts().iter().map(|host| format!("{}:{}", host.name, host.slots.len()));
     let hosts = hosts.collect::<Vec<_>>().join(",");
     let mut words: Vec<OsString> = vec!["-n".into(), world.size().to_string().into()];
-    let mut add = |more: &[&str]| words.extend(more.iter().map(OsString::from));
+    let mut add = |arguments: &[&str]| words.extend(arguments.iter().map(OsString::from));
     match mpirun.kind {
         MpirunFlavor::OpenMpi => {
             add(&["--host", &hosts]);
@@ -192,12 +192,12 @@ mod tests {
     #[test]
     fn an_mpirun_is_known_by_what_it_says_of_its_version() {
         assert!(
-            MpirunFlavor::OpenMpi.says("mpirun (Open MPI) 5.0.11")
-                && !MpirunFlavor::Mpich.says("mpirun (Open MPI) 5.0.11")
+            MpirunFlavor::OpenMpi.recognizes("mpirun (Open MPI) 5.0.11")
+                && !MpirunFlavor::Mpich.recognizes("mpirun (Open MPI) 5.0.11")
         );
         assert!(
-            MpirunFlavor::Mpich.says("HYDRA build details:\n    Version: 5.0.2")
-                && !MpirunFlavor::OpenMpi.says("HYDRA build details:")
+            MpirunFlavor::Mpich.recognizes("HYDRA build details:\n    Version: 5.0.2")
+                && !MpirunFlavor::OpenMpi.recognizes("HYDRA build details:")
         );
     }
 }

@@ -66,9 +66,9 @@ impl PmiServer {
     pub(crate) fn for_one_host(space: String, ranks: usize) -> Arc<Self> {
         Arc::new_cyclic(|server: &Weak<Self>| {
             let server = server.clone();
-            let back =
+            let deliver =
                 move |fresh| server.upgrade().into_iter().for_each(|server| server.deliver(Clone::clone(&fresh)));
-            Self::new(space, &[ranks], 0, back)
+            Self::new(space, &[ranks], 0, deliver)
         })
     }
 

@@ -42,7 +42,7 @@ struct LineSplitter {
     pending: Vec<u8>,
     /// The text before the last carriage return of this line.
     redrawn: Vec<u8>,
-    returned: bool,
+    has_carriage_return: bool,
 }
 
 impl LineSplitter {
@@ -53,7 +53,7 @@ impl LineSplitter {
             if rest[at] == b'\n' {
                 self.end_line(&mut sink)?;
             } else {
-                self.returned = true;
+                self.has_carriage_return = true;
                 if !self.pending.is_empty() {
                     std::mem::swap(&mut self.redrawn, &mut self.pending);
                     self.pending.clear();
@@ -66,7 +66,7 @@ impl LineSplitter {
         if self.pending.len() > MAX_LINE_BYTES {
             return self.end_line(&mut sink);
         }
-        if self.returned && !rest.is_empty() {
+        if self.has_carriage_return && !rest.is_empty() {
             sink(OutputPiece::Progress(&self.pending))?;
         }
         Ok(())
@@ -108,18 +108,18 @@ impl ConsoleScreen {
             OutputPiece::Progress(_) if !on_terminal => return Ok(()),
             OutputPiece::Progress(text) => (text, b""),
         };
-        let mut shown = lock(&self.progress_shown);
-        let erase = if on_terminal && *shown { ERASE_LINE } else { b"" };
+        let mut progress_shown = lock(&self.progress_shown);
+        let erase = if on_terminal && *progress_shown { ERASE_LINE } else { b"" };
         console::write(stream, &[erase, prefix, text, end].concat())?;
         if on_terminal {
-            *shown = end.is_empty();
+            *progress_shown = end.is_empty();
         }
         Ok(())
     }
 
-    fn leave_progress(&self) {
-        let mut shown = lock(&self.progress_shown);
-        if std::mem::take(&mut *shown) {
+    fn end_progress_line(&self) {
+        let mut progress_shown = lock(&self.progress_shown);
+        if std::mem::take(&mut *progress_shown) {
             // The terminal may be gone.
             let _ = console::write(if self.err_is_terminal { ConsoleStream::Err } else { ConsoleStream::Out }, b"\n");
         }
@@ -139,7 +139,7 @@ pub(super) struct RankOutputForwarder {
     /// Whether some output could not be written for a reason other than a closed pipe.
     unwritten: Arc<AtomicBool>,
     /// The name of this host, if there are several hosts, and the number of its first rank.
-    place: (Option<String>, usize),
+    host_and_first_rank: (Option<String>, usize),
     record: Arc<JobRecordWriter>,
 }
 
@@ -155,9 +155,9 @@ pub(super) struct DrainedOutput {
 }
 
 impl RankOutputForwarder {
-    /// Creates a forwarder for the output of one host's ranks. `place` is the host's name, if there are other hosts,
-    /// and the number of its first rank. Complete lines also go into `record`.
-    pub(super) fn new(place: (Option<String>, usize), record: Arc<JobRecordWriter>) -> Self {
+    /// Creates a forwarder for the output of one host's ranks. `host_and_first_rank` is the host's name, if there
+    /// are other hosts, and the number of its first rank. Complete lines also go into `record`.
+    pub(super) fn new(host_and_first_rank: (Option<String>, usize), record: Arc<JobRecordWriter>) -> Self {
         let (ended_sender, ended) = channel();
         let screen = ConsoleScreen {
             out_is_terminal: io::stdout().is_terminal(),
@@ -172,7 +172,7 @@ impl RankOutputForwarder {
             running: 0,
             tails: Arc::default(),
             unwritten: Arc::default(),
-            place,
+            host_and_first_rank,
             record,
         }
     }
@@ -187,7 +187,7 @@ impl RankOutputForwarder {
         let screen = Arc::clone(&self.screen);
         let busy = Arc::clone(&self.busy);
         let ended = self.ended_sender.clone();
-        let (host, first) = &self.place;
+        let (host, first) = &self.host_and_first_rank;
         let host = host.as_ref().map(|host| format!("{host} ")).unwrap_or_default();
         let prefix = format!("[{host}rank {}] ", first + rank);
         let record = Arc::clone(&self.record);
@@ -239,16 +239,18 @@ impl RankOutputForwarder {
     /// [`console::write`]).
     pub(super) fn drain(mut self, events: &Receiver<LauncherEvent>) -> DrainedOutput {
         let mut asked = None;
-        let mut last_news = Instant::now();
+        let mut last_activity = Instant::now();
         while self.running > 0 {
             match self.ended.recv_timeout(DRAIN_POLL_INTERVAL) {
                 Ok(()) => {
                     self.running -= 1;
-                    last_news = Instant::now();
+                    last_activity = Instant::now();
                 }
                 // A reader with pending text waits for a slow terminal or pipe, so keep waiting.
-                Err(RecvTimeoutError::Timeout) if self.busy.load(Ordering::SeqCst) > 0 => last_news = Instant::now(),
-                Err(RecvTimeoutError::Timeout) if last_news.elapsed() < DRAIN_TIMEOUT => {}
+                Err(RecvTimeoutError::Timeout) if self.busy.load(Ordering::SeqCst) > 0 => {
+                    last_activity = Instant::now();
+                }
+                Err(RecvTimeoutError::Timeout) if last_activity.elapsed() < DRAIN_TIMEOUT => {}
                 Err(_) => break,
             }
             for event in events.try_iter() {
@@ -257,7 +259,7 @@ impl RankOutputForwarder {
                 }
             }
         }
-        self.screen.leave_progress();
+        self.screen.end_progress_line();
         let tails = std::mem::take(&mut *lock(&self.tails));
         DrainedOutput { tails, unwritten: self.unwritten.load(Ordering::SeqCst), asked }
     }

@@ -78,17 +78,17 @@ pub(crate) struct RunFailure {
 pub(crate) fn run(job: &LocalJobSpec, events: &Receiver<LauncherEvent>) -> Result<RunEnd> {
     let region = SharedMemoryRegion::create(job.world)?;
     let context = job.multi_host.as_ref();
-    let place = context.map_or((None, 0), |context| (context.host.clone(), context.first));
+    let host_and_first_rank = context.map_or((None, 0), |context| (context.host.clone(), context.first));
     let counts = [job.world, context.map_or(job.world, |context| context.pmi.world())];
-    let record = Arc::new(JobRecordWriter::begin(&job.run, job.restart, place.1, counts));
-    let mut output = RankOutputForwarder::new(place, Arc::clone(&record));
+    let record = Arc::new(JobRecordWriter::begin(&job.run, job.restart, host_and_first_rank.1, counts));
+    let mut output = RankOutputForwarder::new(host_and_first_rank, Arc::clone(&record));
     let common = common_environment(job)?;
     let mut ranks = RankProcesses {
         region,
-        all: Vec::with_capacity(job.world),
+        processes: Vec::with_capacity(job.world),
         started: Instant::now(),
         cause: ShutdownCause::Running,
-        asked: None,
+        end_signal: None,
         grace: job.grace,
         on_signal: job.on_signal,
         multi_host: job.multi_host.clone(),
@@ -101,13 +101,13 @@ pub(crate) fn run(job: &LocalJobSpec, events: &Receiver<LauncherEvent>) -> Resul
             break;
         }
     }
-    for rank in ranks.all.len()..job.world {
+    for rank in ranks.processes.len()..job.world {
         ranks.region.mark_dead(rank, "it was not started: the job was asked to end");
     }
     ranks.region.let_in();
     ranks.supervise(events);
     let drained = output.drain(events);
-    ranks.asked = drained.asked.or(ranks.asked);
+    ranks.end_signal = drained.asked.or(ranks.end_signal);
     let end = ranks.end(&drained.tails);
     if let RunEnd::Failed(failure) = &end {
         record.failed(failure.rank, failure.headline.trim_start_matches("zerorun: "));
@@ -168,11 +168,11 @@ impl RankProcess {
 
 struct RankProcesses {
     region: SharedMemoryRegion,
-    all: Vec<RankProcess>,
+    processes: Vec<RankProcess>,
     started: Instant,
     cause: ShutdownCause,
     /// The last signal that asked the launcher to end.
-    asked: Option<Signal>,
+    end_signal: Option<Signal>,
     grace: Duration,
     on_signal: Option<&'static str>,
     multi_host: Option<MultiHostContext>,
@@ -266,7 +266,7 @@ impl RankProcesses {
         })?;
         let (out, err) = (child.stdout.take(), child.stderr.take());
         let pid = Pid::from_child(&child);
-        self.all.push(RankProcess { child, pid, request: StopRequest::Nothing, end: None });
+        self.processes.push(RankProcess { child, pid, request: StopRequest::Nothing, end: None });
         if let Some(out) = out {
             output.forward_lines(rank, out, ConsoleStream::Out)?;
         }
@@ -285,7 +285,7 @@ impl RankProcesses {
     fn supervise(&mut self, events: &Receiver<LauncherEvent>) {
         loop {
             self.collect_ended();
-            if self.all.iter().all(|rank| rank.end.is_some()) {
+            if self.processes.iter().all(|rank| rank.end.is_some()) {
                 return;
             }
             let next = self.send_due_signals();
@@ -300,8 +300,8 @@ impl RankProcesses {
     }
 
     fn collect_ended(&mut self) {
-        for index in 0..self.all.len() {
-            let rank = &mut self.all[index];
+        for index in 0..self.processes.len() {
+            let rank = &mut self.processes[index];
             if rank.end.is_some() || !rank.has_ended() {
                 continue;
             }
@@ -343,7 +343,7 @@ impl RankProcesses {
     }
 
     fn request_stop(&mut self, request: StopRequest) {
-        for rank in self.all.iter_mut().filter(|rank| rank.end.is_none() && rank.request != request) {
+        for rank in self.processes.iter_mut().filter(|rank| rank.end.is_none() && rank.request != request) {
             rank.request = request;
             if request == StopRequest::Kill {
                 rank.signal(Signal::KILL);
@@ -356,12 +356,12 @@ impl RankProcesses {
     }
 
     fn signal_all(&self, signal: Signal) {
-        self.all.iter().for_each(|rank| rank.signal(signal));
+        self.processes.iter().for_each(|rank| rank.signal(signal));
     }
 
     fn handle(&mut self, event: LauncherEvent) {
         if let LauncherEvent::End(signal) = event {
-            self.asked = Some(signal);
+            self.end_signal = Some(signal);
             self.multi_host.iter().for_each(|context| (context.tell)(signal));
         }
         match (event, self.cause) {
@@ -389,8 +389,8 @@ impl RankProcesses {
                 }
                 self.signal_all(signal);
             }
-            (LauncherEvent::End(again), ShutdownCause::Interrupted { signal, at })
-                if again == signal && at.elapsed() < DUPLICATE_SIGNAL_WINDOW => {}
+            (LauncherEvent::End(repeated), ShutdownCause::Interrupted { signal, at })
+                if repeated == signal && at.elapsed() < DUPLICATE_SIGNAL_WINDOW => {}
             // The end is requested for the second time, or during the shutdown after a failure.
             (LauncherEvent::End(_), _) => self.request_stop(StopRequest::Kill),
         }
@@ -407,41 +407,41 @@ impl RankProcesses {
     }
 
     fn failure(&self, first: EndedRank, at: Instant, tails: &[StderrTail]) -> RunFailure {
-        let ended_ranks: Vec<EndedRank> = self.all.iter().filter_map(|rank| rank.end).collect();
+        let ended_ranks: Vec<EndedRank> = self.processes.iter().filter_map(|rank| rank.end).collect();
         // The rank that ended first need not be the cause: a rank that hangs, or lingers after its error, makes the
         // others end before it.
-        let blamed = self.region.first_failure();
-        let culprit = blamed.and_then(|(rank, fault)| {
+        let recorded_failure = self.region.first_failure();
+        let culprit = recorded_failure.and_then(|(rank, fault)| {
             let end = ended_ranks.iter().find(|end| end.rank == rank)?;
             Some(CulpritRank { end: *end, fault })
         });
         let mut culprit = culprit.unwrap_or(CulpritRank { end: first, fault: RankFault::Died });
-        let mut words = self.own_error_output(&culprit, tails);
+        let mut error_lines = self.own_error_output(&culprit, tails);
         // Ranks that fail together end in any order. The rank that the others blame is the cause.
-        let pointed_at = words.iter().find_map(|line| rank_pointed_at(line));
+        let blamed_rank = error_lines.iter().find_map(|line| rank_pointed_at(line));
         let by_itself = |end: &&EndedRank| end.ended.is_failure() && end.request == StopRequest::Nothing;
-        if let Some(end) = ended_ranks.iter().filter(by_itself).find(|end| Some(end.rank + self.first()) == pointed_at)
+        if let Some(end) = ended_ranks.iter().filter(by_itself).find(|end| Some(end.rank + self.first()) == blamed_rank)
         {
             culprit = CulpritRank { end: *end, fault: RankFault::Died };
-            words = self.own_error_output(&culprit, tails);
+            error_lines = self.own_error_output(&culprit, tails);
         }
         // From here on, ranks are numbered across all hosts.
-        let first_here = self.first();
-        let numbered = |end: EndedRank| EndedRank { rank: end.rank + first_here, ..end };
+        let first_rank = self.first();
+        let with_global_rank = |end: EndedRank| EndedRank { rank: end.rank + first_rank, ..end };
         let (culprit, ended_ranks) = (
-            CulpritRank { end: numbered(culprit.end), ..culprit },
-            ended_ranks.into_iter().map(numbered).collect::<Vec<_>>(),
+            CulpritRank { end: with_global_rank(culprit.end), ..culprit },
+            ended_ranks.into_iter().map(with_global_rank).collect::<Vec<_>>(),
         );
         let after = at - self.started;
         let by_itself = culprit.end.request == StopRequest::Nothing && culprit.end.ended.is_failure();
         RunFailure {
             after,
             headline: failure_report::headline(&culprit, after, ended_ranks.len()),
-            report: failure_report::of_failure(&culprit, after, &words, &ended_ranks),
+            report: failure_report::of_failure(&culprit, after, &error_lines, &ended_ranks),
             rank: culprit.end.rank,
-            blames: words.iter().find_map(|line| rank_pointed_at(line)),
+            blames: error_lines.iter().find_map(|line| rank_pointed_at(line)),
             code: if by_itself { culprit.end.ended.exit_code() } else { first.ended.exit_code() },
-            asked: self.asked,
+            asked: self.end_signal,
         }
     }
 }
@@ -460,10 +460,10 @@ impl RankProcesses {
 }
 
 impl Drop for RankProcesses {
-    /// Ends the ranks that are already running if starting the others has failed.
+    /// Ends the ranks that are already running if starting the others failed.
     fn drop(&mut self) {
         self.signal_all(Signal::KILL);
-        for rank in self.all.iter_mut().filter(|rank| rank.end.is_none()) {
+        for rank in self.processes.iter_mut().filter(|rank| rank.end.is_none()) {
             rank.collect();
         }
     }

@@ -69,13 +69,13 @@ impl RestartPolicy {
 
 /// Returns the pause after the last of these runs.
 fn pause(failed: &[FailedRun]) -> Duration {
-    let soon = failed.iter().rev().take_while(|run| run.after < EARLY_FAILURE).count();
-    pause_after(soon)
+    let early_failures = failed.iter().rev().take_while(|run| run.after < EARLY_FAILURE).count();
+    pause_after(early_failures)
 }
 
 /// Returns the pause after this number of consecutive early failures.
-pub(super) fn pause_after(soon: usize) -> Duration {
-    let doublings = u32::try_from(soon.saturating_sub(1)).unwrap_or(u32::MAX);
+pub(super) fn pause_after(early_failures: usize) -> Duration {
+    let doublings = u32::try_from(early_failures.saturating_sub(1)).unwrap_or(u32::MAX);
     INITIAL_BACKOFF.saturating_mul(2u32.saturating_pow(doublings)).min(MAX_BACKOFF)
 }
 
@@ -98,7 +98,7 @@ pub(crate) fn run(backend: CommBackend, mut job: LocalJobSpec, policy: &RestartP
         let next = policy.next(&failed).filter(|_| failure.asked.is_none());
         let Some(next) = next else { return Ok(give_up(&failure, policy)) };
         eprint(&announcement(&failure, &next, job.world, policy));
-        if let Some(signal) = rest(next.pause, &events) {
+        if let Some(signal) = wait_out(next.pause, &events) {
             return Ok(stopped_by(signal));
         }
         (job.restart, job.world) = (next.restart, next.ranks);
@@ -108,13 +108,13 @@ pub(crate) fn run(backend: CommBackend, mut job: LocalJobSpec, policy: &RestartP
 /// Returns the line about a failure that is followed by a restart.
 fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, policy: &RestartPolicy) -> String {
     let NextStart { restart, ranks, pause } = next;
-    let fewer = if *ranks < ranks_before {
+    let reason = if *ranks < ranks_before {
         format!(" (two starts with {ranks_before} ranks failed within {} s)", FAILED_START.as_secs())
     } else {
         String::new()
     };
     format!(
-        "{}; restart {restart} of {} with {}{fewer} in {:.1} s",
+        "{}; restart {restart} of {} with {}{reason} in {:.1} s",
         failure.headline,
         policy.max_restarts,
         counted(*ranks, "rank"),
@@ -141,11 +141,11 @@ fn stopped_by(signal: Signal) -> u8 {
 }
 
 /// Waits until the pause is over. A signal that asks the launcher to end interrupts the wait and is returned.
-fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
+fn wait_out(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
     let until = Instant::now() + pause;
     loop {
-        let left = until.saturating_duration_since(Instant::now());
-        match events.recv_timeout(left) {
+        let remaining = until.saturating_duration_since(Instant::now());
+        match events.recv_timeout(remaining) {
             Ok(LauncherEvent::End(signal)) => return Some(signal),
             Ok(LauncherEvent::Suspend) => signals::suspend_self(),
             // No rank is running to which such an event could apply.
@@ -154,7 +154,7 @@ fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
             // This cannot happen (see `RankProcesses::supervise`); if it did, sleeping until the end of the pause would
             // be right.
             Err(RecvTimeoutError::Disconnected) => {
-                std::thread::sleep(left);
+                std::thread::sleep(remaining);
                 return None;
             }
         }
@@ -209,8 +209,8 @@ mod tests {
         };
         assert_eq!(pauses(&[(1, 0), (1, 59), (1, 0), (1, 60), (1, 0), (1, 0)]), [200, 400, 800, 200, 200, 400]);
         assert_eq!(pause(&failed(&[(1, 0); 8])), Duration::from_millis(25_600));
-        for soon in [9, 40, 1000] {
-            assert_eq!(pause(&failed(&vec![(1, 0); soon])), MAX_BACKOFF);
+        for early_failures in [9, 40, 1000] {
+            assert_eq!(pause(&failed(&vec![(1, 0); early_failures])), MAX_BACKOFF);
         }
     }
 
@@ -225,12 +225,12 @@ mod tests {
             code: 3,
             asked: None,
         };
-        let told = |runs: &[(usize, u64)]| {
+        let line = |runs: &[(usize, u64)]| {
             let runs = failed(runs);
             announcement(&failure, &policy(5, 1).next(&runs).unwrap(), runs[runs.len() - 1].ranks, &policy(5, 1))
         };
-        insta::assert_snapshot!(told(&[(4, 3)]), @"zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s; restart 1 of 5 with 4 ranks in 0.2 s");
-        insta::assert_snapshot!(told(&[(2, 3), (2, 3)]), @"zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s; restart 2 of 5 with 1 rank (two starts with 2 ranks failed within 10 s) in 0.4 s");
+        insta::assert_snapshot!(line(&[(4, 3)]), @"zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s; restart 1 of 5 with 4 ranks in 0.2 s");
+        insta::assert_snapshot!(line(&[(2, 3), (2, 3)]), @"zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s; restart 2 of 5 with 1 rank (two starts with 2 ranks failed within 10 s) in 0.4 s");
     }
 
     #[test]
@@ -240,11 +240,11 @@ mod tests {
             sender.send(event).unwrap();
         }
         let start = Instant::now();
-        assert_eq!(rest(Duration::from_millis(50), &events), None);
+        assert_eq!(wait_out(Duration::from_millis(50), &events), None);
         assert!(start.elapsed() >= Duration::from_millis(50));
         sender.send(LauncherEvent::Child).unwrap();
         sender.send(LauncherEvent::End(Signal::TERM)).unwrap();
-        assert_eq!(rest(MAX_BACKOFF, &events), Some(Signal::TERM));
+        assert_eq!(wait_out(MAX_BACKOFF, &events), Some(Signal::TERM));
         assert!(start.elapsed() < MAX_BACKOFF);
     }
 }

@@ -47,9 +47,12 @@ pub(crate) fn cache() -> Result<PathBuf> {
 }
 
 fn cache_dir(lookup: impl Fn(&str) -> Option<PathBuf>) -> Result<PathBuf> {
-    let set = |name: &str| lookup(name).filter(|path| !path.as_os_str().is_empty());
-    let dir = set("ZERORUN_CACHE_DIR")
-        .or_else(|| Some(cache_home(set("XDG_CACHE_HOME").map(PathBuf::into_os_string), set("HOME"))?.join("zerorun")))
+    let non_empty = |name: &str| lookup(name).filter(|path| !path.as_os_str().is_empty());
+    let dir = non_empty("ZERORUN_CACHE_DIR")
+        .or_else(|| {
+            let cache_home = cache_home(non_empty("XDG_CACHE_HOME").map(PathBuf::into_os_string), non_empty("HOME"))?;
+            Some(cache_home.join("zerorun"))
+        })
         .ok_or(LaunchError::NoScriptCache)?;
     std::path::absolute(&dir).map_err(|source| Error::Io { action: "find", path: dir, source })
 }
@@ -78,12 +81,13 @@ fn own_checkout() -> Result<Option<&'static Path>> {
     if !manifest.is_file() {
         return Ok(None);
     }
-    let ours = std::env::current_exe().and_then(std::fs::metadata).ok().map(|found| FileOwner::of(&found));
+    let zerorun_file = std::env::current_exe().and_then(std::fs::metadata).ok();
+    let zerorun_owner = zerorun_file.map(|metadata| FileOwner::of(&metadata));
     let me = rustix::process::geteuid().as_raw();
     for path in [dir, &manifest] {
-        let found =
+        let metadata =
             std::fs::metadata(path).map_err(|source| Error::Io { action: "read", path: path.into(), source })?;
-        if let Some(problem) = FileOwner::of(&found).distrusted(me, ours) {
+        if let Some(problem) = FileOwner::of(&metadata).distrust_reason(me, zerorun_owner) {
             return Err(LaunchError::UntrustedSource { path: path.into(), problem }.into());
         }
     }
@@ -99,13 +103,13 @@ struct FileOwner {
 }
 
 impl FileOwner {
-    fn of(found: &Metadata) -> Self {
-        Self { user: found.uid(), everybody: found.mode() & 0o002 != 0 }
+    fn of(metadata: &Metadata) -> Self {
+        Self { user: metadata.uid(), everybody: metadata.mode() & 0o002 != 0 }
     }
 
     /// Returns the reason why user `me` should not compile a file of this owner, if there is one. Root, the user, and
     /// the owner of `zerorun`'s own file are trusted; that owner can change `zerorun` anyway.
-    fn distrusted(self, me: u32, zerorun: Option<Self>) -> Option<String> {
+    fn distrust_reason(self, me: u32, zerorun: Option<Self>) -> Option<String> {
         let Self { user, everybody } = self;
         if everybody && !zerorun.is_some_and(|file| file.everybody) {
             return Some("every user may change it".into());
@@ -124,7 +128,7 @@ impl SingleFileScript {
         create_dir(&package_dir)?;
 
         // Without a manifest, rustc reads the script directly, so `mod` and `include_str!` work as expected.
-        let (source, printed) = match &self.parts.manifest {
+        let (source, printed_path) = match &self.parts.manifest {
             None => (self.path.clone(), self.path.clone()),
             Some(_) => {
                 let file_name = PathBuf::from(self.path.file_name().unwrap_or_default());
@@ -135,7 +139,7 @@ impl SingleFileScript {
         let checkout = own_checkout()?;
         let manifest = self.manifest(&name, &source, checkout)?;
         let wants_registry = checkout.is_none() && OWN_PACKAGES.iter().any(|(name, _)| wants_version(&manifest, name));
-        let features = features.map(|features| spelled_features(features, &manifest));
+        let features = features.map(|features| qualified_features(features, &manifest));
         let text = format!("{GENERATED_PREFIX}{}{GENERATED_SUFFIX}{manifest}", self.path.display());
         write_if_changed(&package_dir.join("Cargo.toml"), text.as_bytes())?;
         if let Some(lock) = checkout.and_then(|own| std::fs::read(own.join("Cargo.lock")).ok()) {
@@ -150,7 +154,7 @@ impl SingleFileScript {
             features,
             gone: wants_registry.then(|| PathBuf::from(CHECKOUT)),
             printed_path: Some(DiagnosticPath {
-                by_rustc: printed.to_string_lossy().into_owned(),
+                by_rustc: printed_path.to_string_lossy().into_owned(),
                 own: self.typed.to_string_lossy().into_owned(),
             }),
         })
@@ -198,19 +202,20 @@ impl SingleFileScript {
             set_default(others, "debug", false);
         }
 
-        if let Some(own) = own_checkout {
+        if let Some(checkout) = own_checkout {
             // The ranks must use this zerorun's protocol, so its own checkout replaces the registry's version. The
             // other packages in the checkout use the library from there as well.
             for (name, folder) in
                 OWN_PACKAGES.iter().filter(|(name, _)| wants_version(&manifest, name)).collect::<Vec<_>>()
             {
-                let Some(own) = own.join(folder).to_str().map(|own| own.trim_end_matches('/').to_string()) else {
+                let path = checkout.join(folder);
+                let Some(path) = path.to_str().map(|path| path.trim_end_matches('/').to_string()) else {
                     continue;
                 };
                 let patch = self.table_in(&mut manifest, "patch")?;
                 let registry = self.table_in(patch, "crates-io")?;
-                let path = Table::from_iter([("path".to_string(), Value::from(own))]);
-                registry.entry(*name).or_insert(Value::Table(path));
+                let dependency = Table::from_iter([("path".to_string(), Value::from(path))]);
+                registry.entry(*name).or_insert(Value::Table(dependency));
             }
         }
         Ok(manifest)
@@ -226,11 +231,11 @@ impl SingleFileScript {
                 fix: "write it as in a Cargo.toml".to_string(),
             })
         })?;
-        let refused = |key: &str, shown: String| {
+        let refused = |key: &str, full_key: String| {
             Error::from(LaunchError::Frontmatter {
                 path: self.typed.clone(),
                 line: line_at(text.find(key).unwrap_or(0)),
-                problem: format!("a script's manifest cannot have `{shown}`"),
+                problem: format!("a script's manifest cannot have `{full_key}`"),
                 fix: "the script is the package's only program; create a cargo package for more".to_string(),
             })
         };
@@ -301,9 +306,9 @@ fn make_paths_absolute(manifest: &mut Table, dir: &Path) {
 }
 
 /// Resolves `--features cuda` to the script's own feature of that name, else this library's.
-fn spelled_features(features: &str, manifest: &Table) -> String {
+fn qualified_features(features: &str, manifest: &Table) -> String {
     let has = |table: &str, key: &str| manifest.get(table).and_then(|table| table.get(key)).is_some();
-    let spell = |feature: &str| {
+    let qualify = |feature: &str| {
         if feature.contains('/') || has("features", feature) || !has("dependencies", OWN_NAME) {
             feature.to_string()
         } else {
@@ -311,18 +316,18 @@ fn spelled_features(features: &str, manifest: &Table) -> String {
         }
     };
     let words = features.split([',', ' ']).filter(|word| !word.is_empty());
-    words.map(spell).collect::<Vec<_>>().join(",")
+    words.map(qualify).collect::<Vec<_>>().join(",")
 }
 
 /// Gives a package a Cargo.lock with the versions that this library was built with, so that the library's dependencies
 /// are compiled once for all scripts. Cargo then maintains the file until the seed itself changes.
 fn seed_lock(package_dir: &Path, lock: &[u8]) -> Result<()> {
-    let own = package_dir.join("Cargo.lock");
+    let lock_file = package_dir.join("Cargo.lock");
     let seed = package_dir.join("Cargo.lock.seed");
-    if own.exists() && std::fs::read(&seed).is_ok_and(|old| old == lock) {
+    if lock_file.exists() && std::fs::read(&seed).is_ok_and(|old| old == lock) {
         return Ok(());
     }
-    write_if_changed(&own, lock)?;
+    write_if_changed(&lock_file, lock)?;
     write_if_changed(&seed, lock)
 }
 
@@ -479,8 +484,8 @@ mod tests {
     #[test]
     fn features_mean_the_scripts_own_or_this_librarys() {
         let manifest: Table = "[features]\nmine = []\n[dependencies]\ncandle-zero = \"0.1\"\n".parse().unwrap();
-        assert_eq!(spelled_features("cuda, mine,serde/derive", &manifest), "candle-zero/cuda,mine,serde/derive");
-        assert_eq!(spelled_features("cuda", &Table::new()), "cuda");
+        assert_eq!(qualified_features("cuda, mine,serde/derive", &manifest), "candle-zero/cuda,mine,serde/derive");
+        assert_eq!(qualified_features("cuda", &Table::new()), "cuda");
     }
 
     #[test]
@@ -500,15 +505,15 @@ mod tests {
     #[test]
     fn source_of_another_user_is_not_trusted() {
         let owner = |user, everybody| FileOwner { user, everybody };
-        let told = |source: FileOwner, zerorun: FileOwner| source.distrusted(1000, Some(zerorun));
+        let reason = |source: FileOwner, zerorun: FileOwner| source.distrust_reason(1000, Some(zerorun));
         for trusted in [1000, 0, 7] {
-            assert_eq!(told(owner(trusted, false), owner(7, false)), None, "{trusted}");
+            assert_eq!(reason(owner(trusted, false), owner(7, false)), None, "{trusted}");
         }
         let theirs = "it belongs to user 1001, and you are user 1000";
-        assert_eq!(told(owner(1001, false), owner(7, false)).as_deref(), Some(theirs));
-        assert_eq!(owner(1001, false).distrusted(1000, None).as_deref(), Some(theirs));
-        assert_eq!(told(owner(1000, true), owner(1000, false)).as_deref(), Some("every user may change it"));
-        assert_eq!(told(owner(1000, true), owner(1000, true)), None, "a file system without permissions");
+        assert_eq!(reason(owner(1001, false), owner(7, false)).as_deref(), Some(theirs));
+        assert_eq!(owner(1001, false).distrust_reason(1000, None).as_deref(), Some(theirs));
+        assert_eq!(reason(owner(1000, true), owner(1000, false)).as_deref(), Some("every user may change it"));
+        assert_eq!(reason(owner(1000, true), owner(1000, true)), None, "a file system without permissions");
     }
 
     #[test]

@@ -103,7 +103,7 @@ fn is_rust(typed: &Path) -> bool {
 /// Returns the first executable of this name in the folders of a `PATH`.
 fn on_path(typed: &Path, path: &OsStr) -> Option<PathBuf> {
     let is_program = |file: &PathBuf| {
-        std::fs::metadata(file).is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
+        std::fs::metadata(file).is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
     };
     // An empty entry stands for the current folder, where the file does not exist.
     let folders = std::env::split_paths(path).filter(|folder| is_bare(typed) && !folder.as_os_str().is_empty());
@@ -147,8 +147,9 @@ fn in_package(path: &Path) -> Option<PackageTarget> {
 fn named_target(manifest: Option<&toml::Table>, dir: &Path, path: &Path) -> Option<(CargoTargetKind, String)> {
     for (key, kind) in [("example", CargoTargetKind::Example), ("bin", CargoTargetKind::Bin)] {
         for target in manifest?.get(key).and_then(toml::Value::as_array).into_iter().flatten() {
-            let own = target.get("path").and_then(toml::Value::as_str);
-            if own.and_then(|own| std::fs::canonicalize(dir.join(own)).ok()).is_some_and(|own| own == path) {
+            let target_path = target.get("path").and_then(toml::Value::as_str);
+            let target_path = target_path.and_then(|target_path| std::fs::canonicalize(dir.join(target_path)).ok());
+            if target_path.is_some_and(|target_path| target_path == path) {
                 return Some((kind, target.get("name")?.as_str()?.to_string()));
             }
         }

@@ -34,10 +34,10 @@ pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>
     let setup = |source| Error::from(LaunchError::Setup { what: "listening for signals", source });
     // nohup, and shells without job control, start programs with some of these signals ignored. They must stay ignored.
     let ignored = ignored_signals();
-    let heard = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP].into_iter().filter(|n| !ignored(*n));
-    let mut signals = Signals::new(heard.chain([SIGCHLD])).map_err(setup)?;
+    let handled = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP].into_iter().filter(|n| !ignored(*n));
+    let mut signals = Signals::new(handled.chain([SIGCHLD])).map_err(setup)?;
     let (sender, receiver) = channel();
-    let others = sender.clone();
+    let event_sender = sender.clone();
     std::thread::Builder::new()
         .name("signals".to_string())
         .spawn(move || {
@@ -61,7 +61,7 @@ pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>
         })
         .map_err(setup)?;
     console::signals_are_heard();
-    Ok((others, receiver))
+    Ok((event_sender, receiver))
 }
 
 /// Stops this process as Ctrl-Z does. Returns when it is continued.

@@ -37,12 +37,12 @@ pub(super) fn command() -> clap::Command {
 
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
-    let typed = CacheArguments::try_parse_from(words).map_err(CommandLineError)?;
+    let arguments = CacheArguments::try_parse_from(words).map_err(CommandLineError)?;
     let folder = match cache() {
         Ok(folder) => folder,
         Err(error) => return Ok(refused(&error, EXIT_SETUP)),
     };
-    Ok(match typed.act(&folder) {
+    Ok(match arguments.act(&folder) {
         Ok(text) if print(&text) => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,
         Err(error) => refused(&error, 1),
@@ -51,30 +51,30 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 
 impl CacheArguments {
     fn act(&self, folder: &Path) -> Result<String, Error> {
-        let before = size(folder).map_err(at("read", folder))?;
+        let before = size(folder).map_err(io_error("read", folder))?;
         if self.clear {
             // Anything else in the folder stays.
             for name in CACHE_SUBFOLDERS {
                 remove(&folder.join(name))?;
             }
-            let after = size(folder).map_err(at("read", folder))?;
+            let after = size(folder).map_err(io_error("read", folder))?;
             return Ok(format!("{}: {} removed", folder.display(), binary(before.saturating_sub(after))));
         }
         let mut scripts = scripts(folder)?;
         if self.prune {
-            let (kept, gone): (Vec<CachedScript>, _) = scripts.into_iter().partition(CachedScript::is_there);
-            for script in &gone {
+            let (existing, removed): (Vec<CachedScript>, _) = scripts.into_iter().partition(CachedScript::exists);
+            for script in &removed {
                 script.remove(folder)?;
             }
-            scripts = kept;
+            scripts = existing;
         }
-        let now = if self.prune { size(folder).map_err(at("read", folder))? } else { before };
+        let now = if self.prune { size(folder).map_err(io_error("read", folder))? } else { before };
         let mut text = format!("{}: {}", folder.display(), binary(now));
         if self.prune {
             _ = write!(text, ", {} removed", binary(before.saturating_sub(now)));
         }
         for script in &scripts {
-            let note = if script.is_there() { "" } else { " (no longer exists: --prune removes it)" };
+            let note = if script.exists() { "" } else { " (no longer exists: --prune removes it)" };
             _ = write!(text, "\n  {}{note}", script.path.display());
         }
         Ok(text)
@@ -84,7 +84,7 @@ impl CacheArguments {
 /// The subfolders that zerorun owns.
 const CACHE_SUBFOLDERS: [&str; 2] = ["packages", "target"];
 
-fn at(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
     let path = path.to_owned();
     move |source| Error::Io { action, path, source }
 }
@@ -101,19 +101,19 @@ fn scripts(folder: &Path) -> Result<Vec<CachedScript>, Error> {
     let packages = folder.join("packages");
     let entries = match std::fs::read_dir(&packages) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(at("read", &packages))?,
+        entries => entries.map_err(io_error("read", &packages))?,
     };
     let script = |entry: std::fs::DirEntry| {
         let manifest = std::fs::read_to_string(entry.path().join("Cargo.toml")).ok()?;
         Some(CachedScript { path: script_of(&manifest)?, name: entry.file_name().into_string().ok()? })
     };
-    let mut found: Vec<CachedScript> = entries.flatten().filter_map(script).collect();
-    found.sort_by(|a, b| a.path.cmp(&b.path));
-    Ok(found)
+    let mut scripts: Vec<CachedScript> = entries.flatten().filter_map(script).collect();
+    scripts.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(scripts)
 }
 
 impl CachedScript {
-    fn is_there(&self) -> bool {
+    fn exists(&self) -> bool {
         self.path.is_file()
     }
 
@@ -121,9 +121,9 @@ impl CachedScript {
     fn remove(&self, folder: &Path) -> Result<(), Error> {
         let release = folder.join("target/release");
         let crate_name = self.name.replace('-', "_");
-        for place in ["", "deps", ".fingerprint", "incremental"] {
-            let place = release.join(place);
-            for entry in std::fs::read_dir(&place).into_iter().flatten().flatten() {
+        for subfolder in ["", "deps", ".fingerprint", "incremental"] {
+            let subfolder = release.join(subfolder);
+            for entry in std::fs::read_dir(&subfolder).into_iter().flatten().flatten() {
                 let file = entry.file_name();
                 let file = file.to_string_lossy();
                 let rest = file.strip_prefix(&self.name).or_else(|| file.strip_prefix(&crate_name));
@@ -138,10 +138,10 @@ impl CachedScript {
 
 /// Removes a file, or a folder with all its contents. A missing path is not an error.
 fn remove(path: &Path) -> Result<(), Error> {
-    let is_folder = std::fs::symlink_metadata(path).is_ok_and(|found| found.is_dir());
+    let is_folder = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_dir());
     let removed = if is_folder { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
     match removed {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(at("remove", path)(error)),
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(io_error("remove", path)(error)),
         _ => Ok(()),
     }
 }
@@ -151,20 +151,20 @@ fn remove(path: &Path) -> Result<(), Error> {
 fn size(folder: &Path) -> io::Result<u64> {
     use std::os::unix::fs::MetadataExt as _;
     let mut seen = std::collections::HashSet::new();
-    let mut open = vec![folder.to_owned()];
+    let mut pending = vec![folder.to_owned()];
     let mut bytes = 0;
-    while let Some(path) = open.pop() {
-        let found = match std::fs::symlink_metadata(&path) {
+    while let Some(path) = pending.pop() {
+        let metadata = match std::fs::symlink_metadata(&path) {
             // The entry has been removed in the meantime, for example by cargo.
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            found => found?,
+            metadata => metadata?,
         };
-        if found.is_dir() {
+        if metadata.is_dir() {
             for entry in std::fs::read_dir(&path)? {
-                open.push(entry?.path());
+                pending.push(entry?.path());
             }
-        } else if seen.insert((found.dev(), found.ino())) {
-            bytes += found.blocks() * 512;
+        } else if seen.insert((metadata.dev(), metadata.ino())) {
+            bytes += metadata.blocks() * 512;
         }
     }
     Ok(bytes)

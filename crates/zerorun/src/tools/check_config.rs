@@ -72,13 +72,13 @@ impl CheckArguments {
 
 /// Returns all problems, in file order.
 fn diagnostics(error: Error) -> Vec<ConfigDiagnostic> {
-    let of_file = |rule, place, message| vec![ConfigDiagnostic::new("$".into(), rule, place, message)];
+    let file_problem = |rule, place, message| vec![ConfigDiagnostic::new("$".into(), rule, place, message)];
     match error {
         Error::Config(ConfigError::Problems { problems, .. }) => {
             problems.into_iter().map(|p| ConfigDiagnostic::new(p.path, p.rule.name(), p.place, p.message)).collect()
         }
         Error::Config(ConfigError::Syntax { place, expected, found, .. }) => {
-            of_file("syntax", Some(place), format!("expected {expected}, found {found}"))
+            file_problem("syntax", Some(place), format!("expected {expected}, found {found}"))
         }
         Error::Config(ConfigError::DuplicateKey { path, first, second, .. }) => {
             let message = format!("given twice, at {first} and at {second}; remove one of them");
@@ -87,12 +87,12 @@ fn diagnostics(error: Error) -> Vec<ConfigDiagnostic> {
                 ..ConfigDiagnostic::new(path, "duplicate key", Some(second), message)
             }]
         }
-        other => of_file("file", None, other.to_string()),
+        other => file_problem("file", None, other.to_string()),
     }
 }
 
 fn json(checked: CheckOutcome) -> Value {
-    let said: Vec<Value> = checked.notes.iter().map(|n| json!({"path": n.path, "message": n.message})).collect();
+    let notes: Vec<Value> = checked.notes.iter().map(|n| json!({"path": n.path, "message": n.message})).collect();
     let (errors, resolved) = match checked.outcome {
         Ok(config) => (Vec::new(), config.to_deepspeed_json()),
         Err(error) => (diagnostics(error), Value::Null),
@@ -103,7 +103,7 @@ fn json(checked: CheckOutcome) -> Value {
         json!({"path": path, "line": line, "column": column, "rule": rule, "message": message})
     });
     let errors: Vec<Value> = errors.collect();
-    json!({"ok": errors.is_empty(), "errors": errors, "said": said, "resolved": resolved})
+    json!({"ok": errors.is_empty(), "errors": errors, "said": notes, "resolved": resolved})
 }
 
 /// Renders the problems, or the configuration in one line, followed by the notes.
@@ -128,15 +128,15 @@ fn report(file: &Path, text: &str, checked: CheckOutcome, world_size: usize) -> 
 /// Summarizes the configuration in one line.
 fn summary(config: &Config) -> String {
     let all = config.to_deepspeed_json();
-    let on = |section: &str| all[section]["enabled"] == true;
-    let format = if on("bf16") {
+    let is_enabled = |section: &str| all[section]["enabled"] == true;
+    let format = if is_enabled("bf16") {
         "bf16"
-    } else if on("fp16") {
+    } else if is_enabled("fp16") {
         "fp16"
     } else {
         "f32"
     };
-    let of_type = |section: &str| all[section]["type"].as_str().unwrap_or("none").to_string();
+    let type_of = |section: &str| all[section]["type"].as_str().unwrap_or("none").to_string();
     let batch = config.batch;
     format!(
         "batch {} = {} x {} x {}, stage {}, {format}, optimizer {}, scheduler {}",
@@ -145,7 +145,7 @@ fn summary(config: &Config) -> String {
         batch.gradient_accumulation_steps,
         config.world_size,
         config.zero.stage,
-        of_type("optimizer"),
-        of_type("scheduler"),
+        type_of("optimizer"),
+        type_of("scheduler"),
     )
 }

@@ -96,12 +96,12 @@ impl ClassifyArguments {
 
 /// Reads the next line of standard input, without its line break.
 fn read_line(input: &mut impl io::BufRead) -> Result<Option<String>> {
-    let wrong = |source| Error::Io { action: "read", path: "standard input".into(), source };
+    let read_error = |source| Error::Io { action: "read", path: "standard input".into(), source };
     let mut line = String::new();
-    let bytes = input.take(MAX_LINE_BYTES).read_line(&mut line).map_err(wrong)?;
+    let bytes = input.take(MAX_LINE_BYTES).read_line(&mut line).map_err(read_error)?;
     if bytes as u64 == MAX_LINE_BYTES {
         let text = format!("a line is longer than {} MiB", MAX_LINE_BYTES >> 20);
-        return Err(wrong(io::Error::new(io::ErrorKind::InvalidData, text)));
+        return Err(read_error(io::Error::new(io::ErrorKind::InvalidData, text)));
     }
     line.truncate(line.trim_end_matches(['\n', '\r']).len());
     Ok((bytes > 0).then_some(line))

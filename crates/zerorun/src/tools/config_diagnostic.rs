@@ -99,7 +99,7 @@ impl<'a> LineIndex<'a> {
         let rest = &line[at..];
         let length = match rest.chars().next() {
             None => 0,
-            Some('"') => quoted(rest),
+            Some('"') => quoted_length(rest),
             Some(c) if is_word(c) => rest.find(|c| !is_word(c)).unwrap_or(rest.len()),
             Some(c) => c.len_utf8(),
         };
@@ -112,7 +112,7 @@ fn is_word(c: char) -> bool {
 }
 
 /// Returns the length of the quoted string at the start of `text`, or of all of `text` if the string does not end.
-fn quoted(text: &str) -> usize {
+fn quoted_length(text: &str) -> usize {
     let mut escaped = false;
     for (at, c) in text.char_indices().skip(1) {
         match c {
@@ -137,7 +137,7 @@ mod tests {
     #[test]
     fn the_whole_token_at_a_place_is_marked() {
         let text = "\u{feff}{\r\n  \"k\\\"ey\": -1.5e3, \"ä\": \"ö ü\",\r\n  \"list\": [true]\n  \"open";
-        for (line, column, wanted) in [
+        for (line, column, expected) in [
             (1, 1, "{"),
             (1, 2, ""),
             (2, 3, "\"k\\\"ey\""),
@@ -151,7 +151,7 @@ mod tests {
             (5, 1, ""),
             (99, 99, ""),
         ] {
-            assert_eq!(token(text, line, column), wanted, "line {line}, column {column}");
+            assert_eq!(token(text, line, column), expected, "line {line}, column {column}");
         }
     }
 

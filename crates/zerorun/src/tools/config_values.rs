@@ -10,11 +10,11 @@ pub(super) fn get<'a>(config: &'a Value, path: &str) -> &'a Value {
 /// Sets the value at a path of keys, or removes the key if the value is null.
 pub(super) fn set(config: &mut Value, path: &str, value: Value) {
     let (section, key) = path.rsplit_once('.').map_or((None, path), |(section, key)| (Some(section), key));
-    let place = section.iter().flat_map(|section| section.split('.')).try_fold(config, |place, key| {
-        let map = place.as_object_mut()?;
+    let parent = section.iter().flat_map(|section| section.split('.')).try_fold(config, |parent, key| {
+        let map = parent.as_object_mut()?;
         Some(map.entry(key).or_insert_with(|| json!({})))
     });
-    if let Some(map) = place.and_then(Value::as_object_mut) {
+    if let Some(map) = parent.and_then(Value::as_object_mut) {
         if value.is_null() {
             map.remove(key);
         } else {

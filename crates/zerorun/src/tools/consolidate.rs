@@ -63,11 +63,11 @@ impl ConsolidateArguments {
     fn run(self) -> ExitCode {
         let outputs = InputOutputPaths::default().reads("DIR", &self.dir, InputKind::Checkpoints);
         let outputs = outputs.writes("OUT", &self.out, OutputKind::Folder);
-        let placed = split_tag(&self.dir, self.tag.as_deref()).and_then(|found| {
+        let claimed = split_tag(&self.dir, self.tag.as_deref()).and_then(|found| {
             absent_or_empty(&self.out)?;
             Ok((found, outputs.claim()?))
         });
-        let ((dir, tag), _claims) = match placed {
+        let ((dir, tag), _claims) = match claimed {
             Ok(found) => found,
             Err(error) => return refused(&error, EXIT_SETUP),
         };

@@ -28,7 +28,7 @@ Examples:
 /// runs, or of several sweeps, the page also shows the trials of each sweep.
 ///
 /// Prints a link with a token, without which the page cannot request that a running program save or stop. Runs until it
-/// receives SIGINT or SIGTERM. The page needs no network.
+/// receives SIGINT, SIGTERM or SIGHUP. The page needs no network.
 ///
 /// Exit code: 0 after a signal, 2 if the server cannot start, the folder cannot be read, standard output cannot be
 /// written, or the command line is wrong.

@@ -21,7 +21,7 @@ use std::process::ExitCode;
 #[command(name = "data", bin_name = "zerorun data", disable_help_subcommand = true)]
 struct DataArguments {
     #[command(subcommand)]
-    what: DataCommand,
+    command: DataCommand,
 }
 
 #[derive(Debug, Subcommand)]
@@ -72,7 +72,7 @@ pub(super) fn command() -> clap::Command {
 
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
-    let DataCommand::Show(show) = DataArguments::try_parse_from(words).map_err(CommandLineError)?.what;
+    let DataCommand::Show(show) = DataArguments::try_parse_from(words).map_err(CommandLineError)?.command;
     Ok(match show.text() {
         Ok(text) if print(text.trim_end()) => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,
@@ -96,9 +96,9 @@ impl ShowDataArguments {
             Err(error) if matches!(error.downcast_ref(), Some(FinetuneError::NoTemplate { .. })) => None,
             found => Some(found?),
         };
-        let described = || DecoderConfig::read(folder.join("config.json")).map_or(usize::MAX, |config| config.ctx);
-        let longest = || base.as_ref().map_or_else(described, |base| base.config().ctx);
-        let usual = || longest().min(DataOptions::USUAL_CTX);
+        let config_ctx = || DecoderConfig::read(folder.join("config.json")).map_or(usize::MAX, |config| config.ctx);
+        let max_ctx = || base.as_ref().map_or_else(config_ctx, |base| base.config().ctx);
+        let default_ctx = || max_ctx().min(DataOptions::USUAL_CTX);
         let task = match self.task {
             ShowTaskArg::Generate => TrainingTask::Generate,
             ShowTaskArg::Prefer => TrainingTask::Prefer,
@@ -109,7 +109,7 @@ impl ShowDataArguments {
             strict: self.samples.strict,
             labels: self.samples.labels.clone(),
             columns: self.samples.columns.clone().unwrap_or_default(),
-            ..DataOptions::new(task, self.samples.ctx().unwrap_or_else(usual))
+            ..DataOptions::new(task, self.samples.ctx().unwrap_or_else(default_ctx))
         };
         let cache = self.samples.cache.clone().map_or_else(default_cache, Ok)?;
         let sources = self.files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>()?;
@@ -120,8 +120,8 @@ impl ShowDataArguments {
         );
         sources.iter().fold(outputs, |outputs, source| outputs.reads("FILE", &source.path, InputKind::File)).check()?;
         let mut progress = FileProgress::default();
-        let mut tell = |at| progress.report(at);
-        let dataset = Dataset::prepare(&sources, &tokenizer, template.as_ref(), &options, &cache, &mut tell);
+        let mut report_progress = |at| progress.report(at);
+        let dataset = Dataset::prepare(&sources, &tokenizer, template.as_ref(), &options, &cache, &mut report_progress);
         progress.finish();
         let dataset = dataset?;
         let mut text = String::new();

@@ -62,7 +62,7 @@ struct DeployArguments {
     name: String,
 
     /// For Kubernetes: image to run; crates/zerorun/deploy/Dockerfile is an example [default: train:latest]
-    #[arg(long, value_parser = plain)]
+    #[arg(long, value_parser = yaml_word)]
     image: Option<String>,
 
     /// For Kubernetes: persistent volume claim that the pods of all ranks mount at /shared [default: shared]
@@ -86,15 +86,15 @@ struct DeployArguments {
 
 /// Checks a name against the rules of Kubernetes and DNS.
 fn name(text: &str) -> Result<String, String> {
-    let inside = text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
-    match inside && !text.starts_with('-') && !text.ends_with('-') && (1..=40).contains(&text.len()) {
+    let are_valid = text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
+    match are_valid && !text.starts_with('-') && !text.ends_with('-') && (1..=40).contains(&text.len()) {
         true => Ok(text.to_string()),
         false => Err("give 1 to 40 lower-case letters, digits and hyphens, with no hyphen at either end".into()),
     }
 }
 
 /// Checks that a word needs no quotes in YAML.
-fn plain(text: &str) -> Result<String, String> {
+fn yaml_word(text: &str) -> Result<String, String> {
     match !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:@".contains(c)) {
         true => Ok(text.to_string()),
         false => Err("give letters, digits and - _ . / : @".into()),
@@ -116,11 +116,11 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     for option in arguments.ignored() {
         eprint(&format!("zerorun: deploy: {option}"));
     }
-    let filled_in = match arguments.filled_in() {
+    let text = match arguments.fill_in() {
         Ok(text) => text,
         Err(error) => return Ok(refused(&error, EXIT_SETUP)),
     };
-    Ok(print_and_exit(filled_in.trim_end()))
+    Ok(print_and_exit(text.trim_end()))
 }
 
 impl DeployArguments {
@@ -151,7 +151,7 @@ impl DeployArguments {
     ///
     /// # Errors
     /// Fails if the system provides no random numbers.
-    fn filled_in(&self) -> OrError<String> {
+    fn fill_in(&self) -> OrError<String> {
         let Self { nodes, ranks, name, .. } = self;
         let options = ["--nnodes", &nodes.to_string(), "--num_ranks", &ranks.to_string()].map(String::from);
         let mut launcher = [vec!["zerorun".to_string()], options.to_vec()].concat();
@@ -181,7 +181,7 @@ impl DeployArguments {
                 JobSecret::random()?.line().trim_end()
             ),
         };
-        let filled = [
+        let values = [
             ("@SECRET@", secret),
             ("@SECRET_NAME@", secret_name),
             ("@MAX_RESTARTS@", self.max_restarts.to_string()),
@@ -199,16 +199,16 @@ impl DeployArguments {
             ("@MPIRUN@", json!(mpirun).to_string()),
             ("@WORDS@", shell(&words)),
         ];
-        Ok(replaced(text, &filled))
+        Ok(fill_template(text, &values))
     }
 }
 
 /// Replaces the placeholders of a template. Values are not searched for placeholders.
-fn replaced(template: &str, filled: &[(&str, String)]) -> String {
+fn fill_template(template: &str, values: &[(&str, String)]) -> String {
     let mut text = String::new();
     let mut rest = template;
     loop {
-        let found = filled.iter().filter_map(|entry| Some((rest.find(entry.0)?, entry)));
+        let found = values.iter().filter_map(|entry| Some((rest.find(entry.0)?, entry)));
         let Some((at, (word, value))) = found.min_by_key(|(at, _)| *at) else { return text + rest };
         text += &rest[..at];
         text += value;
@@ -222,17 +222,17 @@ mod tests {
     use super::*;
 
     fn filled_in(words: &str) -> String {
-        DeployArguments::try_parse_from(words.split_whitespace()).unwrap().filled_in().unwrap()
+        DeployArguments::try_parse_from(words.split_whitespace()).unwrap().fill_in().unwrap()
     }
 
     #[test]
     fn every_word_is_filled_in() {
         for cluster in ["k8s", "mpijob", "slurm"] {
             let text = filled_in(&format!("deploy {cluster} --nodes 2 -n 4 train --ds_config a@b.json"));
-            let left: Vec<&str> = text.lines().filter(|line| line.contains('@') && !line.contains("a@b")).collect();
+            let unfilled: Vec<&str> = text.lines().filter(|line| line.contains('@') && !line.contains("a@b")).collect();
             assert_eq!(
-                left,
-                [if cluster == "slurm" { "#SBATCH --signal=TERM@60" } else { "" }; 1][..left.len()],
+                unfilled,
+                [if cluster == "slurm" { "#SBATCH --signal=TERM@60" } else { "" }; 1][..unfilled.len()],
                 "{text}"
             );
         }

@@ -120,7 +120,7 @@ impl MachineReport {
     fn inspect(folder: &Path) -> Result<Self, Error> {
         let level = kernels::checked_level()?;
         let variable = std::env::var(kernels::SIMD).ok().filter(|value| !value.is_empty());
-        let wrong = |source| Error::Io { action: "write a file in", path: folder.to_owned(), source };
+        let write_error = |source| Error::Io { action: "write a file in", path: folder.to_owned(), source };
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let (cpu, memory) = (read("/proc/cpuinfo"), read("/proc/meminfo"));
         let flags = proc_field(&cpu, "flags").unwrap_or_default();
@@ -131,7 +131,7 @@ impl MachineReport {
             Err(error) => (None, Some(error.to_string())),
         };
         // This is tested with an unnamed file.
-        let direct_access = open_direct(&tempfile::tempfile_in(folder).map_err(wrong)?).is_some();
+        let direct_access = open_direct(&tempfile::tempfile_in(folder).map_err(write_error)?).is_some();
         let mut machine = Self {
             version: env!("CARGO_PKG_VERSION"),
             kernel: format!("Linux {}", read("/proc/sys/kernel/osrelease").trim()),
@@ -185,7 +185,7 @@ impl MachineReport {
             }
         };
         let limit = self.memory.limit.unwrap_or(u64::MAX);
-        let each = |bytes: u64| bytes as f64 / STATE_BYTES_PER_PARAMETER as f64 / 1e6;
+        let million_parameters = |bytes: u64| bytes as f64 / STATE_BYTES_PER_PARAMETER as f64 / 1e6;
         let mut verdicts = vec![
             products.to_owned(),
             format!(
@@ -195,14 +195,14 @@ impl MachineReport {
             format!(
                 "the memory that is free now can hold the state of {:.0} million parameters ({STATE_BYTES_PER_PARAMETER} bytes \
                  each), not counting activations",
-                each(self.memory.available.min(limit))
+                million_parameters(self.memory.available.min(limit))
             ),
         ];
         verdicts.push(match (self.disk.is_memory, self.disk.direct_access) {
             (true, _) => "the folder is in memory: offloading to it saves no memory".to_owned(),
             (false, direct) => format!(
                 "the disk has room for the offloaded state of another {:.0} million parameters; files are accessed {}",
-                each(self.disk.free),
+                million_parameters(self.disk.free),
                 if direct { "without the page cache" } else { "through the page cache, which is slower" }
             ),
         });

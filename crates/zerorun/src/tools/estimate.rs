@@ -158,7 +158,7 @@ impl EstimateArguments {
             (None, name) => self.sizes.preset(name.as_deref().unwrap_or_default())?.shapes()?,
         };
         let shapes = if self.frozen.is_empty() { shapes } else { shapes.frozen(&self.frozen)? };
-        let shapes = self.frozen_packing.into_iter().fold(shapes, |shapes, how| shapes.quantized(how.into()));
+        let shapes = self.frozen_packing.into_iter().fold(shapes, |shapes, packing| shapes.quantized(packing.into()));
         let config = Config::load_for(self.config_file(), self.ranks as usize, &self.run_values())?;
         let hosts = self.forecast.hosts(config.world_size)?;
         config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
@@ -186,7 +186,7 @@ impl EstimateArguments {
         let is_trained = |name: &str, _: &[usize]| !self.frozen.iter().any(|pattern| matches(pattern, name));
         let prepare = |shapes: Shapes| {
             let shapes = shapes.trainable(is_trained);
-            self.frozen_packing.into_iter().fold(shapes, |shapes, how| shapes.quantized(how.into()))
+            self.frozen_packing.into_iter().fold(shapes, |shapes, packing| shapes.quantized(packing.into()))
         };
         let (run, ranks) = (self.run_values(), self.ranks as usize);
         let estimate = PipelineEstimate::new(&preset.layers()?, self.config_file(), ranks, &run, prepare)?;
@@ -249,22 +249,22 @@ impl HostMemoryNeed {
     /// Returns the verdicts as plain sentences.
     fn verdicts(&self) -> Vec<String> {
         let who = if self.ranks == 1 { "one rank needs".to_string() } else { format!("{} ranks need", self.ranks) };
-        let short = |need: u64, has: u64| match has.checked_sub(need) {
-            Some(left) => format!("that is enough, and {} is left", binary(left)),
+        let comparison = |need: u64, has: u64| match has.checked_sub(need) {
+            Some(remaining) => format!("that is enough, and {} is left", binary(remaining)),
             None => format!("that is too little: {} more is needed", binary(need - has)),
         };
         let mut verdicts = vec![format!(
             "on this machine, {who} at most {} of memory, and {} is available: {}",
             binary(self.host),
             binary(self.available),
-            short(self.host, self.available)
+            comparison(self.host, self.available)
         )];
         if let Some((folder, free)) = self.folder.as_ref().filter(|_| self.files > 0) {
             let (need, folder) = (binary(self.files), folder.display());
             verdicts.push(format!(
                 "files take {need}, and {} is free in {folder}: {}",
                 binary(*free),
-                short(self.files, *free)
+                comparison(self.files, *free)
             ));
         }
         verdicts
@@ -295,24 +295,24 @@ const NOT_INCLUDED: [&str; 3] = [
 ];
 
 impl EstimateReport {
-    fn assumed(&self) -> Vec<String> {
-        let mut assumed = self.shapes.assumed().to_vec();
-        assumed.push("for the peaks: units run, and parameters are used, in the order of the model".into());
+    fn assumptions(&self) -> Vec<String> {
+        let mut assumptions = self.shapes.assumed().to_vec();
+        assumptions.push("for the peaks: units run, and parameters are used, in the order of the model".into());
         if self.config.pipeline != PipelineConfig::default() {
-            assumed.push(
+            assumptions.push(
                 "the configuration's section pipeline has no effect: these ranks are data-parallel; --pipeline estimates a \
                  pipeline"
                     .into(),
             );
         }
         if self.estimate.file_bytes() > 0 {
-            assumed.push(
+            assumptions.push(
                 "files are accessed in the way that would be chosen on this machine now, without the page cache if possible"
                     .into(),
             );
         }
-        assumed.extend(self.hosts.iter().flat_map(MultiHostForecast::assumed));
-        assumed
+        assumptions.extend(self.hosts.iter().flat_map(MultiHostForecast::assumed));
+        assumptions
     }
 
     fn not_included(&self) -> impl Iterator<Item = &'static str> {
@@ -335,7 +335,7 @@ impl EstimateReport {
 
     fn json(&self) -> Value {
         let need = &self.need;
-        let said = self.config.notes.iter().map(|note| json!({"path": note.path, "message": note.message}));
+        let notes = self.config.notes.iter().map(|note| json!({"path": note.path, "message": note.message}));
         let mut all = json!({
             "model": self.shapes.name(),
             "units": self.shapes.num_units(),
@@ -354,9 +354,9 @@ impl EstimateReport {
                 "files_needed": need.files,
                 "files_available": need.folder.as_ref().map(|(_, free)| free),
             },
-            "assumed": self.assumed(),
+            "assumed": self.assumptions(),
             "not_included": self.not_included().collect::<Vec<_>>(),
-            "said": said.collect::<Vec<_>>(),
+            "said": notes.collect::<Vec<_>>(),
         });
         if let Some(GpuCapacity { name, bytes }) = &self.gpu {
             let fits = self.estimate.device_bytes() as u64 <= *bytes;
@@ -403,7 +403,7 @@ impl EstimateReport {
         text += "\nnot included:";
         self.not_included().for_each(|line| _ = write!(text, "\n- {line}"));
         text += "\nassumed:";
-        self.assumed().iter().for_each(|line| _ = write!(text, "\n- {line}"));
+        self.assumptions().iter().for_each(|line| _ = write!(text, "\n- {line}"));
         if !self.config.notes.is_empty() {
             text += "\nnotes on the configuration:";
         }
@@ -428,14 +428,14 @@ impl EstimateReport {
         tiers.iter().for_each(|(name, _)| _ = write!(text, "{name:>16}"));
         *text += "\n";
         let rows = self.estimate.memory.rows.iter();
-        for row in rows.clone().filter(|row| tiers.iter().any(|(_, of)| of(row) > 0)) {
+        for row in rows.clone().filter(|row| tiers.iter().any(|(_, column)| column(row) > 0)) {
             _ = write!(text, "{:<24}", row.kind.name());
-            tiers.iter().for_each(|(_, of)| _ = write!(text, "{:>16}", binary_or_none(of(row) as u64)));
+            tiers.iter().for_each(|(_, column)| _ = write!(text, "{:>16}", binary_or_none(column(row) as u64)));
             *text += "\n";
         }
         _ = write!(text, "{:<24}", "sum");
-        for (_, of) in &tiers {
-            _ = write!(text, "{:>16}", binary_or_none(rows.clone().map(of).sum::<usize>() as u64));
+        for (_, column) in &tiers {
+            _ = write!(text, "{:>16}", binary_or_none(rows.clone().map(column).sum::<usize>() as u64));
         }
         let formula: f64 = rows.filter_map(|row| row.formula).sum();
         _ = writeln!(text, "\n{:<24}{:>16}", "the paper's formula", binary(formula as u64));
@@ -446,10 +446,10 @@ impl EstimateReport {
         let step = &self.estimate.step;
         _ = writeln!(text, "\n{:<24}{:>16}{:>16}", "per rank and step", "collectives", "bytes in");
         for kind in Collective::ALL {
-            let moved = step.kind(kind);
-            if moved.calls > 0 {
-                let bytes = binary_or_none(moved.wire_bytes);
-                _ = writeln!(text, "{:<24}{:>16}{bytes:>16}", kind.name(), moved.calls);
+            let traffic = step.kind(kind);
+            if traffic.calls > 0 {
+                let bytes = binary_or_none(traffic.wire_bytes);
+                _ = writeln!(text, "{:<24}{:>16}{bytes:>16}", kind.name(), traffic.calls);
             }
         }
         for (name, bytes) in [("read from files", step.bytes_read), ("written to files", step.bytes_written)] {

@@ -15,15 +15,18 @@ fn reason_in(text: &str) -> String {
     let repeated: Vec<&str> = lines().filter_map(|line| line.strip_prefix("zerorun:   | ")).collect();
     // The message of a panic is on the line after its location.
     let repeated = match repeated.as_slice() {
-        [place, message, ..] if place.contains("panicked at ") => format!("{message} ({place})"),
+        [location, message, ..] if location.contains("panicked at ") => format!("{message} ({location})"),
         [first, ..] => (*first).to_string(),
         [] => String::new(),
     };
     let is_error = |line: &&str| ["error", "panicked"].iter().any(|word| line.to_lowercase().contains(word));
-    let own = || lines().filter(|line| !line.starts_with("zerorun:"));
-    let found = (!repeated.is_empty()).then_some(repeated.as_str());
-    let found = found.or_else(|| own().rfind(is_error)).or_else(|| own().next_back()).or_else(|| lines().next_back());
-    found.unwrap_or("it printed nothing").chars().take(MAX_SHOWN_CHARS).collect()
+    let program_lines = || lines().filter(|line| !line.starts_with("zerorun:"));
+    let reason = (!repeated.is_empty()).then_some(repeated.as_str());
+    let reason = reason
+        .or_else(|| program_lines().rfind(is_error))
+        .or_else(|| program_lines().next_back())
+        .or_else(|| lines().next_back());
+    reason.unwrap_or("it printed nothing").chars().take(MAX_SHOWN_CHARS).collect()
 }
 
 #[cfg(test)]

@@ -124,15 +124,15 @@ impl GenerateArguments {
         let tokenizer = Tokenizer::open(base.tokenizer_path())?;
         let template = if self.raw { None } else { self.template(&base, &tokenizer)? };
         let generator = Generator::new(&base, &tokenizer, template.as_ref())?;
-        let given = self.given(&generator)?;
-        let longest = given.iter().map(|ids| ids.len().saturating_add(self.max_tokens)).max();
-        let ctx = base.config().ctx.min(longest.unwrap_or(DEFAULT_CTX));
+        let prompts = self.command_line_prompts(&generator)?;
+        let max_length = prompts.iter().map(|ids| ids.len().saturating_add(self.max_tokens)).max();
+        let ctx = base.config().ctx.min(max_length.unwrap_or(DEFAULT_CTX));
         // The prompts are checked before the weights are read.
-        given.iter().try_for_each(|ids| fits(ids, ctx))?;
+        prompts.iter().try_for_each(|ids| fits(ids, ctx))?;
         let model = open(&base, adapter, ctx, self.dtype.into())?;
         let answers = AnswerGenerator { generator: &generator, model: &model, sampling, ctx };
-        let reads_lines = given.is_empty();
-        for ids in given {
+        let reads_lines = prompts.is_empty();
+        for ids in prompts {
             if !answers.answer(&ids)? {
                 return Ok(ExitCode::FAILURE);
             }
@@ -165,7 +165,7 @@ impl GenerateArguments {
     }
 
     /// Returns the prompts given on the command line.
-    fn given(&self, generator: &Generator<'_>) -> Result<Vec<Vec<u32>>> {
+    fn command_line_prompts(&self, generator: &Generator<'_>) -> Result<Vec<Vec<u32>>> {
         if let Some(path) = &self.messages {
             return Ok(vec![generator.of_conversation(&messages(path)?)?]);
         }
@@ -235,10 +235,10 @@ impl AnswerGenerator<'_> {
             times.push(start.elapsed());
             Ok(logits)
         };
-        let give = |piece: &str| {
+        let write_piece = |piece: &str| {
             let mut out = std::io::stdout().lock();
-            let shown = if is_terminal { strip_control_chars(piece) } else { piece.to_owned() };
-            match out.write_all(shown.as_bytes()).and_then(|()| out.flush()) {
+            let text = if is_terminal { strip_control_chars(piece) } else { piece.to_owned() };
+            match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
                 Ok(()) => ControlFlow::Continue(()),
                 Err(error) => {
                     failed = Some(error);
@@ -246,7 +246,7 @@ impl AnswerGenerator<'_> {
                 }
             }
         };
-        let answer = self.generator.answer(prompt, &sampling, extend, give)?;
+        let answer = self.generator.answer(prompt, &sampling, extend, write_piece)?;
         if let Some(error) = failed {
             // A reader that needs only the beginning, such as `head`, closes the pipe. This is not reported.
             if error.kind() != std::io::ErrorKind::BrokenPipe {
@@ -279,10 +279,10 @@ impl GenerationSpeed<'_> {
         let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
         let first = self.times.first().copied().unwrap_or_default();
         let mut text = format!("{} at {:.1} tokens/s", counted(self.prompt, "prompt token"), rate(self.prompt, first));
-        let more = self.times.len().saturating_sub(1);
-        if let Some(last) = self.times.last().filter(|_| more > 0) {
-            let generated = counted(more, "generated token");
-            text += &format!(", {generated} after the first at {:.1} tokens/s", rate(more, *last - first));
+        let generated_count = self.times.len().saturating_sub(1);
+        if let Some(last) = self.times.last().filter(|_| generated_count > 0) {
+            let generated = counted(generated_count, "generated token");
+            text += &format!(", {generated} after the first at {:.1} tokens/s", rate(generated_count, *last - first));
         }
         text
     }

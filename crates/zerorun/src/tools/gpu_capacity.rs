@@ -38,15 +38,16 @@ impl FromStr for GpuCapacity {
 
     /// Parses a name in the table, or a size such as `24GiB` or `80GB`.
     fn from_str(text: &str) -> Result<Self, String> {
-        let plain: String = text.to_lowercase().chars().filter(|c| !matches!(c, ' ' | '_')).collect();
-        let known = GPU_MEMORY_MIB.iter().find(|(name, _)| *name == plain || *name == plain.trim_end_matches("-80"));
-        let bytes = match known {
+        let normalized: String = text.to_lowercase().chars().filter(|c| !matches!(c, ' ' | '_')).collect();
+        let is_named = |name: &str| name == normalized || name == normalized.trim_end_matches("-80");
+        let entry = GPU_MEMORY_MIB.iter().find(|(name, _)| is_named(name));
+        let bytes = match entry {
             Some((_, mebibytes)) => Some(mebibytes << 20),
-            None => size(&plain),
+            None => size(&normalized),
         };
-        let known = || GPU_MEMORY_MIB.map(|(name, _)| name).join(", ");
+        let names = || GPU_MEMORY_MIB.map(|(name, _)| name).join(", ");
         let bytes =
-            bytes.ok_or_else(|| format!("known GPUs are {}; give one, or the GPU's memory, such as 24GiB", known()))?;
+            bytes.ok_or_else(|| format!("known GPUs are {}; give one, or the GPU's memory, such as 24GiB", names()))?;
         Ok(Self { name: text.to_owned(), bytes })
     }
 }
@@ -57,10 +58,10 @@ impl GpuCapacity {
         let Self { name, bytes } = self;
         let (has, takes) = (binary(*bytes), binary(need));
         match bytes.checked_sub(need) {
-            Some(left) => format!(
+            Some(remaining) => format!(
                 "of the {has} of each GPU ({name}), model state takes at most {takes}: it fits, and {} is left for \
                  activations and CUDA's own memory",
-                binary(left)
+                binary(remaining)
             ),
             None => format!(
                 "of the {has} of each GPU ({name}), model state takes at most {takes}: it does not fit ({} more is \

@@ -79,8 +79,8 @@ impl ForecastArguments {
         let (network, each) = (self.network.unwrap_or(Network::ASSUMED), config.world_size / hosts);
         let forecast = estimate.forecast(hosts, &network, measured.as_ref())?;
         let rows = Estimate::weak_scaling(shapes, config, options, (hosts, each), &network, measured.as_ref())?;
-        let said = self.network.is_some();
-        Ok(MultiHostForecast { each, network, said, measured, forecast, rows })
+        let is_network_given = self.network.is_some();
+        Ok(MultiHostForecast { each, network, is_network_given, measured, forecast, rows })
     }
 }
 
@@ -90,7 +90,7 @@ pub(super) struct MultiHostForecast {
     pub each: usize,
     network: Network,
     /// Whether the user gave the network.
-    said: bool,
+    is_network_given: bool,
     measured: Option<MeasuredStep>,
     forecast: Forecast,
     rows: Vec<ScalingRow>,
@@ -119,12 +119,12 @@ impl MultiHostForecast {
 
     pub(super) fn assumed(&self) -> Vec<String> {
         let Self { each, network, measured, .. } = self;
-        let unsaid = if self.said { "" } else { ", the default of --network" };
-        let mut assumed = vec![format!(
-            "each host's link carries {network} in each direction at the same time{unsaid}: {} of data a second",
+        let default_note = if self.is_network_given { "" } else { ", the default of --network" };
+        let mut assumptions = vec![format!(
+            "each host's link carries {network} in each direction at the same time{default_note}: {} of data a second",
             decimal(network.bytes_per_s())
         )];
-        assumed.push(match network.busy() {
+        assumptions.push(match network.busy() {
             0.0 => {
                 "messages take no processor time on the hosts; zerorun bench network measures how much they really take"
                     .into()
@@ -133,13 +133,13 @@ impl MultiHostForecast {
         });
         match measured {
             None => {}
-            Some(measured) if measured.steps() == 0 => assumed.push(
+            Some(measured) if measured.steps() == 0 => assumptions.push(
                 "the forward pass takes one part of the step and the backward pass two (three if units recompute), and \
                  each unit takes a share in proportion to its parameters"
                     .into(),
             ),
             Some(measured) => {
-                assumed.push(format!(
+                assumptions.push(format!(
                     "the forward pass, the backward pass and the optimizer take the medians of {}, and each unit takes \
                      a share in proportion to its parameters",
                     match measured.steps() {
@@ -149,11 +149,11 @@ impl MultiHostForecast {
                 ));
                 if let Some(ranks) = measured.ranks().filter(|ranks| ranks != each) {
                     let each = counted(*each, "rank");
-                    assumed.push(format!("a step on {each} takes as long as the measured steps on {ranks}"));
+                    assumptions.push(format!("a step on {each} takes as long as the measured steps on {ranks}"));
                 }
             }
         }
-        assumed
+        assumptions
     }
 
     pub(super) fn text(&self) -> String {
@@ -186,12 +186,12 @@ impl MultiHostForecast {
         let Forecast { wire_s, step_s, .. } = self.forecast;
         _ = writeln!(text, "\nmessages between hosts take {} of a step", seconds(wire_s));
         _ = match self.measured.as_ref().map(MeasuredStep::step_s).zip(step_s) {
-            Some((alone, step_s)) => writeln!(
+            Some((one_host_s, step_s)) => writeln!(
                 text,
                 "a step takes {}: {} as on one host, and {} waiting for others",
                 seconds(step_s),
-                seconds(alone),
-                seconds((step_s - alone).max(0.0))
+                seconds(one_host_s),
+                seconds((step_s - one_host_s).max(0.0))
             ),
             None => writeln!(
                 text,

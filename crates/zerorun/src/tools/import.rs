@@ -47,16 +47,16 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 
 impl ImportArguments {
     fn run(self) -> ExitCode {
-        let from = match DeepSpeedCheckpoint::open(&self.dir, self.tag.as_deref()) {
-            Ok(from) => from,
+        let checkpoint = match DeepSpeedCheckpoint::open(&self.dir, self.tag.as_deref()) {
+            Ok(checkpoint) => checkpoint,
             Err(error) => {
                 // If the file in the error exists, it is damaged; otherwise there is no checkpoint.
-                let is_there =
+                let file_exists =
                     matches!(&error, Error::Checkpoint(CheckpointError::DeepSpeed { path, .. }) if path.is_file());
-                return refused(&error, if is_there { 1 } else { EXIT_SETUP });
+                return refused(&error, if file_exists { 1 } else { EXIT_SETUP });
             }
         };
-        let name = self.name.unwrap_or_else(|| format!("global_step{}", from.global_steps()));
+        let name = self.name.unwrap_or_else(|| format!("global_step{}", checkpoint.global_steps()));
         let outputs = InputOutputPaths::default().reads("DIR", &self.dir, InputKind::Checkpoints);
         let outputs = outputs.writes("OUT", &self.out, OutputKind::Checkpoints);
         let _claims =
@@ -65,8 +65,9 @@ impl ImportArguments {
                 Err(error) => return refused(&error, EXIT_SETUP),
             };
         let mut progress = ByteProgress::default();
-        let done =
-            from.verify().and_then(|()| import(&from, &self.out, &name, |done, total| progress.report(done, total)));
+        let done = checkpoint
+            .verify()
+            .and_then(|()| import(&checkpoint, &self.out, &name, |done, total| progress.report(done, total)));
         progress.finish();
         match done {
             Ok(path) if print(path.display()) => ExitCode::SUCCESS,

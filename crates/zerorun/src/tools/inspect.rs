@@ -50,7 +50,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 impl InspectArguments {
     fn run(self) -> ExitCode {
         let (dir, tag) = match split_tag(&self.dir, self.tag.as_deref()) {
-            Ok(place) => place,
+            Ok(location) => location,
             Err(error) => return refused(&error, EXIT_SETUP),
         };
         let listing = list_checkpoints(&dir);
@@ -75,13 +75,13 @@ impl InspectArguments {
             }
         };
         let mut progress = ByteProgress::default();
-        let mut tell = |done: u64, total: u64| progress.report(done, total);
-        let examined = examine(&dir, &tag, if self.verify { Some(&mut tell) } else { None });
+        let mut report_progress = |done: u64, total: u64| progress.report(done, total);
+        let examined = examine(&dir, &tag, if self.verify { Some(&mut report_progress) } else { None });
         progress.finish();
-        let one = CheckpointReport { tag: &tag, examined: &examined, verified: self.verify };
+        let report = CheckpointReport { tag: &tag, examined: &examined, verified: self.verify };
         let printed = match lists {
-            Value::String(text) => print(format!("{text}\n{one}").trim_end()),
-            found => print(json!({"folder": dir, "found": found, "checkpoint": one.json()})),
+            Value::String(text) => print(format!("{text}\n{report}").trim_end()),
+            found => print(json!({"folder": dir, "found": found, "checkpoint": report.json()})),
         };
         if printed && examined.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
@@ -143,14 +143,14 @@ impl CheckpointReport<'_> {
             "problems": problems,
         });
         if let (Some(m), Value::Object(all)) = (manifest, &mut all) {
-            let more = json!({
+            let details = json!({
                 "world_size": m.world_size, "stage": m.stage, "dtype": m.dtype, "optimizer": m.optimizer,
                 "global_steps": m.global_steps, "skipped_steps": m.skipped_steps,
                 "global_samples": m.global_samples, "states": m.states, "parameters": m.parameters.len(),
                 "elements": elements(m), "buffers": buffers.iter().map(buffer_json).collect::<Vec<_>>(),
                 "bytes": bytes(m), "client_state_keys": client_state_keys(m),
             });
-            all.extend(more.as_object().cloned().unwrap_or_default());
+            all.extend(details.as_object().cloned().unwrap_or_default());
         }
         all
     }

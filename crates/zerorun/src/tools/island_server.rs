@@ -16,8 +16,8 @@ const INTERVAL: Duration = Duration::from_millis(200);
 /// train, and that exchange the changes in their weights. Start each island with `zerorun --island_server HOST:PORT`,
 /// or set local_steps.server.
 ///
-/// The server prints the address on which it listens, and runs until it gets SIGINT or SIGTERM. Connections are neither
-/// encrypted nor authenticated; use the server only on a trusted network, or through a tunnel.
+/// The server prints the address on which it listens, and runs until it receives SIGINT, SIGTERM or SIGHUP. Connections
+/// are neither encrypted nor authenticated; use the server only on a trusted network, or through a tunnel.
 ///
 /// Exit code: 0 after a signal, 2 if the server cannot start or print its address, or the command line is wrong.
 #[derive(Debug, Parser)]

@@ -110,8 +110,8 @@ impl MergeArguments {
         let base = BaseModel::open(model)?;
         let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
         let progress = RefCell::new(ByteProgress::default());
-        let tell = |done, total| progress.borrow_mut().report(done, total);
-        let merged = MergedModel::new(&base, adapter.as_ref())?.reporting(&tell);
+        let report_progress = |done, total| progress.borrow_mut().report(done, total);
+        let merged = MergedModel::new(&base, adapter.as_ref())?.reporting(&report_progress);
         match format {
             MergeFormat::Hf => merged.write_hugging_face(&self.out, self.dtype.map(Into::into))?,
             MergeFormat::GgufF16 => merged.write_gguf(&self.out, GgufFormat::F16)?,
@@ -120,8 +120,8 @@ impl MergeArguments {
         let (tensors, changed) = merged.counts();
         drop(merged);
         progress.into_inner().finish();
-        let changed = adapter.map_or(String::new(), |_| format!(", {changed} of them with the adapter"));
-        let shown = print(format_args!("{}: {}{changed}", self.out.display(), counted(tensors, "tensor")));
-        Ok(if shown { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        let note = adapter.map_or(String::new(), |_| format!(", {changed} of them with the adapter"));
+        let is_printed = print(format_args!("{}: {}{note}", self.out.display(), counted(tensors, "tensor")));
+        Ok(if is_printed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 }

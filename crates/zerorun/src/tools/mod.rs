@@ -200,9 +200,9 @@ pub(crate) fn named(word: &OsStr) -> Option<&'static ZerorunTool> {
 pub(crate) fn nearest(word: &str) -> Option<&'static str> {
     /// The minimum similarity, from 0 to 1.
     const MIN_SIMILARITY: f64 = 0.6;
-    let likeness = |tool: &ZerorunTool| strsim::normalized_damerau_levenshtein(&word.to_lowercase(), tool.name);
-    let nearest = ALL.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
-    Some(nearest.name).filter(|_| likeness(nearest) >= MIN_SIMILARITY)
+    let similarity = |tool: &ZerorunTool| strsim::normalized_damerau_levenshtein(&word.to_lowercase(), tool.name);
+    let nearest = ALL.iter().max_by(|a, b| similarity(a).total_cmp(&similarity(b)))?;
+    Some(nearest.name).filter(|_| similarity(nearest) >= MIN_SIMILARITY)
 }
 
 /// The commands that describe the complete command line, each with its line in the help.

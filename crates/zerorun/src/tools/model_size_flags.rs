@@ -40,8 +40,8 @@ pub(super) struct ModelSizeFlags {
 }
 
 /// Returns the value given on the command line, or that of the preset.
-fn or(typed: Option<u32>, own: usize) -> usize {
-    typed.map_or(own, |n| n as usize)
+fn or_preset(flag: Option<u32>, preset_value: usize) -> usize {
+    flag.map_or(preset_value, |n| n as usize)
 }
 
 impl ModelSizeFlags {
@@ -51,7 +51,7 @@ impl ModelSizeFlags {
         let of_gpt = |name: &str| GptConfig::preset(name).map(|preset| preset.n_embd).ok();
         let of_preset = |name: &str| of_llama(name).or_else(|| of_gpt(name));
         match self.n_embd {
-            Some(typed) => Some(typed.into()),
+            Some(flag) => Some(flag.into()),
             None => name.and_then(of_preset).map(|width| width as u64),
         }
     }
@@ -65,13 +65,13 @@ impl ModelSizeFlags {
         if LlamaConfig::preset_names().any(|known| known == name) {
             let preset = LlamaConfig::preset(name)?;
             let config = LlamaConfig {
-                hidden_size: or(self.n_embd, preset.hidden_size),
-                intermediate_size: or(self.n_inner, preset.intermediate_size),
-                num_hidden_layers: or(self.n_layer, preset.num_hidden_layers),
-                num_attention_heads: or(self.n_head, preset.num_attention_heads),
-                num_key_value_heads: or(self.n_kv_head, preset.num_key_value_heads),
-                ctx: or(self.ctx, preset.ctx),
-                vocab: or(self.vocab, preset.vocab),
+                hidden_size: or_preset(self.n_embd, preset.hidden_size),
+                intermediate_size: or_preset(self.n_inner, preset.intermediate_size),
+                num_hidden_layers: or_preset(self.n_layer, preset.num_hidden_layers),
+                num_attention_heads: or_preset(self.n_head, preset.num_attention_heads),
+                num_key_value_heads: or_preset(self.n_kv_head, preset.num_key_value_heads),
+                ctx: or_preset(self.ctx, preset.ctx),
+                vocab: or_preset(self.vocab, preset.vocab),
                 ..preset
             };
             config.validate()?;
@@ -84,11 +84,11 @@ impl ModelSizeFlags {
             return Err(ModelError::Config { key: key.0, found: key.1.unwrap_or(0).to_string(), allowed }.into());
         }
         let config = GptConfig {
-            n_layer: or(self.n_layer, preset.n_layer),
-            n_head: or(self.n_head, preset.n_head),
-            n_embd: or(self.n_embd, preset.n_embd),
-            ctx: or(self.ctx, preset.ctx),
-            vocab: or(self.vocab, preset.vocab),
+            n_layer: or_preset(self.n_layer, preset.n_layer),
+            n_head: or_preset(self.n_head, preset.n_head),
+            n_embd: or_preset(self.n_embd, preset.n_embd),
+            ctx: or_preset(self.ctx, preset.ctx),
+            vocab: or_preset(self.vocab, preset.vocab),
             ..preset
         };
         config.validate()?;
@@ -123,7 +123,7 @@ impl SizedPreset {
         match self {
             Self::Gpt(name, config) => Shapes::of(name, |vb| Gpt::new(config, vb)),
             Self::Llama(name, config) => {
-                let config = short(config);
+                let config = with_one_position(config);
                 Shapes::of(name, |vb| Llama::new(&config, vb))
             }
         }
@@ -133,7 +133,7 @@ impl SizedPreset {
     pub(super) fn layers(&self) -> Result<PipelineModule<DecoderBatch>> {
         match self {
             Self::Gpt(_, config) => decoder_pipeline(config),
-            Self::Llama(_, config) => decoder_pipeline(&short(config)),
+            Self::Llama(_, config) => decoder_pipeline(&with_one_position(config)),
         }
     }
 
@@ -149,6 +149,6 @@ impl SizedPreset {
 
 /// Returns the same sizes with a context of one position: rotary positions are not parameters, so a short table
 /// suffices.
-fn short(config: &LlamaConfig) -> LlamaConfig {
+fn with_one_position(config: &LlamaConfig) -> LlamaConfig {
     LlamaConfig { ctx: 1, ..config.clone() }
 }

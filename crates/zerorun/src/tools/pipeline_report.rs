@@ -102,7 +102,7 @@ impl PipelineReport {
             "rank        layers      parameters         trained            host   host, at most  micro batches held\n";
         for (at, rank) in estimate.ranks.iter().enumerate() {
             let PipelineRankEstimate { layers, parameters, trained, memory, held_activations, .. } = rank;
-            let layers: Vec<String> = layers.iter().map(|of| format!("{}-{}", of.start, of.end - 1)).collect();
+            let layers: Vec<String> = layers.iter().map(|range| format!("{}-{}", range.start, range.end - 1)).collect();
             let held = binary(sum(memory, |row| row.host.held));
             let peak = binary(sum(memory, |row| row.host.peak));
             _ = writeln!(
@@ -140,6 +140,6 @@ impl PipelineReport {
     }
 }
 
-fn sum(memory: &MemoryReport, of: impl Fn(&MemoryRow) -> usize) -> u64 {
-    memory.rows.iter().map(of).sum::<usize>() as u64
+fn sum(memory: &MemoryReport, column: impl Fn(&MemoryRow) -> usize) -> u64 {
+    memory.rows.iter().map(column).sum::<usize>() as u64
 }

@@ -30,26 +30,26 @@ pub(super) struct ResolvedModel {
 
 impl ResolvedModel {
     /// Returns the model at a path. If the path does not exist and the text names a repository, downloads it.
-    pub fn find(given: &Path, parts: FileSelection) -> Result<Self> {
-        let named = given.to_str().and_then(Repository::parse).filter(|_| given.symlink_metadata().is_err());
-        match named {
+    pub fn find(argument: &Path, selection: FileSelection) -> Result<Self> {
+        let repository = argument.to_str().and_then(Repository::parse).filter(|_| argument.symlink_metadata().is_err());
+        match repository {
             // A missing file is reported when it is opened.
-            None => Ok(Self { path: given.to_owned(), repository: None }),
-            Some(repository) => fetched(given, repository, parts),
+            None => Ok(Self { path: argument.to_owned(), repository: None }),
+            Some(repository) => fetch(argument, repository, selection),
         }
     }
 
     /// Returns the model at the path where [`find`](Self::find) has found it in another process.
-    pub fn found(given: &Path, path: &Path) -> Self {
-        let repository = given.to_str().and_then(Repository::parse).filter(|_| given != path);
+    pub fn found(argument: &Path, path: &Path) -> Self {
+        let repository = argument.to_str().and_then(Repository::parse).filter(|_| argument != path);
         Self { path: path.to_owned(), repository }
     }
 }
 
 #[cfg(feature = "hub")]
-fn fetched(_: &Path, repository: Repository, parts: FileSelection) -> Result<ResolvedModel> {
+fn fetch(_: &Path, repository: Repository, selection: FileSelection) -> Result<ResolvedModel> {
     let (mut file, mut progress) = (String::new(), ByteProgress::default());
-    let path = repository.fetch(parts, &mut |at| {
+    let path = repository.fetch(selection, &mut |at| {
         if at.file != file {
             std::mem::take(&mut progress).finish();
             file = at.file.to_owned();
@@ -64,8 +64,8 @@ fn fetched(_: &Path, repository: Repository, parts: FileSelection) -> Result<Res
 }
 
 #[cfg(not(feature = "hub"))]
-fn fetched(given: &Path, _: Repository, _: FileSelection) -> Result<ResolvedModel> {
+fn fetch(argument: &Path, _: Repository, _: FileSelection) -> Result<ResolvedModel> {
     let reason = "there is no such file or folder, and only a zerorun built with --features hub can \
                   download repositories from the Hugging Face Hub";
-    Err(FinetuneError::NoModel { path: given.to_owned(), reason: reason.into() }.into())
+    Err(FinetuneError::NoModel { path: argument.to_owned(), reason: reason.into() }.into())
 }

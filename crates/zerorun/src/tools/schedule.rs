@@ -62,9 +62,9 @@ impl ScheduleArguments {
             Err(error) => return refused(&error, EXIT_SETUP),
         };
         let mut out = BufWriter::new(std::io::stdout().lock());
-        let shown = if self.plot { self.draw(schedule, &mut out) } else { self.list(schedule, &mut out) };
+        let result = if self.plot { self.draw(schedule, &mut out) } else { self.list(schedule, &mut out) };
         let written = out.flush();
-        match (shown, written) {
+        match (result, written) {
             (Ok(Ok(())), Ok(())) => ExitCode::SUCCESS,
             (Err(error), _) => refused(&error, EXIT_SETUP),
             _ => ExitCode::FAILURE,

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// The variables with which the user configures a run. If they are set, they are meant for runs other than trials.
-const OF_OTHER_RUNS: [&str; 6] = [timeline::FILE, timeline::PARTS, PROMETHEUS_PORT, RUN, RUNS_DIR, STOP_AT];
+const RUN_VARIABLES: [&str; 6] = [timeline::FILE, timeline::PARTS, PROMETHEUS_PORT, RUN, RUNS_DIR, STOP_AT];
 
 /// Writes a file atomically: if writing fails, the file is unchanged.
 pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
@@ -33,7 +33,7 @@ pub(super) fn as_trial(command: &mut Command, log: &Path) -> Result<()> {
     let io = |action| move |source| Error::Io { action, path: log.to_owned(), source };
     let out = File::create(log).map_err(io("create"))?;
     let err = out.try_clone().map_err(io("open"))?;
-    OF_OTHER_RUNS.iter().for_each(|name| _ = command.env_remove(name));
+    RUN_VARIABLES.iter().for_each(|name| _ = command.env_remove(name));
     command.stdout(out).stderr(err);
     die_with_parent(command, Signal::TERM);
     Ok(())

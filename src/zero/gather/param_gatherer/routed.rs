@@ -13,13 +13,13 @@ impl<R: StepExecutor> ParamGatherer<R> {
     /// Divides routed units into groups of consecutive units, each as large as `stage3_prefetch_bucket_size` and
     /// `stage3_max_live_parameters` allow, but with at least one unit. Returns the sizes of the groups.
     pub fn routed_groups(&self, core: &R, units: &[UnitId]) -> Vec<usize> {
-        let most = self.ahead.min(core.zero().max_live_parameters);
+        let max_elements = self.ahead.min(core.zero().max_live_parameters);
         let mut groups: Vec<usize> = Vec::new();
         let mut elements = 0usize;
         for unit in units {
             let numel = self.units[*unit].group.numel;
             match groups.last_mut() {
-                Some(size) if elements.saturating_add(numel) <= most => {
+                Some(size) if elements.saturating_add(numel) <= max_elements => {
                     *size += 1;
                     elements += numel;
                 }

@@ -67,15 +67,15 @@ impl FineTune {
     pub(super) fn write_result(&mut self) -> Result<()> {
         let saved = self.engine.wait_for_checkpoint();
         self.report_failed_save(saved)?;
-        let (made, skipped) =
+        let (steps_made, skipped) =
             (self.engine.global_steps() - self.first_step, self.engine.skipped_steps() - self.skipped_before);
         // An island that resumes from its last checkpoint may find no others at the server.
-        if made > 0 || self.engine.config().local_steps.as_ref().is_none_or(|islands| islands.server.is_none()) {
+        if steps_made > 0 || self.engine.config().local_steps.as_ref().is_none_or(|islands| islands.server.is_none()) {
             self.synchronize_islands()?;
         }
-        if made > 0 && skipped == made {
+        if steps_made > 0 && skipped == steps_made {
             return Err(candle_zero::error::EngineError::NothingLearned {
-                steps: made,
+                steps: steps_made,
                 adapts: self.engine.config().precision.adapts_loss_scale(),
             }
             .into());

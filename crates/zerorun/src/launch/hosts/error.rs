@@ -530,16 +530,16 @@ pub enum HostsError {
 pub(super) fn shown(text: &str) -> String {
     const MAX_SHOWN_CHARS: usize = 40;
     let mut characters = text.chars();
-    let mut shown = String::new();
+    let mut line = String::new();
     for character in characters.by_ref().take(MAX_SHOWN_CHARS) {
         if character.is_control() {
-            shown.extend(character.escape_default());
+            line.extend(character.escape_default());
         } else {
-            shown.push(character);
+            line.push(character);
         }
     }
     if characters.next().is_some() {
-        shown += "...";
+        line += "...";
     }
-    shown
+    line
 }

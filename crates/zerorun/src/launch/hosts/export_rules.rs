@@ -84,8 +84,8 @@ fn is_forwarded(name: &str) -> bool {
 
 /// Returns whether a shell allows a variable of this name.
 fn is_name(name: &str) -> bool {
-    let part = |c: char| c.is_ascii_alphanumeric() || c == '_';
-    name.chars().all(part) && name.starts_with(|c: char| !c.is_ascii_digit())
+    let is_name_character = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    name.chars().all(is_name_character) && name.starts_with(|c: char| !c.is_ascii_digit())
 }
 
 /// Formats a value as DeepSpeed writes it into the remote shell's command line: in double quotes if it contains special

@@ -58,13 +58,13 @@ impl HostSelection {
 
     fn first(&self, hosts: &[HostSlots]) -> Result<Vec<HostSlots>, HostsError> {
         let count = self.num_nodes.unwrap_or(hosts.len());
-        let Some(kept) = hosts.get(..count) else {
+        let Some(selected) = hosts.get(..count) else {
             return Err(HostsError::TooFewHosts { asked: count, found: hosts.len() });
         };
         match self.num_gpus {
             Some(slots) if slots > super::error::MAX_SLOTS => Err(HostsError::TooManyRanks { slots }),
-            Some(slots) => Ok(kept.iter().map(|host| HostSlots::with_slots(&host.name, slots)).collect()),
-            None => Ok(kept.to_vec()),
+            Some(slots) => Ok(selected.iter().map(|host| HostSlots::with_slots(&host.name, slots)).collect()),
+            None => Ok(selected.to_vec()),
         }
     }
 }
@@ -92,19 +92,19 @@ impl HostFilter {
         for (name, slots) in nodes {
             check(name, slots, hosts, self.option())?;
         }
-        let left = hosts.iter().map(|host| {
+        let remaining = hosts.iter().map(|host| {
             let slots = host.slots.iter().copied().filter(|slot| self.keeps(&host.name, *slot)).collect();
             HostSlots { name: host.name.clone(), slots }
         });
-        Ok(left.filter(|host| !host.slots.is_empty()).collect())
+        Ok(remaining.filter(|host| !host.slots.is_empty()).collect())
     }
 
     fn keeps(&self, host: &str, slot: usize) -> bool {
-        let named =
+        let is_named =
             |nodes: &SlotsByHost| nodes.get(host).is_some_and(|slots| slots.is_empty() || slots.contains(&slot));
         match self {
-            Self::Include(nodes) => named(nodes),
-            Self::Exclude(nodes) => !named(nodes),
+            Self::Include(nodes) => is_named(nodes),
+            Self::Exclude(nodes) => !is_named(nodes),
         }
     }
 }
@@ -113,7 +113,7 @@ fn check(name: &str, slots: &BTreeSet<usize>, hosts: &[HostSlots], option: &'sta
     let Some(host) = hosts.iter().find(|host| host.name == name) else {
         let names: Vec<&str> = hosts.iter().map(|host| host.name.as_str()).collect();
         let known = match nearest(name, names.iter().copied()) {
-            Some(alike) if names.len() > 1 => format!("{}; {alike}", list(&names)),
+            Some(suggestion) if names.len() > 1 => format!("{}; {suggestion}", list(&names)),
             _ => list(&names),
         };
         return Err(HostsError::UnknownHost { option, host: shown(name), known });
@@ -203,7 +203,7 @@ mod tests {
     }
 
     /// Reads the options' values from a command line, up to the script.
-    fn typed(words: &Value) -> HostSelection {
+    fn parse_selection(words: &Value) -> HostSelection {
         let mut words = words.as_array().unwrap().iter().map(|word| word.as_str().unwrap());
         let mut selection = HostSelection::default();
         while let Some(option) = words.next().filter(|word| word.starts_with('-')) {
@@ -222,7 +222,7 @@ mod tests {
     #[test]
     fn the_recorded_cases_of_filters_with_numbers_hold() {
         for case in ["cliexcl-1", "cliexcl-3", "cliexcl-5"].map(recorded_cases::case) {
-            let found = typed(&case["input"]["argv"]).apply(&[HostSlots::with_slots("localhost", 1)]);
+            let found = parse_selection(&case["input"]["argv"]).apply(&[HostSlots::with_slots("localhost", 1)]);
             assert!(matches!(found, Err(HostsError::FilterAndCount { .. })), "{}: {found:?}", case["id"]);
             recorded_cases::check(&case, found.map(|_| json!({"ok": true})));
         }

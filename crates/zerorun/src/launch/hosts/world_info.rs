@@ -61,27 +61,27 @@ impl WorldInfo {
     pub(crate) fn ranks_of(&self, node: usize) -> Vec<RankPlacement> {
         let first: usize = self.hosts[..node].iter().map(|host| host.slots.len()).sum();
         let slots = &self.hosts[node].slots;
-        let placed = |index| {
+        let placement = |index| {
             let rank = first + index;
             let local_rank = rank % slots.len();
             RankPlacement { rank, node, index, local_rank, slot: slots[local_rank] }
         };
-        (0..slots.len()).map(placed).collect()
+        (0..slots.len()).map(placement).collect()
     }
 
     /// Returns the variables that describe a rank's placement.
-    pub(crate) fn variables(&self, placed: &RankPlacement) -> [(&'static str, String); 8] {
-        let slots = &self.hosts[placed.node].slots;
+    pub(crate) fn variables(&self, placement: &RankPlacement) -> [(&'static str, String); 8] {
+        let slots = &self.hosts[placement.node].slots;
         let local_size = slots.len().to_string();
         [
-            ("RANK", placed.rank.to_string()),
+            ("RANK", placement.rank.to_string()),
             ("WORLD_SIZE", self.size().to_string()),
-            ("LOCAL_RANK", placed.local_rank.to_string()),
+            ("LOCAL_RANK", placement.local_rank.to_string()),
             ("LOCAL_WORLD_SIZE", local_size.clone()),
             ("LOCAL_SIZE", local_size),
-            ("CROSS_RANK", placed.node.to_string()),
+            ("CROSS_RANK", placement.node.to_string()),
             ("CROSS_SIZE", self.hosts.len().to_string()),
-            (DEVICES, self.devices(placed.node)),
+            (DEVICES, self.devices(placement.node)),
         ]
     }
 
@@ -167,8 +167,8 @@ fn commas(numbers: &[usize]) -> String {
     join(numbers, ",")
 }
 
-fn join(numbers: &[usize], between: &str) -> String {
-    numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(between)
+fn join(numbers: &[usize], separator: &str) -> String {
+    numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(separator)
 }
 
 /// The digits of URL-safe base64 (RFC 4648).
@@ -221,9 +221,9 @@ mod tests {
     }
 
     /// Returns a rank in the recorded form, in which numbers are not strings.
-    fn process(world: &WorldInfo, placed: &RankPlacement) -> Value {
-        let mut process = Map::from_iter([("node".to_string(), json!(world.hosts()[placed.node].name))]);
-        for (name, value) in world.variables(placed) {
+    fn process(world: &WorldInfo, placement: &RankPlacement) -> Value {
+        let mut process = Map::from_iter([("node".to_string(), json!(world.hosts()[placement.node].name))]);
+        for (name, value) in world.variables(placement) {
             match name {
                 "CUDA_VISIBLE_DEVICES" => process.insert("VISIBLE".into(), json!(value)),
                 // The records do not contain this variable: it is torchrun's name for LOCAL_SIZE.
@@ -242,7 +242,7 @@ mod tests {
                 Value::Null => {
                     let world = WorldInfo::new(recorded_cases::hosts(&case["input"]["world_info"])).unwrap();
                     let ranks = (0..world.hosts().len()).flat_map(|node| world.ranks_of(node));
-                    json!({"processes": ranks.map(|placed| process(&world, &placed)).collect::<Vec<_>>()})
+                    json!({"processes": ranks.map(|placement| process(&world, &placement)).collect::<Vec<_>>()})
                 }
                 hosts => {
                     let world = WorldInfo::new(recorded_cases::hosts(hosts)).unwrap();
@@ -342,11 +342,11 @@ mod tests {
             let mut next = 0;
             for node in 0..world.hosts().len() {
                 let ranks = world.ranks_of(node);
-                let mut local: Vec<usize> = ranks.iter().map(|placed| placed.local_rank).collect();
+                let mut local: Vec<usize> = ranks.iter().map(|placement| placement.local_rank).collect();
                 local.sort_unstable();
                 prop_assert_eq!(local, (0..ranks.len()).collect::<Vec<_>>());
-                for placed in ranks {
-                    prop_assert_eq!(placed.rank, next);
+                for placement in ranks {
+                    prop_assert_eq!(placement.rank, next);
                     next += 1;
                 }
             }

@@ -44,18 +44,23 @@ pub(super) struct JoiningHost {
 /// An acceptor of connections, which bounds the number of strangers.
 pub(super) struct HostAcceptor {
     secret: Option<JobSecret>,
-    /// The maximum number of strangers.
-    most: usize,
+    max_strangers: usize,
     strangers: Mutex<BTreeMap<u64, (IpAddr, Arc<TcpStream>)>>,
-    numbers: AtomicU64,
-    said: AtomicUsize,
+    next_number: AtomicU64,
+    refusals: AtomicUsize,
 }
 
 impl HostAcceptor {
     pub(super) fn new(secret: Option<JobSecret>) -> Self {
         let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-        let most = usize::try_from(files / OPEN_FILES_DIVISOR).unwrap_or(MAX_STRANGERS).clamp(1, MAX_STRANGERS);
-        Self { secret, most, strangers: Mutex::default(), numbers: AtomicU64::new(0), said: AtomicUsize::new(0) }
+        let max_strangers = usize::try_from(files / OPEN_FILES_DIVISOR).unwrap_or(MAX_STRANGERS);
+        Self {
+            secret,
+            max_strangers: max_strangers.clamp(1, MAX_STRANGERS),
+            strangers: Mutex::default(),
+            next_number: AtomicU64::new(0),
+            refusals: AtomicUsize::new(0),
+        }
     }
 
     /// Accepts strangers on separate threads. `on_join` receives those that have sent their Hello.
@@ -70,9 +75,11 @@ impl HostAcceptor {
         let acceptor = Arc::clone(self);
         let accept = move || {
             loop {
-                let taken = listener.accept().and_then(|(stream, from)| acceptor.take(stream, from, on_join.clone()));
+                let accepted = listener
+                    .accept()
+                    .and_then(|(stream, from)| acceptor.accept_stranger(stream, from, on_join.clone()));
                 // For example, file descriptors or threads have run out. A stranger is evicted to free some.
-                if taken.is_err() {
+                if accepted.is_err() {
                     acceptor.evict_one();
                     std::thread::sleep(ACCEPT_RETRY_INTERVAL);
                 }
@@ -81,19 +88,19 @@ impl HostAcceptor {
         std::thread::Builder::new().name("lets hosts in".into()).spawn(accept).map(drop)
     }
 
-    fn take(
+    fn accept_stranger(
         self: &Arc<Self>,
         stream: TcpStream,
         from: SocketAddr,
         on_join: impl Fn(JoiningHost) + Send + 'static,
     ) -> std::io::Result<()> {
-        let (acceptor, number) = (Arc::clone(self), self.numbers.fetch_add(1, Ordering::Relaxed));
+        let (acceptor, number) = (Arc::clone(self), self.next_number.fetch_add(1, Ordering::Relaxed));
         let stream = Arc::new(stream);
-        while lock(&self.strangers).len() >= self.most {
+        while lock(&self.strangers).len() >= self.max_strangers {
             self.evict_one();
         }
         lock(&self.strangers).insert(number, (from.ip(), Arc::clone(&stream)));
-        let hear = move || match acceptor.hear(stream) {
+        let identify = move || match acceptor.identify(stream) {
             Ok((session, hello)) => on_join(JoiningHost { number, from, session, hello }),
             Err(error) => {
                 acceptor.leave(number);
@@ -102,16 +109,16 @@ impl HostAcceptor {
                 }
             }
         };
-        let spawned = std::thread::Builder::new().name("hears a stranger".into()).spawn(hear);
+        let spawned = std::thread::Builder::new().name("hears a stranger".into()).spawn(identify);
         spawned.map(drop).inspect_err(|_| self.leave(number))
     }
 
-    fn hear(&self, stream: Arc<TcpStream>) -> Result<(LauncherConnection, HostHello), HandshakeError> {
+    fn identify(&self, stream: Arc<TcpStream>) -> Result<(LauncherConnection, HostHello), HandshakeError> {
         let wait = ReadDeadline::Until(Instant::now() + HANDSHAKE_TIMEOUT);
         let mut session = LauncherConnection::over(stream).map_err(|error| HandshakeError::Lost(error.to_string()))?;
         handshake::receive(&mut session, self.secret.as_ref(), wait)?;
-        let longest = if self.secret.is_some() { MAX_MESSAGE_BYTES } else { MAX_UNPROVED_BYTES };
-        match session.next(longest, wait).map_err(HandshakeError::Lost)? {
+        let max_bytes = if self.secret.is_some() { MAX_MESSAGE_BYTES } else { MAX_UNPROVED_BYTES };
+        match session.next(max_bytes, wait).map_err(HandshakeError::Lost)? {
             LauncherMessage::Hello(hello) => Ok((session, hello)),
             _ => Err(HandshakeError::NoLauncher),
         }
@@ -125,10 +132,10 @@ impl HostAcceptor {
     /// Evicts the oldest stranger from the address with the most strangers.
     fn evict_one(&self) {
         let mut strangers = lock(&self.strangers);
-        let mut numbers = BTreeMap::<IpAddr, usize>::new();
-        strangers.values().for_each(|(from, _)| *numbers.entry(*from).or_default() += 1);
-        let Some((most, _)) = numbers.into_iter().max_by_key(|(_, number)| *number) else { return };
-        let oldest = strangers.iter().find(|(_, (from, _))| *from == most).map(|(number, _)| *number);
+        let mut counts = BTreeMap::<IpAddr, usize>::new();
+        strangers.values().for_each(|(from, _)| *counts.entry(*from).or_default() += 1);
+        let Some((address, _)) = counts.into_iter().max_by_key(|(_, number)| *number) else { return };
+        let oldest = strangers.iter().find(|(_, (from, _))| *from == address).map(|(number, _)| *number);
         if let Some((_, stream)) = oldest.and_then(|number| strangers.remove(&number)) {
             let _ = stream.shutdown(Shutdown::Both);
         }
@@ -136,8 +143,8 @@ impl HostAcceptor {
 
     /// Reports that a host is refused, up to a limited number of times.
     pub(super) fn report_refused(&self, host: &str, from: SocketAddr, why: &str) {
-        match self.said.fetch_add(1, Ordering::Relaxed) {
-            said if said < MAX_REFUSAL_MESSAGES => {
+        match self.refusals.fetch_add(1, Ordering::Relaxed) {
+            refusals if refusals < MAX_REFUSAL_MESSAGES => {
                 eprint(&format!("zerorun: host {host} ({}) was refused: {why}", from.ip()))
             }
             MAX_REFUSAL_MESSAGES => eprint(&format!(
@@ -181,18 +188,18 @@ mod tests {
     #[test]
     fn the_oldest_stranger_is_sent_away_for_one_more() {
         let (acceptor, address, _arrivals) = acceptor(None);
-        let most = acceptor.most;
-        let all: Vec<TcpStream> = (0..most + 3).map(|_| TcpStream::connect(address).unwrap()).collect();
+        let max_strangers = acceptor.max_strangers;
+        let all: Vec<TcpStream> = (0..max_strangers + 3).map(|_| TcpStream::connect(address).unwrap()).collect();
         for first in &all[..3] {
             assert!(is_closed(first));
         }
         // A stranger is evicted before its replacement is added to the list.
         let until = Instant::now() + Duration::from_secs(60);
-        while !lock(&acceptor.strangers).contains_key(&(most as u64 + 2)) && Instant::now() < until {
+        while !lock(&acceptor.strangers).contains_key(&(max_strangers as u64 + 2)) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(5));
         }
-        let left: Vec<u64> = lock(&acceptor.strangers).keys().copied().collect();
-        assert_eq!(left, (3..most as u64 + 3).collect::<Vec<_>>(), "the oldest went first");
+        let remaining: Vec<u64> = lock(&acceptor.strangers).keys().copied().collect();
+        assert_eq!(remaining, (3..max_strangers as u64 + 3).collect::<Vec<_>>(), "the oldest went first");
     }
 
     #[test]
@@ -204,20 +211,20 @@ mod tests {
         for (number, last) in [(0, 7), (1, 1), (2, 1), (3, 2)] {
             lock(&acceptor.strangers).insert(number, (from(last), stream()));
         }
-        let left = |acceptor: &HostAcceptor| lock(&acceptor.strangers).keys().copied().collect::<Vec<_>>();
+        let remaining = |acceptor: &HostAcceptor| lock(&acceptor.strangers).keys().copied().collect::<Vec<_>>();
         acceptor.evict_one();
-        assert_eq!(left(&acceptor), [0, 2, 3]);
+        assert_eq!(remaining(&acceptor), [0, 2, 3]);
         (0..4).for_each(|_| acceptor.evict_one());
-        assert_eq!(left(&acceptor), [0; 0]);
+        assert_eq!(remaining(&acceptor), [0; 0]);
     }
 
     #[test]
     fn a_stranger_that_says_too_much_or_only_gives_signs_of_life_is_sent_away() {
         use std::io::Write;
         let (acceptor, address, _arrivals) = acceptor(None);
-        let told: [&[u8]; 6] =
+        let inputs: [&[u8]; 6] =
             [&[b'a'; 8192], b"\"Beat\"\n", b"GET / HTTP/1.1\r\n\r\n", b"{\"Hello\":{}}\n", b"\n", &[0xff, 0, b'\n']];
-        for line in told {
+        for line in inputs {
             let mut stream = TcpStream::connect(address).unwrap();
             let _ = stream.write_all(line);
             assert!(is_closed(&stream), "{line:?}");

@@ -30,16 +30,20 @@ impl AdmissionRefusal {
     }
 }
 
-/// Returns the refusal if a host cannot join the job of `own`, the first host. `holder` is the host that already uses
+/// Returns the refusal if a host cannot join the job of `first_host`. `holder` is the host that already uses
 /// the same `--node_rank`.
-pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostHello) -> Option<AdmissionRefusal> {
+pub(super) fn refusal(
+    first_host: &HostHello,
+    holder: Option<&HostHello>,
+    hello: &HostHello,
+) -> Option<AdmissionRefusal> {
     let HostHello { nodes, node, ranks, .. } = *hello;
-    if nodes != own.nodes {
+    if nodes != first_host.nodes {
         return AdmissionRefusal::plain(format!(
             "--nnodes is {nodes} on host {} and {} on the first host; give both the same, or, if these are two jobs, \
              give one of them a different --master_port",
             name(hello),
-            own.nodes
+            first_host.nodes
         ));
     }
     if node >= nodes {
@@ -62,13 +66,13 @@ pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostH
             nodes - 1
         ));
     }
-    difference(own, hello)
+    difference(first_host, hello)
 }
 
 /// Returns the refusal if a host differs from the first host in a way that is not allowed.
-fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
-    let [here, there] = [name(own), name(hello)];
-    if own.words != hello.words {
+fn difference(first_host: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
+    let [here, there] = [name(first_host), name(hello)];
+    if first_host.words != hello.words {
         let shown = |hello: &HostHello| printable(&hello.words.join(" "), MAX_SHOWN_CHARS);
         return Some(AdmissionRefusal {
             told: format!(
@@ -76,17 +80,17 @@ fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
                  {}; give the arguments that the output of host {here} shows",
                 shown(hello),
                 digest(&hello.words),
-                digest(&own.words)
+                digest(&first_host.words)
             ),
             said: format!(
                 "the script's arguments are `{}` on host {here} and `{}` on host {there}; give both the same",
-                shown(own),
+                shown(first_host),
                 shown(hello)
             ),
         });
     }
-    let mut names = own.files.keys().chain(hello.files.keys());
-    names.find(|name| own.files.get(*name) != hello.files.get(*name)).map(|file| {
+    let mut names = first_host.files.keys().chain(hello.files.keys());
+    names.find(|name| first_host.files.get(*name) != hello.files.get(*name)).map(|file| {
         let of = |hello: &HostHello| hello.files.get(file).map_or("missing".to_string(), |sum| printable(sum, 100));
         let (file, remedy) = (
             printable(file, MAX_SHOWN_CHARS),
@@ -94,7 +98,7 @@ fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
         );
         AdmissionRefusal {
             told: format!("{file} differs from the one on host {here}: on this host, it is {}; {remedy}", of(hello)),
-            said: format!("{file} is {} on host {here} and {} on host {there}; {remedy}", of(own), of(hello)),
+            said: format!("{file} is {} on host {here} and {} on host {there}; {remedy}", of(first_host), of(hello)),
         }
     })
 }
@@ -146,7 +150,7 @@ pub(super) mod tests {
         }
     }
 
-    fn objected(change: fn(&mut HostHello)) -> AdmissionRefusal {
+    fn refusal_after(change: fn(&mut HostHello)) -> AdmissionRefusal {
         let mut other = HostHello { node: 1, launcher: 2, ..hello("b") };
         change(&mut other);
         refusal(&hello("a"), None, &other).unwrap()
@@ -155,13 +159,13 @@ pub(super) mod tests {
     #[test]
     fn hosts_that_differ_are_told_what_they_have_and_the_first_says_what_both_have() {
         assert_eq!(refusal(&hello("a"), None, &HostHello { node: 1, launcher: 2, ..hello("b") }), None);
-        let words = objected(|b| b.words[1] = "zero2.json".into());
+        let words = refusal_after(|b| b.words[1] = "zero2.json".into());
         insta::assert_snapshot!(words.told, @"the script's arguments are `--ds_config zero2.json` on this host, with digest 351ba923, but those on host a have digest ed663171; give the arguments that the output of host a shows");
         insta::assert_snapshot!(words.said, @"the script's arguments are `--ds_config zero3.json` on host a and `--ds_config zero2.json` on host b; give both the same");
-        let file = objected(|b| b.files.values_mut().for_each(|sum| *sum = "413 bytes with checksum 12".into()));
+        let file = refusal_after(|b| b.files.values_mut().for_each(|sum| *sum = "413 bytes with checksum 12".into()));
         insta::assert_snapshot!(file.told, @"zero3.json differs from the one on host a: on this host, it is 413 bytes with checksum 12; copy the same file to both hosts; if it is the program, build it once and pass the executable");
         insta::assert_snapshot!(file.said, @"zero3.json is 412 bytes with checksum 11 on host a and 413 bytes with checksum 12 on host b; copy the same file to both hosts; if it is the program, build it once and pass the executable");
-        let gone = objected(|b| b.files.clear());
+        let gone = refusal_after(|b| b.files.clear());
         insta::assert_snapshot!(gone.told, @"zero3.json differs from the one on host a: on this host, it is missing; copy the same file to both hosts; if it is the program, build it once and pass the executable");
         insta::assert_snapshot!(gone.said, @"zero3.json is 412 bytes with checksum 11 on host a and missing on host b; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     }
@@ -169,7 +173,7 @@ pub(super) mod tests {
     #[test]
     fn numbers_that_no_host_of_the_job_has_are_refused() {
         let told = |change: fn(&mut HostHello)| {
-            let AdmissionRefusal { told, said } = objected(change);
+            let AdmissionRefusal { told, said } = refusal_after(change);
             assert_eq!(told, said);
             told
         };
@@ -186,7 +190,7 @@ pub(super) mod tests {
 
     #[test]
     fn what_a_host_calls_itself_obeys_no_terminal() {
-        let refusal = objected(|b| (b.nodes, b.host) = (3, "\u{1b}[2J".repeat(1000)));
+        let refusal = refusal_after(|b| (b.nodes, b.host) = (3, "\u{1b}[2J".repeat(1000)));
         assert!(refusal.said.len() < 1000 && !refusal.said.contains('\u{1b}'), "{}", refusal.said);
     }
 

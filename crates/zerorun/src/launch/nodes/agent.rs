@@ -61,45 +61,45 @@ struct RunningAttempt {
     pmi: Arc<pmi::PmiServer>,
     remote_failure: Arc<Mutex<Option<(usize, String)>>>,
     /// Whether the next signal comes from the first host. Such a signal is not reported back.
-    passed_on: Arc<AtomicBool>,
+    is_forwarded: Arc<AtomicBool>,
 }
 
 impl RunningAttempt {
-    fn passed_on(&self, signal: Signal) -> LauncherEvent {
-        self.passed_on.store(true, Ordering::SeqCst);
+    fn forwarded_signal(&self, signal: Signal) -> LauncherEvent {
+        self.is_forwarded.store(true, Ordering::SeqCst);
         LauncherEvent::End(signal)
     }
 }
 
 impl AgentInbox {
     /// Receives a message from the first host.
-    fn hear(&self, heard: PeerEvent, events: &Sender<LauncherEvent>) {
+    fn receive(&self, peer_event: PeerEvent, events: &Sender<LauncherEvent>) {
         let running = lock(&self.running);
-        let of = |attempt: u32| running.as_ref().filter(|running| running.attempt == attempt);
-        let event = match heard {
+        let if_running = |attempt: u32| running.as_ref().filter(|running| running.attempt == attempt);
+        let event = match peer_event {
             PeerEvent::Message(LauncherMessage::Values { attempt, values }) => {
-                return of(attempt).into_iter().for_each(|running| running.pmi.deliver(values.clone()));
+                return if_running(attempt).into_iter().for_each(|running| running.pmi.deliver(values.clone()));
             }
             PeerEvent::Message(LauncherMessage::Failed { attempt, rank, why }) => {
-                if let Some(running) = of(attempt) {
+                if let Some(running) = if_running(attempt) {
                     lock(&running.remote_failure).get_or_insert((rank, why));
                 }
                 LauncherEvent::PeerMessage
             }
-            PeerEvent::Message(LauncherMessage::Signal(number)) => match (named(number), &*running) {
-                (Some(signal), Some(running)) => running.passed_on(signal),
+            PeerEvent::Message(LauncherMessage::Signal(number)) => match (ending_signal(number), &*running) {
+                (Some(signal), Some(running)) => running.forwarded_signal(signal),
                 _ => return,
             },
-            PeerEvent::Message(LauncherMessage::Regroup { attempt }) => match of(attempt) {
-                Some(running) => running.passed_on(Signal::TERM),
+            PeerEvent::Message(LauncherMessage::Regroup { attempt }) => match if_running(attempt) {
+                Some(running) => running.forwarded_signal(Signal::TERM),
                 None => return,
             },
-            heard => {
-                if let (PeerEvent::Lost(why), Some(running)) = (&heard, &*running) {
+            peer_event => {
+                if let (PeerEvent::Lost(why), Some(running)) = (&peer_event, &*running) {
                     // Rank 0 is on the first host.
                     lock(&running.remote_failure).get_or_insert((0, format!("the first host is gone: {why}")));
                 }
-                lock(&self.messages).push_back(heard);
+                lock(&self.messages).push_back(peer_event);
                 LauncherEvent::PeerMessage
             }
         };
@@ -108,11 +108,11 @@ impl AgentInbox {
 }
 
 /// Returns the signal with this number if it asks a launcher to end.
-fn named(number: i32) -> Option<Signal> {
+fn ending_signal(number: i32) -> Option<Signal> {
     [Signal::INT, Signal::TERM, Signal::HUP].into_iter().find(|signal| signal.as_raw() == number)
 }
 
-/// The reason why a host no longer takes part.
+/// The reason why a host leaves the job.
 enum LeaveReason {
     /// The job is over, with this exit code.
     Over(u8),
@@ -138,7 +138,7 @@ pub(super) fn run(mut job: LocalJobSpec, options: &JoinOptions) -> Result<u8> {
             .map_err(|source| LaunchError::Setup { what: "listening to standard input", source })?;
     }
     loop {
-        match attend(&mut job, options, &sender, &events)? {
+        match run_session(&mut job, options, &sender, &events)? {
             LeaveReason::Over(code) => return Ok(code),
             LeaveReason::Lost(why) => {
                 eprint(&format!("zerorun: the first host, {}, is gone: {why}", options.master_addr))
@@ -151,37 +151,37 @@ pub(super) fn run(mut job: LocalJobSpec, options: &JoinOptions) -> Result<u8> {
     }
 }
 
-fn attend(
+fn run_session(
     job: &mut LocalJobSpec,
     options: &JoinOptions,
     sender: &Sender<LauncherEvent>,
     events: &Receiver<LauncherEvent>,
 ) -> Result<LeaveReason> {
     let inbox = Arc::new(AgentInbox::default());
-    let (heard, sender) = (Arc::clone(&inbox), sender.clone());
+    let (receiver, sender) = (Arc::clone(&inbox), sender.clone());
     let session = match connect(options, events)? {
         Ok(session) => session,
         Err(signal) => return Ok(stopped_by(signal)),
     };
-    let hear = move |event| heard.hear(event, &sender);
-    let peer = LauncherPeer::over(session, MAX_MESSAGE_BYTES, hear)
+    let on_event = move |event| receiver.receive(event, &sender);
+    let peer = LauncherPeer::over(session, MAX_MESSAGE_BYTES, on_event)
         .map_err(|source| unreachable(options, source.to_string()))?;
     let peer = Arc::new(peer);
-    let mut failed = None;
+    let mut failure_report = None;
     loop {
         match wait(&inbox, events) {
             Ok(PeerEvent::Message(LauncherMessage::Start(start))) => {
                 let attempt = start.attempt;
-                let how = carry_out(job, options, start, &inbox, &peer, events, &mut failed)?;
+                let how = run_attempt(job, options, start, &inbox, &peer, events, &mut failure_report)?;
                 *lock(&inbox.running) = None;
                 peer.send(&LauncherMessage::Ended { attempt, how });
             }
             Ok(PeerEvent::Message(LauncherMessage::Finish { code, text, culprit })) => {
                 // This host's own report on its ranks is more detailed than the first host's text.
-                let own = failed.filter(|_| culprit == Some(options.hello.node));
-                match (own, text.as_deref().and_then(|text| text.split_once('\n'))) {
-                    (Some(own), Some((_, rest))) => eprint(&format!("{own}\n{rest}")),
-                    (own, _) => own.or(text).iter().for_each(|text| eprint(text)),
+                let own_report = failure_report.filter(|_| culprit == Some(options.hello.node));
+                match (own_report, text.as_deref().and_then(|text| text.split_once('\n'))) {
+                    (Some(own_report), Some((_, rest))) => eprint(&format!("{own_report}\n{rest}")),
+                    (own_report, _) => own_report.or(text).iter().for_each(|text| eprint(text)),
                 }
                 return Ok(LeaveReason::Over(code));
             }
@@ -235,7 +235,7 @@ fn connect(
 
 /// Connects to the first host, at the first of its addresses that accepts the connection.
 fn reach(options: &JoinOptions) -> std::io::Result<TcpStream> {
-    let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
+    let mut last_error = std::io::Error::from(std::io::ErrorKind::NotFound);
     let addresses = match &options.own {
         Some(own) => own.clone(),
         None => (options.master_addr.as_str(), options.master_port).to_socket_addrs()?.collect(),
@@ -243,10 +243,10 @@ fn reach(options: &JoinOptions) -> std::io::Result<TcpStream> {
     for address in addresses {
         match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
             Ok(stream) => return Ok(stream),
-            Err(error) => last = error,
+            Err(error) => last_error = error,
         }
     }
-    Err(last)
+    Err(last_error)
 }
 
 fn unreachable(options: &JoinOptions, why: String) -> candle_zero::Error {
@@ -258,8 +258,8 @@ fn unreachable(options: &JoinOptions, why: String) -> candle_zero::Error {
 /// Waits for the next message, or for a signal that asks this launcher to end.
 fn wait(inbox: &AgentInbox, events: &Receiver<LauncherEvent>) -> std::result::Result<PeerEvent, Signal> {
     loop {
-        if let Some(heard) = lock(&inbox.messages).pop_front() {
-            return Ok(heard);
+        if let Some(event) = lock(&inbox.messages).pop_front() {
+            return Ok(event);
         }
         match events.recv_timeout(TICK) {
             Ok(LauncherEvent::End(signal)) => return Err(signal),
@@ -272,15 +272,15 @@ fn wait(inbox: &AgentInbox, events: &Receiver<LauncherEvent>) -> std::result::Re
     }
 }
 
-/// Runs this host's ranks. The report of their own failure is stored in `failed`.
-fn carry_out(
+/// Runs this host's ranks. The report of their own failure is stored in `failure_report`.
+fn run_attempt(
     job: &mut LocalJobSpec,
     options: &JoinOptions,
     start: StartCommand,
     inbox: &AgentInbox,
     peer: &Arc<LauncherPeer>,
     events: &Receiver<LauncherEvent>,
-    failed: &mut Option<String>,
+    failure_report: &mut Option<String>,
 ) -> Result<HostOutcome> {
     let StartCommand { attempt, restart, place, ranks, port, space, note } = start;
     note.iter().for_each(|note| eprint(note));
@@ -288,13 +288,13 @@ fn carry_out(
     let send = move |fresh| values.send(&LauncherMessage::Values { attempt, values: fresh });
     let server = Arc::new(pmi::PmiServer::new(space, &ranks, place, send));
     let remote_failure = Arc::new(Mutex::new(None));
-    let passed_on = Arc::new(AtomicBool::new(false));
-    let (pmi, told) = (server.clone(), passed_on.clone());
-    *lock(&inbox.running) = Some(RunningAttempt { attempt, pmi, remote_failure: remote_failure.clone(), passed_on });
+    let is_forwarded = Arc::new(AtomicBool::new(false));
+    let (pmi, signal_is_forwarded) = (server.clone(), is_forwarded.clone());
+    *lock(&inbox.running) = Some(RunningAttempt { attempt, pmi, remote_failure: remote_failure.clone(), is_forwarded });
     // If only one of several hosts is left, its ranks need no MPI library.
-    let alone = ranks.len() == 1;
-    let asked = Arc::clone(peer);
-    job.multi_host = (!alone).then(|| MultiHostContext {
+    let is_only_host = ranks.len() == 1;
+    let first_host = Arc::clone(peer);
+    job.multi_host = (!is_only_host).then(|| MultiHostContext {
         first: ranks[..place].iter().sum(),
         place,
         hosts: ranks.len(),
@@ -303,8 +303,8 @@ fn carry_out(
         pmi: server,
         remote_failure,
         tell: Arc::new(move |signal: Signal| {
-            if !told.swap(false, Ordering::SeqCst) {
-                asked.send(&LauncherMessage::Signal(signal.as_raw()));
+            if !signal_is_forwarded.swap(false, Ordering::SeqCst) {
+                first_host.send(&LauncherMessage::Signal(signal.as_raw()));
             }
         }),
     });
@@ -315,7 +315,7 @@ fn carry_out(
         RunEnd::Interrupted(signal) => HostOutcome::Interrupted(signal.as_raw()),
         RunEnd::Elsewhere => HostOutcome::Elsewhere,
         RunEnd::Failed(failure) => {
-            *failed = Some(failure.report);
+            *failure_report = Some(failure.report);
             let ranks::RunFailure { rank, after, headline, code, blames, .. } = failure;
             HostOutcome::Failed { rank, after, headline, code, blames }
         }

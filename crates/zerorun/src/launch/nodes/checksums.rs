@@ -23,8 +23,9 @@ pub(super) type FileChecksums = BTreeMap<String, String>;
 
 /// Returns the checksums of the program and of the files that its arguments name.
 pub(super) fn of_files(program: &Path, args: &[OsString]) -> FileChecksums {
-    let files =
-        named(args).filter(|name| Path::new(name).is_file()).map(|name| (name.clone(), checksum(name.as_ref())));
+    let files = possible_paths(args)
+        .filter(|name| Path::new(name).is_file())
+        .map(|name| (name.clone(), checksum(name.as_ref())));
     let program = [("the program".to_string(), checksum(program))];
     files
         .chain(program)
@@ -34,17 +35,17 @@ pub(super) fn of_files(program: &Path, args: &[OsString]) -> FileChecksums {
 
 /// Returns the folders that the arguments name, with the checksums of their files.
 pub(super) fn of_folders(args: &[OsString]) -> BTreeMap<String, FileChecksums> {
-    let folders = named(args).filter(|name| Path::new(name).is_dir());
+    let folders = possible_paths(args).filter(|name| Path::new(name).is_dir());
     let sums = |name: String| {
         let (mut files, root) = (FileChecksums::new(), Path::new(&name).to_path_buf());
-        list(&root, "", &mut files);
+        add_files(&root, "", &mut files);
         (name, files)
     };
     folders.map(sums).collect()
 }
 
 /// Returns the words of a command line that may name a file, including those after `--flag=`.
-fn named(args: &[OsString]) -> impl Iterator<Item = String> {
+fn possible_paths(args: &[OsString]) -> impl Iterator<Item = String> {
     args.iter().map(|word| {
         let word = word.to_string_lossy();
         word.split_once('=').filter(|(flag, _)| flag.starts_with('-')).map_or(&*word, |(_, name)| name).to_string()
@@ -52,24 +53,24 @@ fn named(args: &[OsString]) -> impl Iterator<Item = String> {
 }
 
 /// Adds the files below a folder, up to [`MAX_FILES`], without hidden files and folders and without links to folders.
-fn list(folder: &Path, prefix: &str, to: &mut FileChecksums) {
+fn add_files(folder: &Path, prefix: &str, checksums: &mut FileChecksums) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     let mut names: Vec<OsString> = entries.flatten().map(|entry| entry.file_name()).collect();
     names.sort();
     for name in names.iter().filter(|name| !name.to_string_lossy().starts_with('.')) {
         let (path, name) = (folder.join(name), format!("{prefix}{}", name.to_string_lossy()));
         let Ok(kind) = fs::symlink_metadata(&path) else { continue };
-        if to.len() >= MAX_FILES {
+        if checksums.len() >= MAX_FILES {
             return;
         }
         if kind.is_dir() {
-            list(&path, &format!("{name}/"), to);
-        } else if let Ok(found) = fs::metadata(&path)
-            && found.is_file()
+            add_files(&path, &format!("{name}/"), checksums);
+        } else if let Ok(metadata) = fs::metadata(&path)
+            && metadata.is_file()
         {
-            let sum =
-                if found.len() <= MAX_COMPARED_BYTES { checksum(&path) } else { Ok(counted(found.len(), "byte")) };
-            to.insert(name, sum.unwrap_or_else(|error| format!("unreadable ({error})")));
+            let bytes = metadata.len();
+            let sum = if bytes <= MAX_COMPARED_BYTES { checksum(&path) } else { Ok(counted(bytes, "byte")) };
+            checksums.insert(name, sum.unwrap_or_else(|error| format!("unreadable ({error})")));
         }
     }
 }
@@ -78,10 +79,10 @@ fn list(folder: &Path, prefix: &str, to: &mut FileChecksums) {
 fn checksum(path: &Path) -> std::io::Result<String> {
     let file = File::open(path)?;
     let bytes = file.metadata()?.len();
-    let (mut hash, mut from, mut buffer) =
+    let (mut hash, mut reader, mut buffer) =
         (XxHash3_64::new(), BufReader::new(file).take(MAX_FILE_BYTES), vec![0; 1 << 20]);
     loop {
-        match from.read(&mut buffer)? {
+        match reader.read(&mut buffer)? {
             0 => return Ok(format!("{} with checksum {:x}", counted(bytes, "byte"), hash.finish())),
             read => hash.write(&buffer[..read]),
         }
@@ -91,8 +92,8 @@ fn checksum(path: &Path) -> std::io::Result<String> {
 /// Describes the first file that differs between the folders of two hosts, each given with the host's name.
 pub(super) fn difference([(on_a, a), (on_b, b)]: [(&str, &FileChecksums); 2]) -> Option<String> {
     let name = a.keys().chain(b.keys()).filter(|name| a.get(*name) != b.get(*name)).min()?;
-    let of = |sums: &FileChecksums| sums.get(name).map_or("missing".to_string(), Clone::clone);
-    Some(format!("{name} is {} on {on_a} and {} on {on_b}", of(a), of(b)))
+    let describe = |sums: &FileChecksums| sums.get(name).map_or("missing".to_string(), Clone::clone);
+    Some(format!("{name} is {} on {on_a} and {} on {on_b}", describe(a), describe(b)))
 }
 
 #[cfg(test)]
@@ -122,16 +123,16 @@ mod tests {
         let difference = || difference([("x", &sums(0)), ("y", &sums(1))]);
         assert_eq!(difference(), None);
         write(1, "part/b.txt", "to bE");
-        let told = difference().unwrap();
+        let message = difference().unwrap();
         assert!(
-            told.starts_with("part/b.txt is 5 bytes with checksum ") && told.contains(" on x and 5 bytes "),
-            "{told}"
+            message.starts_with("part/b.txt is 5 bytes with checksum ") && message.contains(" on x and 5 bytes "),
+            "{message}"
         );
         write(0, "a.txt", "");
-        let told = difference().unwrap();
+        let message = difference().unwrap();
         assert!(
-            told.starts_with("a.txt is 0 bytes with checksum ") && told.ends_with(" on x and missing on y"),
-            "{told}"
+            message.starts_with("a.txt is 0 bytes with checksum ") && message.ends_with(" on x and missing on y"),
+            "{message}"
         );
         (0..MAX_FILES).for_each(|i| write(0, &format!("many/{i:04}"), ""));
         assert_eq!(sums(0).len(), MAX_FILES);

@@ -47,8 +47,8 @@ pub(super) struct ElasticPolicy {
     pub(super) patience: Duration,
 }
 
-/// Serves the job on a separate thread until it is over. `own` describes this host; the other hosts are compared with
-/// it. The unique number of this host's launcher identifies the job.
+/// Serves the job on a separate thread until it is over. `first_host` describes this host; the other hosts are
+/// compared with it. The unique number of this host's launcher identifies the job.
 ///
 /// # Errors
 /// Fails if the system cannot start the threads.
@@ -56,15 +56,16 @@ pub(super) fn serve(
     listeners: Vec<TcpListener>,
     secret: Option<JobSecret>,
     policy: ElasticPolicy,
-    own: HostHello,
+    first_host: HostHello,
 ) -> std::io::Result<std::thread::JoinHandle<()>> {
-    let (sender, heard) = channel();
+    let (sender, events) = channel();
     let acceptor = Arc::new(HostAcceptor::new(secret));
     for listener in listeners {
-        let came = sender.clone();
-        acceptor.open(listener, move |joining| _ = came.send(CoordinatorEvent::HostArrived(Box::new(joining))))?;
+        let event_sender = sender.clone();
+        let on_join = move |joining| _ = event_sender.send(CoordinatorEvent::HostArrived(Box::new(joining)));
+        acceptor.open(listener, on_join)?;
     }
-    let mut job = Coordinator { policy, own, heard, sender, acceptor, hosts: BTreeMap::new() };
+    let mut job = Coordinator { policy, first_host, events, sender, acceptor, hosts: BTreeMap::new() };
     std::thread::Builder::new().name("first of hosts".into()).spawn(move || job.run())
 }
 
@@ -86,9 +87,8 @@ struct JoinedHost {
 /// The state of the job, as kept by the first host.
 struct Coordinator {
     policy: ElasticPolicy,
-    /// This host.
-    own: HostHello,
-    heard: Receiver<CoordinatorEvent>,
+    first_host: HostHello,
+    events: Receiver<CoordinatorEvent>,
     /// The sender for threads that listen to hosts.
     sender: Sender<CoordinatorEvent>,
     /// The acceptor of new hosts.
@@ -136,7 +136,7 @@ impl Coordinator {
     fn run(&mut self) {
         let (mut restart, mut note) = (0, None);
         // The number of consecutive early failures, and the pause before the next start.
-        let (mut soon, mut pause) = (0, Duration::ZERO);
+        let (mut early_failures, mut pause) = (0, Duration::ZERO);
         for attempt in 0.. {
             if let Err(text) = self.gather(attempt > 0, std::mem::take(&mut pause)) {
                 return self.finish(EXIT_LOST, Some(text), None);
@@ -152,9 +152,9 @@ impl Coordinator {
                 }
                 AttemptOutcome::Failed(failure) if restart < self.policy.max_restarts => {
                     restart += 1;
-                    soon = if began.elapsed() < restarts::EARLY_FAILURE { soon + 1 } else { 0 };
+                    early_failures = if began.elapsed() < restarts::EARLY_FAILURE { early_failures + 1 } else { 0 };
                     note = Some(format!("{}; restart {restart} of {}", failure.text, self.policy.max_restarts));
-                    pause = restarts::pause_after(soon);
+                    pause = restarts::pause_after(early_failures);
                     continue;
                 }
                 AttemptOutcome::Failed(AttemptFailure { node, text, code }) => {
@@ -170,21 +170,22 @@ impl Coordinator {
     }
 
     /// Waits for hosts, for at least `pause`: at first for all of them, later for as many as are needed.
-    fn gather(&mut self, again: bool, pause: Duration) -> Result<(), String> {
+    fn gather(&mut self, is_restart: bool, pause: Duration) -> Result<(), String> {
         let since = Instant::now();
         loop {
-            let (here, ElasticPolicy { nodes, min_nodes, patience, .. }) = (self.hosts.len(), self.policy);
-            let all = here == nodes || (again && here >= min_nodes && since.elapsed() >= REJOIN_TIMEOUT);
-            if all && since.elapsed() >= pause {
+            let (connected, ElasticPolicy { nodes, min_nodes, patience, .. }) = (self.hosts.len(), self.policy);
+            let are_enough =
+                connected == nodes || (is_restart && connected >= min_nodes && since.elapsed() >= REJOIN_TIMEOUT);
+            if are_enough && since.elapsed() >= pause {
                 return Ok(());
             }
             if since.elapsed() >= patience.max(pause) {
                 let missing: Vec<String> =
                     (0..nodes).filter(|n| !self.hosts.contains_key(n)).map(|n| n.to_string()).collect();
                 return Err(format!(
-                    "zerorun: {here} of {nodes} hosts connected within {} s; missing: --node_rank {}; start zerorun \
-                     on each missing host with the same --nnodes, --master_addr and --master_port, and check that this \
-                     port of the first host can be reached",
+                    "zerorun: {connected} of {nodes} hosts connected within {} s; missing: --node_rank {}; start \
+                     zerorun on each missing host with the same --nnodes, --master_addr and --master_port, and check \
+                     that this port of the first host can be reached",
                     patience.as_secs(),
                     list(&missing)
                 ));
@@ -200,19 +201,19 @@ impl Coordinator {
 
     /// Returns the next message from a host, if one arrives within a tick. This function also adds and removes hosts.
     fn next(&mut self) -> Option<(usize, PeerEvent)> {
-        let (number, heard) = match self.heard.recv_timeout(TICK) {
+        let (number, event) = match self.events.recv_timeout(TICK) {
             Ok(CoordinatorEvent::HostArrived(joining)) => {
                 self.admit(*joining);
                 return None;
             }
-            Ok(CoordinatorEvent::FromHost(number, heard)) => (number, heard),
+            Ok(CoordinatorEvent::FromHost(number, event)) => (number, event),
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return None,
         };
         let node = self.hosts.iter().find(|(_, host)| host.connection == number).map(|(node, _)| *node)?;
-        if let PeerEvent::Lost(_) = &heard {
+        if let PeerEvent::Lost(_) = &event {
             self.hosts.remove(&node);
         }
-        Some((node, heard))
+        Some((node, event))
     }
 
     /// Admits a host, or refuses it.
@@ -221,9 +222,12 @@ impl Coordinator {
         self.acceptor.leave(number);
         // This host's own launcher may join after those of other hosts.
         let node = hello.node;
-        let holder =
-            if node == self.own.node { Some(&self.own) } else { self.hosts.get(&node).map(|host| &host.hello) };
-        if let Some(refusal) = refusal(&self.own, holder, &hello) {
+        let holder = if node == self.first_host.node {
+            Some(&self.first_host)
+        } else {
+            self.hosts.get(&node).map(|host| &host.hello)
+        };
+        if let Some(refusal) = refusal(&self.first_host, holder, &hello) {
             self.acceptor.report_refused(&admission::name(&hello), from, &refusal.said);
             session.send(&LauncherMessage::Refused(refusal.told));
             return;
@@ -260,7 +264,7 @@ impl Coordinator {
             let first_rank = ranks[..place].iter().sum();
             attempt_hosts
                 .insert(*node, AttemptHost { first_rank, host: admission::name(&host.hello), values: None, end: None });
-            let space = format!("candle_zero_{:x}_{attempt}", self.own.launcher);
+            let space = format!("candle_zero_{:x}_{attempt}", self.first_host.launcher);
             host.peer.send(&LauncherMessage::Start(StartCommand { attempt, restart, place, ranks, port, space, note }));
         }
         let mut order = Vec::new();
@@ -269,15 +273,15 @@ impl Coordinator {
             if attempt_hosts.values().all(|attempt_host| attempt_host.end.is_some()) {
                 break;
             }
-            let back = self.hosts.keys().any(|node| !attempt_hosts.contains_key(node));
-            let failed = signal.is_some() || attempt_hosts.values().any(|attempt_host| attempt_host.end.is_some());
-            if back && !regroup && !failed && began.elapsed() >= SCALE_UP_DELAY {
+            let has_returned = self.hosts.keys().any(|node| !attempt_hosts.contains_key(node));
+            let is_ending = signal.is_some() || attempt_hosts.values().any(|attempt_host| attempt_host.end.is_some());
+            if has_returned && !regroup && !is_ending && began.elapsed() >= SCALE_UP_DELAY {
                 regroup = true;
                 self.send_to_running(&attempt_hosts, &LauncherMessage::Regroup { attempt });
             }
-            let Some((node, heard)) = self.next() else { continue };
+            let Some((node, event)) = self.next() else { continue };
             let Some(attempt_host) = attempt_hosts.get_mut(&node) else { continue };
-            let message = match heard {
+            let message = match event {
                 PeerEvent::Message(message) => message,
                 PeerEvent::Lost(_) if attempt_host.end.is_some() => continue,
                 PeerEvent::Lost(why) => {
@@ -292,7 +296,7 @@ impl Coordinator {
                 }
             };
             match message {
-                LauncherMessage::Values { attempt: of, values } if of == attempt => {
+                LauncherMessage::Values { attempt: of_attempt, values } if of_attempt == attempt => {
                     attempt_host.values = Some(values);
                     if attempt_hosts.values().all(|attempt_host| attempt_host.values.is_some()) {
                         let values = attempt_hosts
@@ -307,7 +311,9 @@ impl Coordinator {
                     signal = Some(number);
                     self.send_to_running(&attempt_hosts, &LauncherMessage::Signal(number));
                 }
-                LauncherMessage::Ended { attempt: of, how } if of == attempt && attempt_host.end.is_none() => {
+                LauncherMessage::Ended { attempt: of_attempt, how }
+                    if of_attempt == attempt && attempt_host.end.is_none() =>
+                {
                     if let HostOutcome::Failed { rank, headline, .. } = &how {
                         let failed = LauncherMessage::Failed { attempt, rank: *rank, why: headline.clone() };
                         attempt_host.end = Some(HostEnd::Ended(how));
@@ -342,8 +348,8 @@ impl Coordinator {
 
     /// Returns a warning about folders that differ between hosts.
     fn folders(&self) -> Option<String> {
-        let differ = self.hosts.values().flat_map(|host| admission::folders(&self.own, &host.hello));
-        differ.reduce(|all, text| format!("{all}\n{text}"))
+        let warnings = self.hosts.values().flat_map(|host| admission::folders(&self.first_host, &host.hello));
+        warnings.reduce(|all, text| format!("{all}\n{text}"))
     }
 
     fn finish(&mut self, code: u8, text: Option<String>, culprit: Option<usize>) {
@@ -360,13 +366,13 @@ impl Coordinator {
 
 /// Derives the result of an attempt from how its hosts ended, given in chronological order.
 fn outcome(ended: &[(usize, &AttemptHost)], signal: Option<i32>, regroup: bool) -> AttemptOutcome {
-    let hows = || {
+    let outcomes = || {
         ended.iter().filter_map(
             |(_, attempt_host)| if let Some(HostEnd::Ended(how)) = &attempt_host.end { Some(how) } else { None },
         )
     };
     let interrupted =
-        hows().find_map(|how| if let HostOutcome::Interrupted(signal) = how { Some(*signal) } else { None });
+        outcomes().find_map(|how| if let HostOutcome::Interrupted(signal) = how { Some(*signal) } else { None });
     if let Some(signal) = signal.or(interrupted.filter(|_| !regroup)) {
         return AttemptOutcome::Interrupted(signal);
     }
@@ -375,7 +381,7 @@ fn outcome(ended: &[(usize, &AttemptHost)], signal: Option<i32>, regroup: bool) 
     }
     match () {
         () if interrupted.is_some() => AttemptOutcome::Regrouped,
-        () if hows().any(|how| *how == HostOutcome::Unwritten) => AttemptOutcome::Unwritten,
+        () if outcomes().any(|how| *how == HostOutcome::Unwritten) => AttemptOutcome::Unwritten,
         () => AttemptOutcome::Well,
     }
 }
@@ -404,8 +410,8 @@ fn failure(ended: &[(usize, &AttemptHost)]) -> Option<AttemptFailure> {
 
 /// Returns a free port, or a default port if none is found. Programs that do not use the port are unaffected.
 fn free_port() -> u16 {
-    let found = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| socket.local_addr());
-    found.map_or(29501, |address| address.port())
+    let address = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| socket.local_addr());
+    address.map_or(29501, |address| address.port())
 }
 
 #[cfg(test)]
@@ -420,7 +426,7 @@ mod tests {
     use std::net::SocketAddr;
 
     /// Starts the first host of a job of two hosts, without a secret.
-    fn served(own: HostHello) -> SocketAddr {
+    fn start_first_host(own: HostHello) -> SocketAddr {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let address = listener.local_addr().unwrap();
         let policy = ElasticPolicy { nodes: 2, min_nodes: 2, max_restarts: 0, patience: Duration::from_secs(60) };
@@ -428,14 +434,14 @@ mod tests {
         address
     }
 
-    fn joined(address: SocketAddr, hello: &HostHello) -> Result<LauncherConnection, HandshakeError> {
+    fn join_host(address: SocketAddr, hello: &HostHello) -> Result<LauncherConnection, HandshakeError> {
         join(std::net::TcpStream::connect(address).unwrap(), None, hello, Duration::from_secs(60))
     }
 
     #[test]
     fn others_are_compared_with_the_first_host_even_where_its_own_launcher_comes_after_them() {
-        let address = served(hello("a"));
-        let refused = |hello: HostHello| match joined(address, &hello) {
+        let address = start_first_host(hello("a"));
+        let refused = |hello: HostHello| match join_host(address, &hello) {
             Err(HandshakeError::Refused { why, .. }) => why,
             other => panic!("{other:?}"),
         };
@@ -446,16 +452,16 @@ mod tests {
 
     #[test]
     fn whoever_repeats_what_a_host_has_said_does_not_take_its_place_while_it_is_there() {
-        let address = served(hello("a"));
+        let address = start_first_host(hello("a"));
         let other = HostHello { node: 1, launcher: 2, ..hello("b") };
-        let here = joined(address, &other).unwrap();
+        let here = join_host(address, &other).unwrap();
         for _ in 0..3 {
-            assert!(matches!(joined(address, &other), Err(HandshakeError::Lost(_))));
+            assert!(matches!(join_host(address, &other), Err(HandshakeError::Lost(_))));
         }
         drop(here);
         // As soon as the lost connection is noticed, the host is admitted again.
         let until = Instant::now() + Duration::from_secs(60);
-        while joined(address, &other).is_err() {
+        while join_host(address, &other).is_err() {
             assert!(Instant::now() < until);
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -464,14 +470,14 @@ mod tests {
     #[test]
     fn a_host_whose_clock_is_far_from_the_first_ones_or_whose_folders_differ_is_named_at_the_start() {
         let folders = BTreeMap::from([("data".into(), BTreeMap::from([("a.txt".into(), "0 bytes".to_string())]))]);
-        let address = served(HostHello { folders, ..hello("a") });
+        let address = start_first_host(HostHello { folders, ..hello("a") });
         let now = clock_skew::seconds();
         let member = |node: usize, host: &str, clock: u64| {
             let (sender, heard) = channel();
             let folders =
                 BTreeMap::from([("data".into(), BTreeMap::from([("a.txt".into(), format!("{} bytes", 2 * node))]))]);
             let hello = HostHello { node, clock, folders, launcher: node as u64 + 1, ..hello(host) };
-            let session = joined(address, &hello).unwrap();
+            let session = join_host(address, &hello).unwrap();
             (LauncherPeer::over(session, MAX_MESSAGE_BYTES, move |heard| _ = sender.send(heard)).unwrap(), heard)
         };
         // The other host's clock is two minutes behind, and its data differ.
@@ -500,7 +506,7 @@ mod tests {
 
     #[test]
     fn the_failure_that_others_follow_from_is_found() {
-        let of = |ends: Vec<(usize, HostEnd)>| {
+        let outcome_of = |ends: Vec<(usize, HostEnd)>| {
             let attempt_hosts: Vec<AttemptHost> =
                 ends.into_iter().map(|(node, end)| attempt_host(["a", "b"][node], 2 * node, end)).collect();
             let nodes: Vec<(usize, &AttemptHost)> =
@@ -510,19 +516,19 @@ mod tests {
         let text =
             |outcome| if let AttemptOutcome::Failed(failure) = outcome { failure.text } else { panic!("{outcome:?}") };
         // The host that ended first blames a rank of the other host.
-        insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(3))), (1, failed(3, None))])), @"zerorun: rank 3 failed first: it ended with exit code 3 after 3.0 s (host b)");
-        insta::assert_snapshot!(text(of(vec![(0, failed(0, None)), (1, failed(3, Some(0)))])), @"zerorun: rank 0 failed first: it ended with exit code 0 after 3.0 s (host a)");
-        insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(2))), (1, HostEnd::Lost("it sent nothing for 8 s".into()))])), @"zerorun: host b is gone: it sent nothing for 8 s");
+        insta::assert_snapshot!(text(outcome_of(vec![(0, failed(0, Some(3))), (1, failed(3, None))])), @"zerorun: rank 3 failed first: it ended with exit code 3 after 3.0 s (host b)");
+        insta::assert_snapshot!(text(outcome_of(vec![(0, failed(0, None)), (1, failed(3, Some(0)))])), @"zerorun: rank 0 failed first: it ended with exit code 0 after 3.0 s (host a)");
+        insta::assert_snapshot!(text(outcome_of(vec![(0, failed(0, Some(2))), (1, HostEnd::Lost("it sent nothing for 8 s".into()))])), @"zerorun: host b is gone: it sent nothing for 8 s");
         assert_eq!(
-            of(vec![(0, HostEnd::Ended(HostOutcome::Well)), (1, HostEnd::Ended(HostOutcome::Well))]),
+            outcome_of(vec![(0, HostEnd::Ended(HostOutcome::Well)), (1, HostEnd::Ended(HostOutcome::Well))]),
             AttemptOutcome::Well
         );
         assert_eq!(
-            of(vec![(0, HostEnd::Ended(HostOutcome::Well)), (1, HostEnd::Ended(HostOutcome::Unwritten))]),
+            outcome_of(vec![(0, HostEnd::Ended(HostOutcome::Well)), (1, HostEnd::Ended(HostOutcome::Unwritten))]),
             AttemptOutcome::Unwritten
         );
         assert_eq!(
-            of(vec![(0, HostEnd::Ended(HostOutcome::Interrupted(15))), (1, HostEnd::Ended(HostOutcome::Well))]),
+            outcome_of(vec![(0, HostEnd::Ended(HostOutcome::Interrupted(15))), (1, HostEnd::Ended(HostOutcome::Well))]),
             AttemptOutcome::Interrupted(15)
         );
     }

@@ -60,10 +60,10 @@ pub(super) fn receive(
     secret: Option<&JobSecret>,
     wait: ReadDeadline,
 ) -> Result<String, HandshakeError> {
-    let own = nonce().map_err(|error| HandshakeError::Lost(error.to_string()))?;
+    let our_nonce = nonce().map_err(|error| HandshakeError::Lost(error.to_string()))?;
     session.send(&HandshakeMessage::Challenge {
         version: VERSION.into(),
-        nonce: hex(&own),
+        nonce: hex(&our_nonce),
         has_secret: secret.is_some(),
     });
     let answer = session.next(MAX_LINE_BYTES, wait).map_err(HandshakeError::of)?;
@@ -100,8 +100,8 @@ pub(super) fn receive(
         session.send(&HandshakeMessage::Welcome { proof: None });
         return Ok(printable(&host, 64));
     };
-    let Some(theirs) = of_hex::<NONCE_BYTES>(nonce.as_bytes()) else { return Err(HandshakeError::NoLauncher) };
-    let key = |purpose| secret.key(purpose, &own, &theirs);
+    let Some(their_nonce) = of_hex::<NONCE_BYTES>(nonce.as_bytes()) else { return Err(HandshakeError::NoLauncher) };
+    let key = |purpose| secret.key(purpose, &our_nonce, &their_nonce);
     if !key(KeyPurpose::ProofOfHost).is_sealed(0, SEALED_PROOF_TEXT, proof.unwrap_or_default().as_bytes()) {
         let why = format!(
             "its secret differs from the first host's; set {} to the same value on every host",
@@ -122,17 +122,19 @@ pub(super) fn introduce(
     wait: ReadDeadline,
 ) -> Result<(), HandshakeError> {
     let challenge = session.next(MAX_LINE_BYTES, wait).map_err(HandshakeError::of)?;
-    let HandshakeMessage::Challenge { nonce: theirs, has_secret, .. } = challenge else {
+    let HandshakeMessage::Challenge { nonce: their_nonce, has_secret, .. } = challenge else {
         return Err(HandshakeError::NoLauncher);
     };
-    let Some(theirs) = of_hex::<NONCE_BYTES>(theirs.as_bytes()) else { return Err(HandshakeError::NoLauncher) };
-    let own = nonce().map_err(|error| HandshakeError::Lost(error.to_string()))?;
-    let key = |secret: &JobSecret, purpose| secret.key(purpose, &theirs, &own);
+    let Some(their_nonce) = of_hex::<NONCE_BYTES>(their_nonce.as_bytes()) else {
+        return Err(HandshakeError::NoLauncher);
+    };
+    let our_nonce = nonce().map_err(|error| HandshakeError::Lost(error.to_string()))?;
+    let key = |secret: &JobSecret, purpose| secret.key(purpose, &their_nonce, &our_nonce);
     let prover = secret.filter(|_| has_secret);
     session.send(&HandshakeMessage::Answer {
         version: VERSION.into(),
         host: host.into(),
-        nonce: hex(&own),
+        nonce: hex(&our_nonce),
         has_secret: secret.is_some(),
         proof: prover.map(|secret| key(secret, KeyPurpose::ProofOfHost).seal(0, SEALED_PROOF_TEXT)),
     });
@@ -157,23 +159,23 @@ pub(super) fn introduce(
 
 /// Returns untrusted text in a form that is safe for a terminal or a log: shortened, and with its control characters
 /// escaped.
-pub(super) fn printable(text: &str, most: usize) -> String {
+pub(super) fn printable(text: &str, max_chars: usize) -> String {
     let mut characters = text.chars();
-    let mut shown = String::new();
-    for character in characters.by_ref().take(most) {
+    let mut output = String::new();
+    for character in characters.by_ref().take(max_chars) {
         match character {
             // Characters that change the text direction can disguise a line.
             '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
-                shown.extend(character.escape_unicode());
+                output.extend(character.escape_unicode());
             }
-            _ if character.is_control() => shown.extend(character.escape_default()),
-            _ => shown.push(character),
+            _ if character.is_control() => output.extend(character.escape_default()),
+            _ => output.push(character),
         }
     }
     if characters.next().is_some() {
-        shown += "...";
+        output += "...";
     }
-    shown
+    output
 }
 
 #[cfg(test)]
@@ -199,9 +201,9 @@ mod tests {
             (receive(&mut here, first.as_ref(), soon()), here)
         });
         let mut there = there;
-        let met = introduce(&mut there, host.as_ref(), "b", soon());
+        let result = introduce(&mut there, host.as_ref(), "b", soon());
         let (received, here) = first.join().unwrap();
-        ((received, met), [here, there])
+        ((received, result), [here, there])
     }
 
     const OUR_SECRET: &str = "correct horse battery staple";
@@ -209,8 +211,8 @@ mod tests {
     #[test]
     fn both_sides_go_on_where_they_have_one_secret_or_none_and_what_follows_is_sealed() {
         for both in [OUR_SECRET, ""] {
-            let ((received, met), [mut here, mut there]) = greet(both, both);
-            assert_eq!((received, met), (Ok("b".into()), Ok(())), "{both}");
+            let ((received, result), [mut here, mut there]) = greet(both, both);
+            assert_eq!((received, result), (Ok("b".into()), Ok(())), "{both}");
             there.send(&LauncherMessage::Signal(2));
             here.send(&LauncherMessage::Signal(15));
             assert_eq!(here.next::<LauncherMessage>(MAX_MESSAGE_BYTES, soon()), Ok(LauncherMessage::Signal(2)));
@@ -220,17 +222,17 @@ mod tests {
 
     #[test]
     fn a_host_with_another_secret_or_none_is_refused_and_both_sides_say_why() {
-        let told = |first: &str, host: &str| {
-            let ((received, met), _) = greet(first, host);
-            let (Err(HandshakeError::Refused { host, why }), Err(met)) = (received, met) else {
+        let refusal = |first: &str, host: &str| {
+            let ((received, result), _) = greet(first, host);
+            let (Err(HandshakeError::Refused { host, why }), Err(result)) = (received, result) else {
                 panic!("{first} {host}")
             };
-            assert_eq!(met, HandshakeError::Refused { host, why: why.clone() });
+            assert_eq!(result, HandshakeError::Refused { host, why: why.clone() });
             why
         };
-        insta::assert_snapshot!(told(OUR_SECRET, ""), @"the first host has a secret but the other has none; set CANDLE_ZERO_SECRET to the same value on every host");
-        insta::assert_snapshot!(told("", OUR_SECRET), @"the other host has a secret but the first has none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
-        insta::assert_snapshot!(told(OUR_SECRET, "correct horse battery stable"), @"its secret differs from the first host's; set CANDLE_ZERO_SECRET to the same value on every host");
+        insta::assert_snapshot!(refusal(OUR_SECRET, ""), @"the first host has a secret but the other has none; set CANDLE_ZERO_SECRET to the same value on every host");
+        insta::assert_snapshot!(refusal("", OUR_SECRET), @"the other host has a secret but the first has none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
+        insta::assert_snapshot!(refusal(OUR_SECRET, "correct horse battery stable"), @"its secret differs from the first host's; set CANDLE_ZERO_SECRET to the same value on every host");
     }
 
     /// Returns what a program in the first host's place learns about a host after sending these lines.
@@ -241,13 +243,13 @@ mod tests {
         }
         here.shutdown(std::net::Shutdown::Write).unwrap();
         let mut there = session(there);
-        let met = introduce(&mut there, secret(OUR_SECRET).as_ref(), "b", soon());
+        let result = introduce(&mut there, secret(OUR_SECRET).as_ref(), "b", soon());
         drop(there);
         let mut heard = String::new();
         for line in BufReader::new(here).lines() {
             heard += &(line.unwrap_or_default() + "\n");
         }
-        (heard, met)
+        (heard, result)
     }
 
     #[test]
@@ -258,10 +260,10 @@ mod tests {
         };
         let welcome = |proof: &str| format!("{{\"Welcome\":{{\"proof\":{proof}}}}}");
         for (has_secret, proof) in [(true, "null"), (true, "\"00\""), (false, "null")] {
-            let (heard, met) = heard_by_a_stranger(&[&challenge(has_secret), &welcome(proof)]);
+            let (heard, result) = heard_by_a_stranger(&[&challenge(has_secret), &welcome(proof)]);
             assert!(
-                matches!(&met, Err(HandshakeError::Refused { why, .. }) if why.contains("does not know the secret")),
-                "{met:?}"
+                matches!(&result, Err(HandshakeError::Refused { why, .. }) if why.contains("does not know the secret")),
+                "{result:?}"
             );
             assert_eq!(heard.contains("\"proof\":null"), !has_secret, "{heard}");
             assert!(!heard.contains(OUR_SECRET), "{heard}");
@@ -269,8 +271,8 @@ mod tests {
         // The host's own proof, sent back to it.
         let (heard, _) = heard_by_a_stranger(&[&challenge(true)]);
         let proof = heard.split("\"proof\":").nth(1).unwrap().trim_end().trim_end_matches('}').to_string();
-        let (_, met) = heard_by_a_stranger(&[&challenge(true), &welcome(&proof)]);
-        assert!(matches!(met, Err(HandshakeError::Refused { .. })), "{met:?}");
+        let (_, result) = heard_by_a_stranger(&[&challenge(true), &welcome(&proof)]);
+        assert!(matches!(result, Err(HandshakeError::Refused { .. })), "{result:?}");
         for wrong in ["SSH-2.0-OpenSSH_9.2", "{}", "", &challenge(true).replace("00", "0")] {
             assert_eq!(heard_by_a_stranger(&[wrong]).1, Err(HandshakeError::NoLauncher), "{wrong}");
         }

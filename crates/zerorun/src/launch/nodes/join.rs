@@ -21,8 +21,8 @@ pub(super) fn join(
     let mut session =
         LauncherConnection::over(Arc::new(stream)).map_err(|error| HandshakeError::Lost(error.to_string()))?;
     handshake::introduce(&mut session, secret, &hello.host, wait)?;
-    let hello =
-        fitting(hello, if secret.is_some() { MAX_MESSAGE_BYTES } else { MAX_UNPROVED_BYTES }).map_err(refused)?;
+    let hello = shorten_to_fit(hello, if secret.is_some() { MAX_MESSAGE_BYTES } else { MAX_UNPROVED_BYTES })
+        .map_err(refused)?;
     session.send(&LauncherMessage::Hello(hello));
     match session.next(MAX_UNPROVED_BYTES, wait).map_err(HandshakeError::Lost)? {
         LauncherMessage::Joined => Ok(session),
@@ -31,21 +31,21 @@ pub(super) fn join(
     }
 }
 
-/// Returns a host's Hello, which must fit in a line of at most `longest` bytes. If it is too long, the folders, whose
+/// Returns a host's Hello, which must fit in a line of at most `max_bytes` bytes. If it is too long, the folders, whose
 /// comparison gives only warnings, are left out.
-fn fitting(hello: &HostHello, longest: usize) -> Result<HostHello, String> {
+fn shorten_to_fit(hello: &HostHello, max_bytes: usize) -> Result<HostHello, String> {
     // 100 bytes suffice for the seal and the JSON characters around the Hello.
-    let fits = |hello: &HostHello| serde_json::to_vec(hello).is_ok_and(|text| text.len() + 100 < longest);
+    let fits = |hello: &HostHello| serde_json::to_vec(hello).is_ok_and(|text| text.len() + 100 < max_bytes);
     if fits(hello) {
         return Ok(hello.clone());
     }
-    let without = HostHello { folders: BTreeMap::new(), ..hello.clone() };
-    if fits(&without) {
-        return Ok(without);
+    let without_folders = HostHello { folders: BTreeMap::new(), ..hello.clone() };
+    if fits(&without_folders) {
+        return Ok(without_folders);
     }
     Err(format!(
-        "the program's arguments and the files that they name take more than {longest} bytes to compare; name a folder \
-         instead of its files, or set {} on every host, which raises this limit",
+        "the program's arguments and the files that they name take more than {max_bytes} bytes to compare; name a \
+         folder instead of its files, or set {} on every host, which raises this limit",
         SECRET
     ))
 }
@@ -60,11 +60,12 @@ mod tests {
     fn folders_are_left_out_where_all_takes_more_than_a_stranger_may_say_and_arguments_are_not() {
         let files = |number: usize| (0..number).map(|at| (format!("{at}"), "0 bytes".to_string())).collect();
         let small = HostHello { folders: BTreeMap::from([("data".into(), files(10))]), ..hello("b") };
-        assert_eq!(fitting(&small, MAX_UNPROVED_BYTES).unwrap(), small);
+        assert_eq!(shorten_to_fit(&small, MAX_UNPROVED_BYTES).unwrap(), small);
         let large = HostHello { folders: BTreeMap::from([("data".into(), files(100_000))]), ..hello("b") };
-        assert_eq!(fitting(&large, MAX_UNPROVED_BYTES).unwrap(), hello("b"));
-        assert_eq!(fitting(&large, MAX_MESSAGE_BYTES).unwrap(), large);
-        let told = fitting(&HostHello { files: files(100_000), ..hello("b") }, MAX_UNPROVED_BYTES).unwrap_err();
-        insta::assert_snapshot!(told, @"the program's arguments and the files that they name take more than 1048576 bytes to compare; name a folder instead of its files, or set CANDLE_ZERO_SECRET on every host, which raises this limit");
+        assert_eq!(shorten_to_fit(&large, MAX_UNPROVED_BYTES).unwrap(), hello("b"));
+        assert_eq!(shorten_to_fit(&large, MAX_MESSAGE_BYTES).unwrap(), large);
+        let many_files = HostHello { files: files(100_000), ..hello("b") };
+        let message = shorten_to_fit(&many_files, MAX_UNPROVED_BYTES).unwrap_err();
+        insta::assert_snapshot!(message, @"the program's arguments and the files that they name take more than 1048576 bytes to compare; name a folder instead of its files, or set CANDLE_ZERO_SECRET on every host, which raises this limit");
     }
 }

@@ -45,22 +45,22 @@ pub(super) fn listen(
     let name = bind_addr.unwrap_or(master_addr);
     let option = if bind_addr.is_some() { BIND_ADDR } else { "master_addr" };
     let addresses = resolve((option, name), port, patience)?;
-    let taken = |source: std::io::Error| HostsError::PortTaken { port, why: source.to_string() };
+    let port_error = |source: std::io::Error| HostsError::PortTaken { port, why: source.to_string() };
     let mut listeners = Vec::new();
     for address in &addresses {
         match TcpListener::bind(address) {
             Ok(listener) => listeners.push(listener),
             Err(error) if is_elsewhere(&error) => {}
-            Err(error) => return Err(taken(error).into()),
+            Err(error) => return Err(port_error(error).into()),
         }
     }
     if listeners.is_empty() {
-        let shown: Vec<String> = addresses.iter().map(|address| address.ip().to_string()).collect();
-        let (address, found) = (name.to_string(), shown.join(" and "));
+        let texts: Vec<String> = addresses.iter().map(|address| address.ip().to_string()).collect();
+        let (address, found) = (name.to_string(), texts.join(" and "));
         return Err(HostsError::FirstIsElsewhere { option, address, found }.into());
     }
-    let loops = |listener: &TcpListener| listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
-    if bind_addr.is_none() && !means_loopback(name) && listeners.iter().all(loops) {
+    let is_loopback = |listener: &TcpListener| listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
+    if bind_addr.is_none() && !means_loopback(name) && listeners.iter().all(is_loopback) {
         // On Debian, for example, /etc/hosts maps a host's own name to a loopback address. Other hosts resolve it
         // differently.
         eprint(&format!(
@@ -69,15 +69,15 @@ pub(super) fn listen(
             addresses[0].ip()
         ));
         drop(listeners);
-        listeners = vec![everywhere(port).map_err(taken)?];
+        listeners = vec![listen_on_all_addresses(port).map_err(port_error)?];
     }
-    let own = listeners.iter().filter_map(|listener| listener.local_addr().ok()).flat_map(way_to).collect();
+    let own = listeners.iter().filter_map(|listener| listener.local_addr().ok()).flat_map(connect_addresses).collect();
     Ok(ListenAddresses { listeners, own })
 }
 
 /// Returns the addresses of the name that an option gives, without duplicates.
 fn resolve((option, name): (&'static str, &str), port: u16, patience: Duration) -> Result<Vec<SocketAddr>> {
-    let (since, mut said) = (Instant::now(), false);
+    let (since, mut is_reported) = (Instant::now(), false);
     loop {
         let why = match (name, port).to_socket_addrs() {
             Ok(found) => {
@@ -98,8 +98,8 @@ fn resolve((option, name): (&'static str, &str), port: u16, patience: Duration) 
             let (address, seconds) = (name.into(), patience.as_secs());
             return Err(HostsError::UnknownAddress { option, address, seconds, why }.into());
         }
-        if since.elapsed() >= REPORT_DELAY && !said {
-            said = true;
+        if since.elapsed() >= REPORT_DELAY && !is_reported {
+            is_reported = true;
             eprint(&format!("zerorun: {name} cannot be resolved yet ({why}); trying again"));
         }
         std::thread::sleep(RETRY_INTERVAL);
@@ -123,7 +123,7 @@ fn means_loopback(name: &str) -> bool {
 }
 
 /// Listens on all addresses of this host.
-fn everywhere(port: u16) -> std::io::Result<TcpListener> {
+fn listen_on_all_addresses(port: u16) -> std::io::Result<TcpListener> {
     TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).or_else(|error| match error.kind() {
         ErrorKind::AddrInUse => Err(error),
         // IPv6 is not available.
@@ -132,7 +132,7 @@ fn everywhere(port: u16) -> std::io::Result<TcpListener> {
 }
 
 /// Returns the addresses at which this host connects to its own listening address.
-fn way_to(address: SocketAddr) -> Vec<SocketAddr> {
+fn connect_addresses(address: SocketAddr) -> Vec<SocketAddr> {
     match address.ip() {
         ip if !ip.is_unspecified() => vec![address],
         IpAddr::V4(_) => vec![(Ipv4Addr::LOCALHOST, address.port()).into()],
@@ -147,38 +147,39 @@ fn way_to(address: SocketAddr) -> Vec<SocketAddr> {
 mod tests {
     use super::*;
 
-    fn at(name: &str, bind_addr: Option<&str>) -> Result<ListenAddresses> {
+    fn listen_at(name: &str, bind_addr: Option<&str>) -> Result<ListenAddresses> {
         listen(name, bind_addr, 0, Duration::ZERO)
     }
 
     #[test]
     fn the_port_is_open_at_the_address_alone() {
-        let listening = at("127.0.0.1", None).unwrap();
+        let listening = listen_at("127.0.0.1", None).unwrap();
         assert_eq!(listening.open_to_others(), None);
         assert_eq!(listening.own[0], listening.listeners[0].local_addr().unwrap());
         // All of 127/8 is local on Linux, but nothing listens on the second address.
         let port = listening.own[0].port();
         assert!(std::net::TcpStream::connect(("127.0.0.1", port)).is_ok());
         assert!(std::net::TcpStream::connect(("127.0.0.2", port)).is_err());
-        assert_eq!(at("localhost", None).unwrap().open_to_others(), None);
+        assert_eq!(listen_at("localhost", None).unwrap().open_to_others(), None);
     }
 
     #[test]
     fn an_address_of_another_host_is_named_with_what_to_do() {
-        let told = |name: &str, bind_addr| at(name, bind_addr).unwrap_err().to_string();
-        insta::assert_snapshot!(told("192.0.2.1", None), @"--master_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at a different one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
-        insta::assert_snapshot!(told("127.0.0.1", Some("192.0.2.1")), @"--bind_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at a different one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
-        let begins = |bind_addr, option: &str| {
-            let told = told("far.invalid", bind_addr);
-            assert!(told.starts_with(&format!("--{option} far.invalid could not be resolved within 0 s: ")), "{told}");
+        let message = |name: &str, bind_addr| listen_at(name, bind_addr).unwrap_err().to_string();
+        insta::assert_snapshot!(message("192.0.2.1", None), @"--master_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at a different one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
+        insta::assert_snapshot!(message("127.0.0.1", Some("192.0.2.1")), @"--bind_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at a different one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
+        let check = |bind_addr, option: &str| {
+            let message = message("far.invalid", bind_addr);
+            let expected = format!("--{option} far.invalid could not be resolved within 0 s: ");
+            assert!(message.starts_with(&expected), "{message}");
         };
-        begins(None, "master_addr");
-        begins(Some("far.invalid"), "bind_addr");
+        check(None, "master_addr");
+        check(Some("far.invalid"), "bind_addr");
     }
 
     #[test]
     fn behind_nat_another_address_of_this_host_can_be_given() {
-        let listening = at("192.0.2.1", Some("0.0.0.0")).unwrap();
+        let listening = listen_at("192.0.2.1", Some("0.0.0.0")).unwrap();
         assert_eq!(listening.open_to_others(), Some(IpAddr::from([0, 0, 0, 0])));
         assert_eq!(listening.own[0].ip(), IpAddr::from([127, 0, 0, 1]));
         assert!(std::net::TcpStream::connect(listening.own[0]).is_ok());

@@ -8,7 +8,7 @@
 //!
 //! `coordinator` runs only on the first host, `agent` on each host, and `wire` connects them. The first host listens at
 //! the addresses of `listen_address`. Its `acceptor` limits the resources that unidentified connections can use, a
-//! `handshake` with the `secret` identifies the hosts of the job, and `admission` decides which of them may take part.
+//! `handshake` with the `secret` identifies the hosts of the job, and `admission` decides which of them may join it.
 //! `ssh` starts the launcher on each host in a hostfile.
 
 mod acceptor;
@@ -88,13 +88,15 @@ pub(super) fn run(job: LocalJobSpec, node: &NodeOptions, max_restarts: u32) -> R
         files: checksums::of_files(&job.program, &job.args),
         folders: checksums::of_folders(&job.args),
         clock: 0,
-        launcher: launcher()?,
+        launcher: random_launcher_number()?,
     };
-    let rule = ElasticPolicy { nodes: node.nodes, min_nodes: node.min_nodes, max_restarts, patience };
+    let policy = ElasticPolicy { nodes: node.nodes, min_nodes: node.min_nodes, max_restarts, patience };
     let own = listening.as_ref().map(|listening| listening.own.clone());
-    let first = listening.map(|at| coordinator::serve(at.listeners, secret.clone(), rule, hello.clone())).transpose();
-    let first = first.map_err(|source| LaunchError::Setup { what: "accepting other hosts", source })?;
-    let joining = JoinOptions {
+    let coordinator_thread = listening
+        .map(|at| coordinator::serve(at.listeners, secret.clone(), policy, hello.clone()))
+        .transpose()
+        .map_err(|source| LaunchError::Setup { what: "accepting other hosts", source })?;
+    let join_options = JoinOptions {
         master_addr: node.master_addr.clone(),
         master_port: port,
         own,
@@ -104,16 +106,16 @@ pub(super) fn run(job: LocalJobSpec, node: &NodeOptions, max_restarts: u32) -> R
         returns: max_restarts > 0 && node.node > 0,
         until_stdin_ends: node.until_stdin_ends,
     };
-    let code = agent::run(job, &joining);
-    if let Some(first) = first.filter(|_| code.is_ok()) {
+    let code = agent::run(job, &join_options);
+    if let Some(coordinator_thread) = coordinator_thread.filter(|_| code.is_ok()) {
         // The coordinator has sent the job's result to this host's agent. The other hosts should receive it too.
-        let _ = first.join();
+        let _ = coordinator_thread.join();
     }
     code
 }
 
 /// Returns a random number that identifies this launcher and cannot be guessed.
-fn launcher() -> Result<u64> {
+fn random_launcher_number() -> Result<u64> {
     let [a, b, c, d, e, f, g, h, ..] = secret::nonce()?;
     Ok(u64::from_le_bytes([a, b, c, d, e, f, g, h]))
 }

@@ -42,18 +42,18 @@ impl JobSecret {
     /// Fails with [`HostsError::BadSecret`] if both variables are set, if the file cannot be read, or if the secret is
     /// not UTF-8 text, is too short or too long, or has several lines.
     pub(crate) fn of_environment() -> Result<Option<Self>> {
-        let of = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
-        match (of(SECRET), of(SECRET_FILE)) {
-            (Some(_), Some(_)) => Err(bad(SECRET, format!("{SECRET_FILE} is also set; unset one of them"))),
+        let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+        match (variable(SECRET), variable(SECRET_FILE)) {
+            (Some(_), Some(_)) => Err(bad_secret(SECRET, format!("{SECRET_FILE} is also set; unset one of them"))),
             (Some(value), None) => match value.to_str() {
                 Some(text) => Self::of_text(SECRET, text).map(Some),
-                None => Err(bad(SECRET, wanted("it is not UTF-8 text"))),
+                None => Err(bad_secret(SECRET, with_requirement("it is not UTF-8 text"))),
             },
             (None, Some(path)) => {
                 let (path, from) = (PathBuf::from(&path), format!("{SECRET_FILE}={}", path.to_string_lossy()));
                 match read_text(&path, MAX_SECRET_BYTES as u64 + 2) {
                     Ok(text) => Self::of_text(&from, &text).map(Some),
-                    Err(error) => Err(bad(&from, format!("the file cannot be read: {error}"))),
+                    Err(error) => Err(bad_secret(&from, format!("the file cannot be read: {error}"))),
                 }
             }
             (None, None) => Ok(None),
@@ -67,9 +67,11 @@ impl JobSecret {
     pub(crate) fn of_text(from: &str, text: &str) -> Result<Self> {
         let text = text.trim();
         match text.len() {
-            _ if text.contains(['\n', '\r', '\0']) => Err(bad(from, wanted("it has several lines or a NUL byte"))),
+            _ if text.contains(['\n', '\r', '\0']) => {
+                Err(bad_secret(from, with_requirement("it has several lines or a NUL byte")))
+            }
             MIN_SECRET_BYTES..=MAX_SECRET_BYTES => Ok(Self(text.into())),
-            bytes => Err(bad(from, wanted(&format!("it is {} long", counted(bytes, "byte"))))),
+            bytes => Err(bad_secret(from, with_requirement(&format!("it is {} long", counted(bytes, "byte"))))),
         }
     }
 
@@ -99,11 +101,11 @@ impl JobSecret {
 
     /// Derives the key for one purpose on one connection.
     pub(super) fn key(&self, purpose: KeyPurpose, first: &HandshakeNonce, host: &HandshakeNonce) -> MacKey {
-        let mut mac = keyed(self.0.as_bytes());
+        let mut mac = hmac_with_key(self.0.as_bytes());
         mac.update(purpose.label());
         mac.update(first);
         mac.update(host);
-        MacKey(keyed(&mac.finalize().into_bytes()))
+        MacKey(hmac_with_key(&mac.finalize().into_bytes()))
     }
 }
 
@@ -167,8 +169,8 @@ impl MacKey {
 /// Fails if the system provides no random numbers.
 pub(super) fn nonce() -> Result<HandshakeNonce> {
     let mut nonce = [0; NONCE_BYTES];
-    let drawn = getrandom::fill(&mut nonce).map_err(|error| std::io::Error::other(error.to_string()));
-    drawn.map_err(|source| LaunchError::Setup { what: "generating random numbers", source })?;
+    let result = getrandom::fill(&mut nonce).map_err(|error| std::io::Error::other(error.to_string()));
+    result.map_err(|source| LaunchError::Setup { what: "generating random numbers", source })?;
     Ok(nonce)
 }
 
@@ -195,18 +197,18 @@ pub(super) fn of_hex<const N: usize>(text: &[u8]) -> Option<[u8; N]> {
     Some(bytes)
 }
 
-fn keyed(key: &[u8]) -> Hmac<Sha256> {
+fn hmac_with_key(key: &[u8]) -> Hmac<Sha256> {
     Hmac::new_from_slice(key).expect("HMAC takes a key of any length")
 }
 
-fn wanted(found: &str) -> String {
+fn with_requirement(problem: &str) -> String {
     format!(
-        "{found}; give one line of {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes that no one can guess, such as the \
+        "{problem}; give one line of {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes that no one can guess, such as the \
          output of `openssl rand -hex 32`"
     )
 }
 
-fn bad(from: &str, problem: String) -> candle_zero::Error {
+fn bad_secret(from: &str, problem: String) -> candle_zero::Error {
     HostsError::BadSecret { from: from.into(), problem }.into()
 }
 
@@ -217,10 +219,10 @@ mod tests {
 
     #[test]
     fn a_secret_is_one_line_that_nobody_guesses_and_no_message_tells_it() {
-        let told = |text: &str| JobSecret::of_text("X", text).unwrap_err().to_string();
-        insta::assert_snapshot!(told("hunter2"), @"X cannot be used as the secret of the hosts: it is 7 bytes long; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
-        insta::assert_snapshot!(told("hunter2hunter2\nhunter2"), @"X cannot be used as the secret of the hosts: it has several lines or a NUL byte; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
-        assert!(told(&"x".repeat(MAX_SECRET_BYTES + 1)).contains("4097 bytes"));
+        let message = |text: &str| JobSecret::of_text("X", text).unwrap_err().to_string();
+        insta::assert_snapshot!(message("hunter2"), @"X cannot be used as the secret of the hosts: it is 7 bytes long; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
+        insta::assert_snapshot!(message("hunter2hunter2\nhunter2"), @"X cannot be used as the secret of the hosts: it has several lines or a NUL byte; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
+        assert!(message(&"x".repeat(MAX_SECRET_BYTES + 1)).contains("4097 bytes"));
         let secret = JobSecret::of_text("X", "  correct horse battery staple \n").unwrap();
         assert_eq!(secret.line(), "correct horse battery staple\n");
         assert_eq!(format!("{secret:?}"), "Secret(...)");

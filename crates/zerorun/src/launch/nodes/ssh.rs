@@ -134,10 +134,10 @@ pub(crate) fn run(
     Ok(code)
 }
 
-/// Waits for the launcher of the first host, and returns its exit code, which is the job's. If `again` is true, starts
-/// the launchers of other hosts again after they have failed; otherwise, ends all launchers and returns 1 if another
-/// host is lost.
-fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent>, again: bool) -> Result<u8> {
+/// Waits for the launcher of the first host, and returns its exit code, which is the job's. If `restarts` is true,
+/// starts the launchers of other hosts again after they have failed; otherwise, ends all launchers and returns 1 if
+/// another host is lost.
+fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent>, restarts: bool) -> Result<u8> {
     loop {
         match events.recv_timeout(TICK) {
             Ok(LauncherEvent::End(signal) | LauncherEvent::Pass(signal)) => {
@@ -167,13 +167,13 @@ fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent
                 )),
                 _ => None,
             };
-            if let Some(text) = lost.filter(|_| !again) {
+            if let Some(text) = lost.filter(|_| !restarts) {
                 eprint(&text);
                 launchers.iter_mut().for_each(|launcher| launcher.signal(Signal::TERM));
                 wait_all(launchers);
                 return Ok(1);
             }
-            if again && code != 0 && since >= RESTART_DELAY {
+            if restarts && code != 0 && since >= RESTART_DELAY {
                 launchers[node].start()?;
             }
         }

@@ -40,7 +40,7 @@ const FOREIGN_MESSAGE: &str = "it sent something that is not a message of this v
 /// recognized.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum LauncherMessage {
-    /// A host asks to take part.
+    /// A host asks to join the job.
     Hello(HostHello),
     /// The host is refused, for this reason.
     Refused(String),
@@ -66,7 +66,7 @@ pub(super) enum LauncherMessage {
     Beat,
 }
 
-/// A host that asks to take part.
+/// A host that asks to join the job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct HostHello {
     /// The host's `--nnodes`.
@@ -96,7 +96,7 @@ pub(super) struct StartCommand {
     pub(super) attempt: u32,
     /// The number of restarts after failures so far.
     pub(super) restart: u32,
-    /// The index of the host among those that take part.
+    /// The index of the host among those in the attempt.
     pub(super) place: usize,
     /// The number of ranks on each of these hosts.
     pub(super) ranks: Vec<usize>,
@@ -108,7 +108,7 @@ pub(super) struct StartCommand {
     pub(super) note: Option<String>,
 }
 
-/// The way in which the ranks of one host have ended.
+/// The way in which the ranks of one host ended.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum HostOutcome {
     /// All ranks ended with exit code 0.
@@ -187,32 +187,32 @@ impl MessageSealer {
 struct SealedReader {
     stream: Arc<TcpStream>,
     /// The bytes received but not returned yet. The first `searched` of them contain no line end.
-    held: Vec<u8>,
+    buffer: Vec<u8>,
     searched: usize,
     seal: MessageSealer,
 }
 
 impl SealedReader {
-    /// Returns the next message, of at most `longest` bytes, or the reason why there is none.
-    fn next<T: for<'a> Deserialize<'a>>(&mut self, longest: usize, wait: ReadDeadline) -> Result<T, String> {
-        let line = self.line(longest, wait)?;
+    /// Returns the next message, of at most `max_bytes` bytes, or the reason why there is none.
+    fn next<T: for<'a> Deserialize<'a>>(&mut self, max_bytes: usize, wait: ReadDeadline) -> Result<T, String> {
+        let line = self.line(max_bytes, wait)?;
         let message = self.seal.message(&line).ok_or(WRONG_SEAL)?;
         serde_json::from_slice(message).map_err(|_| FOREIGN_MESSAGE.into())
     }
 
-    /// Returns the next line of at most `longest` bytes, or the reason why there is none.
-    fn line(&mut self, longest: usize, wait: ReadDeadline) -> Result<Vec<u8>, String> {
+    /// Returns the next line of at most `max_bytes` bytes, or the reason why there is none.
+    fn line(&mut self, max_bytes: usize, wait: ReadDeadline) -> Result<Vec<u8>, String> {
         loop {
-            if let Some(at) = self.held[self.searched..].iter().position(|byte| *byte == b'\n') {
-                let rest = self.held.split_off(self.searched + at + 1);
-                let mut line = std::mem::replace(&mut self.held, rest);
+            if let Some(at) = self.buffer[self.searched..].iter().position(|byte| *byte == b'\n') {
+                let rest = self.buffer.split_off(self.searched + at + 1);
+                let mut line = std::mem::replace(&mut self.buffer, rest);
                 line.pop();
                 self.searched = 0;
                 return Ok(line);
             }
-            self.searched = self.held.len();
-            if self.held.len() >= longest {
-                return Err(format!("it sent a line of more than {longest} bytes"));
+            self.searched = self.buffer.len();
+            if self.buffer.len() >= max_bytes {
+                return Err(format!("it sent a line of more than {max_bytes} bytes"));
             }
             let patience = match wait {
                 ReadDeadline::Until(end) => end.saturating_duration_since(Instant::now()),
@@ -221,10 +221,10 @@ impl SealedReader {
             // Zero would mean no limit.
             let timeout = Some(patience.max(Duration::from_millis(1)));
             self.stream.set_read_timeout(timeout).map_err(|error| broken(&error))?;
-            let (before, most) = (self.held.len(), READ_CHUNK.min(longest - self.held.len()));
-            self.held.resize(before + most, 0);
-            let read = (&*self.stream).read(&mut self.held[before..]);
-            self.held.truncate(before + *read.as_ref().unwrap_or(&0));
+            let (before, chunk) = (self.buffer.len(), READ_CHUNK.min(max_bytes - self.buffer.len()));
+            self.buffer.resize(before + chunk, 0);
+            let read = (&*self.stream).read(&mut self.buffer[before..]);
+            self.buffer.truncate(before + *read.as_ref().unwrap_or(&0));
             match read {
                 Ok(0) => return Err(CLOSED.into()),
                 Ok(_) if matches!(wait, ReadDeadline::Until(end) if Instant::now() >= end) => {
@@ -281,7 +281,7 @@ impl LauncherConnection {
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(HEARTBEAT_TIMEOUT))?;
         let incoming =
-            SealedReader { stream: stream.clone(), held: Vec::new(), searched: 0, seal: MessageSealer::NONE };
+            SealedReader { stream: stream.clone(), buffer: Vec::new(), searched: 0, seal: MessageSealer::NONE };
         Ok(Self { incoming, outgoing: SealedWriter { stream, seal: MessageSealer::NONE } })
     }
 
@@ -296,9 +296,13 @@ impl LauncherConnection {
         let _ = self.outgoing.write(message);
     }
 
-    /// Returns the next message, of at most `longest` bytes, or the reason why there is none.
-    pub(super) fn next<T: for<'a> Deserialize<'a>>(&mut self, longest: usize, wait: ReadDeadline) -> Result<T, String> {
-        self.incoming.next(longest, wait)
+    /// Returns the next message, of at most `max_bytes` bytes, or the reason why there is none.
+    pub(super) fn next<T: for<'a> Deserialize<'a>>(
+        &mut self,
+        max_bytes: usize,
+        wait: ReadDeadline,
+    ) -> Result<T, String> {
+        self.incoming.next(max_bytes, wait)
     }
 }
 
@@ -312,20 +316,20 @@ pub(super) fn is_another_program(why: &str) -> bool {
 pub(super) struct LauncherPeer(Arc<Mutex<SealedWriter>>);
 
 impl LauncherPeer {
-    /// Starts a thread that listens and calls `hear`, and one that sends heartbeats. A message has at most `longest`
-    /// bytes.
+    /// Starts a thread that listens and calls `on_event`, and one that sends heartbeats. A message has at most
+    /// `max_bytes` bytes.
     pub(super) fn over(
         session: LauncherConnection,
-        longest: usize,
-        mut hear: impl FnMut(PeerEvent) + Send + 'static,
+        max_bytes: usize,
+        mut on_event: impl FnMut(PeerEvent) + Send + 'static,
     ) -> io::Result<Self> {
         let LauncherConnection { mut incoming, outgoing } = session;
         let listen = move || {
             loop {
-                match incoming.next(longest, ReadDeadline::Silence(HEARTBEAT_TIMEOUT)) {
+                match incoming.next(max_bytes, ReadDeadline::Silence(HEARTBEAT_TIMEOUT)) {
                     Ok(LauncherMessage::Beat) => {}
-                    Ok(message) => hear(PeerEvent::Message(message)),
-                    Err(why) => return hear(PeerEvent::Lost(why)),
+                    Ok(message) => on_event(PeerEvent::Message(message)),
+                    Err(why) => return on_event(PeerEvent::Lost(why)),
                 }
             }
         };
@@ -387,34 +391,34 @@ mod tests {
 
     #[test]
     fn messages_arrive_in_order_and_an_end_is_noticed() {
-        let (sender, heard) = channel();
+        let (sender, events) = channel();
         let [here, there] = pair();
         let _here = LauncherPeer::over(session(here), MAX_MESSAGE_BYTES, move |news| drop(sender.send(news))).unwrap();
         let there = LauncherPeer::over(session(there), MAX_MESSAGE_BYTES, |_| {}).unwrap();
         let values = LauncherMessage::Values { attempt: 1, values: vec![("a".into(), "line\nbreak".into())] };
         for message in [&values, &LauncherMessage::Signal(15)] {
             there.send(message);
-            assert!(matches!(heard.recv().unwrap(), PeerEvent::Message(said) if said == *message));
+            assert!(matches!(events.recv().unwrap(), PeerEvent::Message(said) if said == *message));
         }
         drop(there);
-        assert!(matches!(heard.recv().unwrap(), PeerEvent::Lost(why) if why.contains("closed")));
+        assert!(matches!(events.recv().unwrap(), PeerEvent::Lost(why) if why.contains("closed")));
     }
 
     #[test]
     fn what_is_no_message_ends_the_connection() {
-        let (sender, heard) = channel();
+        let (sender, events) = channel();
         let [here, mut there] = pair();
         let _here = LauncherPeer::over(session(here), MAX_MESSAGE_BYTES, move |news| drop(sender.send(news))).unwrap();
         there.write_all(b"GET / HTTP/1.1\r\n").unwrap();
-        assert!(matches!(heard.recv().unwrap(), PeerEvent::Lost(why) if why.contains("another program")));
+        assert!(matches!(events.recv().unwrap(), PeerEvent::Lost(why) if why.contains("another program")));
     }
 
     #[test]
     fn a_line_has_a_limit_and_a_deadline_holds_however_much_comes() {
         let [here, mut there] = pair();
         there.write_all(&[b'a'; 200]).unwrap();
-        let told = session(here).next::<LauncherMessage>(100, soon()).unwrap_err();
-        insta::assert_snapshot!(told, @"it sent a line of more than 100 bytes");
+        let error = session(here).next::<LauncherMessage>(100, soon()).unwrap_err();
+        insta::assert_snapshot!(error, @"it sent a line of more than 100 bytes");
         let [here, mut there] = pair();
         let drip = std::thread::spawn(move || while there.write_all(b" ").is_ok() {});
         let wait = ReadDeadline::Until(Instant::now() + Duration::from_millis(50));
@@ -427,7 +431,8 @@ mod tests {
     #[test]
     fn a_sealed_message_is_heard_once_and_as_it_was_said() {
         let secret = JobSecret::of_text("X", "correct horse battery staple").unwrap();
-        let keys = || [KeyPurpose::ToFirst, KeyPurpose::FromFirst].map(|way| secret.key(way, &[1; 32], &[2; 32]));
+        let key = |purpose| secret.key(purpose, &[1; 32], &[2; 32]);
+        let keys = || [KeyPurpose::ToFirst, KeyPurpose::FromFirst].map(key);
         let sealed = || {
             let [stream, raw] = pair();
             let (mut here, [there, back]) = (session(stream), keys());

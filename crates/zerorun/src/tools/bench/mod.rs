@@ -24,7 +24,7 @@ use std::process::ExitCode;
 #[command(name = "bench", bin_name = "zerorun bench", disable_help_subcommand = true)]
 struct BenchArguments {
     #[command(subcommand)]
-    what: BenchCommand,
+    command: BenchCommand,
 }
 
 #[derive(Debug, Subcommand)]
@@ -88,7 +88,7 @@ pub(super) fn command() -> clap::Command {
 
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
-    Ok(match BenchArguments::try_parse_from(&words).map_err(CommandLineError)?.what {
+    Ok(match BenchArguments::try_parse_from(&words).map_err(CommandLineError)?.command {
         BenchCommand::Disk(disk) => disk.run(),
         BenchCommand::Network(network) => network.run(),
         BenchCommand::Scaling(scaling) => scaling.run(words),
@@ -148,12 +148,12 @@ fn network_table(network: &network_bench::NetworkMeasurement) -> String {
         text.push_str(&line);
         text.push('\n');
     }
-    let mut found = format!("{:.1}MB/s,{:.1}us", network.plain.rate() / 1e6, network.one_way_s * 1e6);
+    let mut network_flag = format!("{:.1}MB/s,{:.1}us", network.plain.rate() / 1e6, network.one_way_s * 1e6);
     if let Some(busy) = network.busy {
         _ = write!(text, "\n{:.0} % of a host's processors are busy while its link is in use\n", 100.0 * busy);
-        _ = write!(found, ",{:.1}%", 100.0 * busy);
+        _ = write!(network_flag, ",{:.1}%", 100.0 * busy);
     }
-    _ = write!(text, "\nzerorun estimate --network {found}\n");
+    _ = write!(text, "\nzerorun estimate --network {network_flag}\n");
     text
 }
 
@@ -170,9 +170,9 @@ impl DiskBenchArguments {
             sweep: self.sweep,
         };
         let mut progress: Option<Progress> = None;
-        let measured = measure(&settings, &mut |done, passes, what| {
+        let measured = measure(&settings, &mut |done, passes, description| {
             let progress = progress.get_or_insert_with(|| Progress::new(passes, None).counting("passes,"));
-            progress.step(done, || what.to_string());
+            progress.step(done, || description.to_string());
         });
         if let Some(progress) = progress {
             progress.finish();
@@ -245,8 +245,8 @@ impl fmt::Display for DiskBenchTable<'_> {
         if !direct_is_possible {
             writeln!(f, "The file system does not support access without the page cache.")?;
         }
-        if let Some(part) = cached_at_start.filter(|part| *part > 0.01) {
-            let percent = part * 100.0;
+        if let Some(share) = cached_at_start.filter(|share| *share > 0.01) {
+            let percent = share * 100.0;
             writeln!(f, "Up to {percent:.0} % of a file stayed in the page cache: reads look faster than the disk.")?;
         }
         writeln!(f, "\n{:40}{:>12}{:>12}", "sequential", "write", "read")?;
@@ -291,9 +291,9 @@ impl fmt::Display for DiskBenchTable<'_> {
             }
             let section = json!({ "aio": best.aio });
             let text = serde_json::to_string_pretty(&section).map_err(|_| fmt::Error)?;
-            let inside: Vec<&str> = text.lines().filter(|line| !["{", "}"].contains(line)).collect();
+            let lines: Vec<&str> = text.lines().filter(|line| !["{", "}"].contains(line)).collect();
             f.write_char('\n')?;
-            writeln!(f, "The fastest settings, for the configuration:\n{}", inside.join("\n"))?;
+            writeln!(f, "The fastest settings, for the configuration:\n{}", lines.join("\n"))?;
         }
         Ok(())
     }
@@ -308,26 +308,26 @@ mod tests {
         PipelineBench, PlainLoopBench, RequestSweepRow, SequentialBench, StepBench,
     };
 
-    fn typed(words: &str) -> Result<DiskBenchArguments, CommandLineError> {
+    fn parse_disk(words: &str) -> Result<DiskBenchArguments, CommandLineError> {
         let words = std::iter::once("bench").chain(words.split_whitespace()).map(OsString::from);
-        match BenchArguments::try_parse_from(words).map_err(CommandLineError)?.what {
+        match BenchArguments::try_parse_from(words).map_err(CommandLineError)?.command {
             BenchCommand::Disk(disk) => Ok(disk),
             BenchCommand::Network(_) | BenchCommand::Scaling(_) => panic!("the command is not `bench disk`"),
         }
     }
 
     fn refusal(words: &str) -> String {
-        typed(words).unwrap_err().message()
+        parse_disk(words).unwrap_err().message()
     }
 
     #[test]
     fn names_have_two_spellings_and_defaults_are_those_of_aio() {
-        let disk = typed("disk /x").unwrap();
+        let disk = parse_disk("disk /x").unwrap();
         assert_eq!((disk.size, disk.block_size, disk.queue_depth, disk.intra_op_parallelism), (2 << 30, 1 << 20, 8, 1));
         let other = "--block-size 4MiB --queue-depth=2 --intra-op-parallelism 3 --size 5000000 --json --sweep";
         for words in [other.to_string(), other.replace("k-s", "k_s").replace("e-d", "e_d").replace("a-op-p", "a_op_p")]
         {
-            let disk = typed(&format!("disk {words} /x")).unwrap();
+            let disk = parse_disk(&format!("disk {words} /x")).unwrap();
             assert_eq!((disk.size, disk.block_size), (5_000_000, 4 << 20), "{words}");
             assert_eq!((disk.queue_depth, disk.intra_op_parallelism), (2, 3), "{words}");
             assert!(disk.sweep && disk.json, "{words}");

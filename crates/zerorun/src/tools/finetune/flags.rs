@@ -45,7 +45,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long, conflicts_with = "full")]
     qlora: bool,
 
-    /// With --qlora, layers (counted from 0) whose weights are not held in 4 bits
+    /// With --qlora, layers (counted from 0) whose weights are not quantized to 4 bits
     #[arg(long = "keep_layers", alias = "keep-layers", value_name = "N,N", value_delimiter = ',', requires = "qlora")]
     keep_layers: Vec<usize>,
 
@@ -291,8 +291,8 @@ impl FinetuneFlags {
     pub(super) fn options(&self, model: ResolvedModel) -> Result<Options> {
         let lora = || self.lora.clone().unwrap_or_default();
         let classify = self.task == FinetuneTaskArg::Classify;
-        let adapts = self.qlora || self.lora.is_some() || self.adapter.is_some();
-        let full = self.full || classify && !adapts;
+        let has_adapter = self.qlora || self.lora.is_some() || self.adapter.is_some();
+        let full = self.full || classify && !has_adapter;
         let sources = |files: &[String]| files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>();
         Ok(Options {
             data: sources(&self.data)?,

@@ -157,8 +157,8 @@ pub(super) fn explained(mut error: Error) -> Error {
         return error;
     }
     let Some(ContextValue::String(found)) = error.get(ContextKind::InvalidArg) else { return error };
-    let Some(here) = written_here(found) else { return error };
-    let tip = if here.starts_with("there is") { here.to_owned() } else { format!("write {here}") };
+    let Some(replacement) = replacement_for(found) else { return error };
+    let tip = if replacement.starts_with("there is") { replacement.to_owned() } else { format!("write {replacement}") };
     // Clap's own suggestion would be misleading.
     error.remove(ContextKind::SuggestedArg);
     error.remove(ContextKind::TrailingArg);
@@ -167,9 +167,9 @@ pub(super) fn explained(mut error: Error) -> Error {
 }
 
 /// Returns the replacement for a flag of another trainer.
-fn written_here(flag: &str) -> Option<&'static str> {
+fn replacement_for(flag: &str) -> Option<&'static str> {
     let name = flag.trim_start_matches('-').split('=').next().unwrap_or_default().replace('-', "_").to_lowercase();
-    FLAG_REPLACEMENTS.iter().find(|(names, _)| names.contains(&name.as_str())).map(|(_, here)| *here)
+    FLAG_REPLACEMENTS.iter().find(|(names, _)| names.contains(&name.as_str())).map(|(_, replacement)| *replacement)
 }
 
 #[cfg(test)]
@@ -203,7 +203,7 @@ mod tests {
     #[test]
     fn each_name_stands_once_is_not_one_of_ours_and_leads_to_flags_that_exist() {
         let command = FinetuneArguments::command();
-        let own: BTreeSet<String> = command
+        let our_flags: BTreeSet<String> = command
             .get_arguments()
             .flat_map(|argument| {
                 let aliases = argument.get_all_aliases().unwrap_or_default();
@@ -211,14 +211,14 @@ mod tests {
             })
             .collect();
         let mut seen = BTreeSet::new();
-        for (names, here) in FLAG_REPLACEMENTS {
+        for (names, replacement) in FLAG_REPLACEMENTS {
             for name in *names {
                 assert!(seen.insert(*name), "{name} occurs twice");
-                assert!(!own.contains(*name), "--{name} is a flag of ours");
+                assert!(!our_flags.contains(*name), "--{name} is a flag of ours");
             }
-            let flags = here.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-' || c == '_'));
+            let flags = replacement.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-' || c == '_'));
             for flag in flags.filter_map(|word| word.strip_prefix("--")) {
-                assert!(own.contains(flag), "{here}: no flag --{flag} exists");
+                assert!(our_flags.contains(flag), "{replacement}: no flag --{flag} exists");
             }
         }
     }

@@ -103,25 +103,28 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
         .try_get_matches_from(&words)
         .and_then(|matches| Ok((FinetuneArguments::from_arg_matches(&matches)?, matches)));
     let (mut arguments, matches) = matches.map_err(|error| CommandLineError(foreign_flags::explained(error)))?;
-    let own = [("--max_restarts", arguments.max_restarts > 0), ("--dashboard", arguments.run.dashboard.is_some())];
-    let own = [own, arguments.flags.island.given()].concat();
+    let zerorun_only =
+        [("--max_restarts", arguments.max_restarts > 0), ("--dashboard", arguments.run.dashboard.is_some())];
+    let zerorun_only = [zerorun_only, arguments.flags.island.given()].concat();
     let hosts = &arguments.hosts;
-    let wrong = hosts.wrong_launcher(&own).or_else(|| hosts.wrong_min_nodes(arguments.max_restarts));
-    let wrong = wrong.or_else(|| arguments.run.wrong());
-    let wrong = wrong.or_else(|| arguments.flags.wrong_restarts(arguments.max_restarts));
-    if let Some(text) = arguments.flags.check().err().or(wrong) {
+    let conflict = hosts.wrong_launcher(&zerorun_only).or_else(|| hosts.wrong_min_nodes(arguments.max_restarts));
+    let conflict = conflict.or_else(|| arguments.run.wrong());
+    let conflict = conflict.or_else(|| arguments.flags.wrong_restarts(arguments.max_restarts));
+    if let Some(text) = arguments.flags.check().err().or(conflict) {
         return refused(text);
     }
-    let own_ranks = matches.value_source("ranks") != Some(ValueSource::DefaultValue);
-    let own_ranks = own_ranks.then_some(usize::from(arguments.ranks));
+    let has_ranks_flag = matches.value_source("ranks") != Some(ValueSource::DefaultValue);
+    let ranks_per_host = has_ranks_flag.then_some(usize::from(arguments.ranks));
     let job_hosts = match arguments.as_rank {
         // This host's launcher has already read the flags.
         Some(_) => LaunchMode::Alone,
-        None => match arguments.hosts.job_hosts(own_ranks, &mut arguments.master_port, &LauncherVariables(&of_process))
-        {
-            Ok(job_hosts) => job_hosts,
-            Err(error) => return refused(error.to_string()),
-        },
+        None => {
+            match arguments.hosts.job_hosts(ranks_per_host, &mut arguments.master_port, &LauncherVariables(&of_process))
+            {
+                Ok(job_hosts) => job_hosts,
+                Err(error) => return refused(error.to_string()),
+            }
+        }
     };
     Ok(arguments.run(words, &job_hosts))
 }
@@ -145,19 +148,19 @@ impl FinetuneArguments {
 
     /// Checks everything, downloads the model if needed, and starts the ranks. Returns their exit code.
     fn launch(&self, words: Vec<OsString>, job_hosts: &LaunchMode) -> Result<u8> {
-        let is_alone = matches!(job_hosts, LaunchMode::Alone);
-        if let Some(processes) = started_as_one_of(|name| std::env::var(name).ok()).filter(|_| is_alone) {
+        let is_one_host = matches!(job_hosts, LaunchMode::Alone);
+        if let Some(processes) = mpi_processes(|name| std::env::var(name).ok()).filter(|_| is_one_host) {
             return Err(LaunchError::ToolInRanks { tool: "finetune", processes }.into());
         }
         let world = job_hosts.world()?;
-        let own = usize::from(self.ranks);
+        let ranks_per_host = usize::from(self.ranks);
         let (ranks, per_host) = match (job_hosts, &world) {
-            (LaunchMode::Nodes(node), _) => (node.nodes * own, own),
+            (LaunchMode::Nodes(node), _) => (node.nodes * ranks_per_host, ranks_per_host),
             (_, Some(world)) => {
                 let slots: Vec<usize> = world.hosts().iter().map(|host| host.slots.len()).collect();
                 (slots.iter().sum(), slots.iter().copied().max().unwrap_or(1))
             }
-            (_, None) => (own, own),
+            (_, None) => (ranks_per_host, ranks_per_host),
         };
         let model = ResolvedModel::find(&self.flags.model, FileSelection::All)?;
         let path = model.path.clone();
@@ -230,7 +233,7 @@ fn typed_words(words: &[OsString]) -> Vec<String> {
 }
 
 /// Returns the number of processes of this command that an MPI launcher has started, if more than one.
-fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize> {
+fn mpi_processes(variable: impl Fn(&str) -> Option<String>) -> Option<usize> {
     // In a Slurm batch script, the task count of the complete job is also set, but only that of the job step counts.
     let names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
     names.iter().find_map(|name| variable(name)?.trim().parse().ok().filter(|processes| *processes > 1))
@@ -251,8 +254,8 @@ fn prepare(options: Options, ranks: (usize, usize), reports: bool) -> Result<()>
         eprint(note);
     }
     let data = [("training", Some(prepared.training())), ("validation", prepared.validation())];
-    for (what, data) in data.into_iter().filter_map(|(what, data)| Some((what, data?))) {
-        print(format!("{what} data: {}", counted(data.len(), "sample")));
+    for (kind, data) in data.into_iter().filter_map(|(kind, data)| Some((kind, data?))) {
+        print(format!("{kind} data: {}", counted(data.len(), "sample")));
         for (path, report) in data.reports() {
             print(format!("  {}: {report}", path.display()));
             report.notes().iter().for_each(|note| eprint(&format!("  {}: {note}", path.display())));
@@ -268,12 +271,13 @@ mod tests {
 
     #[test]
     fn several_of_it_that_a_launcher_of_mpi_has_started_are_refused() {
-        let of = |name: &'static str, value: &'static str| {
-            started_as_one_of(|asked| (asked == name).then(|| value.to_string()))
-        };
-        assert_eq!(of("OMPI_COMM_WORLD_SIZE", "4"), Some(4));
-        assert_eq!((of("PMI_SIZE", "1"), of("SLURM_NTASKS", "8"), of("PMI_SIZE", "x")), (None, None, None));
-        let error = LaunchError::ToolInRanks { tool: "finetune", processes: of("PMI_SIZE", "2").unwrap() };
+        let processes =
+            |name: &'static str, value: &'static str| mpi_processes(|asked| (asked == name).then(|| value.to_string()));
+        assert_eq!(processes("OMPI_COMM_WORLD_SIZE", "4"), Some(4));
+        for (name, value) in [("PMI_SIZE", "1"), ("SLURM_NTASKS", "8"), ("PMI_SIZE", "x")] {
+            assert_eq!(processes(name, value), None, "{name}={value}");
+        }
+        let error = LaunchError::ToolInRanks { tool: "finetune", processes: processes("PMI_SIZE", "2").unwrap() };
         insta::assert_snapshot!(error, @"mpirun or srun has started 2 processes of `zerorun finetune`, each of which would be a separate job; start the command once, without mpirun or srun: `zerorun finetune -n 2 ...` starts that many ranks on this host");
     }
 }

@@ -55,7 +55,7 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
         _ => None,
     };
     let mut progress = if first { Progress::new(run.total_steps(), None) } else { Progress::silent() };
-    let begun = Instant::now();
+    let start = Instant::now();
     progress.begin(run.steps(), || "the first step is in progress".into());
     let mut done = run.steps();
     while let Some(step) = run.step_telling(&mut |micro, of| progress.within(done, micro, of))? {
@@ -64,19 +64,19 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
         progress.step(step.step + 1, || line(&step));
         if let Some(loss) = step.val_loss {
             if first {
-                eprint(&validated(&run, &step, loss));
+                eprint(&validation_line(&run, &step, loss));
             }
             answer(&mut run, flags, first)?;
         }
     }
     progress.finish();
     let mut summary = run.summary();
-    summary["seconds"] = begun.elapsed().as_secs_f64().into();
+    summary["seconds"] = start.elapsed().as_secs_f64().into();
     write(&mut metrics, &summary);
-    let ended = run.ended().unwrap_or(StopReason::Complete);
+    let reason = run.ended().unwrap_or(StopReason::Complete);
     let (steps, out, best) = (run.steps(), run.prepared().options().out.clone(), run.best());
     let (best_folder, best_is_lost) = (run.prepared().options().best(), run.best_is_lost());
-    if ended == StopReason::Asked {
+    if reason == StopReason::Asked {
         let (end, why) = match () {
             () if is_planned_stop(steps) => (TrainingEnd::AsPlanned, "as planned"),
             () if is_by_signal() => (TrainingEnd::Interrupted, "by a signal"),
@@ -91,7 +91,7 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
     }
     run.finish()?;
     if first {
-        if ended == StopReason::NoImprovement {
+        if reason == StopReason::NoImprovement {
             print(format!("ended after {}: validation no longer improves", counted(steps, "step")));
         }
         print(format!("the result is in {}", out.display()));
@@ -122,13 +122,13 @@ fn stop(run: FineTune, flags: &FinetuneFlags, first: bool, why: &str) -> Result<
         }
         return Ok(());
     }
-    let to = run.finish_stopped()?;
+    let folder = run.finish_stopped()?;
     if first {
         print(format!(
             "stopped {why} after step {steps} of {total}: the model at that point is in {}. Training cannot be \
              resumed from it, because the optimizer's state is not kept without checkpoints; give --save DIR next \
              time, and --resume to continue",
-            to.display()
+            folder.display()
         ));
     }
     Ok(())
@@ -146,10 +146,10 @@ fn introduce(run: &FineTune) {
     let (engine, (trained, names)) = (run.engine(), run.parameter_counts());
     let batch = engine.config().batch;
     let (stage, ranks) = (engine.config().zero.stage, counted(engine.world_size(), "rank"));
-    let division = engine.pipeline_ranks().map_or(String::new(), |along| {
+    let division = engine.pipeline_ranks().map_or(String::new(), |ranks_per_pipeline| {
         let (pipelines, waiting) = (counted(engine.data_position().1, "pipeline"), 100.0 * run.waiting_share());
-        let along = counted(along, "rank");
-        format!(", in {pipelines} of {along}, which wait for {waiting:.0} % of a step")
+        let ranks_per_pipeline = counted(ranks_per_pipeline, "rank");
+        format!(", in {pipelines} of {ranks_per_pipeline}, which wait for {waiting:.0} % of a step")
     });
     let islands = islands(engine, run.prepared().validation().is_some());
     print(format!(
@@ -273,23 +273,23 @@ fn answer(run: &mut FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> 
 
 fn line(step: &StepReport) -> String {
     let StepReport { loss, lr, tokens_per_s, .. } = step;
-    let rewards = step.rewards.map(|rewards| format!(" {}", rewarded(&rewards))).unwrap_or_default();
+    let rewards = step.rewards.map(|rewards| format!(" {}", rewards_text(&rewards))).unwrap_or_default();
     format!("loss {loss:.4}{rewards} lr {lr:.3e} {tokens_per_s:.0} tokens/s")
 }
 
 /// Formats the rewards of preference pairs.
-fn rewarded(rewards: &Rewards) -> String {
+fn rewards_text(rewards: &Rewards) -> String {
     let Rewards { chosen, rejected, margin, accuracy, .. } = rewards;
     format!("rewards {chosen:.3} and {rejected:.3}, margin {margin:.3}, accuracy {:.0}%", 100.0 * accuracy)
 }
 
 /// Formats the line about a validation.
-fn validated(run: &FineTune, step: &StepReport, loss: f64) -> String {
+fn validation_line(run: &FineTune, step: &StepReport, loss: f64) -> String {
     let best = if run.best().is_some_and(|(at, _)| at == step.step + 1) { ", the best so far" } else { "" };
     let f1 = step.val_f1.map(|f1| format!(", macro F1 {f1:.4}")).unwrap_or_default();
     match (step.val_accuracy, &step.val_rewards) {
         (Some(_), Some(rewards)) => {
-            format!("step {}: validation loss {loss:.4}, {}{best}", step.step + 1, rewarded(rewards))
+            format!("step {}: validation loss {loss:.4}, {}{best}", step.step + 1, rewards_text(rewards))
         }
         (Some(accuracy), None) => {
             format!("step {}: validation loss {loss:.4}, accuracy {:.1}%{f1}{best}", step.step + 1, 100.0 * accuracy)

@@ -31,20 +31,20 @@ impl CompareFlags {
         let folder = self.folder.find();
         let runs: Vec<RecordedRun> = self.run.iter().map(|name| folder.open(name)).collect::<Result<_>>()?;
         let mut ids = BTreeSet::new();
-        if let Some(twice) = runs.iter().find(|run| !ids.insert(run.id())) {
-            return Err(ToolError::SameRun { id: twice.id() }.into());
+        if let Some(duplicate) = runs.iter().find(|run| !ids.insert(run.id())) {
+            return Err(ToolError::SameRun { id: duplicate.id() }.into());
         }
         let metrics: Vec<RunMetrics> = runs.iter().map(RecordedRun::metrics).collect::<Result<_>>()?;
         let problems = runs.iter().filter_map(partly_damaged).map(|error| error.to_string()).collect();
         let (differences, last) = (differences(&runs), last_values(&metrics));
         let text = if self.json {
-            let tree = |rows: &Rows| {
+            let to_map = |rows: &Rows| {
                 rows.iter().map(|(name, values)| (name.clone(), json!(values))).collect::<serde_json::Map<_, _>>()
             };
             let all = json!({
                 "runs": runs.iter().map(RecordedRun::to_json).collect::<Vec<_>>(),
-                "differences": tree(&differences),
-                "last": tree(&last),
+                "differences": to_map(&differences),
+                "last": to_map(&last),
             });
             serde_json::to_string_pretty(&all)
                 .unwrap_or_else(|error| unreachable!("text and numbers are JSON: {error}"))
@@ -92,14 +92,14 @@ fn overview(runs: &[RecordedRun]) -> Rows {
 
 /// Returns the settings that are not the same in all runs.
 fn differences(runs: &[RecordedRun]) -> Rows {
-    let of_run = |run: &RecordedRun| {
+    let values_of_run = |run: &RecordedRun| {
         let info = run.info();
-        let short = |name: String| match name.split_once('.') {
+        let without_section = |name: String| match name.split_once('.') {
             Some((_, rest)) => rest.to_owned(),
             None => name,
         };
         let mut all: BTreeMap<String, Value> =
-            run.settings().into_iter().map(|(name, value)| (short(name), value)).collect();
+            run.settings().into_iter().map(|(name, value)| (without_section(name), value)).collect();
         all.insert("(command)".into(), different_words(runs, &info.command).into());
         all.insert("(host)".into(), info.machine.host.clone().into());
         all.insert("(simd)".into(), info.machine.simd.clone().into());
@@ -108,18 +108,18 @@ fn differences(runs: &[RecordedRun]) -> Rows {
         all.extend(info.git.iter().map(|git| ("(commit)".into(), git.commit.clone().into())));
         all
     };
-    rows(&runs.iter().map(of_run).collect::<Vec<_>>(), setting, true)
+    rows(&runs.iter().map(values_of_run).collect::<Vec<_>>(), setting, true)
 }
 
 /// Returns the words of a command line that the command lines of some runs lack.
 fn different_words(runs: &[RecordedRun], command: &[String]) -> String {
-    let everywhere = |word: &String| runs.iter().all(|run| run.info().command.contains(word));
+    let is_in_all_commands = |word: &String| runs.iter().all(|run| run.info().command.contains(word));
     let mut words = Vec::new();
     for (at, word) in command.iter().enumerate() {
         // A value is shown with its flag.
         let value_differs = word.starts_with('-')
-            && command.get(at + 1).is_some_and(|next| !next.starts_with('-') && !everywhere(next));
-        if !everywhere(word) || value_differs {
+            && command.get(at + 1).is_some_and(|next| !next.starts_with('-') && !is_in_all_commands(next));
+        if !is_in_all_commands(word) || value_differs {
             words.push(word.as_str());
         }
     }
@@ -136,9 +136,9 @@ fn last_values(metrics: &[RunMetrics]) -> Rows {
 }
 
 /// Returns a row for each name or, if requested, only for names whose values differ.
-fn rows<T: PartialEq>(runs: &[BTreeMap<String, T>], shown: impl Fn(&T) -> String, only_different: bool) -> Rows {
+fn rows<T: PartialEq>(runs: &[BTreeMap<String, T>], to_text: impl Fn(&T) -> String, only_different: bool) -> Rows {
     let names: BTreeSet<&String> = runs.iter().flat_map(BTreeMap::keys).collect();
     let differs = |name: &&String| !only_different || runs.iter().any(|run| run.get(*name) != runs[0].get(*name));
-    let row = |name: &String| (name.clone(), runs.iter().map(|run| run.get(name).map(&shown)).collect());
+    let row = |name: &String| (name.clone(), runs.iter().map(|run| run.get(name).map(&to_text)).collect());
     names.into_iter().filter(differs).map(row).collect()
 }

@@ -46,9 +46,9 @@ pub(super) fn since(text: &str) -> std::result::Result<f64, String> {
         "w" => Some(604_800.0),
         _ => None,
     };
-    let ago =
+    let time_of_age =
         seconds.and_then(|seconds| Some(number.parse::<u32>().ok()?).map(|number| now - f64::from(number) * seconds));
-    ago.or_else(|| parse_utc(text)).ok_or_else(|| {
+    time_of_age.or_else(|| parse_utc(text)).ok_or_else(|| {
         "give an age, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00".into()
     })
 }
@@ -79,11 +79,11 @@ fn is_key(name: &str, key: &str) -> bool {
 
 /// Returns whether a value matches the requested one, compared as numbers or as text. In the requested text, `*`
 /// matches anything.
-fn is_value(value: &Value, asked: &str) -> bool {
-    match (value, asked.parse::<f64>()) {
-        (Value::Number(number), Ok(asked)) => number.as_f64() == Some(asked),
-        (Value::String(text), _) => matches(asked, text),
-        (other, _) => matches(asked, &other.to_string()),
+fn is_value(value: &Value, requested: &str) -> bool {
+    match (value, requested.parse::<f64>()) {
+        (Value::Number(number), Ok(requested)) => number.as_f64() == Some(requested),
+        (Value::String(text), _) => matches(requested, text),
+        (other, _) => matches(requested, &other.to_string()),
     }
 }
 
@@ -99,10 +99,11 @@ pub(super) fn keep(runs: &mut Vec<RecordedRun>, filters: &[RunFilter]) -> Result
     for RunFilter { key, .. } in filters {
         if !all.iter().flatten().any(|(name, _)| is_key(name, key)) {
             let names: BTreeSet<&str> = all.iter().flatten().map(|(name, _)| name.as_str()).collect();
-            let short = |name: &'_ str| {
+            let without_section = |name: &'_ str| {
                 name.strip_prefix("configuration.").or(name.strip_prefix("settings.")).map(String::from)
             };
-            let names: Vec<String> = names.into_iter().map(|name| short(name).unwrap_or_else(|| name.into())).collect();
+            let names: Vec<String> =
+                names.into_iter().map(|name| without_section(name).unwrap_or_else(|| name.into())).collect();
             let hint = nearest(key, names.iter().map(String::as_str));
             return Err(ToolError::RunFilter { key: key.clone(), hint }.into());
         }
@@ -112,8 +113,8 @@ pub(super) fn keep(runs: &mut Vec<RecordedRun>, filters: &[RunFilter]) -> Result
             values.iter().any(|(name, found)| is_key(name, key) && is_value(found, value))
         })
     };
-    let mut kept = all.iter().map(fulfils);
-    runs.retain(|_| kept.next() == Some(true));
+    let mut is_kept = all.iter().map(fulfils);
+    runs.retain(|_| is_kept.next() == Some(true));
     Ok(())
 }
 

@@ -89,7 +89,7 @@ impl ListFlags {
             (false, true) if all > 0 => format!("no run in {} matches (out of {all})", folder.path().display()),
             (false, true) if damaged.is_empty() => format!("there are no runs in {}", folder.path().display()),
             (false, true) => String::new(),
-            (false, false) => listed(&runs),
+            (false, false) => runs_table(&runs),
         };
         Ok(RunsOutput { text, problems })
     }
@@ -104,7 +104,7 @@ pub(super) fn partly_damaged(run: &RecordedRun) -> Option<Error> {
 impl SortKey {
     fn compare(self, a: &RecordedRun, b: &RecordedRun) -> Ordering {
         // NaN, and no value at all, are worse than any number.
-        let low = |a: Option<ValueAtStep>, b: Option<ValueAtStep>| {
+        let ascending = |a: Option<ValueAtStep>, b: Option<ValueAtStep>| {
             let value = |value: Option<ValueAtStep>| value.map_or(f64::NAN, |value| value.value);
             let (a, b) = (value(a), value(b));
             a.is_nan().cmp(&b.is_nan()).then(a.total_cmp(&b))
@@ -117,17 +117,17 @@ impl SortKey {
             Self::State => a.state().cmp(&b.state()),
             Self::Duration => a.seconds().total_cmp(&b.seconds()),
             Self::Steps => x.steps.cmp(&y.steps),
-            Self::Loss => low(x.loss, y.loss),
-            Self::BestLoss => low(x.best_loss, y.best_loss),
-            Self::Val => low(x.validation, y.validation),
-            Self::BestVal => low(x.best_validation, y.best_validation),
+            Self::Loss => ascending(x.loss, y.loss),
+            Self::BestLoss => ascending(x.best_loss, y.best_loss),
+            Self::Val => ascending(x.validation, y.validation),
+            Self::BestVal => ascending(x.best_validation, y.best_validation),
         }
         .then_with(by_start)
     }
 }
 
 /// Returns the table of runs.
-fn listed(runs: &[RecordedRun]) -> String {
+fn runs_table(runs: &[RecordedRun]) -> String {
     let headings = ["NAME", "STATE", "START (UTC)", "DURATION", "STEPS", "LOSS", "BEST", "VAL", "BEST VAL"];
     let row = |run: &RecordedRun| {
         let summary = run.summary();

@@ -65,9 +65,9 @@ pub(super) fn command() -> clap::Command {
 
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
-    let typed = RunsArguments::try_parse_from(words).map_err(CommandLineError)?;
-    let output = match typed.command {
-        None => typed.list.output(),
+    let arguments = RunsArguments::try_parse_from(words).map_err(CommandLineError)?;
+    let output = match arguments.command {
+        None => arguments.list.output(),
         Some(RunsCommand::List(list)) => list.output(),
         Some(RunsCommand::Show(show)) => show.output(),
         Some(RunsCommand::Compare(compare)) => compare.output(),

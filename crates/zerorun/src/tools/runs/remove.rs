@@ -33,7 +33,7 @@ impl RemoveFlags {
     /// Removes the records. Checkpoints and other files are not part of them.
     pub(super) fn run(&self) -> ExitCode {
         let folder = self.folder.find();
-        let ids = match self.ids(&folder).and_then(|ids| self.confirmed(ids)) {
+        let ids = match self.ids(&folder).and_then(|ids| self.confirm(ids)) {
             Ok(Some(ids)) => ids,
             Ok(None) => {
                 print("nothing was removed");
@@ -45,11 +45,11 @@ impl RemoveFlags {
         for id in ids {
             match folder.remove(&id, self.force) {
                 Ok(None) => _ = print(format!("{} was removed", plain(&id))),
-                Ok(Some(kept)) => {
+                Ok(Some(remaining)) => {
                     eprint(&format!(
                         "zerorun: the record of {} was removed, but its folder {} contains other files, which are kept",
                         plain(&id),
-                        kept.display()
+                        remaining.display()
                     ));
                 }
                 Err(error) => code = refused(&error, 1),
@@ -61,14 +61,14 @@ impl RemoveFlags {
     /// Returns the runs, each once.
     fn ids(&self, folder: &RunsFolder) -> Result<BTreeSet<String>> {
         let id = |name: &String| {
-            let found = folder.named(name)?;
-            Ok(found.file_name().unwrap_or_default().to_string_lossy().into_owned())
+            let path = folder.named(name)?;
+            Ok(path.file_name().unwrap_or_default().to_string_lossy().into_owned())
         };
         self.run.iter().map(id).collect()
     }
 
     /// Returns the runs if the user agrees.
-    fn confirmed(&self, ids: BTreeSet<String>) -> Result<Option<BTreeSet<String>>> {
+    fn confirm(&self, ids: BTreeSet<String>) -> Result<Option<BTreeSet<String>>> {
         if self.yes {
             return Ok(Some(ids));
         }

@@ -47,14 +47,14 @@ impl ShowFlags {
                 serde_json::to_string_pretty(&all)
                     .unwrap_or_else(|error| unreachable!("text and numbers are JSON: {error}"))
             }
-            false => shown(&run, &metrics, &events, &samples),
+            false => describe(&run, &metrics, &events, &samples),
         };
         Ok(RunsOutput { text, problems })
     }
 }
 
 /// Returns the description of a run.
-fn shown(
+fn describe(
     run: &RecordedRun,
     metrics: &RunMetrics,
     events: &[Map<String, Value>],
@@ -113,8 +113,8 @@ fn shown(
     }
     section(&mut text, "events", SHOWN_EVENTS, events, event);
     section(&mut text, "samples", SHOWN_SAMPLES, samples, |sample| {
-        let part = |name: &str| sample.get(name).and_then(Value::as_str).unwrap_or_default();
-        format!("step {}  {:?}: {:?}", sample.get("step").unwrap_or(&Value::Null), part("prompt"), part("text"))
+        let text_of = |name: &str| sample.get(name).and_then(Value::as_str).unwrap_or_default();
+        format!("step {}  {:?}: {:?}", sample.get("step").unwrap_or(&Value::Null), text_of("prompt"), text_of("text"))
     });
     if !run.settings().is_empty() {
         text.push_str("settings\n");
@@ -126,22 +126,22 @@ fn shown(
     text
 }
 
-/// Writes a heading and the newest `most` lines, unless there are no lines.
+/// Writes a heading and the newest `max_lines` lines, unless there are no lines.
 fn section(
     text: &mut String,
     name: &str,
-    most: usize,
+    max_lines: usize,
     lines: &[Map<String, Value>],
-    shown: impl Fn(&Map<String, Value>) -> String,
+    to_line: impl Fn(&Map<String, Value>) -> String,
 ) {
     if lines.is_empty() {
         return;
     }
-    let more = lines.len().saturating_sub(most);
-    let note = if more > 0 { format!(" (and {more} earlier)") } else { String::new() };
+    let omitted = lines.len().saturating_sub(max_lines);
+    let note = if omitted > 0 { format!(" (and {omitted} earlier)") } else { String::new() };
     _ = writeln!(text, "{name}{note}");
-    for line in &lines[more..] {
-        _ = writeln!(text, "  {}", plain(&shown(line)).replace('\n', "\n    "));
+    for line in &lines[omitted..] {
+        _ = writeln!(text, "  {}", plain(&to_line(line)).replace('\n', "\n    "));
     }
 }
 
@@ -160,18 +160,19 @@ fn values(last: Option<ValueAtStep>, best: Option<ValueAtStep>) -> String {
 fn event(event: &Map<String, Value>) -> String {
     let text = |key: &str| event.get(key).and_then(Value::as_str).unwrap_or_default();
     let number = |key: &str| event.get(key).and_then(Value::as_u64);
-    let at = event.get("time").and_then(Value::as_f64).map_or(String::new(), utc);
+    let time = event.get("time").and_then(Value::as_f64).map_or(String::new(), utc);
     let step = number("step").unwrap_or_default();
-    let what = match text("event") {
+    let description = match text("event") {
         "start" => {
-            let from = match text("loaded") {
+            let source = match text("loaded") {
                 "" => String::new(),
                 path => format!(" after step {step}, from {path}"),
             };
             let restart = number("restart").filter(|restart| *restart > 0);
             let restart = restart.map_or(String::new(), |restart| format!(" (restart {restart})"));
             let ranks = counted(number("world_size").unwrap_or(1), "rank");
-            format!("start{restart}{from}, {ranks}, process {} on {}", number("pid").unwrap_or_default(), text("host"))
+            let pid = number("pid").unwrap_or_default();
+            format!("start{restart}{source}, {ranks}, process {pid} on {}", text("host"))
         }
         "checkpoint" => format!("checkpoint after step {step}: {}", text("path")),
         "request" => format!("asked to {} after step {step}", text("request")),
@@ -186,5 +187,5 @@ fn event(event: &Map<String, Value>) -> String {
             message => format!("{other} after step {step}: {message}"),
         },
     };
-    format!("{at}  {what}")
+    format!("{time}  {description}")
 }

@@ -66,13 +66,13 @@ pub(in crate::tools) fn loss(value: f64) -> String {
 
 /// Returns a duration such as `2h 05m`.
 pub(in crate::tools) fn duration(seconds: f64) -> String {
-    let whole = seconds.max(0.0).round() as u64;
-    let (days, hours, minutes) = (whole / 86_400, whole / 3600 % 24, whole / 60 % 60);
+    let total = seconds.max(0.0).round() as u64;
+    let (days, hours, minutes) = (total / 86_400, total / 3600 % 24, total / 60 % 60);
     match () {
         () if days > 0 => format!("{days}d {hours:02}h"),
         () if hours > 0 => format!("{hours}h {minutes:02}m"),
-        () if minutes > 0 => format!("{minutes}m {:02}s", whole % 60),
-        () => format!("{whole}s"),
+        () if minutes > 0 => format!("{minutes}m {:02}s", total % 60),
+        () => format!("{total}s"),
     }
 }
 

@@ -18,10 +18,10 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 /// A part of the training of the best trial.
-struct BestPart<'a> {
+struct TrainingPart<'a> {
     trial: &'a SweepTrial,
     /// The step after which this part ends.
-    to: u64,
+    end_step: u64,
 }
 
 /// Writes the best configuration into the folder of the sweep, and returns the path of its script. If no trial has a
@@ -30,7 +30,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
     let Some(best) = sweep.best() else { return Ok(None) };
     let folder = starter.results.folder.best();
     std::fs::create_dir_all(&folder).map_err(|source| Error::Io { action: "create", path: folder.clone(), source })?;
-    let parts = parts_of(sweep, best, starter.results.steps);
+    let parts = training_parts(sweep, best, starter.results.steps);
     let mut commands = String::new();
     for (at, part) in parts.iter().enumerate() {
         let name =
@@ -38,18 +38,19 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
         if let Some(config) = starter.template.configuration_of(&part.trial.parameters) {
             write_whole(&folder.join(&name), &format!("{config:#}\n"))?;
         }
-        let places =
+        let paths =
             TrialPaths { folder: OUT.into(), ds_config: Path::new(HERE).join(&name), record: None, is_branch: at > 0 };
-        if part.to < starter.results.steps {
-            commands += &format!("{STOP_AT}={} ", part.to);
+        if part.end_step < starter.results.steps {
+            commands += &format!("{STOP_AT}={} ", part.end_step);
         }
-        let words = starter.template.words_of(&part.trial.parameters, &places);
+        let words = starter.template.words_of(&part.trial.parameters, &paths);
         commands += &format!("\"${{ZERORUN:-zerorun}}\" {}\n", words.iter().map(quoted).collect::<Vec<_>>().join(" "));
     }
     let script = folder.join("run.sh");
     write_whole(&script, &script_of(starter, best, &commands))?;
-    let part = |part: &BestPart<'_>| json!({"parameters": object(&part.trial.parameters), "until_step": part.to});
-    let text = json!({
+    let part =
+        |part: &TrainingPart<'_>| json!({"parameters": object(&part.trial.parameters), "until_step": part.end_step});
+    let summary = json!({
         "trial": best.number,
         "metric": starter.results.metric,
         "value": best.value(),
@@ -58,7 +59,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
         "configuration": starter.template.configuration_of(&best.parameters).unwrap_or(Value::Null),
         "training": parts.iter().map(part).collect::<Vec<_>>(),
     });
-    write_whole(&folder.join("best.json"), &format!("{text:#}\n"))?;
+    write_whole(&folder.join("best.json"), &format!("{summary:#}\n"))?;
     Ok(Some(script))
 }
 
@@ -68,11 +69,11 @@ const OUT: &str = "@OUT@";
 const HERE: &str = "@HERE@";
 
 /// Returns the parts of the training of a trial, in order.
-fn parts_of<'a>(sweep: &'a Sweep, trial: &'a SweepTrial, steps: u64) -> Vec<BestPart<'a>> {
-    let mut parts = vec![BestPart { trial, to: steps }];
+fn training_parts<'a>(sweep: &'a Sweep, trial: &'a SweepTrial, steps: u64) -> Vec<TrainingPart<'a>> {
+    let mut parts = vec![TrainingPart { trial, end_step: steps }];
     while let Some(branch) = parts.last().and_then(|part| part.trial.branch) {
         let Some(donor) = sweep.trial(branch.trial) else { break };
-        parts.push(BestPart { trial: donor, to: branch.step });
+        parts.push(TrainingPart { trial: donor, end_step: branch.step });
     }
     parts.reverse();
     parts

@@ -89,16 +89,16 @@ struct DefinitionKeys<'a> {
 }
 
 impl DefinitionKeys<'_> {
-    fn wrong(&self, problem: impl Into<String>) -> candle_zero::Error {
+    fn error(&self, problem: impl Into<String>) -> candle_zero::Error {
         SweepToolError::Definition { origin: self.origin.to_owned(), problem: problem.into() }.into()
     }
 
     fn text(&self, key: &str, allowed: &str) -> Result<Option<&str>> {
-        let text = |value: &'_ Value| value.as_str().is_some_and(|text| !text.is_empty());
+        let is_text = |value: &'_ Value| value.as_str().is_some_and(|text| !text.is_empty());
         match self.table.get(key) {
             None => Ok(None),
-            Some(value) if text(value) => Ok(value.as_str()),
-            Some(value) => Err(self.wrong(format!("{key} is {value}; {allowed}"))),
+            Some(value) if is_text(value) => Ok(value.as_str()),
+            Some(value) => Err(self.error(format!("{key} is {value}; {allowed}"))),
         }
     }
 
@@ -109,35 +109,35 @@ impl DefinitionKeys<'_> {
             Some((_, value)) => Ok(Some(*value)),
             None => {
                 let hint = nearest(found, names.iter().copied()).map_or(String::new(), |hint| format!("; {hint}"));
-                Err(self.wrong(format!("{key} is \"{found}\"; give one of {}{hint}", list(&names))))
+                Err(self.error(format!("{key} is \"{found}\"; give one of {}{hint}", list(&names))))
             }
         }
     }
 
-    fn whole(&self, key: &str, least: u64, most: u64) -> Result<Option<u64>> {
+    fn whole_number(&self, key: &str, min: u64, max: u64) -> Result<Option<u64>> {
         let Some(value) = self.table.get(key) else { return Ok(None) };
-        match value.as_u64().filter(|number| (least..=most).contains(number)) {
+        match value.as_u64().filter(|number| (min..=max).contains(number)) {
             Some(number) => Ok(Some(number)),
-            None => Err(self.wrong(format!("{key} is {value}; give a whole number from {least} to {most}"))),
+            None => Err(self.error(format!("{key} is {value}; give a whole number from {min} to {max}"))),
         }
     }
 
     /// Returns the value of a key in the section of a scheduler.
-    fn of_section<'a>(&'a self, section: &str, key: &str) -> Option<&'a Value> {
+    fn section_value<'a>(&'a self, section: &str, key: &str) -> Option<&'a Value> {
         self.table.get(section)?.get(key)
     }
 
-    fn section_whole(&self, section: &str, key: &str) -> Result<Option<u64>> {
-        let Some(value) = self.of_section(section, key) else { return Ok(None) };
+    fn section_whole_number(&self, section: &str, key: &str) -> Result<Option<u64>> {
+        let Some(value) = self.section_value(section, key) else { return Ok(None) };
         match value.as_u64() {
             Some(number) => Ok(Some(number)),
-            None => Err(self.wrong(format!("{section}.{key} is {value}; give a whole number"))),
+            None => Err(self.error(format!("{section}.{key} is {value}; give a whole number"))),
         }
     }
 
     fn section_number(&self, section: &str, key: &str, default: f64) -> Result<f64> {
-        let Some(value) = self.of_section(section, key) else { return Ok(default) };
-        value.as_f64().ok_or_else(|| self.wrong(format!("{section}.{key} is {value}; give a number")))
+        let Some(value) = self.section_value(section, key) else { return Ok(default) };
+        value.as_f64().ok_or_else(|| self.error(format!("{section}.{key} is {value}; give a number")))
     }
 
     /// Refuses unknown keys, and sections of schedulers other than the chosen one.
@@ -145,27 +145,27 @@ impl DefinitionKeys<'_> {
         let unknown = |path: &str, key: &str, known: &[&str]| {
             let hint = nearest(key, known.iter().copied());
             let hint = hint.unwrap_or_else(|| format!("the allowed keys are {}", list(known)));
-            self.wrong(format!("{path}{key} is not a key of a sweep; {hint}"))
+            self.error(format!("{path}{key} is not a key of a sweep; {hint}"))
         };
         for (key, value) in self.table {
             if !KEYS.contains(&key.as_str()) {
                 return Err(match key.starts_with('-') || key.contains('.') {
                     true => self
-                        .wrong(format!("{key} is not a key of a sweep; parameters belong in the table [parameters]")),
+                        .error(format!("{key} is not a key of a sweep; parameters belong in the table [parameters]")),
                     false => unknown("", key, &KEYS),
                 });
             }
             let Some((_, known)) = SECTIONS.iter().find(|(name, _)| name == key) else { continue };
             let Some(section) = value.as_object() else {
                 return Err(
-                    self.wrong(format!("{key} is {value}; give a table, such as {key} = {{ {} = 10 }}", known[0]))
+                    self.error(format!("{key} is {value}; give a table, such as {key} = {{ {} = 10 }}", known[0]))
                 );
             };
             if scheduler != key {
                 let problem = format!(
                     "{key} is given, but scheduler is {scheduler}; give scheduler = \"{key}\", or leave {key} out"
                 );
-                return Err(self.wrong(problem));
+                return Err(self.error(problem));
             }
             if let Some(key_of_section) = section.keys().find(|name| !known.contains(&name.as_str())) {
                 return Err(unknown(&format!("{key}."), key_of_section, known));
@@ -175,24 +175,25 @@ impl DefinitionKeys<'_> {
     }
 
     fn scheduler(&self, name: &str) -> Result<TrialScheduler> {
-        let needed = |key: &str, what: &str| {
-            self.section_whole(name, key)?.ok_or_else(|| self.wrong(format!("{name}.{key} is missing; give {what}")))
+        let required = |key: &str, meaning: &str| {
+            let value = self.section_whole_number(name, key)?;
+            value.ok_or_else(|| self.error(format!("{name}.{key} is missing; give {meaning}")))
         };
         Ok(match name {
             "asha" => TrialScheduler::Asha {
-                min_steps: needed("min_steps", "the first step at which trials are compared")?,
-                eta: self.section_whole(name, "eta")?.unwrap_or(4),
+                min_steps: required("min_steps", "the first step at which trials are compared")?,
+                eta: self.section_whole_number(name, "eta")?.unwrap_or(4),
             },
             "median" => {
-                let every = needed("every", "the number of steps between comparisons")?;
+                let every = required("every", "the number of steps between comparisons")?;
                 TrialScheduler::MedianStop {
                     every,
-                    grace: self.section_whole(name, "grace")?.unwrap_or(every),
-                    min_trials: self.section_whole(name, "min_trials")?.map_or(3, |trials| trials as usize),
+                    grace: self.section_whole_number(name, "grace")?.unwrap_or(every),
+                    min_trials: self.section_whole_number(name, "min_trials")?.map_or(3, |trials| trials as usize),
                 }
             }
             "pbt" => TrialScheduler::Pbt {
-                every: needed("every", "the number of steps between replacements")?,
+                every: required("every", "the number of steps between replacements")?,
                 quantile: self.section_number(name, "quantile", 0.25)?,
                 resample: self.section_number(name, "resample", 0.25)?,
             },
@@ -201,24 +202,25 @@ impl DefinitionKeys<'_> {
     }
 
     fn command(&self) -> Result<Vec<String>> {
-        let how = "give the words of the command after zerorun, such as [\"finetune\", \"MODEL\", \"--data\", \"chats.jsonl\"]";
+        let remedy = "give the words of the command after zerorun, such as [\"finetune\", \"MODEL\", \"--data\", \
+                      \"chats.jsonl\"]";
         match self.table.get("command") {
-            None => Err(self.wrong(format!("command is missing; {how}, or write the command after `--`"))),
+            None => Err(self.error(format!("command is missing; {remedy}, or write the command after `--`"))),
             Some(Value::String(text)) if text.contains(['"', '\'', '\\']) => {
-                Err(self.wrong(format!("command is text with quotes, `{text}`; {how}")))
+                Err(self.error(format!("command is text with quotes, `{text}`; {remedy}")))
             }
             Some(Value::String(text)) => Ok(text.split_whitespace().map(str::to_owned).collect()),
             Some(Value::Array(words)) => {
                 let words: Option<Vec<String>> = words.iter().map(|word| word.as_str().map(str::to_owned)).collect();
-                words.ok_or_else(|| self.wrong(format!("command has a word that is not text; {how}")))
+                words.ok_or_else(|| self.error(format!("command has a word that is not text; {remedy}")))
             }
-            Some(other) => Err(self.wrong(format!("command is {other}; {how}"))),
+            Some(other) => Err(self.error(format!("command is {other}; {remedy}"))),
         }
         .and_then(|mut words| {
             if words.first().is_some_and(|word| word == "zerorun") {
                 words.remove(0);
             }
-            if words.is_empty() { Err(self.wrong(format!("command is empty; {how}"))) } else { Ok(words) }
+            if words.is_empty() { Err(self.error(format!("command is empty; {remedy}"))) } else { Ok(words) }
         })
     }
 
@@ -227,7 +229,7 @@ impl DefinitionKeys<'_> {
         if let (None, Some(key)) =
             (hostfile, ["include", "exclude", "ssh_port"].into_iter().find(|key| self.table.contains_key(*key)))
         {
-            return Err(self.wrong(format!("{key} is given, but hostfile is not; give hostfile, or leave {key} out")));
+            return Err(self.error(format!("{key} is given, but hostfile is not; give hostfile, or leave {key} out")));
         }
         let filter = |key| {
             let found = self.text(key, "give hosts and slots of the hostfile, such as \"HOST@HOST:0,2\"")?;
@@ -237,20 +239,21 @@ impl DefinitionKeys<'_> {
             hostfile: hostfile.map(PathBuf::from),
             include: filter("include")?,
             exclude: filter("exclude")?,
-            ssh_port: self.whole("ssh_port", 1, u64::from(u16::MAX))?.map(|port| port as u16),
+            ssh_port: self.whole_number("ssh_port", 1, u64::from(u16::MAX))?.map(|port| port as u16),
         })
     }
 
     fn space(&self) -> Result<SweepSpace> {
-        let how = "give a table [parameters] with at least one flag or key to vary, such as \"--lr\" = { log_uniform = [1e-5, 1e-3] }";
+        let remedy = "give a table [parameters] with at least one flag or key to vary, such as \"--lr\" = { \
+                      log_uniform = [1e-5, 1e-3] }";
         let parameters = match self.table.get("parameters") {
-            None => return Err(self.wrong(format!("parameters is missing; {how}"))),
+            None => return Err(self.error(format!("parameters is missing; {remedy}"))),
             Some(Value::Object(parameters)) => parameters,
-            Some(other) => return Err(self.wrong(format!("parameters is {other}; {how}"))),
+            Some(other) => return Err(self.error(format!("parameters is {other}; {remedy}"))),
         };
         let mut space = SweepSpace::new();
         for (name, value) in parameters {
-            let domain = domain_of(value).map_err(|why| self.wrong(format!("parameter {name} {why}")))?;
+            let domain = domain_of(value).map_err(|why| self.error(format!("parameter {name} {why}")))?;
             space = space.with(name, domain);
         }
         Ok(space)
@@ -274,24 +277,24 @@ impl SweepDefinition {
         let command = keys.command()?;
         let metric = keys.text("metric", "give the name of a value in the record of a run, such as \"val_loss\"")?;
         let metric = metric.ok_or_else(|| {
-            keys.wrong(
+            keys.error(
                 "metric is missing; give the name of a value in the record of a run, such as \"val_loss\" or \"loss\"",
             )
         })?;
-        let steps = keys.whole("steps", 1, 1 << 53)?;
+        let steps = keys.whole_number("steps", 1, 1 << 53)?;
         let steps =
-            steps.ok_or_else(|| keys.wrong("steps is missing; give the number of steps of a complete trial"))?;
+            steps.ok_or_else(|| keys.error("steps is missing; give the number of steps of a complete trial"))?;
         let mut settings = SweepSettings::new(keys.space()?, steps);
         let goals = [("min", SweepGoal::Minimize), ("max", SweepGoal::Maximize)];
         settings.goal = keys.word("mode", &goals)?.unwrap_or_default();
         let searchers = [("grid", SweepSearcher::Grid), ("random", SweepSearcher::Random), ("tpe", SweepSearcher::Tpe)];
         settings.searcher = keys.word("searcher", &searchers)?.unwrap_or_default();
-        settings.trials = keys.whole("trials", 1, 10_000)?.map(|trials| trials as usize);
-        settings.seed = keys.whole("seed", 0, u64::MAX)?.unwrap_or_default();
+        settings.trials = keys.whole_number("trials", 1, 10_000)?.map(|trials| trials as usize);
+        settings.seed = keys.whole_number("seed", 0, u64::MAX)?.unwrap_or_default();
         settings.max_failures =
-            keys.whole("max_failures", 0, 10_000)?.map_or(settings.max_failures, |most| most as usize);
+            keys.whole_number("max_failures", 0, 10_000)?.map_or(settings.max_failures, |max| max as usize);
         settings.scheduler = keys.scheduler(scheduler)?;
-        settings.check().map_err(|error: SweepError| keys.wrong(error.to_string()))?;
+        settings.check().map_err(|error: SweepError| keys.error(error.to_string()))?;
         let orders = [("steps", ResultDeliveryOrder::Steps), ("finish", ResultDeliveryOrder::Finish)];
         Ok(Self {
             origin: origin.to_owned(),
@@ -299,16 +302,16 @@ impl SweepDefinition {
             metric: metric.to_owned(),
             settings,
             order: keys.word("order", &orders)?.unwrap_or(ResultDeliveryOrder::Steps),
-            ranks: keys.whole("ranks", 1, 1024)?.unwrap_or(1) as usize,
-            retries: keys.whole("retries", 0, 1_000_000)?.unwrap_or(3) as u32,
-            threads: keys.whole("threads", 1, 4096)?.map(|threads| threads as usize),
-            parallel: keys.whole("parallel", 1, 4096)?.map(|trials| trials as usize),
+            ranks: keys.whole_number("ranks", 1, 1024)?.unwrap_or(1) as usize,
+            retries: keys.whole_number("retries", 0, 1_000_000)?.unwrap_or(3) as u32,
+            threads: keys.whole_number("threads", 1, 4096)?.map(|threads| threads as usize),
+            parallel: keys.whole_number("parallel", 1, 4096)?.map(|trials| trials as usize),
             memory: match table.get("memory") {
                 None => None,
                 Some(Value::String(text)) => {
-                    Some(size(text).map_err(|why| keys.wrong(format!("memory is \"{text}\"; {why}")))?)
+                    Some(size(text).map_err(|why| keys.error(format!("memory is \"{text}\"; {why}")))?)
                 }
-                Some(_) => keys.whole("memory", 1, 1 << 53)?,
+                Some(_) => keys.whole_number("memory", 1, 1 << 53)?,
             },
             hosts: keys.hosts()?,
             features: keys.text("features", "give Cargo features, separated by commas")?.map(str::to_owned),

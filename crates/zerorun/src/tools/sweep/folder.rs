@@ -53,22 +53,22 @@ impl StoredSweep {
         })
     }
 
-    /// Returns the differences between this stored sweep and the one that is requested `now`.
-    fn differences(&self, now: &Self) -> Vec<String> {
-        let shown = |value: Option<&Value>| value.map_or("none".to_owned(), Value::to_string);
-        let mut names: Vec<&String> = self.definition.keys().chain(now.definition.keys()).collect();
+    /// Returns the differences between this stored sweep and the `requested` one.
+    fn differences(&self, requested: &Self) -> Vec<String> {
+        let text = |value: Option<&Value>| value.map_or("none".to_owned(), Value::to_string);
+        let mut names: Vec<&String> = self.definition.keys().chain(requested.definition.keys()).collect();
         names.sort_unstable();
         names.dedup();
         let fixed = names.into_iter().filter(|name| !FREE_KEYS.contains(&name.as_str()));
         let changed = fixed.filter_map(|name| {
-            let (before, after) = (self.definition.get(name), now.definition.get(name));
-            (before != after).then(|| format!("{name}: {} -> {}", shown(before), shown(after)))
+            let (before, after) = (self.definition.get(name), requested.definition.get(name));
+            (before != after).then(|| format!("{name}: {} -> {}", text(before), text(after)))
         });
         let mut changed: Vec<String> = changed.collect();
-        if self.directory != now.directory {
-            changed.push(format!("directory: {} -> {}", self.directory.display(), now.directory.display()));
+        if self.directory != requested.directory {
+            changed.push(format!("directory: {} -> {}", self.directory.display(), requested.directory.display()));
         }
-        if self.configuration != now.configuration {
+        if self.configuration != requested.configuration {
             changed.push("the file given with --ds_config has changed".into());
         }
         changed
@@ -116,7 +116,7 @@ impl SweepFolder {
         self.path.join("best")
     }
 
-    fn wrong(&self, problem: impl Into<String>) -> Error {
+    fn error(&self, problem: impl Into<String>) -> Error {
         SweepToolError::Folder { folder: self.path.clone(), problem: problem.into() }.into()
     }
 
@@ -125,18 +125,18 @@ impl SweepFolder {
         let path = self.definition();
         let text = match files::read_text(&path, MAX_DEFINITION_BYTES) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                return Err(self.wrong("there is no sweep in it; give the folder that was the --out of a sweep"));
+                return Err(self.error("there is no sweep in it; give the folder that was the --out of a sweep"));
             }
             text => text.map_err(|source| Error::Io { action: "read", path: path.clone(), source })?,
         };
-        let damaged = || self.wrong(format!("its file {DEFINITION} is damaged; give another folder with --out"));
+        let damaged = || self.error(format!("its file {DEFINITION} is damaged; give another folder with --out"));
         let stored: Value = serde_json::from_str(&text).map_err(|_| damaged())?;
         match stored["format"].as_u64() {
             Some(FORMAT) => {}
             Some(newer) if newer > FORMAT => {
                 let problem =
                     format!("the sweep in it has format {newer}, but this version reads {FORMAT}; use a newer zerorun");
-                return Err(self.wrong(problem));
+                return Err(self.error(problem));
             }
             _ => return Err(damaged()),
         }
@@ -162,7 +162,7 @@ impl SweepFolder {
         match names.iter().find(|name| !name.starts_with('.')) {
             Some(other) => {
                 let problem = format!("the folder contains {other}, but no sweep; give another folder with --out");
-                Err(self.wrong(problem))
+                Err(self.error(problem))
             }
             None => Ok(false),
         }
@@ -176,7 +176,7 @@ impl SweepFolder {
             FolderLockOutcome::Held(lock) => Ok(lock),
             FolderLockOutcome::Busy(pid) => {
                 let pid = pid.map_or(String::new(), |pid| format!(" (process {pid})"));
-                Err(self.wrong(format!(
+                Err(self.error(format!(
                     "another process{pid} is running the sweep in it; wait until that process ends, or give another \
                      folder with --out"
                 )))
@@ -207,7 +207,7 @@ mod tests {
     #[test]
     fn a_sweep_continues_only_in_its_own_folder_and_with_its_own_settings() {
         let dir = tempfile::tempdir().unwrap();
-        let said = |error: Error| error.to_string().replace(dir.path().to_str().unwrap(), "DIR");
+        let message = |error: Error| error.to_string().replace(dir.path().to_str().unwrap(), "DIR");
         let definition = |text: &str| serde_json::from_str::<Map<String, Value>>(text).unwrap();
         let sweep = StoredSweep {
             definition: definition(r#"{"steps": 8, "parallel": 1, "seed": 2}"#),
@@ -216,7 +216,7 @@ mod tests {
         };
         let folder = SweepFolder::at(&dir.path().join("new")).unwrap();
         assert!(!folder.has_sweep().unwrap());
-        insta::assert_snapshot!(said(folder.read().unwrap_err()), @"DIR/new: there is no sweep in it; give the folder that was the --out of a sweep");
+        insta::assert_snapshot!(message(folder.read().unwrap_err()), @"DIR/new: there is no sweep in it; give the folder that was the --out of a sweep");
         let lock = folder.lock().unwrap();
         let other = StoredSweep {
             definition: definition(r#"{"steps": 9, "parallel": 4, "trials": 3}"#),
@@ -225,21 +225,21 @@ mod tests {
         };
         folder.store(&sweep).unwrap();
         folder.store(&sweep).unwrap();
-        let freely = StoredSweep {
+        let with_free_keys = StoredSweep {
             definition: definition(r#"{"steps": 8, "parallel": 7, "seed": 2, "memory": 5}"#),
             ..sweep.clone()
         };
-        folder.store(&freely).unwrap();
+        folder.store(&with_free_keys).unwrap();
         assert_eq!(folder.read().unwrap(), sweep);
-        insta::assert_snapshot!(said(folder.store(&other).unwrap_err()), @"DIR/new: the sweep in it was begun with different settings: seed: 2 -> none; steps: 8 -> 9; trials: none -> 3; directory: /work -> /; the file given with --ds_config has changed; continue it with `zerorun sweep resume DIR/new`, or give another folder with --out");
+        insta::assert_snapshot!(message(folder.store(&other).unwrap_err()), @"DIR/new: the sweep in it was begun with different settings: seed: 2 -> none; steps: 8 -> 9; trials: none -> 3; directory: /work -> /; the file given with --ds_config has changed; continue it with `zerorun sweep resume DIR/new`, or give another folder with --out");
         drop(lock);
-        for (text, what) in [("{", "damaged"), ("{\"format\": 2}", "newer"), ("{\"format\": 1}", "damaged")] {
+        for (text, expected) in [("{", "damaged"), ("{\"format\": 2}", "newer"), ("{\"format\": 1}", "damaged")] {
             std::fs::write(folder.path().join(DEFINITION), text).unwrap();
-            assert!(said(folder.read().unwrap_err()).contains(what), "{text}");
+            assert!(message(folder.read().unwrap_err()).contains(expected), "{text}");
         }
         std::fs::write(dir.path().join("thesis.txt"), "x").unwrap();
         let mine = SweepFolder::at(dir.path()).unwrap();
         std::fs::remove_dir_all(folder.path()).unwrap();
-        insta::assert_snapshot!(said(mine.has_sweep().unwrap_err()), @"DIR: the folder contains thesis.txt, but no sweep; give another folder with --out");
+        insta::assert_snapshot!(message(mine.has_sweep().unwrap_err()), @"DIR: the folder contains thesis.txt, but no sweep; give another folder with --out");
     }
 }

@@ -1,4 +1,4 @@
-//! The check of the other hosts before the first trial: that they can be reached and have the folder of the sweep, and
+//! Checks, before the first trial, that the other hosts can be reached and have the folder of the sweep, and determines
 //! how many cores and how much memory they have.
 //!
 //! A file with random contents is written into the folder and locked. Every host must read the same contents, because
@@ -60,15 +60,15 @@ struct ProbeFile {
 impl ProbeFile {
     fn new(folder: &SweepFolder) -> Result<Self> {
         let mut random = [0; PROBE_BYTES];
-        let drawn = getrandom::fill(&mut random).map_err(|error| std::io::Error::other(error.to_string()));
-        drawn.map_err(|source| LaunchError::Setup { what: "generating random numbers", source })?;
+        let result = getrandom::fill(&mut random).map_err(|error| std::io::Error::other(error.to_string()));
+        result.map_err(|source| LaunchError::Setup { what: "generating random numbers", source })?;
         let contents: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
         let path = folder.path().join(format!(".hosts-{contents}"));
         let io = |action, source| Error::Io { action, path: path.clone(), source };
         let open = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
         let mut file = open.map_err(|source| io("create", source))?;
-        let own = file.try_clone().map_err(|source| io("open", source))?;
-        let probe = Self { path: path.clone(), contents, _file: own };
+        let handle = file.try_clone().map_err(|source| io("open", source))?;
+        let probe = Self { path: path.clone(), contents, _file: handle };
         let written = file.write_all(probe.contents.as_bytes()).and_then(|()| file.sync_all());
         written.map_err(|source| io("write", source))?;
         // If the file system has no locks, no other host sees this lock, and the check of these hosts reports that.
@@ -110,10 +110,10 @@ pub(super) fn check(
     let started: Vec<Result<Child>> = hosts.iter().map(start).collect();
     // The answers of all hosts are awaited before an error is returned.
     let answers: Vec<Result<HostCheckResult>> =
-        hosts.iter().zip(started).map(|(host, child)| checked(host, child?)).collect();
+        hosts.iter().zip(started).map(|(host, child)| wait_for_answer(host, child?)).collect();
     let checks = answers.into_iter().collect::<Result<Vec<HostCheckResult>>>()?;
-    for (host, found) in hosts.iter().zip(&checks) {
-        if let Some(problem) = problem(found, &probe, folder, program) {
+    for (host, check) in hosts.iter().zip(&checks) {
+        if let Some(problem) = problem(check, &probe, folder, program) {
             return Err(SweepToolError::Host { host: (*host).to_owned(), problem }.into());
         }
     }
@@ -121,11 +121,11 @@ pub(super) fn check(
 }
 
 /// Waits for the answer of a host.
-fn checked(host: &str, child: Child) -> Result<HostCheckResult> {
+fn wait_for_answer(host: &str, child: Child) -> Result<HostCheckResult> {
     let output =
         child.wait_with_output().map_err(|source| LaunchError::Setup { what: "waiting for a remote shell", source })?;
     match HostAnswer::in_output(&String::from_utf8_lossy(&output.stdout)) {
-        Some(HostAnswer::Checked(found)) => Ok(found),
+        Some(HostAnswer::Checked(check)) => Ok(check),
         _ => {
             let problem = format!(
                 "{}; the host must be reachable by ssh without a password, and have zerorun and the working directory at \
@@ -138,29 +138,30 @@ fn checked(host: &str, child: Child) -> Result<HostCheckResult> {
 }
 
 /// Returns why trials cannot run on a host, if they cannot.
-fn problem(found: &HostCheckResult, probe: &ProbeFile, folder: &SweepFolder, program: Option<&Path>) -> Option<String> {
-    let at = folder.path().display();
-    if found.version != VERSION {
+fn problem(check: &HostCheckResult, probe: &ProbeFile, folder: &SweepFolder, program: Option<&Path>) -> Option<String> {
+    let path = folder.path().display();
+    if check.version != VERSION {
         return Some(format!(
             "it has zerorun {}, and this host has {VERSION}; install the same version on all hosts",
-            found.version
+            check.version
         ));
     }
     let remedy = "give --out a folder on a file system that all hosts share at the same path";
-    match &found.contents {
-        Err(why) => return Some(format!("it does not have the files in {at} of this host ({why}); {remedy}")),
+    match &check.contents {
+        Err(why) => return Some(format!("it does not have this host's files in {path} ({why}); {remedy}")),
         Ok(other) if *other != probe.contents => {
-            return Some(format!("a file in {at} has other contents there than on this host; {remedy}"));
+            return Some(format!("a file in {path} has different contents there than on this host; {remedy}"));
         }
         Ok(_) => {}
     }
-    if let Err(why) = &found.lock {
+    if let Err(why) = &check.lock {
         return Some(format!(
-            "it does not see the locks of this host in {at} ({why}), so two hosts could train the same trial; mount the file \
-             system with locks that all hosts see (NFS without nolock or local_lock, Lustre with flock), or {remedy}"
+            "it does not see the locks of this host in {path} ({why}), so two hosts could train the same trial; mount \
+             the file system with locks that all hosts see (NFS without nolock or local_lock, Lustre with flock), or \
+             {remedy}"
         ));
     }
-    let program = program.filter(|_| !found.has_program)?;
+    let program = program.filter(|_| !check.has_program)?;
     Some(format!(
         "there is no program {} there; the program must be at the same path on all hosts, for example on the file \
          system that they share",

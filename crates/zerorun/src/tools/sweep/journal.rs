@@ -65,20 +65,20 @@ impl JournalEvent {
 
     fn of_json(line: &Map<String, Value>) -> Option<Self> {
         let number = |key: &str| line.get(key).and_then(Value::as_u64);
-        let small = |key: &str| number(key).and_then(|number| usize::try_from(number).ok());
+        let index = |key: &str| number(key).and_then(|number| usize::try_from(number).ok());
         match line.get("event")?.as_str()? {
-            "begin" => Some(Self::Begin { parallel: small("parallel")? }),
-            "start" => Some(Self::Start(SweepJob { trial: small("trial")?, from: number("from")?, to: number("to")? })),
-            "place" => Some(Self::Place { trial: small("trial")?, host: line.get("host")?.as_str()?.to_owned() }),
+            "begin" => Some(Self::Begin { parallel: index("parallel")? }),
+            "start" => Some(Self::Start(SweepJob { trial: index("trial")?, from: number("from")?, to: number("to")? })),
+            "place" => Some(Self::Place { trial: index("trial")?, host: line.get("host")?.as_str()?.to_owned() }),
             "end" => {
                 let result = match (line.get("value"), line.get("error")) {
                     (Some(Value::String(text)), _) => Ok(text.parse().ok()?),
                     (Some(value), _) => Ok(value.as_f64()?),
                     (None, error) => Err(error?.as_str()?.to_owned()),
                 };
-                Some(Self::End { trial: small("trial")?, to: number("to")?, result })
+                Some(Self::End { trial: index("trial")?, to: number("to")?, result })
             }
-            "take" => Some(Self::Take { trial: small("trial")? }),
+            "take" => Some(Self::Take { trial: index("trial")? }),
             _ => None,
         }
     }
@@ -167,22 +167,22 @@ impl Journal {
 
     /// Replays the events in the journal at `path` with `sweep`, which must be new.
     pub(super) fn replay(path: &Path, sweep: Sweep) -> Result<ReplayedSweep> {
-        Ok(Self::replayed(path, sweep)?.0)
+        Ok(Self::replay_with_length(path, sweep)?.0)
     }
 
     /// Opens the journal at `path` to continue it, and replays its events with `sweep`, which must be new.
     pub(super) fn open(path: &Path, sweep: Sweep) -> Result<(Self, ReplayedSweep)> {
-        let (replayed, complete) = Self::replayed(path, sweep)?;
-        let wrong = |source| Error::Io { action: "write to", path: path.to_owned(), source };
-        let file = OpenOptions::new().append(true).create(true).open(path).map_err(wrong)?;
-        file.set_len(complete).map_err(wrong)?;
-        files::sync_folder(files::folder_of(path)).map_err(wrong)?;
+        let (replayed, complete) = Self::replay_with_length(path, sweep)?;
+        let write_error = |source| Error::Io { action: "write to", path: path.to_owned(), source };
+        let file = OpenOptions::new().append(true).create(true).open(path).map_err(write_error)?;
+        file.set_len(complete).map_err(write_error)?;
+        files::sync_folder(files::folder_of(path)).map_err(write_error)?;
         Ok((Self { path: path.to_owned(), file }, replayed))
     }
 
-    fn replayed(path: &Path, sweep: Sweep) -> Result<(ReplayedSweep, u64)> {
+    fn replay_with_length(path: &Path, sweep: Sweep) -> Result<(ReplayedSweep, u64)> {
         let (events, complete) = Self::read(path)?;
-        let most = sweep.settings().max_failures;
+        let max_failures = sweep.settings().max_failures;
         let mut replayed = ReplayedSweep::new(sweep);
         for (at, event) in events.into_iter().enumerate() {
             replayed.repeat(event).map_err(|problem| {
@@ -192,16 +192,17 @@ impl Journal {
                 SweepToolError::Journal { path: path.to_owned(), line: at + 1, problem }
             })?;
         }
-        replayed.sweep.set_max_failures(most);
+        replayed.sweep.set_max_failures(max_failures);
         Ok((replayed, complete))
     }
 
-    /// Passes every complete line of the journal at `path`, starting at byte `from`, to `each`; a line that is too long
-    /// is passed as an empty one. Returns the position after the last complete line. A missing journal has no lines.
-    pub(super) fn lines_from(path: &Path, from: u64, each: &mut dyn FnMut(&[u8])) -> std::io::Result<u64> {
+    /// Passes every complete line of the journal at `path`, starting at byte `from`, to `on_line`; a line that is too
+    /// long is passed as an empty one. Returns the position after the last complete line. A missing journal has no
+    /// lines.
+    pub(super) fn lines_from(path: &Path, from: u64, on_line: &mut dyn FnMut(&[u8])) -> std::io::Result<u64> {
         match files::open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(from),
-            file => files::complete_lines(file?, from, &mut |_, line| each(line.unwrap_or_default())),
+            file => files::complete_lines(file?, from, &mut |_, line| on_line(line.unwrap_or_default())),
         }
     }
 
@@ -268,17 +269,17 @@ mod tests {
     fn a_kill_at_any_byte_leads_to_the_same_end() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal.jsonl");
-        let whole = run(&path, result);
+        let uninterrupted = run(&path, result);
         let bytes = std::fs::read(&path).unwrap();
-        let best = whole.best().unwrap().number;
-        assert_eq!((best, whole.failures()), (1, 1));
+        let best = uninterrupted.best().unwrap().number;
+        assert_eq!((best, uninterrupted.failures()), (1, 1));
         // 43 is a prime number, so lines are cut at many different positions.
         for cut in (0..bytes.len()).step_by(43) {
             std::fs::write(&path, &bytes[..cut]).unwrap();
-            let again = run(&path, result);
-            assert_eq!(format!("{:?}", again.trials()), format!("{:?}", whole.trials()), "cut at {cut}");
+            let resumed = run(&path, result);
+            assert_eq!(format!("{:?}", resumed.trials()), format!("{:?}", uninterrupted.trials()), "cut at {cut}");
             let replayed = Journal::replay(&path, sweep()).unwrap();
-            assert_eq!(replayed.sweep.steps_done(), whole.steps_done());
+            assert_eq!(replayed.sweep.steps_done(), uninterrupted.steps_done());
             assert_eq!((replayed.parallel, replayed.results.len()), (Some(2), 0));
         }
     }
@@ -287,18 +288,18 @@ mod tests {
     fn a_journal_that_is_damaged_or_of_another_sweep_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal.jsonl");
-        let refused = |text: &str| {
+        let refusal = |text: &str| {
             std::fs::write(&path, text).unwrap();
             let error = Journal::replay(&path, sweep()).unwrap_err().to_string();
             error.replace(dir.path().to_str().unwrap(), "DIR")
         };
         let start = "{\"event\":\"start\",\"trial\":1,\"from\":0,\"to\":1}\n";
         let wrong = [
-            refused("{\"event\":\"begin\",\"parallel\":1}\nxx\n"),
-            refused("{\"event\":\"begin\"}\n"),
-            refused("{\"event\":\"start\",\"trial\":1,\"from\":0,\"to\":3}\n"),
-            refused("{\"event\":\"end\",\"trial\":1,\"to\":1,\"value\":1}\n"),
-            refused(&format!("{start}{{\"event\":\"take\",\"trial\":1}}\n")),
+            refusal("{\"event\":\"begin\",\"parallel\":1}\nxx\n"),
+            refusal("{\"event\":\"begin\"}\n"),
+            refusal("{\"event\":\"start\",\"trial\":1,\"from\":0,\"to\":3}\n"),
+            refusal("{\"event\":\"end\",\"trial\":1,\"to\":1,\"value\":1}\n"),
+            refusal(&format!("{start}{{\"event\":\"take\",\"trial\":1}}\n")),
         ];
         insta::assert_snapshot!(wrong.join("\n"), @r"
         DIR/journal.jsonl: line 2 is damaged; give another folder with --out to begin again, or restore the file

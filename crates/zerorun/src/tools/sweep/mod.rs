@@ -7,7 +7,7 @@
 //!     on this host:   trial_launch: zerorun SCRIPT or zerorun finetune -> trial_results
 //!     on other hosts: remote_trial: ssh -> remote_request_handler: trial_launch -> trial_results
 //!                     messages: host_request
-//!   trial_hosts: the hosts of a hostfile, and places on them        host_check: what each host has
+//!   trial_hosts: the hosts of a hostfile, and places on them        host_check: the checks of the other hosts
 //!   report: the table of trials        best_trial_files: the best configuration as files
 //!   dashboard_view: sweeps as the dashboard shows them
 //! ```
@@ -164,11 +164,11 @@ pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, Command
     {
         return Ok(remote_request_handler::run(&request.to_string_lossy()));
     }
-    let typed = SweepArguments::try_parse_from(words).map_err(CommandLineError)?;
-    let ready = match &typed.command {
+    let arguments = SweepArguments::try_parse_from(words).map_err(CommandLineError)?;
+    let ready = match &arguments.command {
         Some(SweepCommand::Show(flags)) => return Ok(flags.show().unwrap_or_else(|error| refused(&error, EXIT_SETUP))),
         Some(SweepCommand::Resume(flags)) => flags.ready(),
-        None => begin(&typed.flags),
+        None => begin(&arguments.flags),
     };
     Ok(match ready {
         Ok(ready) => ready.runner.run().unwrap_or_else(|error| refused(&error, 1)),
@@ -206,8 +206,8 @@ impl SweepResumeFlags {
     fn ready(&self) -> Result<ReadySweep> {
         let folder = SweepFolder::at(&self.folder)?;
         let StoredSweep { definition: mut table, directory, configuration } = folder.read()?;
-        let free = [("parallel", self.parallel), ("max_failures", self.max_failures)];
-        for (key, value) in free.into_iter().filter_map(|(key, value)| Some((key, value?))) {
+        let overrides = [("parallel", self.parallel), ("max_failures", self.max_failures)];
+        for (key, value) in overrides.into_iter().filter_map(|(key, value)| Some((key, value?))) {
             table.insert(key.into(), value.into());
         }
         if let Some(file) = &self.hostfile {
@@ -243,10 +243,10 @@ impl SweepShowFlags {
 
 /// Builds the script, once for all trials.
 fn build(template: &mut CommandTemplate, definition: &SweepDefinition) -> Result<()> {
-    let Some((typed, _)) = template.script() else { return Ok(()) };
-    let target = script_target::find(typed)?;
-    let built = launch::build(target, typed, definition.features.as_deref())?;
-    template.set_program(built);
+    let Some((script, _)) = template.script() else { return Ok(()) };
+    let target = script_target::find(script)?;
+    let program = launch::build(target, script, definition.features.as_deref())?;
+    template.set_program(program);
     Ok(())
 }
 
@@ -270,18 +270,18 @@ fn ready(
         },
         None => RemoteTrialLauncher::default(),
     };
-    let found = slots.as_deref().map(|slots| capacities(slots, &remote, &folder, &template)).transpose()?;
+    let host_capacities = slots.as_deref().map(|slots| capacities(slots, &remote, &folder, &template)).transpose()?;
     let (journal, state) = Journal::open(&folder.journal(), Sweep::new(definition.settings.clone())?)?;
     // A sweep that continues makes the same decisions only with the same number of trials at a time.
     let parallel = definition.parallel.or(state.parallel);
-    let (parallel, hosts) = match slots.zip(found) {
+    let (parallel, hosts) = match slots.zip(host_capacities) {
         None => {
             let parallel = parallel.unwrap_or_else(|| trials_at_a_time(&definition, &template));
             (parallel, TrialHosts::only_here(parallel, cores()))
         }
-        Some((slots, found)) => {
+        Some((slots, host_capacities)) => {
             let memory = memory_of_trial(&definition, &template);
-            let (hosts, left_out) = TrialHosts::of(&definition, &slots, &found, memory)?;
+            let (hosts, left_out) = TrialHosts::of(&definition, &slots, &host_capacities, memory)?;
             left_out.iter().for_each(|text| eprint(&format!("zerorun: {text}")));
             (parallel.unwrap_or_else(|| hosts.place_count()), hosts)
         }
@@ -324,12 +324,12 @@ fn capacities(
     let here: Vec<bool> = slots.iter().map(|host| is_here(&host.name)).collect();
     let others = slots.iter().zip(&here).filter(|(_, is_here)| !**is_here).map(|(host, _)| host.name.as_str());
     let program = template.script().map(|(path, _)| path);
-    let mut found = host_check::check(&others.collect::<Vec<_>>(), remote, folder, program)?.into_iter();
-    let own = || HostCapacity { is_here: true, cores: cores(), memory: available_memory() };
-    let other = |check: HostCheckResult| HostCapacity { is_here: false, cores: check.cores, memory: check.memory };
-    let each = here.into_iter().map(|is_here| match is_here {
-        true => own(),
-        false => other(found.next().expect("each other host has answered")),
+    let mut checks = host_check::check(&others.collect::<Vec<_>>(), remote, folder, program)?.into_iter();
+    let this_host = || HostCapacity { is_here: true, cores: cores(), memory: available_memory() };
+    let other_host = |check: HostCheckResult| HostCapacity { is_here: false, cores: check.cores, memory: check.memory };
+    let capacities = here.into_iter().map(|is_here| match is_here {
+        true => this_host(),
+        false => other_host(checks.next().expect("each other host has answered")),
     });
-    Ok(each.collect())
+    Ok(capacities.collect())
 }

@@ -26,10 +26,12 @@ pub(super) fn domain_of(value: &Value) -> Result<ParameterDomain, String> {
         }
         _ => return Err(format!("has several kinds, {}; give one", list(&kinds))),
     };
-    let (own, values) = (allowed_options(kind), &table[kind]);
-    if let Some(unknown) = options.iter().find(|option| !own.contains(&option.as_str())) {
-        let allowed =
-            if own.is_empty() { "leave it out".to_owned() } else { format!("its only option is {}", list(own)) };
+    let (kind_options, values) = (allowed_options(kind), &table[kind]);
+    if let Some(unknown) = options.iter().find(|option| !kind_options.contains(&option.as_str())) {
+        let allowed = match kind_options.is_empty() {
+            true => "leave it out".to_owned(),
+            false => format!("its only option is {}", list(kind_options)),
+        };
         return Err(format!("has the key {unknown}, which is not an option of {kind}; {allowed}"));
     }
     if kind == "choice" {
@@ -38,20 +40,22 @@ pub(super) fn domain_of(value: &Value) -> Result<ParameterDomain, String> {
         };
         return Ok(ParameterDomain::Choice(values.clone()));
     }
-    let ends = values.as_array().map(Vec::as_slice);
-    let Some([low, high]) = ends else { return Err(format!("is {kind} with {values}; give two numbers, [LOW, HIGH]")) };
-    let whole = |value: &Value, what: &str| {
-        value.as_i64().ok_or_else(|| format!("is {kind} with {what} {value}; give a whole number"))
+    let bounds = values.as_array().map(Vec::as_slice);
+    let Some([low, high]) = bounds else {
+        return Err(format!("is {kind} with {values}; give two numbers, [LOW, HIGH]"));
+    };
+    let whole_number = |value: &Value, label: &str| {
+        value.as_i64().ok_or_else(|| format!("is {kind} with {label} {value}; give a whole number"))
     };
     if kind.ends_with("integer") {
-        let step = table.get("step").map_or(Ok(1), |step| whole(step, "step"))?;
-        let (low, high) = (whole(low, "lower end")?, whole(high, "upper end")?);
+        let step = table.get("step").map_or(Ok(1), |step| whole_number(step, "step"))?;
+        let (low, high) = (whole_number(low, "lower end")?, whole_number(high, "upper end")?);
         return Ok(ParameterDomain::Integer { low, high, step, log: kind == "log_integer" });
     }
-    let number = |value: &Value, what: &str| {
-        value.as_f64().ok_or_else(|| format!("is {kind} with {what} {value}; give a number"))
+    let number = |value: &Value, label: &str| {
+        value.as_f64().ok_or_else(|| format!("is {kind} with {label} {value}; give a number"))
     };
-    let points = table.get("points").map(|points| whole(points, "points")).transpose()?;
+    let points = table.get("points").map(|points| whole_number(points, "points")).transpose()?;
     let points = points.map(|points| usize::try_from(points).unwrap_or(0));
     Ok(ParameterDomain::Real {
         low: number(low, "lower end")?,
@@ -72,9 +76,9 @@ fn allowed_options(kind: &str) -> &'static [&'static str] {
 /// Reads a parameter given as a flag, `NAME=KIND:VALUE,VALUE,...`. Returns its name, and the value that it would have
 /// in a sweep file.
 pub(super) fn parameter_of_flag(text: &str) -> Result<(String, Value), String> {
-    let form = "give NAME=KIND:VALUES, for example --lr=log_uniform:1e-5,1e-3 or --batch=choice:4,8";
-    let Some((name, rest)) = text.split_once('=') else { return Err(format!("`{text}` has no `=`; {form}")) };
-    let Some((kind, values)) = rest.split_once(':') else { return Err(format!("`{text}` has no `:`; {form}")) };
+    let remedy = "give NAME=KIND:VALUES, for example --lr=log_uniform:1e-5,1e-3 or --batch=choice:4,8";
+    let Some((name, rest)) = text.split_once('=') else { return Err(format!("`{text}` has no `=`; {remedy}")) };
+    let Some((kind, values)) = rest.split_once(':') else { return Err(format!("`{text}` has no `:`; {remedy}")) };
     if !KINDS.contains(&kind) {
         let hint = nearest(kind, KINDS.into_iter()).map_or(String::new(), |hint| format!("; {hint}"));
         return Err(format!("`{text}` has the kind `{kind}`; give one of {}{hint}", list(&KINDS)));
@@ -95,8 +99,8 @@ pub(super) fn parameter_of_flag(text: &str) -> Result<(String, Value), String> {
 /// Returns the word's value if the word is a number, boolean, null or quoted string in JSON, and otherwise the word as
 /// text.
 fn value_of_word(word: &str) -> Value {
-    let read = serde_json::from_str(word).ok().filter(|value: &Value| !value.is_array() && !value.is_object());
-    read.unwrap_or_else(|| word.into())
+    let value = serde_json::from_str(word).ok().filter(|value: &Value| !value.is_array() && !value.is_object());
+    value.unwrap_or_else(|| word.into())
 }
 
 #[cfg(test)]

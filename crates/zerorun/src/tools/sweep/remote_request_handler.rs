@@ -24,7 +24,7 @@ pub(super) fn run(request: &str) -> ExitCode {
     let request = match serde_json::from_str(request) {
         Ok(request) => request,
         Err(why) => {
-            let problem = format!("this request is not one of this version of zerorun: {why}");
+            let problem = format!("the request does not come from this version of zerorun: {why}");
             let host = candle_zero::util::host_name();
             return refused(&super::error::SweepToolError::Host { host, problem }.into(), EXIT_SETUP);
         }
@@ -52,7 +52,7 @@ fn train(request: &TrainRequest) -> Result<HostAnswer> {
     let Some(mut child) = started else { return Ok(HostAnswer::Busy) };
     std::thread::Builder::new()
         .name("standard input".into())
-        .spawn(move || hear(&sender))
+        .spawn(move || receive_signals(&sender))
         .map_err(|source| LaunchError::Setup { what: "listening to standard input", source })?;
     let status = loop {
         let signal = match events.recv_timeout(TICK) {
@@ -64,10 +64,10 @@ fn train(request: &TrainRequest) -> Result<HostAnswer> {
                 None
             }
         };
-        let waited = child
+        let exit_status = child
             .try_wait()
             .map_err(|source| Error::from(LaunchError::Setup { what: "waiting for a trial", source }))?;
-        match (waited, signal) {
+        match (exit_status, signal) {
             (Some(status), _) => break status,
             // A launcher that has ended needs no signal.
             (None, Some(signal)) => _ = kill_process(Pid::from_child(&child), signal),
@@ -83,11 +83,11 @@ fn train(request: &TrainRequest) -> Result<HostAnswer> {
 }
 
 /// Receives signals from standard input, each as a line with its number. The end of standard input acts as SIGTERM.
-fn hear(events: &Sender<LauncherEvent>) {
-    let known = [Signal::INT, Signal::TERM, Signal::KILL, Signal::TSTP, Signal::CONT];
+fn receive_signals(events: &Sender<LauncherEvent>) {
+    let accepted_signals = [Signal::INT, Signal::TERM, Signal::KILL, Signal::TSTP, Signal::CONT];
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { break };
-        let signal = known.into_iter().find(|signal| signal.as_raw().to_string() == line.trim());
+        let signal = accepted_signals.into_iter().find(|signal| signal.as_raw().to_string() == line.trim());
         // The receiver exists until this process ends.
         _ = signal.map(|signal| events.send(LauncherEvent::Pass(signal)));
     }

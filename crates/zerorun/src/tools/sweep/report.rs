@@ -22,14 +22,15 @@ const MAX_LIVE_COLUMNS: usize = 79;
 pub(super) struct SweepDisplay {
     metric: String,
     is_terminal: bool,
-    /// The number of lines of the table on the terminal.
-    drawn: usize,
-    refreshed: Option<Instant>,
+    /// The number of lines of the table that are on the terminal now.
+    drawn_lines: usize,
+    last_refresh: Option<Instant>,
 }
 
 impl SweepDisplay {
     pub(super) fn new(metric: &str) -> Self {
-        Self { metric: metric.to_owned(), is_terminal: std::io::stderr().is_terminal(), drawn: 0, refreshed: None }
+        let is_terminal = std::io::stderr().is_terminal();
+        Self { metric: metric.to_owned(), is_terminal, drawn_lines: 0, last_refresh: None }
     }
 
     /// Prints a line about an event.
@@ -38,7 +39,7 @@ impl SweepDisplay {
         eprint(&format!("zerorun: {text}"));
     }
 
-    /// Prints that a job starts.
+    /// Prints that a job is starting.
     pub(super) fn started(&mut self, trial: &SweepTrial, job: &SweepJob, steps: u64) {
         let branch = match trial.branch.filter(|_| trial.results.is_empty()) {
             Some(branch) => format!(", a branch of trial {}", branch.trial),
@@ -58,12 +59,12 @@ impl SweepDisplay {
             (state, Some((step, value))) => {
                 let best =
                     if sweep.best().is_some_and(|best| best.number == number) { ", the best so far" } else { "" };
-                let what = match state {
+                let prefix = match state {
                     TrialState::Complete => "complete, ",
                     TrialState::Stopped => "ended early, ",
                     _ => "",
                 };
-                format!("trial {number}: {what}step {step}, {metric} {}{best}", loss(*value))
+                format!("trial {number}: {prefix}step {step}, {metric} {}{best}", loss(*value))
             }
             (_, None) => return,
         };
@@ -77,15 +78,16 @@ impl SweepDisplay {
         hosts: &BTreeMap<usize, String>,
         reached: impl Fn(usize) -> Option<u64>,
     ) {
-        if !self.is_terminal || self.refreshed.is_some_and(|at| at.elapsed() < REFRESH_INTERVAL) {
+        if !self.is_terminal || self.last_refresh.is_some_and(|at| at.elapsed() < REFRESH_INTERVAL) {
             return;
         }
         let mut lines = vec![summary(sweep, &self.metric)];
         for trial in sweep.trials() {
             let TrialState::Running { to } = trial.state else { continue };
-            let now = reached(trial.number).unwrap_or_else(|| trial.reached()).clamp(trial.reached(), to);
-            let on = hosts.get(&trial.number).map_or(String::new(), |host| format!(" on {host}"));
-            lines.push(format!("  trial {:4}  step {now} of {to}{on}  {}", trial.number, shown(&trial.parameters)));
+            let step = reached(trial.number).unwrap_or_else(|| trial.reached()).clamp(trial.reached(), to);
+            let host_suffix = hosts.get(&trial.number).map_or(String::new(), |host| format!(" on {host}"));
+            let parameters = shown(&trial.parameters);
+            lines.push(format!("  trial {:4}  step {step} of {to}{host_suffix}  {parameters}", trial.number));
         }
         lines.truncate(MAX_LIVE_ROWS);
         self.clear();
@@ -93,19 +95,19 @@ impl SweepDisplay {
             lines.iter().map(|line| line.chars().take(MAX_LIVE_COLUMNS).chain(['\n']).collect::<String>()).collect();
         // If the terminal is gone, no table is needed.
         _ = std::io::stderr().lock().write_all(text.as_bytes());
-        (self.drawn, self.refreshed) = (lines.len(), Some(Instant::now()));
+        (self.drawn_lines, self.last_refresh) = (lines.len(), Some(Instant::now()));
     }
 
     /// Removes the table from the terminal.
     pub(super) fn clear(&mut self) {
-        if self.drawn > 0 {
-            _ = write!(std::io::stderr().lock(), "\x1b[{}A\x1b[J", self.drawn);
-            (self.drawn, self.refreshed) = (0, None);
+        if self.drawn_lines > 0 {
+            _ = write!(std::io::stderr().lock(), "\x1b[{}A\x1b[J", self.drawn_lines);
+            (self.drawn_lines, self.last_refresh) = (0, None);
         }
     }
 }
 
-/// Returns a line about the sweep as a whole.
+/// Returns a one-line summary of the sweep.
 pub(super) fn summary(sweep: &Sweep, metric: &str) -> String {
     let trials = sweep.trials();
     let count = |is: fn(&TrialState) -> bool| trials.iter().filter(|trial| is(&trial.state)).count();
@@ -138,14 +140,15 @@ pub(super) fn trials_table(sweep: &Sweep, hosts: &BTreeMap<usize, String>, metri
         let state = match (&trial.state, trial.branch) {
             (TrialState::Replaced { by }, _) => format!("replaced by {by}"),
             (state, branch) => {
-                let on = host_of(trial, hosts).map_or(String::new(), |host| format!(" on {host}"));
-                let of = branch.map_or(String::new(), |branch| format!(", branch of {}", branch.trial));
-                format!("{}{on}{of}", state.name())
+                let host_suffix = host_of(trial, hosts).map_or(String::new(), |host| format!(" on {host}"));
+                let branch_suffix = branch.map_or(String::new(), |branch| format!(", branch of {}", branch.trial));
+                format!("{}{host_suffix}{branch_suffix}", state.name())
             }
         };
         let value = trial.value().map_or("-".into(), loss);
-        let begin = [trial.number.to_string(), state, trial.reached().to_string(), value];
-        rows.push(begin.into_iter().chain(trial.parameters.iter().map(|(_, value)| cell(&setting(value)))).collect());
+        let first_cells = [trial.number.to_string(), state, trial.reached().to_string(), value];
+        let parameters = trial.parameters.iter().map(|(_, value)| cell(&setting(value)));
+        rows.push(first_cells.into_iter().chain(parameters).collect());
     }
     let mut text = table(&rows, |column| column != 1);
     for trial in sweep.trials() {
@@ -172,10 +175,10 @@ fn ranked(sweep: &Sweep) -> Vec<&SweepTrial> {
     };
     let has_failed = |trial: &SweepTrial| matches!(trial.state, TrialState::Failed(_));
     trials.sort_by(|a, b| {
-        let further = b.results.last().map(|last| last.0).cmp(&a.results.last().map(|last| last.0));
+        let by_step = b.results.last().map(|last| last.0).cmp(&a.results.last().map(|last| last.0));
         has_failed(a)
             .cmp(&has_failed(b))
-            .then(further)
+            .then(by_step)
             .then(score(a).total_cmp(&score(b)))
             .then(a.number.cmp(&b.number))
     });
@@ -212,11 +215,11 @@ pub(super) fn object(parameters: &TrialParameters) -> Value {
 
 /// Returns parameters as text.
 pub(super) fn shown(parameters: &TrialParameters) -> String {
-    let each = |(name, value): &(String, Value)| match is_flag(name) {
+    let format_parameter = |(name, value): &(String, Value)| match is_flag(name) {
         true => format!("{name} {}", setting(value)),
         false => format!("{} {}", short(name), setting(value)),
     };
-    parameters.iter().map(each).collect::<Vec<_>>().join(", ")
+    parameters.iter().map(format_parameter).collect::<Vec<_>>().join(", ")
 }
 
 /// Returns the last key of a path, or a flag unchanged.

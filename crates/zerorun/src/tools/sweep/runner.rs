@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 /// The interval at which the runner checks which trials have ended.
 const TICK: Duration = Duration::from_millis(50);
-/// The interval at which a host is asked whether an earlier process that still trains a trial has ended.
+/// The interval at which a host is asked whether an earlier process that is still training a trial has ended.
 const BUSY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A job in progress.
@@ -43,8 +43,8 @@ struct RunningJob {
 /// The state of a job's process.
 #[derive(Debug)]
 enum JobProcessState {
-    /// The process is started as soon as there is a place and no other process trains the trial, but not before this
-    /// time.
+    /// The process is started as soon as there is a place and no other process is training the trial, but not before
+    /// this time.
     Due(Option<Instant>),
     Started(TrialProcess, TakenPlace),
     /// The result of the job is known.
@@ -67,7 +67,7 @@ pub(super) struct SweepRunner {
     pub(super) parallel: usize,
     hosts: TrialHosts,
     /// The host that was lost last, and the reason.
-    lost: Option<(String, String)>,
+    last_lost_host: Option<(String, String)>,
     jobs: Vec<RunningJob>,
     display: SweepDisplay,
 }
@@ -80,7 +80,7 @@ impl SweepRunner {
         (parallel, hosts): (usize, TrialHosts),
     ) -> Self {
         let display = SweepDisplay::new(&definition.metric);
-        Self { definition, starter, journal, state, parallel, hosts, lost: None, jobs: Vec::new(), display }
+        Self { definition, starter, journal, state, parallel, hosts, last_lost_host: None, jobs: Vec::new(), display }
     }
 
     /// Runs the sweep to its end, and writes the best configuration. Must be called on the main thread, because the
@@ -90,20 +90,20 @@ impl SweepRunner {
         self.journal.add(&JournalEvent::Begin { parallel: self.parallel })?;
         self.state.hosts.clear();
         for trial in self.state.order.running().collect::<Vec<_>>() {
-            let known = self.state.results.contains_key(&trial);
+            let has_result = self.state.results.contains_key(&trial);
             if let Some(trial) = self.state.sweep.trial(trial)
                 && let TrialState::Running { to } = trial.state
             {
                 let job = SweepJob { trial: trial.number, from: trial.reached(), to };
-                self.push(job, known);
+                self.push(job, has_result);
             }
         }
-        let ended = self.work(&events);
+        let outcome = self.work(&events);
         self.display.clear();
-        if ended.is_err() {
+        if outcome.is_err() {
             self.stop_all(&events, Signal::TERM);
         }
-        match ended? {
+        match outcome? {
             SweepEnd::Interrupted(signal) => {
                 eprint(&format!(
                     "zerorun: the sweep was stopped, and its trials are saved: {}; continue it with `zerorun sweep \
@@ -169,8 +169,8 @@ impl SweepRunner {
         Ok(())
     }
 
-    fn push(&mut self, job: SweepJob, is_known: bool) {
-        let process = if is_known { JobProcessState::Ended } else { JobProcessState::Due(None) };
+    fn push(&mut self, job: SweepJob, has_result: bool) {
+        let process = if has_result { JobProcessState::Ended } else { JobProcessState::Due(None) };
         let saved = self.starter.results.saved_step(job.trial);
         self.jobs.push(RunningJob { job, process, kills: 0, saved, was_busy: false, host: None });
     }
@@ -183,11 +183,11 @@ impl SweepRunner {
                 self.start_job(at)?;
             }
         }
-        let has = |is: fn(&JobProcessState) -> bool| self.jobs.iter().any(|running| is(&running.process));
-        let is_stuck = has(|process| matches!(process, JobProcessState::Due(_)))
-            && !has(|process| matches!(process, JobProcessState::Started(..)))
+        let any = |is: fn(&JobProcessState) -> bool| self.jobs.iter().any(|running| is(&running.process));
+        let is_stuck = any(|process| matches!(process, JobProcessState::Due(_)))
+            && !any(|process| matches!(process, JobProcessState::Started(..)))
             && self.hosts.are_lost();
-        match &self.lost {
+        match &self.last_lost_host {
             Some((host, why)) if is_stuck => {
                 let folder = self.starter.results.folder.path().to_owned();
                 Err(SweepToolError::NoHostLeft { host: host.clone(), why: why.clone(), folder }.into())
@@ -228,7 +228,7 @@ impl SweepRunner {
         Ok(())
     }
 
-    /// Makes a job wait for a process that still trains its trial.
+    /// Makes a job wait for a process that is still training its trial.
     fn wait_for_other(&mut self, at: usize, until: Option<Instant>) {
         let running = &mut self.jobs[at];
         running.process = JobProcessState::Due(until);
@@ -241,14 +241,14 @@ impl SweepRunner {
         }
     }
 
-    /// Starts no more trials on the host of a place.
+    /// Records that the host of a place is lost, so that no more trials are started on it.
     fn lose_host(&mut self, place: TakenPlace, why: String) {
         if let Some(host) = self.hosts.lose(place) {
             self.display.line(&format!(
                 "warning: host {host} is lost: {why}; no more trials are started on it, and its trials continue on \
                  other hosts from their newest checkpoints"
             ));
-            self.lost = Some((host.to_owned(), why));
+            self.last_lost_host = Some((host.to_owned(), why));
         }
     }
 
@@ -258,11 +258,11 @@ impl SweepRunner {
             let running = &mut self.jobs[at];
             let JobProcessState::Started(process, place) = &mut running.process else { continue };
             let place = *place;
-            let Some(ended) = process.end(&self.starter.results, &running.job)? else { continue };
+            let Some(process_end) = process.end(&self.starter.results, &running.job)? else { continue };
             self.hosts.free(place);
             let (job, metric) = (running.job, &self.definition.metric);
-            let ended = match ended {
-                ProcessEnd::Job(ended) => ended,
+            let job_end = match process_end {
+                ProcessEnd::Job(job_end) => job_end,
                 ProcessEnd::Busy => {
                     self.wait_for_other(at, Some(Instant::now() + BUSY_INTERVAL));
                     continue;
@@ -273,7 +273,7 @@ impl SweepRunner {
                     continue;
                 }
             };
-            let result = match ended {
+            let result = match job_end {
                 JobEnd::Result(result) => result,
                 JobEnd::Killed(signal) => {
                     let saved = self.starter.results.saved_step(job.trial);

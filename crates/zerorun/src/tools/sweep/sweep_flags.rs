@@ -144,7 +144,7 @@ impl SweepFlags {
             |problem: String| -> Error { SweepToolError::Definition { origin: origin.clone(), problem }.into() };
         let text = |value: &Option<String>| value.clone().map(Value::from);
         let number = |value: Option<u64>| value.map(Value::from);
-        let given = [
+        let flag_values = [
             ("steps", number(self.steps)),
             ("metric", text(&self.metric)),
             ("mode", text(&self.mode)),
@@ -166,7 +166,7 @@ impl SweepFlags {
             ("features", text(&self.features)),
             ("command", (!self.command.is_empty()).then(|| json!(self.command))),
         ];
-        table.extend(given.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))));
+        table.extend(flag_values.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))));
         self.add_scheduler_flags(&mut table).map_err(&wrong)?;
         for parameter in &self.parameters {
             let (name, domain) = parameter_of_flag(parameter).map_err(|why| wrong(format!("--param {why}")))?;
@@ -189,9 +189,9 @@ impl SweepFlags {
         ];
         for (key, value, schedulers) in flags.into_iter().filter_map(|(key, value, of)| Some((key, value?, of))) {
             if !schedulers.contains(&scheduler.as_str()) {
-                let of = schedulers.join(" or ");
+                let allowed = schedulers.join(" or ");
                 return Err(format!(
-                    "--{key} is given, but scheduler is {scheduler}; give --scheduler {of}, or leave --{key} out"
+                    "--{key} is given, but scheduler is {scheduler}; give --scheduler {allowed}, or leave --{key} out"
                 ));
             }
             let section = table.entry(scheduler.clone()).or_insert_with(|| json!({}));

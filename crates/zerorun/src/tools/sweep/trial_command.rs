@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 const TRIAL: &str = "{trial}";
 
 /// The flags that the command of a sweep must not contain, each with the reason.
-const OWN_FLAGS: [(&str, &str); 9] = [
+const RESERVED_FLAGS: [(&str, &str); 9] = [
     ("--save", "each trial has its own folder of checkpoints"),
     ("--resume", "trials continue from their own checkpoints"),
     ("--resume_anyway", "trials continue from their own checkpoints"),
@@ -30,7 +30,7 @@ const OWN_FLAGS: [(&str, &str); 9] = [
 ];
 
 /// Further flags of `zerorun finetune` that the command must not contain.
-const OWN_FINETUNE_FLAGS: [(&str, &str); 5] = [
+const RESERVED_FINETUNE_FLAGS: [(&str, &str); 5] = [
     ("--out", "each trial has its own folder for the result"),
     ("--patience", "the scheduler of the sweep decides when a trial ends"),
     ("--max_restarts", "the sweep's key retries sets the number of restarts"),
@@ -67,7 +67,7 @@ pub(super) struct CommandTemplate {
     /// The words after the program, without the configuration file.
     args: Vec<OsString>,
     /// The index at which the trial's flags are inserted.
-    at: usize,
+    flags_index: usize,
     /// The configuration on which those of the trials are based.
     configuration: Option<Value>,
     ranks: usize,
@@ -75,21 +75,21 @@ pub(super) struct CommandTemplate {
 }
 
 impl CommandTemplate {
-    /// Reads the command of a sweep. `directory` is the directory in which trials run. `known` is the configuration of
-    /// a sweep that continues; it is used instead of the file.
-    pub(super) fn new(definition: &SweepDefinition, directory: &Path, known: Option<&Value>) -> Result<Self> {
+    /// Reads the command of a sweep. `directory` is the directory in which trials run. `saved` is the configuration of
+    /// a sweep that is being resumed; it is used instead of the file.
+    pub(super) fn new(definition: &SweepDefinition, directory: &Path, saved: Option<&Value>) -> Result<Self> {
         let (first, rest) = definition.command.split_first().ok_or_else(|| definition.wrong("command is empty"))?;
         let program = if first == "finetune" { TrialProgram::Finetune } else { TrialProgram::Script(first.into()) };
         let mut args: Vec<OsString> = rest.iter().map(OsString::from).collect();
-        let found = take(&mut args, &DS_CONFIG);
-        let at = found.as_ref().map_or(0, |(at, _)| *at);
-        let configuration = match (known, &found) {
-            (Some(known), _) => Some(known.clone()).filter(|known| !known.is_null()),
+        let ds_config = take(&mut args, &DS_CONFIG);
+        let flags_index = ds_config.as_ref().map_or(0, |(at, _)| *at);
+        let configuration = match (saved, &ds_config) {
+            (Some(saved), _) => Some(saved.clone()).filter(|saved| !saved.is_null()),
             (None, Some((_, file))) => Some(candle_zero::config::read_value(&directory.join(file))?),
             (None, None) => None,
         };
         let (ranks, steps) = (definition.ranks, definition.settings.steps);
-        Ok(Self { program, args, at, configuration, ranks, steps })
+        Ok(Self { program, args, flags_index, configuration, ranks, steps })
     }
 
     /// Returns the configuration on which those of the trials are based.
@@ -112,7 +112,7 @@ impl CommandTemplate {
 
     /// Checks the command and every parameter.
     pub(super) fn check(&self, definition: &SweepDefinition) -> Result<()> {
-        self.check_own_flags(definition)?;
+        self.check_reserved_flags(definition)?;
         for (name, domain) in definition.settings.space.parameters() {
             match is_flag(name) {
                 true => self.check_flag(definition, name, domain)?,
@@ -121,7 +121,7 @@ impl CommandTemplate {
         }
         let names: Vec<&str> = definition.settings.space.parameters().iter().map(|(name, _)| name.as_str()).collect();
         for (at, name) in names.iter().enumerate() {
-            if let Some(other) = names[..at].iter().find(|other| normal(other) == normal(name)) {
+            if let Some(other) = names[..at].iter().find(|other| normalized(other) == normalized(name)) {
                 return Err(
                     definition.wrong(format!("parameters {other} and {name} are the same; give only one of them"))
                 );
@@ -137,13 +137,13 @@ impl CommandTemplate {
         self.check_configuration(definition)
     }
 
-    fn own_flags(&self) -> impl Iterator<Item = &'static (&'static str, &'static str)> + use<> {
-        let more: &[_] = if self.program == TrialProgram::Finetune { &OWN_FINETUNE_FLAGS } else { &[] };
-        OWN_FLAGS.iter().chain(more)
+    fn reserved_flags(&self) -> impl Iterator<Item = &'static (&'static str, &'static str)> + use<> {
+        let more: &[_] = if self.program == TrialProgram::Finetune { &RESERVED_FINETUNE_FLAGS } else { &[] };
+        RESERVED_FLAGS.iter().chain(more)
     }
 
-    fn check_own_flags(&self, definition: &SweepDefinition) -> Result<()> {
-        for (flag, why) in self.own_flags() {
+    fn check_reserved_flags(&self, definition: &SweepDefinition) -> Result<()> {
+        for (flag, why) in self.reserved_flags() {
             if self.args.iter().any(|word| is_word_of(word, flag)) {
                 return Err(definition.wrong(format!("command has {flag}, but {why}; leave it out")));
             }
@@ -160,7 +160,7 @@ impl CommandTemplate {
     }
 
     fn check_flag(&self, definition: &SweepDefinition, name: &str, domain: &ParameterDomain) -> Result<()> {
-        if let Some((flag, why)) = self.own_flags().find(|(flag, _)| normal(flag) == normal(name)) {
+        if let Some((flag, why)) = self.reserved_flags().find(|(flag, _)| normalized(flag) == normalized(name)) {
             return Err(definition.wrong(format!("parameter {flag} cannot be varied: {why}; leave it out")));
         }
         if DS_CONFIG.contains(&name) {
@@ -187,7 +187,7 @@ impl CommandTemplate {
     fn check_path(&self, definition: &SweepDefinition, name: &str, domain: &ParameterDomain) -> Result<()> {
         let as_flag = format!("--{}", name.trim_start_matches('-'));
         let is_flag_of_finetune = self.program == TrialProgram::Finetune
-            && finetune_flags().iter().any(|flag| normal(flag) == normal(&as_flag));
+            && finetune_flags().iter().any(|flag| normalized(flag) == normalized(&as_flag));
         if is_flag_of_finetune {
             return Err(definition
                 .wrong(format!("parameter {name} is not a key of the configuration; write the flag as {as_flag}")));
@@ -230,7 +230,7 @@ impl CommandTemplate {
                 else {
                     continue;
                 };
-                // Trials may have more settings than these, so only a value that is wrong in any case is refused.
+                // Trials may have more settings than these, so a value is refused only if it is wrong in any case.
                 let section = |path: &str| path.split('.').next() == name.split('.').next();
                 let wrong = problems.iter().find(|problem| {
                     let rules = [
@@ -255,25 +255,25 @@ impl CommandTemplate {
 
     /// Checks the command line of `zerorun finetune` with the values of each flag that [`some_values`] returns.
     fn check_finetune(&self, definition: &SweepDefinition) -> Result<()> {
-        let known = finetune_flags();
+        let valid_flags = finetune_flags();
         let flags = || definition.settings.space.parameters().iter().filter(|(name, _)| is_flag(name));
         for (name, _) in flags() {
-            if !known.iter().any(|flag| normal(flag) == normal(name)) {
-                let hint = nearest(name, known.iter().map(String::as_str));
+            if !valid_flags.iter().any(|flag| normalized(flag) == normalized(name)) {
+                let hint = nearest(name, valid_flags.iter().map(String::as_str));
                 let hint = hint.unwrap_or_else(|| "`zerorun finetune --help` lists them".into());
                 return Err(definition.wrong(format!("parameter {name} is not a flag of zerorun finetune; {hint}")));
             }
         }
         let first: TrialParameters =
             flags().map(|(name, domain)| (name.clone(), some_values(domain).next().unwrap_or(Value::Null))).collect();
-        let places = TrialPaths {
+        let paths = TrialPaths {
             folder: "trial".into(),
             ds_config: "ds_config.json".into(),
             record: Some(("runs".into(), "trial".into())),
             is_branch: false,
         };
         let parse = |parameters: &TrialParameters| match finetune::command()
-            .try_get_matches_from(self.words_of(parameters, &places))
+            .try_get_matches_from(self.words_of(parameters, &paths))
         {
             Ok(_) => Ok(()),
             Err(error) => {
@@ -289,8 +289,8 @@ impl CommandTemplate {
                     .join(" "))
             }
         };
-        let without: TrialParameters = Vec::new();
-        if let (Err(why), Err(_)) = (parse(&first), parse(&without)) {
+        let no_parameters: TrialParameters = Vec::new();
+        if let (Err(why), Err(_)) = (parse(&first), parse(&no_parameters)) {
             return Err(definition.wrong(format!("command is not a command line of zerorun finetune: {why}")));
         }
         for (at, (name, domain)) in flags().enumerate() {
@@ -316,33 +316,33 @@ impl CommandTemplate {
     }
 
     /// Returns the words after `zerorun` in a trial's command line.
-    pub(super) fn words_of(&self, parameters: &TrialParameters, places: &TrialPaths) -> Vec<OsString> {
+    pub(super) fn words_of(&self, parameters: &TrialParameters, paths: &TrialPaths) -> Vec<OsString> {
         let ranks = self.ranks.to_string();
-        let record = places.record.iter().flat_map(|(folder, name)| -> [OsString; 4] {
+        let record = paths.record.iter().flat_map(|(folder, name)| -> [OsString; 4] {
             ["--runs".into(), folder.into(), "--run".into(), name.into()]
         });
         match &self.program {
             TrialProgram::Finetune => {
-                let begin: [OsString; 3] = ["finetune".into(), "--num_ranks".into(), ranks.into()];
-                begin.into_iter().chain(record).chain(self.args_of(parameters, places)).collect()
+                let prefix: [OsString; 3] = ["finetune".into(), "--num_ranks".into(), ranks.into()];
+                prefix.into_iter().chain(record).chain(self.args_of(parameters, paths)).collect()
             }
             TrialProgram::Script(path) => {
                 // A step and its checkpoint may take a long time.
-                let begin: [OsString; 4] = ["--num_ranks".into(), ranks.into(), "--grace".into(), "600s".into()];
+                let prefix: [OsString; 4] = ["--num_ranks".into(), ranks.into(), "--grace".into(), "600s".into()];
                 let script = [OsString::from(path)];
-                begin.into_iter().chain(record).chain(script).chain(self.args_of(parameters, places)).collect()
+                prefix.into_iter().chain(record).chain(script).chain(self.args_of(parameters, paths)).collect()
             }
         }
     }
 
     /// Returns the words after the program.
-    fn args_of(&self, parameters: &TrialParameters, places: &TrialPaths) -> Vec<OsString> {
-        let mut own: Vec<OsString> = Vec::new();
+    fn args_of(&self, parameters: &TrialParameters, paths: &TrialPaths) -> Vec<OsString> {
+        let mut trial_flags: Vec<OsString> = Vec::new();
         if self.configuration_of(parameters).is_some() {
-            own.extend(["--ds_config".into(), places.ds_config.clone().into()]);
+            trial_flags.extend(["--ds_config".into(), paths.ds_config.clone().into()]);
         }
-        let checkpoints = places.folder.join("checkpoints");
-        own.extend([
+        let checkpoints = paths.folder.join("checkpoints");
+        trial_flags.extend([
             "--steps".into(),
             self.steps.to_string().into(),
             "--save".into(),
@@ -350,25 +350,25 @@ impl CommandTemplate {
             "--resume".into(),
         ]);
         if self.program == TrialProgram::Finetune {
-            own.extend(["--out".into(), places.folder.join("result").into()]);
-            own.extend(places.is_branch.then(|| "--resume_anyway".into()));
+            trial_flags.extend(["--out".into(), paths.folder.join("result").into()]);
+            trial_flags.extend(paths.is_branch.then(|| "--resume_anyway".into()));
         }
         for (name, value) in parameters.iter().filter(|(name, _)| is_flag(name)) {
             match value {
-                Value::Bool(given) if !self.takes_boolean(name) => own.extend(given.then(|| name.into())),
-                Value::String(text) => own.extend([name.into(), text.into()]),
-                other => own.extend([name.into(), other.to_string().into()]),
+                Value::Bool(given) if !self.takes_boolean(name) => trial_flags.extend(given.then(|| name.into())),
+                Value::String(text) => trial_flags.extend([name.into(), text.into()]),
+                other => trial_flags.extend([name.into(), other.to_string().into()]),
             }
         }
-        let mut args: Vec<OsString> = self.args.iter().map(|word| in_folder(word, &places.folder)).collect();
-        let at = self.at.min(args.len());
-        args.splice(at..at, own);
+        let mut args: Vec<OsString> = self.args.iter().map(|word| in_folder(word, &paths.folder)).collect();
+        let index = self.flags_index.min(args.len());
+        args.splice(index..index, trial_flags);
         args
     }
 
     /// Returns whether a flag takes true or false as its value, rather than being given or left out.
     fn takes_boolean(&self, name: &str) -> bool {
-        let is_this = |arg: &clap::Arg| names_of(arg).iter().any(|flag| normal(flag) == normal(name));
+        let is_this = |arg: &clap::Arg| names_of(arg).iter().any(|flag| normalized(flag) == normalized(name));
         self.program == TrialProgram::Finetune
             && finetune::command().get_arguments().any(|arg| is_this(arg) && arg.get_action().takes_values())
     }
@@ -388,14 +388,14 @@ fn in_folder(word: &OsString, folder: &Path) -> OsString {
 }
 
 /// Returns a flag in a form that is the same for all spellings of the flag.
-fn normal(flag: &str) -> String {
+fn normalized(flag: &str) -> String {
     flag.replace('-', "_")
 }
 
 /// Returns whether a word of a command line is this flag, with or without a value.
 fn is_word_of(word: &OsString, flag: &str) -> bool {
     let name = word.to_str().map(|word| word.split_once('=').map_or(word, |(name, _)| name));
-    name.is_some_and(|name| name.starts_with("--") && normal(name) == normal(flag))
+    name.is_some_and(|name| name.starts_with("--") && normalized(name) == normalized(flag))
         || flag == "--num_ranks" && ["-n", "--num_gpus"].iter().any(|short| word == short)
         || flag == "--hostfile" && name.is_some_and(|name| name.starts_with("-H"))
 }

@@ -56,17 +56,17 @@ pub(super) fn listed(definition: &SweepDefinition, directory: &Path) -> Result<O
     let (include, exclude) = (definition.hosts.include.clone(), definition.hosts.exclude.clone());
     let selection = HostSelection { include, exclude, num_nodes: None, num_gpus: None };
     let hosts = selection.apply(&hostfile::parse(&text, file)?)?;
-    let most = hosts.iter().map(|host| host.slots.len()).max().unwrap_or(0);
-    if most == 0 {
+    let max_slots = hosts.iter().map(|host| host.slots.len()).max().unwrap_or(0);
+    if max_slots == 0 {
         return Err(HostsError::NoSlot.into());
     }
-    if most < definition.ranks {
+    if max_slots < definition.ranks {
         let problem = format!(
             "each trial runs on one host and has {}, but no host of {} has more than {}; give a host more slots, or \
              lower ranks",
             counted(definition.ranks, "rank"),
             file.display(),
-            counted(most, "slot"),
+            counted(max_slots, "slot"),
         );
         return Err(definition.wrong(problem));
     }
@@ -90,11 +90,11 @@ impl TrialHosts {
     ) -> Result<(Self, Vec<String>)> {
         let (mut used, mut left_out) = (Vec::new(), Vec::new());
         for (host, capacity) in hosts.iter().zip(capacities) {
-            // A host that does not report its memory has 0 bytes.
-            let known = memory.filter(|bytes| *bytes > 0 && capacity.memory > 0);
-            let by_memory = known.map_or(usize::MAX, |bytes| (capacity.memory / bytes) as usize);
-            let sets = host.slots.chunks_exact(definition.ranks);
-            match (sets.len(), by_memory) {
+            // The capacity of a host that does not report its memory is 0 bytes.
+            let trial_memory = memory.filter(|bytes| *bytes > 0 && capacity.memory > 0);
+            let by_memory = trial_memory.map_or(usize::MAX, |bytes| (capacity.memory / bytes) as usize);
+            let slot_groups = host.slots.chunks_exact(definition.ranks);
+            match (slot_groups.len(), by_memory) {
                 (0, _) => left_out.push(format!(
                     "host {} is not used: a trial has {}, and the host has {}",
                     host.name,
@@ -109,7 +109,7 @@ impl TrialHosts {
                 )),
                 _ => {
                     let devices = |slots: &[usize]| slots.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
-                    let places = sets
+                    let places = slot_groups
                         .take(by_memory)
                         .map(|slots| TrialPlace { devices: Some(devices(slots)), is_taken: false })
                         .collect();
@@ -136,8 +136,8 @@ impl TrialHosts {
     /// Returns the number of threads of a rank, which is the same on all hosts. If at most `parallel` trials of `ranks`
     /// ranks run at the same time, each rank has its own cores, unless a host has fewer cores than ranks.
     pub(super) fn threads(&self, parallel: usize, ranks: usize) -> usize {
-        let of = |host: &TrialHost| host.cores / (host.places.len().min(parallel).max(1) * ranks);
-        self.0.iter().map(of).min().unwrap_or(1).max(1)
+        let of_host = |host: &TrialHost| host.cores / (host.places.len().min(parallel).max(1) * ranks);
+        self.0.iter().map(of_host).min().unwrap_or(1).max(1)
     }
 
     /// Takes a free place: on the host with this name if possible, else on the host with the most free places.
@@ -224,23 +224,23 @@ mod tests {
     fn a_trial_takes_a_place_on_its_last_host_or_on_the_emptiest_one() {
         let hosts = [("a", 2), ("b", 4)].map(|(name, slots)| HostSlots::with_slots(name, slots));
         let (mut hosts, _) = TrialHosts::of(&definition(2), &hosts, &[HERE, OTHER], None).unwrap();
-        let taken = |hosts: &mut TrialHosts, preferred| {
+        let take = |hosts: &mut TrialHosts, preferred| {
             let place = hosts.take(preferred)?;
             Some((place, format!("{} {}", hosts.name(place).unwrap(), hosts.devices(place).unwrap())))
         };
-        let (first, text) = taken(&mut hosts, None).unwrap();
+        let (first, text) = take(&mut hosts, None).unwrap();
         assert_eq!((text.as_str(), hosts.other(first)), ("b 0,1", Some("b")));
-        let (own, text) = taken(&mut hosts, Some("a")).unwrap();
-        assert_eq!((text.as_str(), hosts.other(own)), ("a 0,1", None));
-        let (_, text) = taken(&mut hosts, Some("a")).unwrap();
+        let (second, text) = take(&mut hosts, Some("a")).unwrap();
+        assert_eq!((text.as_str(), hosts.other(second)), ("a 0,1", None));
+        let (_, text) = take(&mut hosts, Some("a")).unwrap();
         assert_eq!(text, "b 2,3", "host a has no free place");
-        assert_eq!(taken(&mut hosts, None), None);
+        assert_eq!(take(&mut hosts, None), None);
         hosts.free(first);
         assert_eq!(hosts.lose(first), Some("b"));
         assert!(!hosts.are_lost());
         assert_eq!(hosts.lose(first), None);
         assert_eq!(hosts.take(Some("b")), None);
-        hosts.lose(own);
+        hosts.lose(second);
         assert!(hosts.are_lost());
     }
 }

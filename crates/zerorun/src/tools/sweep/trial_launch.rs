@@ -1,7 +1,7 @@
 //! The launchers of trials.
 //!
 //! A trial's launcher has the file `running` in the trial's folder as its standard input, and the file is locked for as
-//! long as any process of the trial is running. If the process that has started the launcher is killed, the kernel
+//! long as any process of the trial is running. If the process that started the launcher is killed, the kernel
 //! sends SIGTERM to the launcher, and the trial saves a checkpoint and ends. The next start of the sweep waits until
 //! these files are unlocked.
 
@@ -49,7 +49,7 @@ pub(super) fn launch(
     child.map(Some).map_err(|source| LaunchError::Setup { what: "starting a trial", source }.into())
 }
 
-/// Opens and locks a file; `None` if another process holds the lock.
+/// Opens and locks a file. Returns `None` if another process holds the lock.
 fn lock(path: &Path) -> Result<Option<File>> {
     let io = |source| Error::Io { action: "lock", path: path.to_owned(), source };
     let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;

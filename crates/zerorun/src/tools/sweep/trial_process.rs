@@ -27,7 +27,7 @@ pub(super) enum TrialStartOutcome {
 }
 
 impl TrialProcess {
-    /// Returns how the process has ended, or `None` if it is still running.
+    /// Returns how the process ended, or `None` if it is still running.
     pub(super) fn end(&mut self, results: &TrialResultReader, job: &SweepJob) -> Result<Option<ProcessEnd>> {
         match self {
             Self::Here(child) => {

@@ -29,7 +29,7 @@ pub(super) enum JobEnd {
 #[derive(Debug)]
 pub(super) enum ProcessEnd {
     Job(JobEnd),
-    /// Another process still trains the trial.
+    /// Another process is still training the trial.
     Busy,
     /// The host was lost, for this reason.
     HostLost(String),
@@ -61,13 +61,14 @@ impl TrialResultReader {
         newest.map_or(0, |(_, manifest)| manifest.global_steps)
     }
 
-    /// Returns how a job has ended, after its launcher has exited.
+    /// Returns how a job ended, after its launcher has exited.
     pub(super) fn end(&self, job: &SweepJob, status: ExitStatus) -> Result<JobEnd> {
         // If a signal has killed a process, the launcher exits with 128 plus the number of the signal, as shells do.
         const SIGNAL_CODES: i32 = 128;
         const MAX_SIGNAL: i32 = 64;
-        let of_code = status.code().map(|code| code - SIGNAL_CODES).filter(|number| (1..=MAX_SIGNAL).contains(number));
-        let signal = status.signal().or(of_code);
+        let code_signal =
+            status.code().map(|code| code - SIGNAL_CODES).filter(|number| (1..=MAX_SIGNAL).contains(number));
+        let signal = status.signal().or(code_signal);
         if let Some(signal) = signal {
             return Ok(JobEnd::Killed(name(signal)));
         }
@@ -75,7 +76,7 @@ impl TrialResultReader {
             let why = last_words(&self.log(job));
             return Ok(JobEnd::Result(Err(why.strip_prefix("zerorun: ").unwrap_or(&why).to_owned())));
         }
-        let recorded = self.recorded(job)?;
+        let recorded = self.record_of(job)?;
         let reached = if job.to < self.steps { self.saved_step(job.trial) } else { recorded.steps };
         if reached != job.to {
             let why = match job.to < self.steps {
@@ -110,8 +111,8 @@ impl TrialResultReader {
             true => folder.ids()?,
             false => Vec::new(),
         };
-        let own = ids.into_iter().filter(|id| id.strip_prefix(&name).is_some_and(|rest| rest.starts_with('-')));
-        let mut runs: Vec<RecordedRun> = own
+        let trial_ids = ids.into_iter().filter(|id| id.strip_prefix(&name).is_some_and(|rest| rest.starts_with('-')));
+        let mut runs: Vec<RecordedRun> = trial_ids
             .filter_map(|id| RecordedRun::open(folder.path().join(id)).ok())
             .filter(|run| run.info().name == name)
             .collect();
@@ -120,20 +121,20 @@ impl TrialResultReader {
     }
 
     /// Returns what a trial recorded in the steps of a job.
-    fn recorded(&self, job: &SweepJob) -> Result<TrialRecord> {
-        let mut found = TrialRecord::default();
+    fn record_of(&self, job: &SweepJob) -> Result<TrialRecord> {
+        let mut record = TrialRecord::default();
         for run in self.runs_of(job.trial)? {
             let metrics = run.metrics()?;
-            found.steps = found.steps.max(metrics.rows.last().map_or(0, |row| row.step));
-            found.names.extend(metrics.names().into_iter().map(str::to_owned));
+            record.steps = record.steps.max(metrics.rows.last().map_or(0, |row| row.step));
+            record.names.extend(metrics.names().into_iter().map(str::to_owned));
             let mut rows = metrics.rows.iter().rev().filter(|row| row.step > job.from && row.step <= job.to);
             let value = rows.find_map(|row| row.values.get(&self.metric));
             // If a trial was trained again, its records have the same values.
-            found.value = found.value.or(value.copied());
+            record.value = record.value.or(value.copied());
         }
-        found.names.sort();
-        found.names.dedup();
-        Ok(found)
+        record.names.sort();
+        record.names.dedup();
+        Ok(record)
     }
 }
 

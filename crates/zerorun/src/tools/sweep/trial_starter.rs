@@ -54,15 +54,15 @@ impl TrialStarter {
     /// Writes what a trial needs before its first job: its configuration, and the checkpoint that it branches from.
     /// Existing files are left unchanged.
     pub(super) fn prepare(&self, trial: &SweepTrial) -> Result<()> {
-        let places = self.places(trial);
-        create(&places.folder)?;
+        let paths = self.places(trial);
+        create(&paths.folder)?;
         if let Some(config) = self.template.configuration_of(&trial.parameters)
-            && !places.ds_config.exists()
+            && !paths.ds_config.exists()
         {
-            write_whole(&places.ds_config, &format!("{config:#}\n"))?;
+            write_whole(&paths.ds_config, &format!("{config:#}\n"))?;
         }
-        let own = self.results.checkpoints(trial.number);
-        let Some(branch) = trial.branch.filter(|_| !own.exists()) else { return Ok(()) };
+        let checkpoints = self.results.checkpoints(trial.number);
+        let Some(branch) = trial.branch.filter(|_| !checkpoints.exists()) else { return Ok(()) };
         let donor = self.results.checkpoints(branch.trial);
         let at_step = |tag: &(String, Result<candle_zero::checkpoint::Manifest>)| {
             tag.1.as_ref().is_ok_and(|manifest| manifest.global_steps == branch.step)
@@ -80,14 +80,14 @@ impl TrialStarter {
             return Err(Error::Io { action: "branch from", path: donor, source });
         };
         let copy = || -> std::io::Result<()> {
-            let new = AtomicFolder::beside(&own)?;
+            let new = AtomicFolder::beside(&checkpoints)?;
             copy_folder(&donor.join(&tag), &new.path().join(&tag))?;
             let latest = new.path().join("latest");
             std::fs::write(&latest, &tag)?;
             File::open(&latest)?.sync_all()?;
             new.finish()
         };
-        copy().map_err(|source| Error::Io { action: "copy a checkpoint to", path: own.clone(), source })
+        copy().map_err(|source| Error::Io { action: "copy a checkpoint to", path: checkpoints.clone(), source })
     }
 
     /// Starts a job. `host` is the name of another host, or `None` for this host, and `devices` are the slots that the

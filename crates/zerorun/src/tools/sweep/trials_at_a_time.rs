@@ -29,12 +29,12 @@ pub(super) fn trials_at_a_time(definition: &SweepDefinition, template: &CommandT
 
 /// Returns the bytes that a trial needs, if they are given or can be estimated.
 pub(super) fn memory_of_trial(definition: &SweepDefinition, template: &CommandTemplate) -> Option<u64> {
-    definition.memory.or_else(|| estimated(definition, template))
+    definition.memory.or_else(|| estimated_memory(definition, template))
 }
 
 /// Returns the estimated bytes of a trial's model state, without activations, if the model is known: one of
 /// candle-zero's that a script names, or one in safetensors files.
-fn estimated(definition: &SweepDefinition, template: &CommandTemplate) -> Option<u64> {
+fn estimated_memory(definition: &SweepDefinition, template: &CommandTemplate) -> Option<u64> {
     let steps = Some(definition.settings.steps);
     let (shapes, config, hidden_size) = match template.script() {
         Some((_, args)) => {
@@ -42,7 +42,7 @@ fn estimated(definition: &SweepDefinition, template: &CommandTemplate) -> Option
             (shapes, template.configuration()?.clone(), hidden_size)
         }
         None => {
-            let (shapes, config) = of_finetune(template)?;
+            let (shapes, config) = finetune_model(template)?;
             (shapes, config, 1)
         }
     };
@@ -53,16 +53,16 @@ fn estimated(definition: &SweepDefinition, template: &CommandTemplate) -> Option
 
 /// Returns the parameters that `zerorun finetune` trains and holds, and a configuration. Instead of an adapter, which
 /// is small, the one-dimensional parameters count as trained.
-fn of_finetune(template: &CommandTemplate) -> Option<(Shapes, Value)> {
-    let places =
+fn finetune_model(template: &CommandTemplate) -> Option<(Shapes, Value)> {
+    let paths =
         TrialPaths { folder: "trial".into(), ds_config: "ds_config.json".into(), record: None, is_branch: false };
-    let matches = finetune::command().try_get_matches_from(template.words_of(&Vec::new(), &places)).ok()?;
+    let matches = finetune::command().try_get_matches_from(template.words_of(&Vec::new(), &paths)).ok()?;
     let model = matches.get_one::<PathBuf>("model")?;
     let files = ["model.safetensors.index.json", "model.safetensors"].map(|name| model.join(name));
     let shapes = Shapes::safetensors(files.iter().find(|file| file.is_file())?, &UnitRule::default()).ok()?;
     let is_given = |name: &str| matches.value_source(name) == Some(ValueSource::CommandLine);
     let adapts = ["lora", "qlora", "adapter"].into_iter().any(is_given);
-    let is_full = is_given("full") || word(&matches, "task") == Some("classify") && !adapts;
+    let is_full = is_given("full") || flag_value(&matches, "task") == Some("classify") && !adapts;
     let shapes = match (is_full, is_given("qlora")) {
         (true, _) => shapes,
         (false, is_packed) => {
@@ -74,7 +74,7 @@ fn of_finetune(template: &CommandTemplate) -> Option<(Shapes, Value)> {
 }
 
 /// Returns the value of a flag as typed, or its default.
-fn word<'a>(matches: &'a ArgMatches, name: &str) -> Option<&'a str> {
+fn flag_value<'a>(matches: &'a ArgMatches, name: &str) -> Option<&'a str> {
     matches.get_raw(name)?.next()?.to_str()
 }
 
@@ -91,7 +91,7 @@ fn with_defaults(mut config: Value, matches: &ArgMatches) -> Value {
     if matches.get_flag("qlora") && !has(&config, &["zero_optimization"]) {
         config["zero_optimization"] = json!({"stage": 3});
     }
-    if let (Some(dtype @ ("bf16" | "fp16")), false) = (word(matches, "dtype"), has(&config, &["bf16", "fp16"])) {
+    if let (Some(dtype @ ("bf16" | "fp16")), false) = (flag_value(matches, "dtype"), has(&config, &["bf16", "fp16"])) {
         config[dtype] = json!({"enabled": true});
     }
     config
@@ -107,7 +107,7 @@ mod tests {
     #[test]
     fn the_memory_of_known_models_is_estimated_and_limits_the_trials_at_a_time() {
         let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-        let of = |words: &[&str], memory: Option<u64>| {
+        let result_of = |words: &[&str], memory: Option<u64>| {
             let table = json!({
                 "command": words, "metric": "loss", "steps": 9, "memory": memory.unwrap_or(1),
                 "parameters": {"--seed": [1, 2]},
@@ -115,16 +115,16 @@ mod tests {
             let table: Map<String, Value> = table.as_object().unwrap().clone();
             let definition = SweepDefinition::new("x", &table).unwrap();
             let template = CommandTemplate::new(&definition, &repository, None).unwrap();
-            (estimated(&definition, &template), trials_at_a_time(&definition, &template))
+            (estimated_memory(&definition, &template), trials_at_a_time(&definition, &template))
         };
         let model = repository.join("tests/fixtures/finetune/models/llama");
         let model = model.to_str().unwrap();
-        let tuned = |more: &[&str]| of(&[&["finetune", model, "--data", "x"], more].concat(), None).0.unwrap();
+        let tuned = |more: &[&str]| result_of(&[&["finetune", model, "--data", "x"], more].concat(), None).0.unwrap();
         let (full, lora, lora_bf16) = (tuned(&["--full"]), tuned(&[]), tuned(&["--dtype", "bf16"]));
         assert!(full > lora && lora > lora_bf16 && lora_bf16 > 0, "{full} {lora} {lora_bf16}");
-        let nano = of(&["train.rs", "--ds_config", "ds_configs/zero1.json", "--model", "nano"], None).0;
+        let nano = result_of(&["train.rs", "--ds_config", "ds_configs/zero1.json", "--model", "nano"], None).0;
         assert!(nano.is_some_and(|bytes| bytes > 1 << 20), "{nano:?}");
-        let unknown = of(&["train.rs", "--ds_config", "ds_configs/zero1.json"], Some(1 << 53));
+        let unknown = result_of(&["train.rs", "--ds_config", "ds_configs/zero1.json"], Some(1 << 53));
         assert_eq!(unknown, (None, 1), "no machine has room for two such trials");
     }
 }

@@ -123,8 +123,8 @@ pub(super) fn command() -> clap::Command {
 
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, CommandLineError> {
-    let typed = TuneArguments::try_parse_from(words).map_err(CommandLineError)?;
-    Ok(match TuneSearch::new(typed) {
+    let arguments = TuneArguments::try_parse_from(words).map_err(CommandLineError)?;
+    Ok(match TuneSearch::new(arguments) {
         Ok(search) => search.run().unwrap_or_else(|error| refused(&error, 1)),
         Err(error) => refused(&error, EXIT_SETUP),
     })
@@ -139,10 +139,10 @@ struct TuneSearch {
     /// The script's model, if it is one of candle-zero's.
     shapes: Option<Shapes>,
     ranks: usize,
-    limit: u64,
+    memory_limit: u64,
     out: PathBuf,
     /// The digests of the files that earlier searches have written to `out`.
-    written: OutputDigests,
+    output_digests: OutputDigests,
     /// Locks that keep other jobs from writing to `out` and to the results.
     _claims: OutputLocks,
     /// The number of further runs of the configurations close to the fastest.
@@ -159,15 +159,15 @@ const REPEAT_MARGIN: f64 = 0.15;
 const MAX_REPEATED: usize = 4;
 
 impl TuneSearch {
-    fn new(typed: TuneArguments) -> Result<Self> {
-        let mut command = typed.command.into_iter();
+    fn new(arguments: TuneArguments) -> Result<Self> {
+        let mut command = arguments.command.into_iter();
         let script = command.next().map(PathBuf::from).unwrap_or_default();
         let mut args: Vec<OsString> = command.collect();
-        let ranks = usize::from(typed.ranks);
+        let ranks = usize::from(arguments.ranks);
         let (shapes, hidden_size) = model_of(&args).unzip();
         let file = trial::take_config(&mut args)?;
         let original = candle_zero::config::read_value(&file.1)?;
-        let settings = TuneSettings::read(&original, typed.steps, typed.fast)?;
+        let settings = TuneSettings::read(&original, arguments.steps, arguments.fast)?;
         // The values that the script uses for "auto".
         let run = RunValues { total_num_steps: Some(settings.steps), hidden_size, ..RunValues::default() };
         // Without a valid configuration, there is nothing to vary.
@@ -175,8 +175,8 @@ impl TuneSearch {
         config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
         settings.check_mappings(&original, &config.to_deepspeed_json())?;
         let target = script_target::find(&script)?;
-        let results = typed.results_dir.unwrap_or_else(|| settings.results_dir.clone());
-        let out = typed.out.unwrap_or_else(|| results.join("best.json"));
+        let results = arguments.results_dir.unwrap_or_else(|| settings.results_dir.clone());
+        let out = arguments.out.unwrap_or_else(|| results.join("best.json"));
         let outputs = InputOutputPaths::default().reads("--ds_config", &file.1, InputKind::File).reads(
             "SCRIPT",
             &script,
@@ -191,14 +191,14 @@ impl TuneSearch {
             return Err(ToolError::Tune { problem }.into());
         }
         let claims = outputs.writes("--out", &out, OutputKind::File).claim()?;
-        let written = OutputDigests::of_run(&results);
-        if out.metadata().is_ok_and(|found| found.len() > 0) && !written.is_own(BEST_FILE_KEY, &out) {
+        let output_digests = OutputDigests::of_run(&results);
+        if out.metadata().is_ok_and(|found| found.len() > 0) && !output_digests.is_own(BEST_FILE_KEY, &out) {
             let problem = "a file that tune did not write already exists there, so it is not replaced".into();
             return Err(OutputError::Refused { path: out, problem }.into());
         }
-        let program = launch::build(target, &script, typed.features.as_deref())?;
-        let (stages, micro_batches) = (typed.stages, typed.micro_batches);
-        let space = SearchSpace::new(&original, (&config, run), &settings, stages, micro_batches, typed.nvme_path)?;
+        let program = launch::build(target, &script, arguments.features.as_deref())?;
+        let (stages, micro_batches) = (arguments.stages, arguments.micro_batches);
+        let space = SearchSpace::new(&original, (&config, run), &settings, stages, micro_batches, arguments.nvme_path)?;
         let trial = TrialRunner {
             program,
             args,
@@ -208,11 +208,24 @@ impl TuneSearch {
             first_measured: settings.first_measured,
             steps: settings.steps,
             mappings: settings.mappings.clone(),
-            limit: Duration::from_secs(typed.run_limit),
+            limit: Duration::from_secs(arguments.run_limit),
         };
-        let limit = typed.memory_limit.unwrap_or_else(|| available_memory() / ranks as u64);
-        let (repeats, rows) = (typed.repeats, Vec::new());
-        Ok(Self { settings, space, trial, record, shapes, ranks, limit, out, written, _claims: claims, repeats, rows })
+        let memory_limit = arguments.memory_limit.unwrap_or_else(|| available_memory() / ranks as u64);
+        let (repeats, rows) = (arguments.repeats, Vec::new());
+        Ok(Self {
+            settings,
+            space,
+            trial,
+            record,
+            shapes,
+            ranks,
+            memory_limit,
+            out,
+            output_digests,
+            _claims: claims,
+            repeats,
+            rows,
+        })
     }
 
     fn run(mut self) -> Result<ExitCode> {
@@ -221,10 +234,10 @@ impl TuneSearch {
             "zerorun: each run has {} on {}, with at most {} of memory per rank",
             counted(self.trial.steps, "step"),
             counted(self.ranks, "rank"),
-            binary(self.limit)
+            binary(self.memory_limit)
         ));
-        let goes_on = self.search_batches()?;
-        if goes_on && !self.settings.fast {
+        let continues = self.search_batches()?;
+        if continues && !self.settings.fast {
             self.search_keys()?;
         }
         self.repeat_the_fastest()?;
@@ -239,8 +252,8 @@ impl TuneSearch {
         let config = self.space.config(&best);
         let text = format!("{config:#}\n");
         let name = self.out.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let remembered = self.written.begin_file(BEST_FILE_KEY, &name, text.as_bytes());
-        remembered.map_err(|source| Error::Io { action: "write to", path: self.out.clone(), source })?;
+        let recorded = self.output_digests.begin_file(BEST_FILE_KEY, &name, text.as_bytes());
+        recorded.map_err(|source| Error::Io { action: "write to", path: self.out.clone(), source })?;
         write_whole(&self.out, &text)?;
         let mut text = format!("\nfastest: {best}");
         let config = self.space.load(&config)?;
@@ -268,8 +281,8 @@ impl TuneSearch {
         let Some(fastest) = self.rows.first().and_then(|row| metric.speed(&row.outcome)) else { return Ok(()) };
         let is_close =
             |row: &TrialRow| metric.speed(&row.outcome).is_some_and(|speed| speed >= fastest * (1.0 - REPEAT_MARGIN));
-        let well = self.rows.iter().take_while(|row| metric.speed(&row.outcome).is_some()).count();
-        if well < 2 {
+        let successful = self.rows.iter().take_while(|row| metric.speed(&row.outcome).is_some()).count();
+        if successful < 2 {
             return Ok(());
         }
         // A candidate far ahead may have been lucky, or all others may have been disturbed, so at least the next one is
@@ -290,7 +303,7 @@ impl TuneSearch {
                         outcome
                     }
                 };
-                let outcome = outcome.within(self.limit);
+                let outcome = outcome.within(self.memory_limit);
                 eprint(&format!("zerorun: repeated run of {candidate}: {outcome}"));
                 runs.push(outcome);
             }
@@ -309,9 +322,9 @@ impl TuneSearch {
         let (best, others) = self.rows.split_first()?;
         let speed_of = |row: &TrialRow| self.settings.metric.speed(&row.outcome);
         let speed = speed_of(best)?;
-        let own = best.runs.as_ref()?.spread;
+        let best_spread = best.runs.as_ref()?.spread;
         let is_close = |row: &&TrialRow| {
-            let spread = row.runs.as_ref().map(|runs| runs.spread.max(own));
+            let spread = row.runs.as_ref().map(|runs| runs.spread.max(best_spread));
             let behind = speed_of(row).map(|other| (speed - other) / speed);
             spread.zip(behind).is_some_and(|(spread, behind)| behind <= spread)
         };
@@ -324,11 +337,11 @@ impl TuneSearch {
         let mut without_gain = 0;
         for sizes in self.space.ladders() {
             for candidate in sizes {
-                let before = self.best();
+                let previous_best = self.best();
                 let outcome = self.try_out(&candidate)?;
                 // Before the first successful run, there is nothing to improve on.
-                if outcome.has_run() && before.is_some() {
-                    without_gain = if self.best() == before { without_gain + 1 } else { 0 };
+                if outcome.has_run() && previous_best.is_some() {
+                    without_gain = if self.best() == previous_best { without_gain + 1 } else { 0 };
                 }
                 if self.settings.early_stopping.is_some_and(|most| without_gain >= most) {
                     eprint(&format!("zerorun: the search ends here; experiments without a gain: {without_gain}"));
@@ -361,8 +374,8 @@ impl TuneSearch {
         }
         let config = self.space.config(candidate);
         let resolved = self.space.load(&config);
-        let too_much = resolved.as_ref().ok().and_then(|resolved| self.too_much(resolved));
-        let outcome = match (&resolved, too_much) {
+        let excess_bytes = resolved.as_ref().ok().and_then(|resolved| self.excess_bytes(resolved));
+        let outcome = match (&resolved, excess_bytes) {
             (Err(error), _) => {
                 let reason = error.to_string().lines().collect::<Vec<_>>().join(" ");
                 TrialOutcome::NotRun { reason }
@@ -383,7 +396,7 @@ impl TuneSearch {
                 }
             }
         };
-        let outcome = outcome.within(self.limit);
+        let outcome = outcome.within(self.memory_limit);
         eprint(&format!("zerorun: {candidate}: {outcome}"));
         let batch = |config: &Config| self.space.original_batch(config).map(|_| config.batch.train_batch_size);
         let other_batch = resolved.as_ref().ok().and_then(batch);
@@ -392,18 +405,18 @@ impl TuneSearch {
     }
 
     /// Returns the size in bytes of the model's state if this size exceeds the limit.
-    fn too_much(&self, config: &Config) -> Option<u64> {
+    fn excess_bytes(&self, config: &Config) -> Option<u64> {
         let estimate = Estimate::new(self.shapes.as_ref()?, config).ok()?;
         // The peaks of two kinds of state need not coincide, but what is held between steps is part of each peak.
         let state = estimate.memory.rows.iter().filter(|row| row.formula.is_some()).map(|row| row.bytes);
         let held: usize = state.clone().map(|bytes| bytes.held).sum();
         let more = state.map(|bytes| bytes.peak - bytes.held).max().unwrap_or(0);
-        Some((held + more) as u64).filter(|bytes| *bytes > self.limit)
+        Some((held + more) as u64).filter(|bytes| *bytes > self.memory_limit)
     }
 
     fn best(&self) -> Option<TuneCandidate> {
-        let well = self.rows.iter().filter(|row| row.outcome.is_well());
-        let best = well.min_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome))?;
+        let successful = self.rows.iter().filter(|row| row.outcome.is_well());
+        let best = successful.min_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome))?;
         Some(best.candidate.clone())
     }
 }
@@ -419,10 +432,10 @@ pub(super) fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
     }
     const NAMES: [&str; 8] =
         ["--model", "--n_layer", "--n_head", "--n_kv_head", "--n_embd", "--n_inner", "--ctx", "--vocab"];
-    let mut left = args.to_vec();
+    let mut remaining = args.to_vec();
     let mut words = vec![OsString::from("model")];
     for name in NAMES {
-        if let Some((_, value)) = take(&mut left, &[name]) {
+        if let Some((_, value)) = take(&mut remaining, &[name]) {
             words.extend([name.into(), value]);
         }
     }

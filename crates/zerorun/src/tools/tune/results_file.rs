@@ -65,13 +65,13 @@ impl TuneResultsFile {
             Err(source) => return Err(Error::Io { action: "read", path, source }),
         };
         let mut lines = Vec::new();
-        let whole = text.rfind('\n').map_or(0, |end| end + 1);
-        let (whole, rest) = text.split_at(whole);
+        let complete_len = text.rfind('\n').map_or(0, |end| end + 1);
+        let (complete_lines, rest) = text.split_at(complete_len);
         // After a crash, the end of the last line may be missing on disk. The experiment in that line is run
         // again.
-        let is_ours = rest.starts_with(LINE_PREFIX) || (!whole.is_empty() && LINE_PREFIX.starts_with(rest));
+        let is_ours = rest.starts_with(LINE_PREFIX) || (!complete_lines.is_empty() && LINE_PREFIX.starts_with(rest));
         let is_cut = rest.is_empty() || (is_ours && serde_json::from_str::<Value>(rest).is_err());
-        for line in whole.lines().chain((!is_cut).then_some(rest)) {
+        for line in complete_lines.lines().chain((!is_cut).then_some(rest)) {
             match serde_json::from_str(line) {
                 Ok(line) => lines.push(line),
                 // An experiment recorded by another version is run again. A file with other contents must not be

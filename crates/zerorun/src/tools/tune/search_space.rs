@@ -61,15 +61,15 @@ impl SearchSpace {
             micro_batches.into_iter().map(|size| size as usize).collect()
         };
         // A batch size that the original specifies stays fixed, because it affects the result of training.
-        let is_fixed = names(original, TRAIN);
+        let is_fixed = has_value(original, TRAIN);
         let fits = |micro: &usize| {
             let step = micro.saturating_mul(config.world_size);
-            let whole = match is_fixed {
+            let train_batch = match is_fixed {
                 true => batch.train_batch_size,
                 false => step.saturating_mul(batch.gradient_accumulation_steps),
             };
             let (least, most_samples) = settings.batch;
-            *micro <= most && (least..=most_samples).contains(&whole) && whole.is_multiple_of(step)
+            *micro <= most && (least..=most_samples).contains(&train_batch) && train_batch.is_multiple_of(step)
         };
         let micro_batches: Vec<usize> = sizes.iter().copied().filter(fits).collect();
         if micro_batches.is_empty() {
@@ -85,7 +85,7 @@ impl SearchSpace {
             original: with_section(original.clone()),
             ranks: config.world_size,
             run,
-            batch: (is_fixed || names(original, MICRO)).then_some(batch.train_batch_size),
+            batch: (is_fixed || has_value(original, MICRO)).then_some(batch.train_batch_size),
             stages,
             micro_batches,
             nvme_path,
@@ -126,7 +126,7 @@ impl SearchSpace {
                     let mut changes = TuneCandidate::default();
                     changes.0.insert(STAGE.into(), json!(stage));
                     changes.0.insert(MICRO.into(), json!(size));
-                    if names(&self.original, TRAIN) && !self.original[ACCUMULATION].is_null() {
+                    if has_value(&self.original, TRAIN) && !self.original[ACCUMULATION].is_null() {
                         // The accumulation follows from the other two keys.
                         changes.0.insert(ACCUMULATION.into(), Value::Null);
                     }
@@ -143,14 +143,14 @@ impl SearchSpace {
     /// with one, the first entry offloads nothing.
     fn offloads(&self, stage: u8) -> Vec<Map<String, Value>> {
         let Some(folder) = &self.nvme_path else { return vec![Map::new()] };
-        let section = |path: &str, place: &str| {
+        let section = |path: &str, device: &str| {
             let mut section = get(&self.original, path).as_object().cloned().unwrap_or_default();
-            section.insert("device".into(), json!(place));
+            section.insert("device".into(), json!(device));
             section.insert("nvme_path".into(), json!(folder));
             (path.to_string(), Value::Object(section))
         };
-        let nothing = Map::from_iter([section(OPTIMIZER, "none"), section(PARAM, "none")]);
-        let mut all = vec![nothing];
+        let no_offload = Map::from_iter([section(OPTIMIZER, "none"), section(PARAM, "none")]);
+        let mut all = vec![no_offload];
         // Below stage 1, the engine offloads no optimizer states, and below stage 3, no parameters.
         if stage >= 1 {
             all.push(Map::from_iter([section(OPTIMIZER, "nvme"), section(PARAM, "none")]));
@@ -174,19 +174,19 @@ impl SearchSpace {
         };
         // This is the current value, whether given or the default.
         let resolved = self.load(&self.config(best)).map(|config| config.to_deepspeed_json());
-        let now = resolved.map_or(Value::Null, |config| get(&config, key).clone());
-        let is_same = |value: &Value| *value == now || value.as_f64().is_some_and(|v| now.as_f64() == Some(v));
-        let with = |value: Value| {
+        let current = resolved.map_or(Value::Null, |config| get(&config, key).clone());
+        let is_same = |value: &Value| *value == current || value.as_f64().is_some_and(|v| current.as_f64() == Some(v));
+        let with_value = |value: Value| {
             let mut candidate = best.clone();
             candidate.0.insert(key.into(), value);
             candidate
         };
-        Some(values.into_iter().filter(|value| !is_same(value)).map(with).collect())
+        Some(values.into_iter().filter(|value| !is_same(value)).map(with_value).collect())
     }
 }
 
 /// Returns whether a key has an explicit value.
-fn names(config: &Value, key: &str) -> bool {
+fn has_value(config: &Value, key: &str) -> bool {
     !config[key].is_null() && config[key] != "auto"
 }
 
@@ -215,8 +215,8 @@ impl fmt::Display for TuneCandidate {
             (true, false) => Some("optimizer in files".to_string()),
             _ => None,
         });
-        let named = [STAGE, MICRO, ACCUMULATION, OPTIMIZER, PARAM];
-        for (path, value) in self.0.iter().filter(|(path, _)| !named.contains(&path.as_str())) {
+        let formatted = [STAGE, MICRO, ACCUMULATION, OPTIMIZER, PARAM];
+        for (path, value) in self.0.iter().filter(|(path, _)| !formatted.contains(&path.as_str())) {
             words.push(format!("{} {value}", path.rsplit('.').next().unwrap_or(path)));
         }
         f.write_str(&words.join(", "))
@@ -259,13 +259,13 @@ mod tests {
 
     #[test]
     fn old_forms_of_zero_take_changes_too() {
-        for (zero, bucket, kept) in [(true, 77, json!(77)), (false, 77, Value::Null)] {
+        for (zero, bucket, expected) in [(true, 77, json!(77)), (false, 77, Value::Null)] {
             let original = json!({"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "allgather_size": bucket,
                                   "zero_optimization": zero});
             let space = space(original, vec![1], Some("/disk")).unwrap();
             let config = space.config(&space.ladders()[2][0]);
             assert_eq!(config["zero_optimization"]["stage"], 3);
-            assert_eq!(config["zero_optimization"]["allgather_bucket_size"], kept);
+            assert_eq!(config["zero_optimization"]["allgather_bucket_size"], expected);
             assert!(config["allgather_size"].is_null());
             space.load(&config).unwrap();
         }

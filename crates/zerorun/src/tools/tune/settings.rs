@@ -191,14 +191,15 @@ impl AutotuningSection<'_> {
     fn unused(&self) -> Vec<String> {
         let is_set = |key: &str| !matches!(&self.0[key], Value::Null) && self.0[key] != "gridsearch";
         let unused = INEFFECTIVE_KEYS.iter().filter(|(key, _)| is_set(key));
-        let known = || EFFECTIVE_KEYS.into_iter().chain(INEFFECTIVE_KEYS.map(|(key, _)| key));
-        let given = self.0.as_object().into_iter().flatten().map(|(key, _)| key);
+        let known_keys = || EFFECTIVE_KEYS.into_iter().chain(INEFFECTIVE_KEYS.map(|(key, _)| key));
+        let given_keys = self.0.as_object().into_iter().flatten().map(|(key, _)| key);
         // A name with the prefix `_` is a comment.
-        let unknown = given.filter(|key| !key.starts_with('_') && known().all(|name| name != key.as_str()));
+        let unknown = given_keys.filter(|key| !key.starts_with('_') && known_keys().all(|name| name != key.as_str()));
         let advice = |key: &String| {
-            let alike = |name: &&'static str| strsim::normalized_damerau_levenshtein(name, key);
-            let nearest =
-                known().max_by(|a, b| alike(a).total_cmp(&alike(b))).filter(|name| alike(name) >= MIN_SIMILARITY);
+            let similarity = |name: &&'static str| strsim::normalized_damerau_levenshtein(name, key);
+            let nearest = known_keys()
+                .max_by(|a, b| similarity(a).total_cmp(&similarity(b)))
+                .filter(|name| similarity(name) >= MIN_SIMILARITY);
             match nearest {
                 Some(name) => format!("{key}: not a key of the section; did you mean `{name}`?"),
                 None => format!("{key}: not a key of the section, and none is similar; remove it"),

@@ -76,7 +76,7 @@ impl TrialRunner {
         // The script may run in another folder.
         let folder = std::fs::canonicalize(&folder).map_err(io("find", &folder))?;
         let [file, metrics, log] = ["ds_config.json", "metrics.jsonl", "log.txt"].map(|name| folder.join(name));
-        write_whole(&file, &format!("{:#}\n", quiet(config)))?;
+        write_whole(&file, &format!("{:#}\n", without_reporting(config)))?;
         // A stopped run may have left this file.
         _ = std::fs::remove_file(&metrics);
         let launcher = std::env::current_exe()
@@ -91,9 +91,9 @@ impl TrialRunner {
             return Ok(TrialOutcome::TimedOut { seconds: self.limit.as_secs() });
         };
         if !status.success() {
-            return Ok(failed(status, last_words(&log)));
+            return Ok(failure_outcome(status, last_words(&log)));
         }
-        Ok(measured(&metrics, self.first_measured, resolved.batch.train_batch_size).unwrap_or_else(|| {
+        Ok(measured_outcome(&metrics, self.first_measured, resolved.batch.train_batch_size).unwrap_or_else(|| {
             let reason =
                 "its metrics contain no measured step; the script must write a line per step to --metrics".into();
             TrialOutcome::Failed { reason }
@@ -103,23 +103,23 @@ impl TrialRunner {
     /// Returns the script's arguments. Mapped flags get values from the `resolved` configuration, never `"auto"`.
     fn arguments(&self, resolved: &Value, file: &Path, metrics: &Path) -> Vec<OsString> {
         let mut args = self.args.clone();
-        let mut own: Vec<OsString> = vec!["--ds_config".into(), file.into(), "--metrics".into(), metrics.into()];
-        own.extend(["--steps".into(), self.steps.to_string().into()]);
+        let mut trial_args: Vec<OsString> = vec!["--ds_config".into(), file.into(), "--metrics".into(), metrics.into()];
+        trial_args.extend(["--steps".into(), self.steps.to_string().into()]);
         let mut at = self.at.min(args.len());
         for (key, flag) in &self.mappings {
             let value = get(resolved, key);
-            let before = args.len();
+            let old_len = args.len();
             // The user's flag is removed in any case, because it belongs to another configuration.
             if take(&mut args, &[flag]).is_some_and(|(place, _)| place < at) {
-                at -= before - args.len();
+                at -= old_len - args.len();
             }
             if value.is_null() {
                 continue;
             }
             let text = value.as_str().map_or_else(|| value.to_string(), str::to_string);
-            own.extend([flag.into(), text.into()]);
+            trial_args.extend([flag.into(), text.into()]);
         }
-        args.splice(at..at, own);
+        args.splice(at..at, trial_args);
         args
     }
 
@@ -131,15 +131,15 @@ impl TrialRunner {
         // The launcher ends its ranks; if it is killed, they end with it.
         let mut signals =
             [(self.limit, Signal::TERM), (self.limit + SIGKILL_DELAY, Signal::KILL)].into_iter().peekable();
-        let mut asked = false;
+        let mut is_signaled = false;
         loop {
             if let Some(status) = child.try_wait().map_err(failed)? {
-                return Ok((!asked).then_some(status));
+                return Ok((!is_signaled).then_some(status));
             }
             if let Some((_, signal)) = signals.next_if(|(after, _)| start.elapsed() > *after) {
                 let pid = rustix::process::Pid::from_child(&child);
                 _ = rustix::process::kill_process(pid, signal);
-                asked = true;
+                is_signaled = true;
             }
             std::thread::sleep(TICK);
         }
@@ -147,7 +147,7 @@ impl TrialRunner {
 }
 
 /// Returns a configuration for a short run, which neither logs nor writes to the user's monitoring files.
-fn quiet(config: &Value) -> Value {
+fn without_reporting(config: &Value) -> Value {
     const REPORTING_KEYS: [&str; 10] = [
         "tensorboard",
         "csv_monitor",
@@ -168,12 +168,12 @@ fn quiet(config: &Value) -> Value {
 }
 
 /// Returns the outcome of a run that ended with an error.
-fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
+fn failure_outcome(status: ExitStatus, reason: String) -> TrialOutcome {
     // The launcher and shells report this code for a process killed by SIGKILL. In this case, the kernel has usually
     // killed the process for lack of memory.
     const EXIT_KILLED: i32 = 128 + 9;
-    let said = reason.to_lowercase();
-    match status.code() == Some(EXIT_KILLED) || said.contains("memory") || said.contains("alloc") {
+    let lower_case = reason.to_lowercase();
+    match status.code() == Some(EXIT_KILLED) || lower_case.contains("memory") || lower_case.contains("alloc") {
         true => TrialOutcome::OutOfMemory { reason },
         false => TrialOutcome::Failed { reason },
     }
@@ -181,7 +181,7 @@ fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
 
 /// Returns the measurements in the metrics file from step `first` (counted from 1) on. The memory is the maximum over
 /// all steps. A step has `samples` samples.
-fn measured(path: &Path, first: u64, samples: usize) -> Option<TrialOutcome> {
+fn measured_outcome(path: &Path, first: u64, samples: usize) -> Option<TrialOutcome> {
     let text = std::fs::read_to_string(path).ok()?;
     let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let steps: Vec<&Value> =
@@ -189,15 +189,15 @@ fn measured(path: &Path, first: u64, samples: usize) -> Option<TrialOutcome> {
     let count = steps.len() as f64;
     let sum = |of: &dyn Fn(&Value) -> Option<f64>| steps.iter().map(|line| of(line)).sum::<Option<f64>>();
     let phases = ["forward_ms", "backward_ms", "step_ms"];
-    let of_phases = sum(&|line| phases.iter().map(|key| line[*key].as_f64()).sum());
+    let phase_sum = sum(&|line| phases.iter().map(|key| line[*key].as_f64()).sum());
     let memory_bytes = lines.iter().filter_map(|line| line["rss_peak_bytes"].as_u64()).max();
     if count == 0.0 {
         return None;
     }
-    let step_ms = of_phases? / count;
+    let step_ms = phase_sum? / count;
     // Every step has the same number of tokens.
-    let seconds_a_token = sum(&|line| line["tokens_per_s"].as_f64().filter(|n| *n > 0.0).map(f64::recip));
-    let (throughput, unit) = match seconds_a_token {
+    let seconds_per_token = sum(&|line| line["tokens_per_s"].as_f64().filter(|n| *n > 0.0).map(f64::recip));
+    let (throughput, unit) = match seconds_per_token {
         Some(seconds) => (count / seconds, "tokens"),
         None => (samples as f64 * 1e3 / step_ms, "samples"),
     };
@@ -247,14 +247,16 @@ mod tests {
     fn a_short_run_writes_no_files_of_monitoring() {
         let config = json!({"seed": 1, "csv_monitor": {"enabled": true}, "tensorboard": {"enabled": true}, "wandb": {"enabled": true},
                             "wall_clock_breakdown": true, "comms_logger": {}, "flops_profiler": {"enabled": true}});
-        assert_eq!(quiet(&config), json!({"seed": 1}));
+        assert_eq!(without_reporting(&config), json!({"seed": 1}));
     }
 
     #[test]
     fn a_run_that_was_killed_or_found_no_memory_says_so() {
         use std::os::unix::process::ExitStatusExt as _;
-        let of = |code: i32, text: &str| failed(ExitStatus::from_raw(code << 8), text.into()).is_too_large();
-        assert!(of(137, "killed") && of(1, "CUDA out of memory") && !of(1, "error: no such file"));
+        let is_too_large =
+            |code: i32, text: &str| failure_outcome(ExitStatus::from_raw(code << 8), text.into()).is_too_large();
+        assert!(is_too_large(137, "killed") && is_too_large(1, "CUDA out of memory"));
+        assert!(!is_too_large(1, "error: no such file"));
         assert!(!TrialOutcome::TimedOut { seconds: 1 }.is_too_large());
     }
 
@@ -270,7 +272,7 @@ mod tests {
             std::fs::write(&path, lines.iter().map(|l| format!("{l}\n")).collect::<String>() + "{\"cut").unwrap();
         };
         write(&[line(0, Some(1.0)), line(1, Some(100.0)), line(2, Some(300.0)), json!({"summary": true})]);
-        let found = measured(&path, 2, 8).unwrap();
+        let outcome = measured_outcome(&path, 2, 8).unwrap();
         let ran = |throughput, unit: &str| TrialOutcome::Ran {
             throughput,
             unit: unit.into(),
@@ -278,11 +280,11 @@ mod tests {
             memory_bytes: Some(102),
         };
         // Two steps with the same number of tokens, one in a third of the time.
-        let TrialOutcome::Ran { throughput, .. } = found else { panic!() };
+        let TrialOutcome::Ran { throughput, .. } = outcome else { panic!() };
         assert!((throughput - 150.0).abs() < 1e-9, "{throughput}");
         write(&[line(1, None), line(2, None)]);
-        assert_eq!(measured(&path, 1, 8), Some(ran(2000.0, "samples")));
-        assert_eq!(measured(&path, 9, 8), None);
+        assert_eq!(measured_outcome(&path, 1, 8), Some(ran(2000.0, "samples")));
+        assert_eq!(measured_outcome(&path, 9, 8), None);
         assert_eq!(ran(1.0, "tokens").within(101), TrialOutcome::OverLimit { memory_bytes: 102 });
     }
 }

@@ -72,16 +72,17 @@ pub(super) struct RepeatedTrials {
 impl RepeatedTrials {
     /// Summarizes the successful runs. Returns `None` if there are none.
     pub(super) fn of(runs: &[TrialOutcome]) -> Option<Self> {
-        let mut well: Vec<(f64, &TrialOutcome)> =
+        let mut successful: Vec<(f64, &TrialOutcome)> =
             runs.iter().filter_map(|run| Some((run.throughput()?, run))).collect();
-        well.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let (slowest, fastest) = (well.first()?.0, well.last()?.0);
-        let (throughput, mut middle) = well.get(well.len() / 2).map(|(speed, run)| (*speed, (*run).clone()))?;
-        let most = well.iter().filter_map(|(_, run)| run.memory()).max();
+        successful.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let (slowest, fastest) = (successful.first()?.0, successful.last()?.0);
+        let (throughput, mut middle) =
+            successful.get(successful.len() / 2).map(|(speed, run)| (*speed, (*run).clone()))?;
+        let max_memory = successful.iter().filter_map(|(_, run)| run.memory()).max();
         if let TrialOutcome::Ran { memory_bytes, .. } = &mut middle {
-            *memory_bytes = most;
+            *memory_bytes = max_memory;
         }
-        Some(Self { middle, spread: (fastest - slowest) / throughput, count: well.len() })
+        Some(Self { middle, spread: (fastest - slowest) / throughput, count: successful.len() })
     }
 }
 

@@ -32,7 +32,7 @@ pub(super) struct FirstDifference {
     /// The step, counted from 1.
     step: usize,
     rank: usize,
-    what: DifferingValue,
+    value: DifferingValue,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,9 +47,9 @@ enum DifferingValue {
 
 impl fmt::Display for FirstDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { step, rank, what } = self;
+        let Self { step, rank, value } = self;
         write!(f, "step {step}, rank {rank}: ")?;
-        match what {
+        match value {
             DifferingValue::Loss { micro_step } => write!(f, "the loss of micro step {micro_step}"),
             DifferingValue::Parameter(name) => write!(f, "parameter {name}"),
             DifferingValue::Amount => write!(f, "the number of losses or parameters"),
@@ -59,7 +59,7 @@ impl fmt::Display for FirstDifference {
 
 impl FirstDifference {
     pub fn json(&self) -> Value {
-        let (micro_step, parameter) = match &self.what {
+        let (micro_step, parameter) = match &self.value {
             DifferingValue::Loss { micro_step } => (Some(micro_step), None),
             DifferingValue::Parameter(name) => (None, Some(name)),
             DifferingValue::Amount => (None, None),
@@ -74,19 +74,20 @@ pub(super) fn first_difference(reference: &[RankResults], other: &[RankResults])
     let steps = reference.iter().chain(other).map(|log| log.losses.len().max(log.parameters.len())).max()?;
     (0..steps).find_map(|step| {
         let ranks = 0..reference.len().max(other.len());
-        let at = |rank: usize, what| FirstDifference { step: step + 1, rank, what };
+        let difference = |rank: usize, value| FirstDifference { step: step + 1, rank, value };
         let pair = |rank: usize| reference.get(rank).zip(other.get(rank));
         let losses = ranks.clone().find_map(|rank| {
-            let Some((a, b)) = pair(rank) else { return Some(at(rank, DifferingValue::Amount)) };
+            let Some((a, b)) = pair(rank) else { return Some(difference(rank, DifferingValue::Amount)) };
             let found = first_unequal(a.losses.get(step), b.losses.get(step))?;
-            Some(at(rank, found.map_or(DifferingValue::Amount, |i| DifferingValue::Loss { micro_step: i + 1 })))
+            Some(difference(rank, found.map_or(DifferingValue::Amount, |i| DifferingValue::Loss { micro_step: i + 1 })))
         });
         losses.or_else(|| {
             ranks.clone().find_map(|rank| {
                 let (a, b) = pair(rank)?;
                 let found = first_unequal(a.parameters.get(step), b.parameters.get(step))?;
                 let name = found.and_then(|i| a.names.get(i));
-                Some(at(rank, name.map_or(DifferingValue::Amount, |name| DifferingValue::Parameter(name.clone()))))
+                let value = name.map_or(DifferingValue::Amount, |name| DifferingValue::Parameter(name.clone()));
+                Some(difference(rank, value))
             })
         })
     })
@@ -110,17 +111,17 @@ pub(super) fn first_difference_of_pipeline(
     pipeline: &[RankResults],
 ) -> Option<FirstDifference> {
     let has_later = |at: usize, name: &String| pipeline[at + 1..].iter().any(|rank| rank.names.contains(name));
-    let trained = pipeline.iter().enumerate().map(|(at, rank)| {
+    let stage_results = pipeline.iter().enumerate().map(|(at, rank)| {
         let names: Vec<String> = rank.names.iter().filter(|name| !has_later(at, name)).cloned().collect();
         rank.with_parameters(&names)
     });
-    let trained: Vec<RankResults> = trained.collect();
+    let stage_results: Vec<RankResults> = stage_results.collect();
     let means = reference.with_mean_losses();
-    let expected: Vec<RankResults> = trained.iter().map(|rank| means.with_parameters(&rank.names)).collect();
+    let expected: Vec<RankResults> = stage_results.iter().map(|rank| means.with_parameters(&rank.names)).collect();
     let missing = reference.names.iter().find(|name| !pipeline.iter().any(|rank| rank.names.contains(name)));
     let missing =
-        missing.map(|name| FirstDifference { step: 1, rank: 0, what: DifferingValue::Parameter(name.clone()) });
-    missing.or_else(|| first_difference(&expected, &trained))
+        missing.map(|name| FirstDifference { step: 1, rank: 0, value: DifferingValue::Parameter(name.clone()) });
+    missing.or_else(|| first_difference(&expected, &stage_results))
 }
 
 impl RankResults {
@@ -135,14 +136,14 @@ impl RankResults {
 
     /// Returns these results with only the parameters called `names`, in this order.
     fn with_parameters(&self, names: &[String]) -> Self {
-        let of = |parameters: &Vec<u64>| {
-            let named: BTreeMap<_, _> = self.names.iter().zip(parameters).collect();
-            names.iter().filter_map(|name| named.get(name).map(|hash| **hash)).collect()
+        let select = |parameters: &Vec<u64>| {
+            let hashes: BTreeMap<_, _> = self.names.iter().zip(parameters).collect();
+            names.iter().filter_map(|name| hashes.get(name).map(|hash| **hash)).collect()
         };
-        Self { names: names.to_vec(), parameters: self.parameters.iter().map(of).collect(), ..self.clone() }
+        Self { names: names.to_vec(), parameters: self.parameters.iter().map(select).collect(), ..self.clone() }
     }
 
-    /// Adds the median time of a step, and the memory that the engine has counted.
+    /// Adds the median time of a step, and the memory that the engine counted.
     pub fn complete(&mut self, mut times: Vec<f64>, memory: &MemoryReport) {
         times.sort_by(f64::total_cmp);
         self.ms_per_step = times[times.len() / 2];
@@ -178,7 +179,7 @@ mod tests {
     }
 
     /// Returns the message about the first difference that `change` makes to a job, if there is one.
-    fn said(change: impl FnOnce(&mut Vec<RankResults>)) -> Option<String> {
+    fn message(change: impl FnOnce(&mut Vec<RankResults>)) -> Option<String> {
         let mut other = job();
         change(&mut other);
         first_difference(&job(), &other).map(|difference| difference.to_string())
@@ -186,25 +187,25 @@ mod tests {
 
     #[test]
     fn the_same_bits_are_no_difference_whatever_time_and_memory_say() {
-        assert_eq!(said(|_| {}), None);
-        assert_eq!(said(|job| (job[1].ms_per_step, job[0].peak_bytes) = (9.0, 9)), None);
+        assert_eq!(message(|_| {}), None);
+        assert_eq!(message(|job| (job[1].ms_per_step, job[0].peak_bytes) = (9.0, 9)), None);
     }
 
     #[test]
     fn the_first_difference_is_named() {
         let bit = |job: &mut Vec<RankResults>| job[1].parameters[1][1] ^= 1;
-        assert_eq!(said(bit).unwrap(), "step 2, rank 1: parameter h.0");
+        assert_eq!(message(bit).unwrap(), "step 2, rank 1: parameter h.0");
         let loss = |job: &mut Vec<RankResults>| {
             bit(job);
             job[0].losses[2][1] ^= 1;
             job[1].losses[2][0] ^= 1;
         };
-        assert_eq!(said(loss).unwrap(), "step 2, rank 1: parameter h.0", "earlier steps first");
+        assert_eq!(message(loss).unwrap(), "step 2, rank 1: parameter h.0", "earlier steps first");
         let both = |job: &mut Vec<RankResults>| {
             bit(job);
             job[1].losses[1][0] ^= 1;
         };
-        assert_eq!(said(both).unwrap(), "step 2, rank 1: the loss of micro step 1", "a loss precedes the update");
+        assert_eq!(message(both).unwrap(), "step 2, rank 1: the loss of micro step 1", "a loss precedes the update");
         let other = first_difference(&job(), &{
             let mut job = job();
             bit(&mut job);
@@ -217,9 +218,9 @@ mod tests {
     #[test]
     fn another_training_is_a_difference() {
         let amount = "the number of losses or parameters";
-        assert_eq!(said(|job| job.truncate(1)).unwrap(), format!("step 1, rank 1: {amount}"));
-        assert_eq!(said(|job| job[0].losses.truncate(2)).unwrap(), format!("step 3, rank 0: {amount}"));
-        assert_eq!(said(|job| job[0].parameters[0].push(1)).unwrap(), format!("step 1, rank 0: {amount}"));
+        assert_eq!(message(|job| job.truncate(1)).unwrap(), format!("step 1, rank 1: {amount}"));
+        assert_eq!(message(|job| job[0].losses.truncate(2)).unwrap(), format!("step 3, rank 0: {amount}"));
+        assert_eq!(message(|job| job[0].parameters[0].push(1)).unwrap(), format!("step 1, rank 0: {amount}"));
         assert_eq!(first_difference(&[], &[]), None);
     }
 
@@ -235,15 +236,15 @@ mod tests {
         let mut pipeline = [rank(0), rank(1), rank(0)];
         // The copy of a shared weight on the first stage is not compared.
         pipeline[0].parameters[1][0] ^= 1;
-        let said = |pipeline: &[RankResults]| {
+        let message = |pipeline: &[RankResults]| {
             first_difference_of_pipeline(&one, pipeline).map(|difference| difference.to_string())
         };
-        assert_eq!(said(&pipeline), None);
-        assert_eq!(said(&pipeline[2..]).unwrap(), "step 1, rank 0: parameter h.0");
+        assert_eq!(message(&pipeline), None);
+        assert_eq!(message(&pipeline[2..]).unwrap(), "step 1, rank 0: parameter h.0");
         pipeline[1].parameters[2][0] ^= 1;
-        assert_eq!(said(&pipeline).unwrap(), "step 3, rank 1: parameter h.0");
+        assert_eq!(message(&pipeline).unwrap(), "step 3, rank 1: parameter h.0");
         pipeline[1].losses[1][0] ^= 1;
-        assert_eq!(said(&pipeline).unwrap(), "step 2, rank 1: the loss of micro step 1");
+        assert_eq!(message(&pipeline).unwrap(), "step 2, rank 1: the loss of micro step 1");
     }
 
     #[test]

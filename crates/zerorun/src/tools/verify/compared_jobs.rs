@@ -129,11 +129,11 @@ pub(super) fn config(row: ComparedJob, precision: VerifyDtype, ranks: usize, fol
         "stage3_param_persistence_threshold": 500, "stage3_max_reuse_distance": 0,
     });
     if let Some(device) = row.device() {
-        let mut place = json!({"device": device});
+        let mut offload = json!({"device": device});
         if row == ComparedJob::Nvme {
-            place["nvme_path"] = json!(folder);
+            offload["nvme_path"] = json!(folder);
         }
-        (zero["offload_optimizer"], zero["offload_param"]) = (place.clone(), place);
+        (zero["offload_optimizer"], zero["offload_param"]) = (offload.clone(), offload);
     }
     let mut config = json!({
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
@@ -167,7 +167,7 @@ pub(super) fn line(
     difference: Option<&FirstDifference>,
 ) -> String {
     let [losses, parameters] = fingerprints(logs);
-    let mib = |bytes: fn(&RankResults) -> usize| most(logs, bytes) as f64 / f64::from(1 << 20);
+    let mib = |bytes: fn(&RankResults) -> usize| max_bytes(logs, bytes) as f64 / f64::from(1 << 20);
     let verdict = match (row.is_reference(), difference) {
         (true, _) => String::new(),
         (_, None) => "same".to_string(),
@@ -195,7 +195,7 @@ pub(super) fn json(
     json!({
         "precision": precision.name(), "stage": row.stage(), "offload": row.device(), "pipeline": row.schedule(), "num_ranks": logs.len(),
         "losses": losses, "parameters": parameters, "ms_per_step": slowest(logs),
-        "peak_bytes": most(logs, |log| log.peak_bytes), "file_bytes": most(logs, |log| log.file_bytes),
+        "peak_bytes": max_bytes(logs, |log| log.peak_bytes), "file_bytes": max_bytes(logs, |log| log.file_bytes),
         "difference": difference.map(FirstDifference::json),
     })
 }
@@ -208,13 +208,13 @@ fn fingerprints(logs: &[RankResults]) -> [String; 2] {
     };
     let losses = logs.iter().flat_map(|log| log.losses.iter().flatten().copied());
     // The ranks of a pipeline have different parameters.
-    let named = logs.iter().flat_map(|log| log.names.iter().zip(log.parameters.last().into_iter().flatten()));
-    let parameters = named.collect::<BTreeMap<_, _>>().into_values().copied();
+    let hashes = logs.iter().flat_map(|log| log.names.iter().zip(log.parameters.last().into_iter().flatten()));
+    let parameters = hashes.collect::<BTreeMap<_, _>>().into_values().copied();
     [hash(losses.collect()), hash(parameters.collect())]
 }
 
 /// Returns the largest number of bytes of any rank.
-fn most(logs: &[RankResults], bytes: fn(&RankResults) -> usize) -> usize {
+fn max_bytes(logs: &[RankResults], bytes: fn(&RankResults) -> usize) -> usize {
     logs.iter().map(bytes).max().unwrap_or(0)
 }
 

@@ -59,15 +59,15 @@ pub(super) fn run(script: &Path, args: &[OsString], ranks: u16, json: bool) -> R
 }
 
 fn verdict(report: &GradientReport, wrong: usize) -> String {
-    let of = report.rows.len();
+    let total = report.rows.len();
     if report.not_judged.is_some() {
         return "Nothing is known about the gradients.".into();
     }
     if wrong > 0 {
         let be = is_or_are(wrong);
         return format!(
-            "{wrong} of {of} gradients {be} wrong: the fault is between the loss and the last of these parameters, in \
-             the order in which the model uses them. docs/engine.md lists possible causes."
+            "{wrong} of {total} gradients {be} wrong: the fault is between the loss and the last of these parameters, \
+             in the order in which the model uses them. docs/engine.md lists possible causes."
         );
     }
     "All gradients match the loss, within the precision of the number format.".into()

@@ -107,11 +107,11 @@ impl VerifyArguments {
         let wrong = |source| Error::Io { action: "create a folder in", path: parent.clone(), source };
         let folder = ScratchFolder::new(&parent, PREFIX).map_err(wrong)?;
         let mut own_ranks = OwnJobLauncher::new()?;
-        let (mut told, mut list) = (true, Vec::new());
-        let mut first = None;
+        let (mut printed, mut list) = (true, Vec::new());
+        let mut first_difference = None;
         let rows = compared_jobs::rows(self.ranks.into(), train::layers()?);
         if !self.json {
-            told &= print(compared_jobs::HEAD);
+            printed &= print(compared_jobs::HEAD);
         }
         for (number, precision) in VerifyDtype::ALL.into_iter().enumerate() {
             let mut reference = Vec::new();
@@ -128,16 +128,20 @@ impl VerifyArguments {
                 if self.json {
                     list.push(compared_jobs::json(row, precision, &logs, difference.as_ref()));
                 } else {
-                    told &= print(compared_jobs::line(row, precision, &logs, difference.as_ref()));
+                    printed &= print(compared_jobs::line(row, precision, &logs, difference.as_ref()));
                 }
-                if let (Some(difference), None) = (difference, &first) {
-                    first = Some((row, precision, difference));
+                if let (Some(difference), None) = (difference, &first_difference) {
+                    first_difference = Some((row, precision, difference));
                 }
             }
         }
         let pipelines = rows.iter().any(|row| row.schedule().is_some());
-        told &= print(if self.json { self.object(list).to_string() } else { self.verdict(pipelines, first.as_ref()) });
-        Ok(told && first.is_none())
+        let text = match self.json {
+            true => self.object(list).to_string(),
+            false => self.verdict(pipelines, first_difference.as_ref()),
+        };
+        printed &= print(text);
+        Ok(printed && first_difference.is_none())
     }
 
     /// Runs the job of one row.

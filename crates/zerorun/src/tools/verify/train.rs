@@ -77,12 +77,12 @@ fn in_pipeline(folder: &Path, steps: u32) -> Result<()> {
     let mut log = RankResults { names: engine.parameter_names(), ..RankResults::default() };
     let mut times = Vec::new();
     for step in 0..u64::from(steps) {
-        let began = Instant::now();
+        let start = Instant::now();
         let loss = engine.train_batch(|micro_batch| {
             let batch = loader.batch(step, micro_batch)?;
             Ok(DecoderBatch::new(batch.inputs, batch.targets))
         })?;
-        times.push(began.elapsed().as_secs_f64() * 1e3);
+        times.push(start.elapsed().as_secs_f64() * 1e3);
         log.losses.push(vec![loss.to_bits()]);
         let hashes = log.names.iter().filter_map(|name| parameter_hash(&mut engine, name).transpose());
         log.parameters.push(hashes.collect::<Result<_>>()?);

@@ -129,20 +129,20 @@ impl ScalingArguments {
 
     /// Measures all jobs and reports the results. Returns whether they could be reported.
     fn measure(&self, model: &SizedPreset, words: Vec<OsString>) -> Result<bool, OwnJobStop> {
-        let wrong = |problem| Error::from(ToolError::Scaling { problem });
+        let scaling_error = |problem| Error::from(ToolError::Scaling { problem });
         if self.tokens(model) > model.ctx() {
             let (tokens, ctx) = (self.tokens(model), model.ctx());
             let problem = format!("--seq_len is {tokens}; it must be 1 to {ctx}, the context of the model (see --ctx)");
-            return Err(wrong(problem).into());
+            return Err(scaling_error(problem).into());
         }
         let cores = CoreBinding { list: None }.cores(1, "this host").ok();
         let available = cores.as_ref().map_or(1, |cores| cores.cores().len());
         let counts = plan::rank_counts(&self.ranks, available);
-        let points = plan::points(&self.scaling, &self.stages, &counts).map_err(wrong)?;
+        let points = plan::points(&self.scaling, &self.stages, &counts).map_err(scaling_error)?;
         let _claims = self.svg.as_deref().map(claim_picture).transpose()?;
         // Each rank gets the same number of cores in all jobs.
-        let most = counts.iter().copied().max().unwrap_or(1);
-        let cores_per_rank = Some(available / most).filter(|cores| *cores > 0);
+        let max_ranks = counts.iter().copied().max().unwrap_or(1);
+        let cores_per_rank = Some(available / max_ranks).filter(|cores| *cores > 0);
         let setting = ScalingSetting {
             model: model.name().into(),
             dtype: match self.dtype {
@@ -157,18 +157,18 @@ impl ScalingArguments {
         let temporary = std::env::temp_dir();
         let failed = |source| Error::Io { action: "create a folder in", path: temporary.clone(), source };
         let folder = ScratchFolder::new(&temporary, PREFIX).map_err(failed)?;
-        let mut own_ranks = OwnJobLauncher::new()?;
-        let mut known: BTreeMap<ScalingJob, ScalingSpeed> = BTreeMap::new();
+        let mut launcher = OwnJobLauncher::new()?;
+        let mut speeds: BTreeMap<ScalingJob, ScalingSpeed> = BTreeMap::new();
         let mut measured: Vec<(ScalingPoint, ScalingSpeed)> = Vec::new();
         for point in points {
-            let speed = match known.get(&point.job) {
+            let speed = match speeds.get(&point.job) {
                 Some(speed) => *speed,
                 None => {
                     // If there are too few cores for one per rank, each rank computes with one thread.
-                    let bound = cores.as_ref().and_then(|cores| bound(cores, point.job.ranks, cores_per_rank));
-                    let folder = folder.path().join(known.len().to_string());
-                    let speed = self.run_job(point.job, &folder, &words, (&mut own_ranks, bound))?;
-                    known.insert(point.job, speed);
+                    let job_cores = cores.as_ref().and_then(|cores| job_cores(cores, point.job.ranks, cores_per_rank));
+                    let folder = folder.path().join(speeds.len().to_string());
+                    let speed = self.run_job(point.job, &folder, &words, (&mut launcher, job_cores))?;
+                    speeds.insert(point.job, speed);
                     eprint(&progress_line(point, speed));
                     speed
                 }
@@ -177,11 +177,11 @@ impl ScalingArguments {
         }
         let rows = results::rows(&measured, &setting);
         let text = if self.json { setting.json(&rows).to_string() } else { setting.table(&rows) };
-        let told = print(text.trim_end());
+        let is_printed = print(text.trim_end());
         if let Some(path) = &self.svg {
             write_picture(path, &picture::draw(&setting, &rows))?;
         }
-        Ok(told)
+        Ok(is_printed)
     }
 
     /// Runs a job and reads what its ranks measured.
@@ -190,7 +190,7 @@ impl ScalingArguments {
         job: ScalingJob,
         folder: &Path,
         words: &[OsString],
-        (own_ranks, cores): (&mut OwnJobLauncher, Option<CoreList>),
+        (launcher, cores): (&mut OwnJobLauncher, Option<CoreList>),
     ) -> Result<ScalingSpeed, OwnJobStop> {
         let failed = |source| Error::Io { action: "write", path: folder.to_owned(), source };
         std::fs::create_dir(folder).map_err(failed)?;
@@ -203,15 +203,15 @@ impl ScalingArguments {
             "gradient_check": false,
         });
         std::fs::write(folder.join(rank::CONFIG), config.to_string()).map_err(failed)?;
-        let of_rank = ["--rank_of".into(), folder.into()];
-        let args: Vec<OsString> = words.iter().cloned().chain(of_rank).collect();
-        own_ranks.run(args, job.ranks, cores)?;
+        let rank_flags = ["--rank_of".into(), folder.into()];
+        let args: Vec<OsString> = words.iter().cloned().chain(rank_flags).collect();
+        launcher.run(args, job.ranks, cores)?;
         Ok(ScalingSpeed::of(&RankMeasurement::read_all(folder, job.ranks)?))
     }
 }
 
 /// Returns the cores of a job in which each rank has `per_rank` of them; `None` if there are too few.
-fn bound(cores: &CoreList, ranks: usize, per_rank: Option<usize>) -> Option<CoreList> {
+fn job_cores(cores: &CoreList, ranks: usize, per_rank: Option<usize>) -> Option<CoreList> {
     let needed = ranks * per_rank.unwrap_or(1);
     (needed <= cores.cores().len()).then(|| cores.first(needed))
 }

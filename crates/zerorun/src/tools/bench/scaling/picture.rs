@@ -19,17 +19,17 @@ fn panels(rows: &[MeasuredRow]) -> [ChartPanel; 2] {
     let categories: Vec<String> =
         curves.first().into_iter().flat_map(|curve| curve.iter()).map(|row| row.ranks.to_string()).collect();
     let kind = rows[0].scaling;
-    let what = match kind {
+    let scaling = match kind {
         ScalingKind::Weak => "Weak scaling (same batch per rank)",
         ScalingKind::Strong => "Strong scaling (same batch in total)",
     };
     let series = |value: &dyn Fn(&MeasuredRow) -> f64, ideal: &dyn Fn(&MeasuredRow, &MeasuredRow) -> f64| {
-        let of_stage = |curve: &&[MeasuredRow]| ChartSeries {
+        let stage_series = |curve: &&[MeasuredRow]| ChartSeries {
             name: format!("stage {}", curve[0].stage),
             values: curve.iter().map(value).collect(),
             is_ideal: false,
         };
-        let mut series: Vec<ChartSeries> = curves.iter().map(of_stage).collect();
+        let mut series: Vec<ChartSeries> = curves.iter().map(stage_series).collect();
         // The ideal line begins at the fastest of the curves' first points, so a curve can rise above it only if its
         // efficiency exceeds 100 %.
         let best = curves.iter().max_by(|a, b| value(&a[0]).total_cmp(&value(&b[0])));
@@ -50,8 +50,8 @@ fn panels(rows: &[MeasuredRow]) -> [ChartPanel; 2] {
     let speed = series(&|row| row.tokens_per_s, &|base, row| base.tokens_per_s * row.ranks as f64 / base.ranks as f64);
     let efficiency = series(&|row| 100.0 * row.efficiency, &|_, _| 100.0);
     [
-        panel(format!("{what}: speed"), "tokens/s", speed),
-        panel(format!("{what}: efficiency"), "efficiency in %", efficiency),
+        panel(format!("{scaling}: speed"), "tokens/s", speed),
+        panel(format!("{scaling}: efficiency"), "efficiency in %", efficiency),
     ]
 }
 

@@ -45,9 +45,9 @@ pub(super) struct ScalingPoint {
 /// Returns the numbers of ranks to measure, in ascending order: the given numbers or, if only one is given, the powers of
 /// two below it and the number itself. If none is given, `cores` takes the place of a single given number.
 pub(super) fn rank_counts(given: &[u16], cores: usize) -> Vec<usize> {
-    let most = match given {
+    let max = match given {
         [] => cores.max(1),
-        [most] => usize::from(*most),
+        [max] => usize::from(*max),
         several => {
             let mut counts: Vec<usize> = several.iter().map(|count| usize::from(*count)).collect();
             counts.sort_unstable();
@@ -55,7 +55,7 @@ pub(super) fn rank_counts(given: &[u16], cores: usize) -> Vec<usize> {
             return counts;
         }
     };
-    std::iter::successors(Some(1), |count| Some(count * 2)).take_while(|count| *count < most).chain([most]).collect()
+    std::iter::successors(Some(1), |count| Some(count * 2)).take_while(|count| *count < max).chain([max]).collect()
 }
 
 /// Returns the points to measure, curve by curve.
@@ -94,13 +94,13 @@ pub(super) fn points(kinds: &[ScalingKind], stages: &[u8], ranks: &[usize]) -> R
 
 /// Returns each value once, in the order in which it is first given.
 fn in_order<T: Copy + PartialEq>(values: &[T]) -> Vec<T> {
-    let mut found = Vec::new();
+    let mut unique = Vec::new();
     for value in values {
-        if !found.contains(value) {
-            found.push(*value);
+        if !unique.contains(value) {
+            unique.push(*value);
         }
     }
-    found
+    unique
 }
 
 fn greatest_common_divisor(a: usize, b: usize) -> usize {

@@ -68,7 +68,7 @@ pub(super) struct ScalingSetting {
 /// Returns the rows. The other points of a curve are compared with its first point.
 pub(super) fn rows(points: &[(ScalingPoint, ScalingSpeed)], setting: &ScalingSetting) -> Vec<MeasuredRow> {
     let curves = points.chunk_by(|(a, _), (b, _)| a.kind == b.kind && a.job.stage == b.job.stage);
-    let of_curve = |curve: &[(ScalingPoint, ScalingSpeed)]| {
+    let curve_rows = |curve: &[(ScalingPoint, ScalingSpeed)]| {
         let mut base = None;
         let row = |(point, speed): &(ScalingPoint, ScalingSpeed)| {
             let job = point.job;
@@ -90,7 +90,7 @@ pub(super) fn rows(points: &[(ScalingPoint, ScalingSpeed)], setting: &ScalingSet
         };
         curve.iter().map(row).collect::<Vec<_>>()
     };
-    curves.flat_map(of_curve).collect()
+    curves.flat_map(curve_rows).collect()
 }
 
 impl ScalingSetting {
@@ -109,20 +109,20 @@ impl ScalingSetting {
     /// Formats the rows as a table.
     pub(super) fn table(&self, rows: &[MeasuredRow]) -> String {
         let mut text = format!("{}\n", self.text());
-        for part in rows.chunk_by(|a, b| a.scaling == b.scaling) {
-            let (kind, batch) = (part[0].scaling, part[0].batch);
-            let what = match kind {
+        for rows_of_kind in rows.chunk_by(|a, b| a.scaling == b.scaling) {
+            let (kind, batch) = (rows_of_kind[0].scaling, rows_of_kind[0].batch);
+            let condition = match kind {
                 ScalingKind::Weak => "the same batch per rank".into(),
                 ScalingKind::Strong => format!("{} in total", counted(batch, "sequence")),
             };
             // Writing to a String cannot fail.
-            _ = writeln!(text, "\n{kind} scaling: {what}");
+            _ = writeln!(text, "\n{kind} scaling: {condition}");
             _ = writeln!(
                 text,
                 "{:>5}{:>7}{:>8}{:>12}{:>13}{:>13}{:>22}",
                 "stage", "ranks", "batch", "steps/s", "tokens/s", "efficiency", "sent by a rank/step"
             );
-            for row in part {
+            for row in rows_of_kind {
                 let sent = binary(row.sent_bytes.round() as u64);
                 _ = writeln!(
                     text,

@@ -175,10 +175,10 @@ fn scale(largest: f64) -> (f64, u32) {
 fn with_separators(value: f64, step: f64) -> String {
     let decimals = if step >= 1.0 { 0 } else { (-step.log10().floor()).clamp(0.0, 9.0) as usize };
     let text = format!("{value:.decimals$}");
-    let (whole, rest) = text.split_at(text.find('.').unwrap_or(text.len()));
+    let (integer, rest) = text.split_at(text.find('.').unwrap_or(text.len()));
     let mut out = String::new();
-    for (index, digit) in whole.chars().enumerate() {
-        if index > 0 && (whole.len() - index).is_multiple_of(3) {
+    for (index, digit) in integer.chars().enumerate() {
+        if index > 0 && (integer.len() - index).is_multiple_of(3) {
             out.push(',');
         }
         out.push(digit);

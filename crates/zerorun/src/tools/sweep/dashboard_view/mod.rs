@@ -65,19 +65,19 @@ impl SweepReader for DashboardSweepReader {
             runs,
             prefix,
         };
-        if let Some(own) = sweep_in(&self.folder) {
-            return vec![place(&own, Some(own.runs()), String::new())];
+        if let Some(sweep) = sweep_in(&self.folder) {
+            return vec![place(&sweep, Some(sweep.runs()), String::new())];
         }
-        if let Some(above) = self.folder.parent().and_then(sweep_in)
-            && above.runs() == self.folder
+        if let Some(parent) = self.folder.parent().and_then(sweep_in)
+            && parent.runs() == self.folder
         {
-            return vec![place(&above, None, String::new())];
+            return vec![place(&parent, None, String::new())];
         }
         // A folder that cannot be read is reported with the list of runs.
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
-        let found = entries.filter_map(|entry| sweep_in(&entry.path()));
+        let folders = entries.filter_map(|entry| sweep_in(&entry.path()));
         let mut places: Vec<SweepPlace> =
-            found.map(|folder| place(&folder, Some(folder.runs()), format!("{}/", name_of(folder.path())))).collect();
+            folders.map(|folder| place(&folder, Some(folder.runs()), format!("{}/", name_of(folder.path())))).collect();
         places.sort_by(|a, b| a.name.cmp(&b.name));
         places
     }
@@ -87,15 +87,15 @@ impl SweepReader for DashboardSweepReader {
         let folder = SweepFolder::at(&place.folder)?;
         let stamp = DefinitionStamp::of(&folder)?;
         let length = folder.journal().metadata().map_or(0, |journal| journal.len());
-        let known = readings.remove(&place.folder).filter(|known| known.stamp == stamp && known.bytes <= length);
-        let mut reading = match known {
-            Some(known) => known,
+        let cached = readings.remove(&place.folder).filter(|cached| cached.stamp == stamp && cached.bytes <= length);
+        let mut reading = match cached {
+            Some(cached) => cached,
             None => SweepReading::begin(&folder, stamp)?,
         };
-        reading.look()?;
-        let shown = reading.to_json(&place.name);
+        reading.read_new_lines()?;
+        let json = reading.to_json(&place.name);
         readings.insert(place.folder.clone(), reading);
-        Ok(shown)
+        Ok(json)
     }
 }
 
@@ -109,8 +109,8 @@ struct DefinitionStamp {
 impl DefinitionStamp {
     fn of(folder: &SweepFolder) -> Result<Self> {
         let path = folder.definition();
-        let found = path.metadata().map_err(|source| Error::Io { action: "read", path, source })?;
-        Ok(Self { modified: found.modified().ok(), length: found.len() })
+        let metadata = path.metadata().map_err(|source| Error::Io { action: "read", path, source })?;
+        Ok(Self { modified: metadata.modified().ok(), length: metadata.len() })
     }
 }
 
@@ -163,8 +163,8 @@ impl SweepReading {
         })
     }
 
-    /// Reads the lines that have been added to the journal since the last look.
-    fn look(&mut self) -> Result<()> {
+    /// Reads the lines that have been added to the journal since the last read.
+    fn read_new_lines(&mut self) -> Result<()> {
         let (path, from) = (self.journal.clone(), self.bytes);
         let end = Journal::lines_from(&path, from, &mut |line| self.add(line));
         self.bytes = end.map_err(|source| Error::Io { action: "read", path, source })?;
@@ -174,13 +174,13 @@ impl SweepReading {
     fn add(&mut self, line: &[u8]) {
         self.lines += 1;
         let Some(event) = JournalEvent::of_line(line) else {
-            self.found_damage("is damaged");
+            self.record_damage("is damaged");
             return;
         };
         if let ReadTrials::Replayed(replayed) = &mut self.trials
             && let Err(problem) = replayed.repeat(event.clone())
         {
-            self.found_damage(problem);
+            self.record_damage(problem);
         }
         if let ReadTrials::FromLines(trials) = &mut self.trials {
             ShownTrial::add(trials, &event, self.definition.settings.steps);
@@ -188,7 +188,7 @@ impl SweepReading {
         self.best.add(&event);
     }
 
-    fn found_damage(&mut self, problem: &str) {
+    fn record_damage(&mut self, problem: &str) {
         self.problems += 1;
         if let ReadTrials::Replayed(replayed) = &self.trials {
             let steps = self.definition.settings.steps;

@@ -19,7 +19,7 @@ fn definition() -> Map<String, Value> {
 }
 
 /// Writes a sweep as the tool does, with one trial at a time, and returns it at its end.
-fn plant(path: &Path) -> Sweep {
+fn write_sweep(path: &Path) -> Sweep {
     std::fs::create_dir_all(path).unwrap();
     let folder = SweepFolder::at(path).unwrap();
     let stored = StoredSweep { definition: definition(), directory: "/work".into(), configuration: Value::Null };
@@ -47,32 +47,32 @@ fn read(reader: &DashboardSweepReader) -> Value {
     reader.read(&reader.places()[0]).unwrap()
 }
 
-fn trial(shown: &Value, number: usize) -> Value {
-    let mut trials = shown["trials"].as_array().unwrap().iter();
+fn trial(view: &Value, number: usize) -> Value {
+    let mut trials = view["trials"].as_array().unwrap().iter();
     trials.find(|trial| trial["trial"] == number).unwrap().clone()
 }
 
 #[test]
 fn the_page_gets_the_trials_as_the_sweep_knows_them() {
     let dir = tempfile::tempdir().unwrap();
-    let sweep = plant(dir.path());
-    let shown = read(&DashboardSweepReader::new(dir.path()));
-    assert_eq!(shown["best"], sweep.best().unwrap().number);
-    assert_eq!(shown["trials"][0]["trial"], shown["best"]);
-    assert_eq!(shown["trials"].as_array().unwrap().len(), sweep.trials().len());
-    for own in sweep.trials() {
-        let values: Vec<&Value> = own.parameters.iter().map(|(_, value)| value).collect();
-        let found = trial(&shown, own.number);
-        assert_eq!((found["state"].as_str(), &found["values"]), (Some(own.state.name()), &json!(values)));
-        assert_eq!((found["step"].as_u64(), found["run"].as_str().unwrap().len()), (Some(own.reached()), 10));
+    let sweep = write_sweep(dir.path());
+    let view = read(&DashboardSweepReader::new(dir.path()));
+    assert_eq!(view["best"], sweep.best().unwrap().number);
+    assert_eq!(view["trials"][0]["trial"], view["best"]);
+    assert_eq!(view["trials"].as_array().unwrap().len(), sweep.trials().len());
+    for expected in sweep.trials() {
+        let values: Vec<&Value> = expected.parameters.iter().map(|(_, value)| value).collect();
+        let found = trial(&view, expected.number);
+        assert_eq!((found["state"].as_str(), &found["values"]), (Some(expected.state.name()), &json!(values)));
+        assert_eq!((found["step"].as_u64(), found["run"].as_str().unwrap().len()), (Some(expected.reached()), 10));
     }
-    assert_eq!((&trial(&shown, 2)["error"], &trial(&shown, 3)["value"]), (&json!("no <data>"), &json!("NaN")));
+    assert_eq!((&trial(&view, 2)["error"], &trial(&view, 3)["value"]), (&json!("no <data>"), &json!("NaN")));
     let lr = json!({"name": "--lr", "kind": "log_uniform", "low": 1e-5, "high": 1e-3, "log": true});
     let choice = json!({"name": "<b>x", "kind": "choice", "values": ["<i>", "</script>", 3]});
-    assert_eq!(shown["parameters"], json!([lr, choice]));
-    assert!(shown["problem"].is_null() && shown["failed"] == 1 && shown["running"] == 0);
-    assert_eq!(shown["best_so_far"]["steps"], sweep.steps_done());
-    let improvements = shown["best_so_far"]["improvements"].as_array().unwrap();
+    assert_eq!(view["parameters"], json!([lr, choice]));
+    assert!(view["problem"].is_null() && view["failed"] == 1 && view["running"] == 0);
+    assert_eq!(view["best_so_far"]["steps"], sweep.steps_done());
+    let improvements = view["best_so_far"]["improvements"].as_array().unwrap();
     let lowest = sweep.trials().iter().flat_map(|trial| &trial.results).map(|result| result.1).fold(9.0, f64::min);
     assert_eq!(improvements.last().unwrap()["value"], lowest);
     assert!(improvements.windows(2).all(|pair| pair[0]["value"].as_f64() > pair[1]["value"].as_f64()));
@@ -81,17 +81,17 @@ fn the_page_gets_the_trials_as_the_sweep_knows_them() {
 #[test]
 fn a_journal_that_grows_is_read_as_if_it_were_read_anew() {
     let dir = tempfile::tempdir().unwrap();
-    plant(dir.path());
+    write_sweep(dir.path());
     let journal = dir.path().join("journal.jsonl");
     let bytes = std::fs::read(&journal).unwrap();
     let reader = DashboardSweepReader::new(dir.path());
     let mut running = 0;
     for cut in (0..bytes.len()).step_by(17).chain([bytes.len(), 100]) {
         std::fs::write(&journal, &bytes[..cut]).unwrap();
-        let shown = read(&reader);
-        assert_eq!(shown, read(&DashboardSweepReader::new(dir.path())), "cut at {cut}");
-        assert!(shown["problem"].is_null(), "{shown}");
-        running += shown["running"].as_u64().unwrap();
+        let view = read(&reader);
+        assert_eq!(view, read(&DashboardSweepReader::new(dir.path())), "cut at {cut}");
+        assert!(view["problem"].is_null(), "{view}");
+        running += view["running"].as_u64().unwrap();
     }
     assert!(running > 0);
     std::fs::remove_file(&journal).unwrap();
@@ -101,20 +101,20 @@ fn a_journal_that_grows_is_read_as_if_it_were_read_anew() {
 #[test]
 fn a_running_trial_has_its_host_even_after_a_damaged_line() {
     let dir = tempfile::tempdir().unwrap();
-    plant(dir.path());
+    write_sweep(dir.path());
     let journal = dir.path().join("journal.jsonl");
     let text = std::fs::read_to_string(&journal).unwrap();
     let start = text.lines().nth(1).unwrap();
     let place = r#"{"event":"place","trial":1,"host":"worker-1"}"#;
     for (begin, is_damaged) in [(start.to_owned(), false), (format!("{start}\nx"), true)] {
         std::fs::write(&journal, format!("{begin}\n{place}\n")).unwrap();
-        let shown = read(&DashboardSweepReader::new(dir.path()));
-        assert_eq!(trial(&shown, 1)["host"], "worker-1", "{shown}");
-        assert_eq!(shown["problem"].is_string(), is_damaged, "{shown}");
+        let view = read(&DashboardSweepReader::new(dir.path()));
+        assert_eq!(trial(&view, 1)["host"], "worker-1", "{view}");
+        assert_eq!(view["problem"].is_string(), is_damaged, "{view}");
     }
     std::fs::write(&journal, format!("{place}\n")).unwrap();
-    let shown = read(&DashboardSweepReader::new(dir.path()));
-    assert!(shown["problem"].as_str().unwrap().contains("line 1 places a trial that is not running"), "{shown}");
+    let view = read(&DashboardSweepReader::new(dir.path()));
+    assert!(view["problem"].as_str().unwrap().contains("line 1 places a trial that is not running"), "{view}");
     // The end of the trial is the end of its time on the host.
     let end = text.lines().nth(2).unwrap();
     std::fs::write(&journal, format!("{start}\n{place}\n{end}\n")).unwrap();
@@ -124,55 +124,55 @@ fn a_running_trial_has_its_host_even_after_a_damaged_line() {
 #[test]
 fn a_damaged_line_is_named_and_does_not_hide_the_others() {
     let dir = tempfile::tempdir().unwrap();
-    let sweep = plant(dir.path());
+    let sweep = write_sweep(dir.path());
     let journal = dir.path().join("journal.jsonl");
     let text = std::fs::read_to_string(&journal).unwrap();
     let lines: Vec<&str> = text.lines().collect();
-    let whole = read(&DashboardSweepReader::new(dir.path()));
+    let undamaged = read(&DashboardSweepReader::new(dir.path()));
     for (at, line) in lines.iter().enumerate() {
         let mut changed = lines.clone();
         changed[at] = "{\"event\":\"<unknown>\"}";
         std::fs::write(&journal, changed.join("\n") + "\n").unwrap();
-        let shown = read(&DashboardSweepReader::new(dir.path()));
-        let problem = shown["problem"].as_str().unwrap();
+        let view = read(&DashboardSweepReader::new(dir.path()));
+        let problem = view["problem"].as_str().unwrap();
         assert!(problem.contains(&format!("journal.jsonl: line {} is damaged", at + 1)), "{problem}");
         let line: Value = serde_json::from_str(line).unwrap();
-        for own in sweep.trials() {
-            let (before, after) = (trial(&whole, own.number), trial(&shown, own.number));
-            if line["event"] != "end" || line["trial"] != own.number {
-                let known = |trial: &Value| (trial["step"].clone(), trial["value"].clone(), trial["state"].clone());
-                assert_eq!(known(&after), known(&before), "line {}", at + 1);
+        for expected in sweep.trials() {
+            let (before, after) = (trial(&undamaged, expected.number), trial(&view, expected.number));
+            if line["event"] != "end" || line["trial"] != expected.number {
+                let facts = |trial: &Value| (trial["step"].clone(), trial["value"].clone(), trial["state"].clone());
+                assert_eq!(facts(&after), facts(&before), "line {}", at + 1);
             }
             assert!(after["values"].is_null() || after["values"] == before["values"]);
         }
     }
     let other = "{\"event\":\"start\",\"trial\":1,\"from\":0,\"to\":3}\n{\"event\":\"take\",\"trial\":9}\nxx\n";
     std::fs::write(&journal, other).unwrap();
-    let shown = read(&DashboardSweepReader::new(dir.path()));
-    let problem = shown["problem"].as_str().unwrap();
+    let view = read(&DashboardSweepReader::new(dir.path()));
+    let problem = view["problem"].as_str().unwrap();
     let problem = problem.replace(dir.path().to_str().unwrap(), "DIR");
     insta::assert_snapshot!(problem, @"DIR/journal.jsonl: line 1 starts a trial that this sweep would not start; the contents of the other lines are shown, but the parameters of trials that begin later are unknown; the journal has 1 more damaged line");
-    assert_eq!((&trial(&shown, 1)["state"], &trial(&shown, 1)["values"]), (&json!("running"), &Value::Null));
+    assert_eq!((&trial(&view, 1)["state"], &trial(&view, 1)["values"]), (&json!("running"), &Value::Null));
 }
 
 #[test]
 fn a_sweep_is_found_from_its_folder_its_runs_and_the_folder_that_contains_it() {
     let dir = tempfile::tempdir().unwrap();
-    let own = dir.path().join("lr");
-    assert!(DashboardSweepReader::new(&own).places().is_empty());
-    plant(&own);
+    let sweep_folder = dir.path().join("lr");
+    assert!(DashboardSweepReader::new(&sweep_folder).places().is_empty());
+    write_sweep(&sweep_folder);
     std::fs::create_dir(dir.path().join("other")).unwrap();
     let place = |runs: Option<PathBuf>, prefix: &str| SweepPlace {
         name: "lr".into(),
-        folder: own.clone(),
+        folder: sweep_folder.clone(),
         runs,
         prefix: prefix.into(),
     };
-    let runs = own.join("runs");
-    assert_eq!(DashboardSweepReader::new(&own).places(), [place(Some(runs.clone()), "")]);
+    let runs = sweep_folder.join("runs");
+    assert_eq!(DashboardSweepReader::new(&sweep_folder).places(), [place(Some(runs.clone()), "")]);
     assert_eq!(DashboardSweepReader::new(&runs).places(), [place(None, "")]);
     assert_eq!(DashboardSweepReader::new(dir.path()).places(), [place(Some(runs), "lr/")]);
-    assert!(DashboardSweepReader::new(&own.join("trials")).places().is_empty());
+    assert!(DashboardSweepReader::new(&sweep_folder.join("trials")).places().is_empty());
 }
 
 fn get(dashboard: &Dashboard, path: &str) -> (u16, String) {
@@ -189,7 +189,7 @@ fn get(dashboard: &Dashboard, path: &str) -> (u16, String) {
 #[test]
 fn the_dashboard_serves_sweeps_with_the_runs_of_their_trials() {
     let dir = tempfile::tempdir().unwrap();
-    plant(&dir.path().join("<lr>"));
+    write_sweep(&dir.path().join("<lr>"));
     let run = "trial-0001-20260131-235959";
     std::fs::create_dir_all(dir.path().join("<lr>/runs").join(run)).unwrap();
     std::fs::write(dir.path().join("<lr>/runs").join(run).join("run.json"), "{\"format\":1,\"name\":\"t\"}").unwrap();

@@ -28,7 +28,7 @@ impl ShownTrial {
     /// Returns the trials of a sweep that was replayed from its journal.
     pub(super) fn all(replayed: &ReplayedSweep) -> Vec<Self> {
         let is_running = |number: usize| replayed.order.running().any(|running| running == number);
-        let shown = |trial: &SweepTrial| {
+        let view = |trial: &SweepTrial| {
             let state = match &trial.state {
                 // The sweep has handed out a job that the journal does not contain: the trial was not started.
                 TrialState::Running { .. } if !is_running(trial.number) => TrialState::Paused,
@@ -45,7 +45,7 @@ impl ShownTrial {
                 pending: replayed.results.get(&trial.number).cloned(),
             })
         };
-        replayed.sweep.trials().iter().filter_map(shown).collect()
+        replayed.sweep.trials().iter().filter_map(view).collect()
     }
 
     /// Adds an event to trials that are known only from single lines of the journal. `steps` is the number of steps of
@@ -122,7 +122,7 @@ impl ShownTrial {
     pub(super) fn to_json(&self) -> Value {
         let begin = self.branch.map_or(0, |branch| branch.step);
         let values = self.parameters.as_ref().map(|parameters| parameters.iter().map(|(_, value)| value));
-        let mut shown = json!({
+        let mut trial = json!({
             "trial": self.number,
             "run": SweepFolder::run_name(self.number),
             "state": self.state.name(),
@@ -132,23 +132,23 @@ impl ShownTrial {
         });
         match &self.state {
             TrialState::Running { to } => {
-                shown["to"] = (*to).into();
+                trial["to"] = (*to).into();
                 if let Some(host) = self.host.as_ref().filter(|_| self.pending.is_none()) {
-                    shown["host"] = host.as_str().into();
+                    trial["host"] = host.as_str().into();
                 }
             }
-            TrialState::Replaced { by } => shown["by"] = (*by).into(),
-            TrialState::Failed(why) => shown["error"] = why.as_str().into(),
+            TrialState::Replaced { by } => trial["by"] = (*by).into(),
+            TrialState::Failed(why) => trial["error"] = why.as_str().into(),
             _ => {}
         }
         if let Some(branch) = self.branch {
-            shown["branch_of"] = branch.trial.into();
+            trial["branch_of"] = branch.trial.into();
         }
         if self.pending.is_some() {
             // Other trials, whose results come first, are still running.
-            shown["state"] = "ended".into();
+            trial["state"] = "ended".into();
         }
-        shown
+        trial
     }
 }
 
@@ -157,7 +157,7 @@ impl ShownTrial {
 pub(super) struct BestSoFar {
     goal: SweepGoal,
     /// The steps at which the running jobs began, by trial.
-    begun: BTreeMap<usize, u64>,
+    start_steps: BTreeMap<usize, u64>,
     /// The total number of steps that led to results.
     steps: u64,
     best: Option<f64>,
@@ -167,15 +167,15 @@ pub(super) struct BestSoFar {
 
 impl BestSoFar {
     pub(super) fn new(goal: SweepGoal) -> Self {
-        Self { goal, begun: BTreeMap::new(), steps: 0, best: None, improvements: Vec::new() }
+        Self { goal, start_steps: BTreeMap::new(), steps: 0, best: None, improvements: Vec::new() }
     }
 
     /// Adds an event from the journal.
     pub(super) fn add(&mut self, event: &JournalEvent) {
         match event {
-            JournalEvent::Start(job) => _ = self.begun.insert(job.trial, job.from),
+            JournalEvent::Start(job) => _ = self.start_steps.insert(job.trial, job.from),
             JournalEvent::End { trial, to, result } => {
-                let from = self.begun.remove(trial).unwrap_or(*to);
+                let from = self.start_steps.remove(trial).unwrap_or(*to);
                 let Ok(value) = result else { return };
                 self.steps = self.steps.saturating_add(to.saturating_sub(from));
                 let is_better = self.best.is_none_or(|best| self.goal.score(*value) < self.goal.score(best));
